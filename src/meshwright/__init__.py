@@ -1,0 +1,39 @@
+"""Meshwright: N-dimensional parallel training from one declarative plan.
+
+Names are imported on first use, so that ``import meshwright`` costs next to nothing.
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "GradSync": "distributed.grad_sync",
+    "Layout": "layout",
+    "MeshwrightError": "errors",
+    "ModelSizes": "layout",
+    "ParallelMesh": "distributed.mesh",
+    "ParallelOptions": "plan.options",
+    "ParallelSpec": "plan.spec",
+    "ShardingPlan": "plan.sharding_plan",
+    "SyncPolicy": "plan.options",
+    "UnitRule": "plan.spec",
+    "build_mesh": "distributed.mesh",
+    "clip_grad_norm_": "distributed.grad_clip",
+    "parallelize": "distributed.parallelizer",
+    "resolve": "plan.resolver",
+    "spec_of": "models.spec",
+}
+
+__all__ = ["__version__", *sorted(_HOMES)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'meshwright' has no attribute {name!r}")
+    return getattr(import_module(f"meshwright.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

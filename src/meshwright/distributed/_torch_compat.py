@@ -1,0 +1,130 @@
+"""Every private name of torch that Meshwright touches, and nothing else.
+
+Each is looked up once here. :func:`check` runs before a process group is used, so that a torch release that moved one
+of them is refused with its name, not with an ``AttributeError`` in the middle of a step.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from meshwright.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+__all__ = [
+    "MINIMUM_TORCH",
+    "check",
+    "concatenate_meshes",
+    "drop_unreduced",
+    "flatten_mesh",
+    "fsdp_state",
+    "is_unsharded",
+    "owned_parameters",
+    "param_groups",
+    "replicate_module",
+    "reshards_after_forward",
+]
+
+MINIMUM_TORCH = (2, 11)
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """The 1-D mesh over all ranks of ``mesh``, called ``name`` and known to its root mesh."""
+    return mesh._flatten(name)
+
+
+def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the axes of several submeshes of the same root; no new process groups."""
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def replicate_module(
+    module: nn.Module, mesh: DeviceMesh, mp_policy: "MixedPrecisionPolicy", offload_policy: "OffloadPolicy"
+) -> None:
+    """torch's ``replicate``: the FSDP2 engine with whole parameters and one all-reduce a unit.
+
+    Its modules are ``FSDPModule`` too, so that gradient sync is the same state machine as with shards.
+    """
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    replicate(module, mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy)
+
+
+def fsdp_state(module: nn.Module) -> Any:
+    """The FSDP state of a module, or ``None``. Modules that were wrapped together share one."""
+    return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+
+
+def param_groups(module: nn.Module) -> list[Any]:
+    """The parameter groups that a unit gathers and reduces. Empty for a unit without parameters of its own."""
+    state = fsdp_state(module)
+    if state is None:
+        return []
+    if hasattr(state, "_fsdp_param_groups"):  # torch 2.13 and later: one group for each mesh
+        return list(state._fsdp_param_groups)
+    group = state._fsdp_param_group
+    return [] if group is None else [group]
+
+
+def owned_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The sharded parameters that this unit itself gathers, without those of units inside it."""
+    return [fsdp_param.sharded_param for group in param_groups(module) for fsdp_param in group.fsdp_params]
+
+
+def is_unsharded(module: nn.Module) -> bool:
+    """Whether a unit holds its gathered parameters now."""
+    return any(group.is_unsharded for group in param_groups(module))
+
+
+def reshards_after_forward(module: nn.Module, *, is_root: bool) -> bool:
+    """Whether a unit frees its gathered parameters after forward, as it is set now.
+
+    A root that was wrapped without saying so learns only in its first forward that it is one, and does not.
+    """
+    state = fsdp_state(module)
+    if is_root and getattr(state, "_auto_reshard_after_forward", False):
+        return False
+    return any(group._reshard_after_forward for group in param_groups(module))
+
+
+def drop_unreduced(group: Any) -> None:
+    """Forget the unsharded gradients that a group accumulated without reducing, and partial HSDP sums."""
+    for fsdp_param in group.fsdp_params:
+        fsdp_param.unsharded_accumulated_grad = None
+        if hasattr(fsdp_param, "_unsharded_param"):
+            fsdp_param._unsharded_param.grad = None
+    group._partial_reduce_output = None
+
+
+def check() -> None:
+    """Refuse a torch that lacks a name used here.
+
+    Raises:
+        UnsupportedError: names the release and what is missing.
+    """
+    found = []
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < MINIMUM_TORCH:
+        found.append(f"torch {torch.__version__}: Meshwright needs {'.'.join(map(str, MINIMUM_TORCH))} or later")
+    for owner, name in (
+        (DeviceMesh, "_flatten"),
+        (DeviceMesh, "_concatenate"),
+        (FSDPModule, "_get_fsdp_state"),
+        (FSDPModule, "set_force_sum_reduction_for_comms"),
+        (FSDPModule, "set_gradient_divide_factor"),
+        (FSDPModule, "set_reshard_after_forward"),
+    ):
+        if not hasattr(owner, name):
+            found.append(f"torch {torch.__version__} has no {owner.__name__}.{name}")
+    try:
+        from torch.distributed._composable.replicate_with_fsdp import replicate  # noqa: F401
+    except ImportError:
+        found.append(f"torch {torch.__version__} has no torch.distributed._composable.replicate_with_fsdp")
+    if found:
+        raise UnsupportedError(found)

@@ -1,0 +1,85 @@
+"""FSDP2 and HSDP units from the rows of a plan, and torch's ``replicate`` where nothing is sharded."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from meshwright.distributed import _torch_compat
+from meshwright.distributed.mesh import ParallelMesh
+from meshwright.plan.options import GradientReduction
+from meshwright.plan.sharding_plan import ShardingPlan, UnitRow
+
+__all__ = ["apply_units", "fsdp_units", "gathered"]
+
+
+def apply_units(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> None:
+    """Make each unit of the plan an FSDP unit, inside out, the root last."""
+    shard_mesh = mesh.fsdp()
+    offload = (
+        CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if plan.options.cpu_offload else OffloadPolicy()
+    )
+    # named_modules() lists parents first, so its reverse wraps children first.
+    for unit in reversed(plan.units):
+        module = model.get_submodule(unit.name)
+        policy = _mixed_precision(unit)
+        if mesh.replicated:
+            _torch_compat.replicate_module(module, shard_mesh, policy, offload)
+        else:
+            fully_shard(
+                module,
+                mesh=shard_mesh,
+                reshard_after_forward=unit.reshard_after_forward,
+                mp_policy=policy,
+                offload_policy=offload,
+            )
+        if plan.options.gradient_reduction is GradientReduction.SUM:
+            assert isinstance(module, FSDPModule)
+            module.set_gradient_divide_factor(1.0)
+            # A plain sum on every backend: NCCL's and gloo's premultiplied sums have gaps.
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _mixed_precision(unit: UnitRow) -> MixedPrecisionPolicy:
+    def dtype(name: str | None) -> torch.dtype | None:
+        return None if name is None else getattr(torch, name)
+
+    return MixedPrecisionPolicy(
+        param_dtype=dtype(unit.param_dtype),
+        reduce_dtype=dtype(unit.reduce_dtype),
+        output_dtype=dtype(unit.output_dtype),
+        cast_forward_inputs=True,
+    )
+
+
+def fsdp_units(model: nn.Module) -> dict[str, FSDPModule]:
+    """Name to module of every FSDP unit, found from FSDP state, parents first.
+
+    Modules that were wrapped together are one unit, under the name of the first.
+    """
+    seen: set[int] = set()
+    found = {}
+    for name, module in model.named_modules():
+        state = _torch_compat.fsdp_state(module)
+        if state is not None and id(state) not in seen:
+            seen.add(id(state))
+            found[name] = module
+    return found  # type: ignore[return-value]
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[nn.Module]:
+    """Inside, every unit holds its whole parameters; on the way out all are resharded, also after an exception.
+
+    Units that were gathered before (an outer use of this context) stay so.
+    """
+    opened = [unit for unit in fsdp_units(model).values() if not _torch_compat.is_unsharded(unit)]
+    try:
+        for unit in opened:
+            unit.unshard()
+        yield model
+    finally:
+        for unit in opened:
+            unit.reshard()

@@ -1,0 +1,135 @@
+"""FSDP2Manager: sizes and policies in one object, which builds the mesh and shards a model."""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from meshwright.distributed.mesh import ParallelMesh, build_mesh
+from meshwright.distributed.parallelizer import check_supported, parallelize
+from meshwright.errors import LayoutError, UnsupportedError
+from meshwright.layout import Layout
+from meshwright.plan.options import ActivationCheckpointing, GradientReduction, ParallelOptions, SyncPolicy
+from meshwright.plan.resolver import resolve
+from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.plan.spec import ParallelSpec
+
+__all__ = ["FSDP2Manager"]
+
+
+@dataclass
+class FSDP2Manager:
+    """Shards models over the ranks of the default process group.
+
+    Unlike in Meshwright's own trainer, gradients are averaged over the data ranks: torch's default, and what a loop that
+    takes a mean loss on every rank expects.
+
+    Args:
+        dp_size: data ranks in all; ``None``: what the other sizes leave of the world.
+        dp_replicate_size: replicas among them (HSDP).
+        tp_size: tensor parallel ranks.
+        cp_size: context parallel ranks.
+        pp_size: pipeline stages.
+        ep_size: expert parallel ranks.
+        sequence_parallel: needs tensor parallel, which this version does not carry out.
+        mp_policy: dtypes; ``None``: bf16 compute, fp32 reduction.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards in host memory.
+        activation_checkpointing: recompute the activations of each layer in backward.
+        defer_fsdp_grad_sync: reduce gradients only in the last microbatch of a step (see
+            :class:`~meshwright.distributed.grad_sync.GradSync`, whose default policy this sets).
+        backend: of the process group, where it has to be started; ``None``: NCCL with a GPU, gloo without.
+
+    Attributes:
+        mesh: the mesh of the layout, built on construction.
+        plan: the plan of the last :meth:`parallelize`.
+
+    Raises:
+        LayoutError: sizes that do not fit the world size.
+        UnsupportedError: an axis or option that is not carried out.
+    """
+
+    dp_size: int | None = None
+    dp_replicate_size: int | None = 1
+    tp_size: int | None = 1
+    cp_size: int | None = 1
+    pp_size: int | None = 1
+    ep_size: int | None = 1
+    sequence_parallel: bool = False
+    mp_policy: MixedPrecisionPolicy | None = None
+    offload_policy: OffloadPolicy | None = None
+    activation_checkpointing: bool = False
+    defer_fsdp_grad_sync: bool = True
+    backend: str | None = None
+    mesh: ParallelMesh = field(init=False)
+    plan: ShardingPlan | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        """Check the sizes and build the mesh; starts the process group if torchrun's variables are there and none is."""
+        if self.sequence_parallel:
+            raise UnsupportedError("sequence_parallel=True: needs tensor parallel, which this version does not carry out")
+        if not dist.is_initialized():
+            dist.init_process_group(self.backend or ("nccl" if torch.cuda.is_available() else "gloo"))
+        layout = self._layout().resolve(dist.get_world_size())
+        check_supported(layout)
+        self.mesh = build_mesh(layout)
+
+    def _layout(self) -> Layout:
+        def size(value: int | None) -> int:
+            return 1 if value is None or value <= 0 else value
+
+        replicas = size(self.dp_replicate_size)
+        shard = None
+        if self.dp_size is not None and self.dp_size > 0:
+            if self.dp_size % replicas:
+                raise LayoutError(
+                    f"dp_replicate_size={replicas}: must divide dp_size={self.dp_size}; legal are divisors of {self.dp_size}"
+                )
+            shard = self.dp_size // replicas
+        return Layout(
+            pp=size(self.pp_size),
+            dp_replicate=replicas,
+            dp_shard=shard,
+            cp=size(self.cp_size),
+            tp=size(self.tp_size),
+            ep=size(self.ep_size),
+        )
+
+    @property
+    def device_mesh(self) -> torch.distributed.device_mesh.DeviceMesh:
+        """The five-axis mesh."""
+        return self.mesh.root
+
+    def parallelize(self, model: nn.Module, spec: ParallelSpec | None = None) -> nn.Module:
+        """Shard a model in place.
+
+        Args:
+            model: on the meta device, or materialised with the same values on all ranks.
+            spec: what its family declares; ``None``: derived, for models of transformers.
+        """
+        policy = self.mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if not policy.cast_forward_inputs:
+            raise UnsupportedError("mp_policy.cast_forward_inputs=False: units cast their inputs; the legal value is True")
+        options = ParallelOptions(
+            param_dtype=_name(policy.param_dtype),
+            reduce_dtype=_name(policy.reduce_dtype),
+            output_dtype=_name(policy.output_dtype),
+            sync=SyncPolicy.RESHARD_EACH if self.defer_fsdp_grad_sync else SyncPolicy.REDUCE_EACH,
+            cpu_offload=isinstance(self.offload_policy, CPUOffloadPolicy),
+            activation_checkpointing=(
+                ActivationCheckpointing.FULL if self.activation_checkpointing else ActivationCheckpointing.NONE
+            ),
+            gradient_reduction=GradientReduction.MEAN,
+        )
+        if spec is None:
+            # The one place where this room looks at models: the manager takes any model, and only a family knows itself.
+            from meshwright.models.spec import spec_of
+
+            spec = spec_of(model, options.param_dtype)
+        self.plan = resolve(spec, model, self.mesh.layout, options)
+        return parallelize(model, self.plan, self.mesh)
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")

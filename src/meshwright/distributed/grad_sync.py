@@ -1,0 +1,143 @@
+"""GradSync: when each FSDP unit gathers, reshards and reduces within an optimizer step. One state machine for all.
+
+A unit is in one of three policies (:class:`~meshwright.plan.options.SyncPolicy`). For microbatch ``i`` of ``n``:
+
+| policy         | after forward            | after backward, ``i < n - 1``      | after the last backward |
+|----------------|--------------------------|------------------------------------|-------------------------|
+| `defer`        | stays gathered           | stays gathered, gradient kept      | reshard, reduce         |
+| `reshard_each` | as the plan says         | reshard, gradient kept             | reshard, reduce         |
+| `reduce_each`  | as the plan says         | reshard, reduce                    | reshard, reduce         |
+
+"Gradient kept" is FSDP2's accumulation of the unsharded gradient in the reduce dtype. Units are found from FSDP state,
+never by name, so a unit that the policies do not mention follows the default, and one that never ran does no harm.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from meshwright.distributed import _torch_compat
+from meshwright.distributed.fsdp import fsdp_units
+from meshwright.errors import PlanError
+from meshwright.plan.options import SyncPolicy
+from meshwright.plan.sharding_plan import ShardingPlan
+
+__all__ = ["GradSync"]
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Unit:
+    module: FSDPModule
+    policy: SyncPolicy
+    reshard_after_forward: bool
+
+
+class GradSync:
+    """Drives the units of a model through the microbatches of optimizer steps.
+
+    Use it around the microbatches of each step::
+
+        for index, batch in sync.microbatches(batches):
+            loss(batch).backward()
+        optimizer.step()
+
+    Args:
+        model: has FSDP units in it; it need not be one itself.
+        policies: unit name to policy; units that are not named follow ``default``.
+        default: policy of the other units.
+        all_reduce_once: with ``reduce_each`` and replicas, all-reduce across replicas only in the last microbatch;
+            before it gradients are reduce-scattered inside each replica.
+
+    Raises:
+        PlanError: if a policy names a unit that is not there.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        policies: Mapping[str, SyncPolicy] | None = None,
+        default: SyncPolicy = SyncPolicy.DEFER,
+        *,
+        all_reduce_once: bool = True,
+    ) -> None:
+        policies = policies or {}
+        units = fsdp_units(model)
+        if unknown := policies.keys() - units.keys():
+            known = ", ".join(repr(name) for name in units) or "none"
+            raise PlanError([f"sync policy for {name!r}, which is no FSDP unit; units are {known}" for name in unknown])
+        self.all_reduce_once = all_reduce_once
+        self._units = [
+            _Unit(
+                module,
+                SyncPolicy(policies.get(name, default)),
+                _torch_compat.reshards_after_forward(module, is_root=not name),
+            )
+            for name, module in units.items()
+        ]
+
+    @classmethod
+    def from_plan(cls, model: nn.Module, plan: ShardingPlan) -> "GradSync":
+        """The machine for a model that :func:`~meshwright.distributed.parallelizer.parallelize` made from ``plan``."""
+        policies = {unit.name: unit.sync for unit in plan.units}
+        return cls(model, policies, plan.options.sync, all_reduce_once=plan.options.all_reduce_once)
+
+    def microbatches(self, batches: Iterable[T]) -> Iterator[tuple[int, T]]:
+        """Yield (index, batch) with every unit set for that microbatch; after the last one all units are resharded.
+
+        A step that is left early (an exception, a ``break``) drops the gradients that were not reduced yet.
+        """
+        items = list(batches)
+        done = False
+        try:
+            for index, batch in enumerate(items):
+                self.begin_microbatch(last=index == len(items) - 1)
+                yield index, batch
+            done = True
+        finally:
+            if done:
+                self.finish()
+            else:
+                self.abandon()
+
+    def begin_microbatch(self, *, last: bool) -> None:
+        """Set every unit for the forward and backward of one microbatch; ``last``: of its optimizer step."""
+        for unit in self._units:
+            defer = unit.policy is SyncPolicy.DEFER
+            reduce = last or unit.policy is SyncPolicy.REDUCE_EACH
+            if unit.reshard_after_forward:
+                unit.module.set_reshard_after_forward(not defer, recurse=False)
+            unit.module.set_reshard_after_backward(last or not defer, recurse=False)
+            unit.module.set_requires_gradient_sync(reduce, recurse=False)
+            if reduce:
+                unit.module.set_requires_all_reduce(last or not self.all_reduce_once, recurse=False)
+
+    def finish(self) -> None:
+        """End an optimizer step: reshard what is still gathered, such as a unit that no gradient came through."""
+        for unit in self._units:
+            if _torch_compat.is_unsharded(unit.module):
+                unit.module.reshard()
+
+    def abandon(self) -> None:
+        """End an optimizer step that failed: drop gradients that were kept unsharded, and reshard."""
+        for unit in self._units:
+            for group in _torch_compat.param_groups(unit.module):
+                _torch_compat.drop_unreduced(group)
+        self.finish()
+
+    @contextmanager
+    def forward_only(self) -> Iterator[None]:
+        """For evaluation: inside, units reshard after forward as the plan says; afterwards all are resharded."""
+        for unit in self._units:
+            if unit.reshard_after_forward:
+                unit.module.set_reshard_after_forward(True, recurse=False)
+        try:
+            yield
+        finally:
+            self.finish()
+

@@ -1,0 +1,103 @@
+"""The device mesh of a layout: five axes, the flattened submeshes, the expert mesh, and the one that FSDP takes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from meshwright.distributed import _torch_compat
+from meshwright.errors import LayoutError
+from meshwright.layout import AXES, EXPERT_AXES, FLATTENED, Layout
+
+__all__ = ["ParallelMesh", "build_mesh"]
+
+
+@dataclass(frozen=True)
+class ParallelMesh:
+    """A layout, realised over the ranks of a process group.
+
+    Attributes:
+        layout: the resolved sizes.
+        root: the five-axis mesh ``(pp, dp_replicate, dp_shard, cp, tp)``.
+        flattened: the 1-D submeshes ``dp``, ``dp_shard_cp`` and ``dp_cp``.
+        experts: the mesh ``(pp, dp_replicate, ep_shard, ep)``, or ``None`` where ``ep`` is 1.
+    """
+
+    layout: Layout
+    root: DeviceMesh
+    flattened: Mapping[str, DeviceMesh] = field(default_factory=dict)
+    experts: DeviceMesh | None = None
+
+    @property
+    def device_type(self) -> str:
+        """``cpu``, ``cuda`` or another accelerator."""
+        return self.root.device_type
+
+    def __getitem__(self, name: str) -> DeviceMesh:
+        """The submesh of an axis, a flattened name, or an expert axis."""
+        if name in self.flattened:
+            return self.flattened[name]
+        if name in ("ep_shard", "ep"):
+            if self.experts is None:
+                raise LayoutError(f"{name}: the layout has ep=1, so there is no expert mesh")
+            return self.experts[name]
+        return self.root[name]
+
+    def fsdp(self) -> DeviceMesh:
+        """The mesh that parameters are sharded and gradients are reduced over.
+
+        Native axes are taken where they do (a rebuilt mesh has groups of its own): ``dp_shard``, or
+        ``(dp_replicate, dp_shard)``; with context parallel ``dp_shard_cp``, or ``(dp_replicate, dp_shard_cp)``.
+        Where nothing is sharded: ``dp_replicate``.
+        """
+        replicas = self.layout.size("dp_replicate")
+        if self.replicated:
+            return self.root["dp_replicate"]
+        if self.layout.size("cp") == 1:
+            return self.root["dp_replicate", "dp_shard"] if replicas > 1 else self.root["dp_shard"]
+        shard = self.flattened["dp_shard_cp"]
+        return _torch_compat.concatenate_meshes([self.root["dp_replicate"], shard]) if replicas > 1 else shard
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank of the data axes holds whole parameters: replicas, and no shards."""
+        return self.layout.size("dp_shard_cp") == 1 and self.layout.size("dp_replicate") > 1
+
+    def rank(self, name: str) -> int:
+        """This process's index on an axis or flattened submesh."""
+        return self[name].get_local_rank()
+
+    def sum(self, values: torch.Tensor, name: str = "dp_cp") -> torch.Tensor:
+        """Sum a small tensor over a submesh, in place, and return it. Of size 1: no collective."""
+        mesh = self[name]
+        if mesh.size() > 1:
+            dist.all_reduce(values, group=mesh.get_group())
+        return values
+
+
+def build_mesh(layout: Layout, device_type: str | None = None) -> ParallelMesh:
+    """Build the mesh over the default process group, which must exist.
+
+    Args:
+        layout: sizes; what is ``None`` or -1 is inferred from the world size.
+        device_type: ``cpu`` or ``cuda``; the accelerator of the machine if there is one, otherwise ``cpu``.
+
+    Raises:
+        LayoutError: if the sizes do not fit the world size, or there is no process group.
+    """
+    if not dist.is_initialized():
+        raise LayoutError("no process group: start one first (torch.distributed.init_process_group, or `meshwright train`)")
+    _torch_compat.check()
+    layout = layout.resolve(dist.get_world_size())
+    if device_type is None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    sizes = layout.sizes()
+    root = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
+    flattened = {name: _torch_compat.flatten_mesh(root[parts], name) for name, parts in FLATTENED.items()}
+    experts = None
+    if layout.ep > 1:
+        experts = init_device_mesh(device_type, tuple(layout.expert_sizes().values()), mesh_dim_names=EXPERT_AXES)
+    return ParallelMesh(layout, root, MappingProxyType(flattened), experts)

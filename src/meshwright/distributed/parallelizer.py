@@ -1,0 +1,146 @@
+"""The conductor: carries a plan out on a model, always in one order.
+
+Tensor and expert parallel -> context parallel -> activation checkpointing -> trainability -> mixed precision ->
+FSDP units inside out -> root -> compile.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from meshwright.distributed import _torch_compat
+from meshwright.distributed.activation_checkpointing import checkpoint_forward
+from meshwright.distributed.fsdp import apply_units, gathered
+from meshwright.distributed.mesh import ParallelMesh
+from meshwright.errors import PlanError, UnsupportedError
+from meshwright.layout import Layout
+from meshwright.plan.sharding_plan import ShardingPlan
+
+__all__ = ["apply_fsdp2_sharding_recursively", "check_supported", "parallelize", "unshard_fsdp2_model"]
+
+_NOT_YET = {
+    "pp": "pipeline parallel",
+    "cp": "context parallel",
+    "tp": "tensor parallel",
+    "ep": "expert parallel",
+}
+
+
+def check_supported(layout: Layout) -> None:
+    """Refuse the axes that this version plans but does not carry out.
+
+    Raises:
+        UnsupportedError: one message an axis.
+    """
+    found = [
+        f"{axis}={layout.size(axis)}: {what} is planned but not carried out by this version; the legal value is 1"
+        for axis, what in _NOT_YET.items()
+        if layout.size(axis) > 1
+    ]
+    if found:
+        raise UnsupportedError(found)
+
+
+def parallelize(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.Module:
+    """Carry a plan out on a model, in place.
+
+    Args:
+        model: the model that the plan was resolved for, on the meta device or materialised (then each rank must hold the
+            same values, and keeps its shards).
+        plan: the rows to carry out.
+        mesh: the mesh of the plan's layout.
+
+    Returns:
+        The same model; its units are ``FSDPModule``.
+
+    Raises:
+        UnsupportedError: an axis that is not carried out yet.
+        PlanError: plan, model and mesh do not belong together.
+    """
+    _torch_compat.check()
+    check_supported(plan.layout)
+    _check_belongs(model, plan, mesh)
+
+    for unit in plan.units:
+        if unit.activation_checkpointing:
+            checkpoint_forward(model.get_submodule(unit.name))
+    parameters = dict(model.named_parameters())
+    for row in plan.parameters:
+        parameters[row.name].requires_grad_(row.trainable)
+    apply_units(model, plan, mesh)
+    for unit in plan.units:
+        if unit.compile:
+            module = model.get_submodule(unit.name)
+            module.forward = torch.compile(module.forward, backend=plan.options.compile_backend)  # type: ignore[method-assign]
+    return model
+
+
+def _check_belongs(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> None:
+    found = []
+    if mesh.layout != plan.layout:
+        found.append(f"the mesh has the layout ({mesh.layout}), the plan has ({plan.layout})")
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    planned = {row.name: row.shape for row in plan.parameters}
+    found.extend(f"parameter {name!r} is in the model but not in the plan" for name in shapes.keys() - planned.keys())
+    found.extend(f"parameter {name!r} is in the plan but not in the model" for name in planned.keys() - shapes.keys())
+    for name in shapes.keys() & planned.keys():
+        if shapes[name] != planned[name]:
+            found.append(f"parameter {name!r} has shape {shapes[name]} in the model and {planned[name]} in the plan")
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        found.append("the model has FSDP units already")
+    if found:
+        raise PlanError(sorted(found))
+
+
+# -- the reference interface (docs/architecture.md, "Names from NeMo AutoModel") --------------------------------------------
+
+
+def apply_fsdp2_sharding_recursively(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy | None,
+    offload_policy: OffloadPolicy | None = None,
+    *,
+    reshard_after_forward: bool | None = None,
+) -> None:
+    """Make the entries of every list (or dict) of layers FSDP units; what is outside them is left to the caller's root.
+
+    A container inside a container recurses and is no unit. The last entry of a flat container keeps its parameters
+    after forward, because backward starts there.
+
+    Args:
+        module: root of the search, changed in place.
+        mesh: 1-D mesh (shard) or 2-D mesh (replicate, shard).
+        mp_policy: dtypes; ``None``: bf16 compute, fp32 reduction.
+        offload_policy: ``None``: no offload.
+        reshard_after_forward: if given, for all units, the last ones included.
+    """
+    policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for unit, is_last in list(_container_entries(module)):
+        fully_shard(
+            unit,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload_policy or OffloadPolicy(),
+            reshard_after_forward=not is_last if reshard_after_forward is None else reshard_after_forward,
+        )
+
+
+def _container_entries(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
+    """Entries of containers with whether each is the last of a flat one, children before parents."""
+    is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    children = list(module.children())
+    flat = not any(isinstance(child, nn.ModuleList | nn.ModuleDict) for child in children)
+    for index, child in enumerate(children):
+        yield from _container_entries(child)
+        if is_container and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield child, flat and index == len(children) - 1
+
+
+def unshard_fsdp2_model(model: nn.Module) -> AbstractContextManager[nn.Module]:
+    """Inside, every FSDP unit of the model is gathered; afterwards all are resharded, also after an exception."""
+    return gathered(model)

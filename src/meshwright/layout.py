@@ -1,0 +1,240 @@
+"""Layout: the sizes of the mesh axes, their inference, and rank arithmetic.
+
+Pure Python, so that a layout for a thousand GPUs is checked on a laptop. The mesh always has five axes, in this order:
+
+    (pp, dp_replicate, dp_shard, cp, tp)
+
+and, over the same ranks, the expert mesh ``(pp, dp_replicate, ep_shard, ep)`` with
+``ep_shard * ep == dp_shard * cp * tp``. Ranks are numbered row-major: neighbours on the last axis are neighbours in rank.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from math import prod
+
+from meshwright.errors import LayoutError
+
+__all__ = ["AXES", "EXPERT_AXES", "FLATTENED", "Layout", "ModelSizes", "divisors"]
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""The axes of the mesh, outermost first."""
+
+EXPERT_AXES = ("pp", "dp_replicate", "ep_shard", "ep")
+"""The axes of the expert mesh, outermost first."""
+
+FLATTENED = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "dp_shard_cp": ("dp_shard", "cp"),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+}
+"""Submeshes that have a name of their own: who reads which data; FSDP's gather and reduce; loss and token counts."""
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All positive divisors of a positive number, ascending."""
+    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return tuple(sorted({*low, *(number // d for d in low)}))
+
+
+def _listed(values: Iterable[int]) -> str:
+    return ", ".join(str(value) for value in values)
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The sizes of a model that limit a layout. ``None``: the model does not declare it, so nothing is checked.
+
+    Attributes:
+        layers: layers that pipeline stages can be cut between.
+        heads: attention (query) heads.
+        kv_heads: key/value heads.
+        experts: routed experts in a layer; 0 for a dense model.
+    """
+
+    layers: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    experts: int | None = None
+
+    def problems(self, layout: "Layout") -> list[str]:
+        """What of a layout does not fit the model, one message a knob."""
+        found = []
+        for what, count in (("attention heads", self.heads), ("key/value heads", self.kv_heads)):
+            if count and layout.tp > 1 and count % layout.tp:
+                found.append(f"tp={layout.tp}: {count} {what} are divisible by {_listed(divisors(count))}")
+        if self.layers is not None and layout.pp > self.layers:
+            found.append(f"pp={layout.pp}: {self.layers} layers make at most {self.layers} stages")
+        if self.experts is not None and layout.ep > 1:
+            if self.experts == 0:
+                found.append(f"ep={layout.ep}: the model has no experts; the legal value is 1")
+            elif self.experts % layout.ep:
+                found.append(f"ep={layout.ep}: {self.experts} experts are divisible by {_listed(divisors(self.experts))}")
+        return found
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes of the axes.
+
+    Args:
+        pp: pipeline stages.
+        dp_replicate: replicas of the sharded model (HSDP); gradients are all-reduced across them.
+        dp_shard: ranks that parameters are sharded over (FSDP).
+        cp: ranks that share a sequence (context parallel).
+        tp: ranks that share a layer's matrices (tensor parallel).
+        ep: ranks that share the experts of a layer (expert parallel); they are taken from ``dp_shard * cp * tp``.
+
+    At most one of the five mesh axes may be ``None`` or -1: :meth:`resolve` infers it from the world size.
+    """
+
+    pp: int | None = 1
+    dp_replicate: int | None = 1
+    dp_shard: int | None = None
+    cp: int | None = 1
+    tp: int | None = 1
+    ep: int = 1
+
+    def resolve(self, world_size: int, sizes: ModelSizes | None = None) -> "Layout":
+        """The layout with every size known.
+
+        Args:
+            world_size: number of ranks.
+            sizes: limits that the model sets.
+
+        Raises:
+            LayoutError: all problems together, each with the knob, its value and the legal values.
+        """
+        found = self._illegal_values()
+        if world_size < 1:
+            found.append(f"world size {world_size}: must be at least 1")
+        if found:
+            raise LayoutError(found)
+
+        unknown = [axis for axis in AXES if getattr(self, axis) in (None, -1)]
+        given = {axis: getattr(self, axis) for axis in AXES if axis not in unknown}
+        product = prod(given.values())
+        resolved = self
+        if len(unknown) > 1:
+            found.append(f"{' and '.join(f'{axis}={getattr(self, axis)}' for axis in unknown)}: only one can be inferred")
+        elif (unknown and world_size % product) or (not unknown and world_size != product):
+            found.extend(self._misfits(world_size, given, inferred=unknown[0] if unknown else None))
+        elif unknown:
+            resolved = replace(self, **{unknown[0]: world_size // product})
+
+        # The model's limits are checked also where the world size does not fit: all problems in one report.
+        checkable = replace(resolved, **{axis: 1 for axis in AXES if getattr(resolved, axis) in (None, -1)})
+        if sizes is not None:
+            found.extend(sizes.problems(checkable))
+        if not found:
+            inside_replica = prod(resolved.sizes()[axis] for axis in ("dp_shard", "cp", "tp"))
+            if inside_replica % self.ep:
+                found.append(
+                    f"ep={self.ep}: dp_shard * cp * tp = {inside_replica} ranks of a replica are divisible by "
+                    f"{_listed(divisors(inside_replica))}"
+                )
+        if found:
+            raise LayoutError(found)
+        return resolved
+
+    def _illegal_values(self) -> list[str]:
+        found = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            inferable = field.name != "ep"
+            if inferable and value in (None, -1):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                legal = "a positive whole number" + (", or -1 to infer it" if inferable else "")
+                found.append(f"{field.name}={value!r}: must be {legal}")
+        return found
+
+    @staticmethod
+    def _misfits(world_size: int, given: dict[str, int], inferred: str | None) -> list[str]:
+        """Name each knob that another value would mend, with those values; a lone 1 is not to blame."""
+        product = prod(given.values())
+        terms = " * ".join(f"{axis}={size}" for axis, size in given.items() if size > 1) or "all sizes 1"
+        relation = "is not a divisor of" if inferred else "is not"
+        found = [f"world size {world_size}: {terms} = {product}, which {relation} the world size"]
+        for axis, size in given.items():
+            others = product // size
+            if size == 1 or world_size % others:
+                continue
+            rest = world_size // others
+            legal = divisors(rest) if inferred else (rest,)
+            found.append(f"{axis}={size}: with the other sizes and {world_size} ranks, legal is {_listed(legal)}")
+        if len(found) == 1:
+            found.append(f"legal sizes of any axis are divisors of {world_size}: {_listed(divisors(world_size))}")
+        return found
+
+    # -- rank arithmetic, for a resolved layout -----------------------------------------------------------------------
+
+    def sizes(self) -> dict[str, int]:
+        """Axis name to size, in mesh order.
+
+        Raises:
+            LayoutError: if a size is still to be inferred.
+        """
+        unknown = [axis for axis in AXES if getattr(self, axis) in (None, -1)]
+        if unknown:
+            raise LayoutError(f"{', '.join(unknown)}: not known yet; call resolve(world_size) first")
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return prod(self.sizes().values())
+
+    @property
+    def ep_shard(self) -> int:
+        """Ranks that one expert is FSDP-sharded over, inside a replica."""
+        sizes = self.sizes()
+        return sizes["dp_shard"] * sizes["cp"] * sizes["tp"] // self.ep
+
+    def expert_sizes(self) -> dict[str, int]:
+        """Axis name to size of the expert mesh, in mesh order."""
+        sizes = self.sizes()
+        return {"pp": sizes["pp"], "dp_replicate": sizes["dp_replicate"], "ep_shard": self.ep_shard, "ep": self.ep}
+
+    def size(self, axis: str) -> int:
+        """Size of an axis, of a flattened submesh or of an expert axis."""
+        if axis in FLATTENED:
+            return prod(self.sizes()[part] for part in FLATTENED[axis])
+        return {**self.sizes(), **self.expert_sizes()}[axis]
+
+    def coordinates(self, rank: int, *, experts: bool = False) -> dict[str, int]:
+        """Where a rank stands on each axis of the mesh (or of the expert mesh)."""
+        sizes = self.expert_sizes() if experts else self.sizes()
+        if not 0 <= rank < prod(sizes.values()):
+            raise LayoutError(f"rank {rank}: legal are 0 to {self.world_size - 1}")
+        found: dict[str, int] = {}
+        for axis in reversed(sizes):
+            rank, found[axis] = divmod(rank, sizes[axis])
+        return {axis: found[axis] for axis in sizes}
+
+    def groups(self, axes: str | Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """All groups of ranks that differ only on the given axes.
+
+        Args:
+            axes: an axis, a flattened name (``dp``, ``dp_shard_cp``, ``dp_cp``), or axes of one mesh. Expert axes
+                (``ep_shard``, ``ep``) are read on the expert mesh.
+        """
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        wanted = {part for name in names for part in FLATTENED.get(name, (name,))}
+        experts = bool(wanted & {"ep_shard", "ep"})
+        legal = EXPERT_AXES if experts else AXES
+        if unknown := wanted - set(legal):
+            raise LayoutError(f"axes {', '.join(sorted(unknown))}: legal are {', '.join(legal)}")
+        grouped: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            place = self.coordinates(rank, experts=experts)
+            grouped.setdefault(tuple(place[axis] for axis in legal if axis not in wanted), []).append(rank)
+        return tuple(tuple(ranks) for ranks in grouped.values())
+
+    def group(self, axes: str | Sequence[str], rank: int) -> tuple[int, ...]:
+        """The group of :meth:`groups` that a rank is in."""
+        return next(ranks for ranks in self.groups(axes) if rank in ranks)
+
+    def __str__(self) -> str:
+        """Only what is not 1, as in ``dp_replicate=2 dp_shard=4``."""
+        parts = [f"{axis}={getattr(self, axis)}" for axis in (*AXES, "ep") if getattr(self, axis) != 1]
+        return " ".join(parts) or "one process"

@@ -1,0 +1,1 @@
+"""Model families: what each declares, and how a model is built, initialised and read from a checkpoint."""

@@ -1,0 +1,165 @@
+"""Every private name of transformers that Meshwright touches, and nothing else.
+
+Transformers 5 loads safetensors shard by shard: for a parameter that is a DTensor it computes, from its placements, the
+slice that this rank owns and reads only that. The entry points are private; :func:`check` refuses a release that moved
+one of them.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PreTrainedModel
+
+__all__ = [
+    "MINIMUM_TRANSFORMERS",
+    "Declarations",
+    "LoadReport",
+    "check",
+    "declarations",
+    "initialize_module",
+    "initialized_flag",
+    "load_sharded",
+    "save_names",
+    "without_torch_init",
+]
+
+MINIMUM_TRANSFORMERS = (5, 17)
+
+
+def check() -> None:
+    """Refuse a transformers that lacks a name used here.
+
+    Raises:
+        UnsupportedError: names the release and what is missing.
+    """
+    import transformers
+    from transformers import PreTrainedModel
+
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    found = []
+    if version < MINIMUM_TRANSFORMERS:
+        needed = ".".join(map(str, MINIMUM_TRANSFORMERS))
+        found.append(f"transformers {transformers.__version__}: Meshwright needs {needed} or later")
+    for name in ("_init_weights", "_load_pretrained_model", "_finalize_model_loading", "all_tied_weights_keys"):
+        if not hasattr(PreTrainedModel, name) and name != "all_tied_weights_keys":
+            found.append(f"transformers {transformers.__version__} has no PreTrainedModel.{name}")
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: F401
+        from transformers.core_model_loading import revert_weight_conversion  # noqa: F401
+        from transformers.initialization import guard_torch_init_functions  # noqa: F401
+        from transformers.modeling_utils import LoadStateDictConfig  # noqa: F401
+    except ImportError as error:
+        found.append(f"transformers {transformers.__version__}: {error}")
+    if found:
+        raise UnsupportedError(found)
+
+
+@dataclass(frozen=True)
+class Declarations:
+    """What a model of transformers says of itself.
+
+    Attributes:
+        no_split: class names of modules that must stay whole: its layers.
+        fp32: name components of modules to keep in fp32 when the rest is bf16 (``strict``) or fp16 (both).
+        fp32_strict: those that hold for bf16 too.
+        tied: target to source name of tied parameters.
+        tp: module pattern to tensor parallel style.
+        ep: module pattern to expert parallel style.
+    """
+
+    no_split: frozenset[str]
+    fp32: frozenset[str]
+    fp32_strict: frozenset[str]
+    tied: dict[str, str]
+    tp: dict[str, str]
+    ep: dict[str, str]
+
+
+def declarations(model: "PreTrainedModel") -> Declarations:
+    """Read the declarations of a model instance, its submodels included."""
+    return Declarations(
+        no_split=frozenset(model._no_split_modules or ()),
+        fp32=frozenset(model._keep_in_fp32_modules or ()),
+        fp32_strict=frozenset(model._keep_in_fp32_modules_strict or ()),
+        tied=dict(model.all_tied_weights_keys),
+        tp=dict(getattr(model, "tp_plan", None) or {}),
+        ep=dict(getattr(model, "ep_plan", None) or {}),
+    )
+
+
+def without_torch_init() -> AbstractContextManager[Any]:
+    """Inside, init functions skip tensors that carry the mark of :func:`initialized_flag`."""
+    from transformers.initialization import guard_torch_init_functions
+
+    return guard_torch_init_functions()
+
+
+def initialize_module(owner: "PreTrainedModel", module: "nn.Module") -> None:
+    """Run the family's own initialisation of one module, its children's parameters included where it touches them."""
+    owner._init_weights(module)
+
+
+def initialized_flag(tensor: "torch.Tensor") -> None:
+    """Mark a tensor as initialised, so that the init functions of transformers leave it alone."""
+    tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What reading a checkpoint into a model left over.
+
+    Attributes:
+        missing: parameters of the model that the files do not hold.
+        unexpected: tensors of the files that the model has no place for.
+        mismatched: (name, shape in the files, shape in the model).
+        errors: conversions that failed.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+    errors: tuple[str, ...]
+
+
+def load_sharded(model: "PreTrainedModel", files: Sequence[str], device: "torch.device") -> LoadReport:
+    """Read safetensors into a model whose parameters are (meta) DTensors; this rank reads only its own slices.
+
+    Buffers that are not in the files get their computed values. Parameters that are missing get the family's own
+    initialisation, so that the caller decides whether that is an error.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.modeling_utils import LoadStateDictConfig
+    from transformers.utils import logging
+
+    config = LoadStateDictConfig(
+        weight_mapping=get_model_conversion_mapping(model, None, None),
+        device_map={"": device},
+        ignore_mismatched_sizes=True,
+    )
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # its report of missing keys comes back as ours
+    try:
+        info, _ = type(model)._load_pretrained_model(model, None, list(files), config)
+        info = type(model)._finalize_model_loading(model, config, info)
+    finally:
+        logging.set_verbosity(verbosity)
+    return LoadReport(
+        missing=tuple(sorted(info.missing_keys)),
+        unexpected=tuple(sorted(info.unexpected_keys)),
+        mismatched=tuple((name, tuple(ours), tuple(theirs)) for name, ours, theirs in sorted(info.mismatched_keys)),
+        errors=tuple(f"{name}: {message}" for name, message in dict(info.conversion_errors).items()),
+    )
+
+
+def save_names(model: "PreTrainedModel", state: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    """A full state dict under the names that the hub knows (experts apart again, prefixes restored)."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, state)

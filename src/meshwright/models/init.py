@@ -1,0 +1,155 @@
+"""Random initialisation that does not depend on the layout.
+
+Torch's own way (meta model, shard, ``to_empty``, ``init.normal_`` under one seed) draws each rank's shard from the same
+random stream, so that on a CPU mesh all ranks hold identical shards. Here every module is drawn whole, from a stream of
+its own that depends only on the seed and on the name of the module, and each rank keeps its slice. So the values are the
+same in one process and on every layout, for the same kind of device.
+
+Peak memory on a rank: its shards and one unit (layer, or what is outside the layers) in full.
+"""
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from meshwright.errors import ModelError
+from meshwright.models import _transformers_compat as compat
+
+__all__ = ["derive_seed", "initialize"]
+
+
+def derive_seed(*parts: object) -> int:
+    """A 63-bit seed that depends on all parts, the same on every machine."""
+    digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def initialize(model: nn.Module, device: torch.device, seed: int, units: tuple[str, ...] = ()) -> None:
+    """Materialise a meta model and give every parameter and buffer its initial value.
+
+    Args:
+        model: a model of transformers, or one whose modules with parameters have ``reset_parameters``; its parameters may
+            be DTensors already.
+        device: where shards live.
+        seed: of the run.
+        units: names of modules that are drawn in one go, to bound memory (the layers).
+
+    Raises:
+        ModelError: names the parameters and buffers that the model leaves without a value.
+    """
+    model.to_empty(device=device)
+    _poison(model)
+    names = {module: name for name, module in model.named_modules()}
+    inner = set(units)
+    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for name in (*sorted(units, key=lambda name: -name.count(".")), ""):  # inside out
+            unit = model.get_submodule(name)
+            with _Whole(unit, skip={model.get_submodule(other) for other in inner - {name}}):
+                done: set[int] = set()
+                for module, owner in _in_order(unit, _owner(model, name), names, inner - {name}):
+                    torch.manual_seed(derive_seed(seed, names[module]))
+                    _initialize_module(module, owner, done)
+    _check_written(model)
+
+
+def _in_order(
+    module: nn.Module, owner: nn.Module, names: dict[nn.Module, str], skip: set[str]
+) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Modules with the model whose rules initialise them, children first: a parent may redo a child's parameter."""
+    owner = module if hasattr(module, "_init_weights") else owner
+    for child in module.children():
+        if names[child] not in skip:
+            yield from _in_order(child, owner, names, skip)
+    yield module, owner
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    """The innermost model of transformers around a module."""
+    owner, path = model, model
+    for part in name.split(".") if name else ():
+        path = getattr(path, part)
+        owner = path if hasattr(path, "_init_weights") else owner
+    return owner
+
+
+def _initialize_module(module: nn.Module, owner: nn.Module, done: set[int]) -> None:
+    """``done``: parameters of modules before this one. A tied parameter keeps the value of its first module."""
+    own = list(module.parameters(recurse=False))
+    tied = [parameter for parameter in own if id(parameter) in done]
+    if hasattr(owner, "_init_weights"):
+        with compat.without_torch_init():
+            for parameter in tied:
+                compat.initialized_flag(parameter)
+            compat.initialize_module(owner, module)  # type: ignore[arg-type]
+    elif own and not tied:
+        reset = getattr(module, "reset_parameters", None)
+        if not callable(reset):
+            raise ModelError(f"{type(module).__name__} holds parameters but has no reset_parameters() to initialise them")
+        reset()
+    done.update(id(parameter) for parameter in own)
+
+
+class _Whole:
+    """Inside, the DTensor parameters of a module are plain whole tensors; on the way out each rank keeps its slice."""
+
+    def __init__(self, root: nn.Module, skip: set[nn.Module]) -> None:
+        self.places: list[tuple[nn.Module, str, DTensor]] = []
+        self.wholes: dict[int, nn.Parameter] = {}
+        self.collect(root, skip)
+
+    def collect(self, module: nn.Module, skip: set[nn.Module]) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(parameter.data, DTensor):
+                self.places.append((module, name, parameter))  # type: ignore[arg-type]
+        for child in module.children():
+            if child not in skip:
+                self.collect(child, skip)
+
+    def __enter__(self) -> "_Whole":
+        for module, name, sharded in self.places:
+            if id(sharded) not in self.wholes:  # a tied parameter stays one tensor
+                whole = torch.full(sharded.shape, float("nan"), dtype=sharded.dtype, device=sharded.device)
+                self.wholes[id(sharded)] = nn.Parameter(whole, requires_grad=False)
+            module._parameters[name] = self.wholes[id(sharded)]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for module, name, sharded in self.places:
+            module._parameters[name] = sharded  # type: ignore[assignment]
+            whole = self.wholes.pop(id(sharded), None)
+            if whole is not None and kind is None:
+                # src_data_rank=None: each rank slices its own copy; nothing is sent
+                local = distribute_tensor(whole.data, sharded.device_mesh, sharded.placements, src_data_rank=None)
+                sharded.to_local().copy_(local.to_local())
+
+
+def _poison(model: nn.Module) -> None:
+    """Fill everything with NaN (or the lowest integer), so that what initialisation forgets is found."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if local.dtype == torch.bool:
+                continue
+            low = float("nan") if local.is_floating_point() else torch.iinfo(local.dtype).min
+            local.fill_(low)
+
+
+def _check_written(model: nn.Module) -> None:
+    left = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.numel() == 0 or local.dtype == torch.bool:
+            continue
+        if local.is_floating_point():
+            if bool(local.isnan().any()):
+                left.append(name)
+        elif bool((local == torch.iinfo(local.dtype).min).all()):
+            left.append(name)
+    if left:
+        raise ModelError(
+            f"{type(model).__name__} leaves without an initial value: {', '.join(left)}; its _init_weights (or "
+            "reset_parameters) has to set them"
+        )

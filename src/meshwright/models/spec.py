@@ -1,0 +1,106 @@
+"""spec_of(): the ParallelSpec of a model of transformers, derived from what the model declares of itself."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from meshwright.errors import ModelError
+from meshwright.plan.spec import ParallelSpec, UnitRule, generalize, match_names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["spec_of"]
+
+_SIZES = {
+    "layers": ("num_hidden_layers",),
+    "heads": ("num_attention_heads",),
+    "kv_heads": ("num_key_value_heads",),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+}
+"""Field of ModelSizes to the names that configs of transformers use for it, the first that holds a number counts."""
+
+
+def spec_of(model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
+    """Derive the spec of a model of transformers.
+
+    Args:
+        model: the model, on any device.
+        param_dtype: dtype of compute. Some models ask for fp32 modules only where the rest is fp16.
+
+    Raises:
+        ModelError: if it is no model of transformers, or does not declare its layers; the message says what to declare.
+    """
+    if not _is_transformers(model):
+        raise ModelError(
+            f"{type(model).__name__} is not a model of transformers, so nothing is known of it: "
+            "pass a ParallelSpec that names its layers, such as ParallelSpec(family='mine', layers=('blocks.*',))"
+        )
+    from meshwright.models import _transformers_compat as compat
+
+    declared = compat.declarations(model)
+    modules = dict(model.named_modules())
+    whole = [name for name, module in modules.items() if type(module).__name__ in declared.no_split and name]
+    layers = [name for name in whole if isinstance(modules[name.rpartition(".")[0]], nn.ModuleList)]
+    if not layers:
+        raise ModelError(
+            f"{type(model).__name__} declares no layers: set _no_split_modules on the class to the class name of its "
+            f"layer (it is {sorted(declared.no_split) or None}), or pass a ParallelSpec"
+        )
+    fp32 = declared.fp32_strict | (declared.fp32 if param_dtype == "float16" else frozenset())
+    return ParallelSpec(
+        family=type(model).__name__,
+        layers=_patterns(layers),
+        units=tuple(UnitRule(pattern) for pattern in _patterns(name for name in whole if name not in layers)),
+        fp32=_patterns(name for name, module in modules.items() if _wants_fp32(name, module, fp32)),
+        tied=_tied_groups(declared.tied),
+        tp_styles=_matching(declared.tp, model),
+        ep_styles=_matching(declared.ep, model),
+        sizes=_sizes(model),
+    )
+
+
+def _is_transformers(model: nn.Module) -> bool:
+    try:
+        from transformers import PreTrainedModel
+    except ImportError:
+        return False
+    return isinstance(model, PreTrainedModel)
+
+
+def _patterns(names: Any) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(generalize(name) for name in names))
+
+
+def _wants_fp32(name: str, module: nn.Module, declared: frozenset[str]) -> bool:
+    """Whether a declared name is this module (a run of components of its name), and it holds parameters."""
+    dotted = f".{name}."
+    named = any(dotted.endswith(f".{item}.") for item in declared)
+    return named and any(True for _ in module.parameters())
+
+
+def _tied_groups(tied: dict[str, str]) -> tuple[tuple[str, ...], ...]:
+    groups: dict[str, list[str]] = {}
+    for target, source in tied.items():
+        groups.setdefault(source, [source]).append(target)
+    return tuple(tuple(names) for names in groups.values())
+
+
+def _matching(styles: dict[str, str], model: nn.Module) -> dict[str, str]:
+    """The declared styles that name something here: transformers declares for all variants of a family at once."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    candidates = {*names, *(name.rpartition(".")[0] for name in names)}
+    return {pattern: style for pattern, style in styles.items() if match_names(pattern, candidates)}
+
+
+def _sizes(model: "PreTrainedModel") -> dict[str, str]:
+    config = model.config
+    text = config.get_text_config()
+    prefix = next((f"{name}." for name, value in vars(config).items() if value is text and value is not config), "")
+    found = {}
+    for field, attributes in _SIZES.items():
+        for attribute in attributes:
+            if isinstance(getattr(text, attribute, None), int):
+                found[field] = prefix + attribute
+                break
+    return found

@@ -1,0 +1,132 @@
+"""A plan as tables for people."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from meshwright.plan.price import totals, unit_traffic
+from meshwright.plan.sharding_plan import ParameterRow, ShardingPlan, UnitRow
+from meshwright.plan.spec import generalize
+
+__all__ = ["explain", "human_bytes"]
+
+Row = TypeVar("Row", ParameterRow, UnitRow)
+
+
+def human_bytes(size: float) -> str:
+    """Bytes as ``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def explain(plan: ShardingPlan, *, full: bool = False) -> RenderableType:
+    """Summary, units and parameters of a plan.
+
+    Args:
+        plan: what to show.
+        full: one line for every row; otherwise rows that differ only in the number of their layer share a line.
+    """
+    return Group(_summary(plan), _units(plan, full), _parameters(plan, full))
+
+
+def _summary(plan: ShardingPlan) -> Table:
+    found, options = totals(plan), plan.options
+    traffic = found.traffic
+    where = "host memory" if options.cpu_offload else "per rank"
+    table = Table(title=f"Plan: {plan.family}, {plan.layout.world_size} ranks ({plan.layout})", show_header=False, box=None)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    share = 100 * found.trainable / found.parameters if found.parameters else 0
+    for line in (
+        ("parameters", f"{found.parameters:,}", f"{share:.4g} % trainable"),
+        (f"parameters, {where}", human_bytes(found.parameter_bytes), "shards as stored"),
+        (f"gradients, {where}", human_bytes(found.gradient_bytes), "shards"),
+        (f"optimizer state, {where}", human_bytes(found.optimizer_bytes), "AdamW, two moments"),
+        ("largest gathered unit", human_bytes(found.largest_unit_bytes), found.largest_unit),
+        ("gathered at the peak", human_bytes(found.gathered_peak_bytes), "unsharded parameters that a rank holds"),
+        (
+            "unsharded gradients at the peak",
+            human_bytes(found.unsharded_gradient_peak_bytes),
+            f"{options.microbatches} microbatch{'es' if options.microbatches > 1 else ''} a step",
+        ),
+        ("all-gathered per step", human_bytes(traffic.all_gather_bytes), f"{traffic.all_gathers} collectives"),
+        ("reduce-scattered per step", human_bytes(traffic.reduce_scatter_bytes), f"{traffic.reduce_scatters} collectives"),
+        ("all-reduced per step", human_bytes(traffic.all_reduce_bytes), f"{traffic.all_reduces} collectives"),
+    ):
+        table.add_row(*line)
+    return table
+
+
+def _units(plan: ShardingPlan, full: bool) -> Table:
+    table = Table(title="Units", title_justify="left")
+    for name in ("unit", "kind", "reshard", "compute / reduce", "sync", "recompute", "gathered", "gathers", "reduces"):
+        table.add_column(name, justify="right" if name in ("gathered", "gathers", "reduces") else "left")
+
+    def cells(unit: UnitRow) -> tuple[str, ...]:
+        traffic = unit_traffic(plan, unit)
+        gathered = sum(row.gathered_bytes for row in plan.parameters if row.unit == unit.name)
+        return (
+            unit.kind,
+            "after forward" if unit.reshard_after_forward else "no",
+            f"{unit.param_dtype or 'as stored'} / {unit.reduce_dtype or 'same'}",
+            str(unit.sync),
+            "full" if unit.activation_checkpointing else "no",
+            human_bytes(gathered),
+            str(traffic.all_gathers),
+            str(max(traffic.reduce_scatters, traffic.all_reduces)),
+        )
+
+    for label, values in _folded(plan.units, cells, full):
+        table.add_row(label or "(root)", *values)
+    return table
+
+
+def _parameters(plan: ShardingPlan, full: bool) -> Table:
+    table = Table(title="Parameters", title_justify="left")
+    for name in ("parameter", "shape", "dtype", "unit", "placements", "local shape", "per rank"):
+        table.add_column(name, justify="right" if name == "per rank" else "left")
+
+    def cells(row: ParameterRow) -> tuple[str, ...]:
+        return (
+            _shape(row.shape),
+            row.dtype + ("" if row.trainable else ", frozen"),
+            generalize(row.unit) or "(root)" if not full else row.unit or "(root)",
+            ", ".join(f"{axis}: {placement}" for axis, placement in row.placements) or "whole",
+            _shape(row.local_shape),
+            human_bytes(row.bytes_per_rank),
+        )
+
+    for label, values in _folded(plan.parameters, cells, full):
+        table.add_row(label, *values)
+    return table
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(str(size) for size in shape)
+
+
+def _folded(
+    rows: Iterable[Row], cells: Callable[[Row], tuple[str, ...]], full: bool
+) -> list[tuple[str, tuple[str, ...]]]:
+    """Rows whose names differ only in numbers and whose cells are equal, as one with the count."""
+    if full:
+        return [(_label(row), cells(row)) for row in rows]
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for row in rows:
+        groups.setdefault((generalize(row.name), cells(row)), []).append(_label(row))
+    return [
+        (names[0] if len(names) == 1 else f"{pattern} ({len(names)})", values)
+        for (pattern, values), names in groups.items()
+    ]
+
+
+def _label(row: ParameterRow | UnitRow) -> str:
+    if isinstance(row, ParameterRow) and row.aliases:
+        return f"{row.name} = {', '.join(row.aliases)}"
+    return row.name

@@ -1,0 +1,119 @@
+"""ParallelOptions: the choices of a run that are neither sizes (layout) nor facts of the model (spec)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+
+from meshwright.errors import PlanError
+
+__all__ = ["DTYPES", "ActivationCheckpointing", "GradientReduction", "ParallelOptions", "SyncPolicy"]
+
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+"""Legal dtypes of parameters, reductions and outputs, with their size in bytes."""
+
+
+class SyncPolicy(StrEnum):
+    """What a unit does between the microbatches of an optimizer step."""
+
+    DEFER = "defer"
+    """Gather once, reduce once. The gathered parameters and the unsharded gradients stay through the step."""
+
+    RESHARD_EACH = "reshard_each"
+    """Gather in every microbatch, reduce once. Only the unsharded gradients stay through the step."""
+
+    REDUCE_EACH = "reduce_each"
+    """Gather and reduce in every microbatch. Nothing unsharded stays: the least memory, the most traffic."""
+
+
+class ActivationCheckpointing(StrEnum):
+    """Which activations are recomputed in backward instead of kept."""
+
+    NONE = "none"
+    """Keep all."""
+
+    FULL = "full"
+    """Keep the input of each layer, recompute the rest of it."""
+
+
+class GradientReduction(StrEnum):
+    """How the gradients of the data ranks become one."""
+
+    SUM = "sum"
+    """Add them. The loss is divided by the number of valid tokens of the whole optimizer step, so no factor is left."""
+
+    MEAN = "mean"
+    """Average over data ranks: torch's default, for loops whose loss is a mean on each rank."""
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """Choices that the resolver turns into rows of the plan.
+
+    Args:
+        param_dtype: dtype of gathered parameters and of compute; ``None``: that of the stored parameters.
+        reduce_dtype: dtype of gradient reduction and accumulation; ``None``: ``param_dtype``.
+        output_dtype: dtype that the root casts its floating outputs to; ``None``: no cast.
+        reshard_after_forward: ``None``: the container rule (all layers but the last; not the root); else for all units.
+        sync: default policy of all units.
+        sync_units: pattern of unit names to policy; a later entry wins over an earlier one.
+        all_reduce_once: with ``reduce_each`` and replicas, all-reduce across them only in the last microbatch.
+        microbatches: forward-backward passes in an optimizer step; only prices depend on it.
+        cpu_offload: keep sharded parameters, gradients and optimizer state in host memory.
+        activation_checkpointing: what is recomputed in backward.
+        compile: ``torch.compile`` each layer.
+        compile_backend: backend for it.
+        freeze: patterns of parameter names that are not trained.
+        gradient_reduction: add or average over data ranks.
+    """
+
+    param_dtype: str | None = "bfloat16"
+    reduce_dtype: str | None = "float32"
+    output_dtype: str | None = None
+    reshard_after_forward: bool | None = None
+    sync: SyncPolicy = SyncPolicy.DEFER
+    sync_units: Mapping[str, SyncPolicy] = field(default_factory=dict)
+    all_reduce_once: bool = True
+    microbatches: int = 1
+    cpu_offload: bool = False
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
+    compile: bool = False
+    compile_backend: str = "inductor"
+    freeze: tuple[str, ...] = ()
+    gradient_reduction: GradientReduction = GradientReduction.SUM
+
+    def __post_init__(self) -> None:
+        """Take plain strings for closed choices, and refuse what is not legal.
+
+        Raises:
+            PlanError: all illegal values together.
+        """
+        found = []
+        for name, choices in (
+            ("sync", SyncPolicy),
+            ("activation_checkpointing", ActivationCheckpointing),
+            ("gradient_reduction", GradientReduction),
+        ):
+            try:
+                object.__setattr__(self, name, choices(getattr(self, name)))
+            except ValueError:
+                found.append(f"{name}={getattr(self, name)!r}: legal are {', '.join(choices)}")
+        policies = {}
+        for pattern, policy in self.sync_units.items():
+            try:
+                policies[pattern] = SyncPolicy(policy)
+            except ValueError:
+                found.append(f"sync_units[{pattern!r}]={policy!r}: legal are {', '.join(SyncPolicy)}")
+        object.__setattr__(self, "sync_units", policies)
+        object.__setattr__(self, "freeze", tuple(self.freeze))
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            if getattr(self, name) not in (None, *DTYPES):
+                found.append(f"{name}={getattr(self, name)!r}: legal are {', '.join(DTYPES)}")
+        if self.microbatches < 1:
+            found.append(f"microbatches={self.microbatches}: must be at least 1")
+        if found:
+            raise PlanError(found)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values, for JSON."""
+        plain = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {**plain, "sync_units": dict(self.sync_units), "freeze": list(self.freeze)}

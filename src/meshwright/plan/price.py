@@ -1,0 +1,132 @@
+"""What a plan costs a rank: bytes held, and collectives and bytes of one optimizer step. Plain arithmetic over its rows."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from meshwright.plan.options import SyncPolicy
+from meshwright.plan.sharding_plan import ShardingPlan, UnitRow, itemsize
+
+__all__ = ["Totals", "UnitTraffic", "totals", "unit_traffic"]
+
+ADAMW_STATES = 2
+"""Tensors that AdamW keeps for a parameter (both moments), in the dtype and placement of the parameter."""
+
+
+@dataclass(frozen=True)
+class UnitTraffic:
+    """Collectives of one unit in one optimizer step, on one rank. Bytes are of the larger buffer of each call."""
+
+    all_gathers: int = 0
+    all_gather_bytes: int = 0
+    reduce_scatters: int = 0
+    reduce_scatter_bytes: int = 0
+    all_reduces: int = 0
+    all_reduce_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the busiest rank holds and sends. All sizes in bytes unless said.
+
+    Attributes:
+        parameters: elements of the whole model, each tied one once; ``trainable`` of them have a gradient.
+        parameter_bytes: its shard of the parameters, as stored.
+        gradient_bytes: its shard of the gradients.
+        optimizer_bytes: its shard of AdamW's state.
+        largest_unit: name of the unit with the most gathered bytes, ``largest_unit_bytes``.
+        gathered_peak_bytes: gathered parameters held at once at the peak: all units that keep theirs, and of the others
+            the two largest (one computes while the next is prefetched).
+        unsharded_gradient_peak_bytes: unsharded gradients held at the peak.
+        traffic: collectives of one optimizer step for the data axes, under the sync policies of the units.
+    """
+
+    parameters: int
+    trainable: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    largest_unit: str
+    largest_unit_bytes: int
+    gathered_peak_bytes: int
+    unsharded_gradient_peak_bytes: int
+    traffic: UnitTraffic
+
+
+def unit_traffic(plan: ShardingPlan, unit: UnitRow, stage: int | None = None) -> UnitTraffic:
+    """Collectives of a unit in one optimizer step, counting only the parameters of one stage if it is given."""
+    layout, microbatches = plan.layout, plan.options.microbatches
+    shards, replicas = layout.size("dp_shard_cp"), layout.size("dp_replicate")
+    gathered, reduced = _unit_bytes(plan, unit, stage)
+    gathers = 0
+    if shards > 1 and gathered:
+        once = unit.sync is SyncPolicy.DEFER
+        per_microbatch = 2 if unit.reshard_after_forward and unit.gathers_in_backward else 1
+        gathers = 1 if once else microbatches * per_microbatch
+    reductions = (microbatches if unit.sync is SyncPolicy.REDUCE_EACH else 1) if reduced else 0
+    scatters = reductions if shards > 1 else 0
+    all_reduces = 0
+    if replicas > 1:
+        all_reduces = min(reductions, 1) if plan.options.all_reduce_once else reductions
+    return UnitTraffic(
+        gathers, gathers * gathered, scatters, scatters * reduced, all_reduces, all_reduces * reduced // shards
+    )
+
+
+def totals(plan: ShardingPlan) -> Totals:
+    """Add a plan up, for the pipeline stage that holds the most."""
+    stages = range(plan.layout.size("pp"))
+    return max((_stage_totals(plan, stage) for stage in stages), key=lambda found: found.parameter_bytes)
+
+
+def _stage_totals(plan: ShardingPlan, stage: int) -> Totals:
+    rows = [row for row in plan.parameters if row.stage == stage]
+    gathered = {unit.name: _unit_bytes(plan, unit, stage)[0] for unit in plan.units}
+    kept = sum(gathered[unit.name] for unit in plan.units if _keeps_parameters(unit))
+    passing = sorted((gathered[unit.name] for unit in plan.units if not _keeps_parameters(unit)), reverse=True)
+    accumulating = plan.options.microbatches > 1
+    held, largest = 0, 0
+    for unit in plan.units:
+        compute, reduced = _gradient_bytes(plan, unit, stage)
+        if accumulating and unit.sync is not SyncPolicy.REDUCE_EACH:
+            held += reduced
+        else:
+            largest = max(largest, compute)
+    largest_name = max(gathered, key=lambda name: gathered[name])
+    traffic = [unit_traffic(plan, unit, stage) for unit in plan.units]
+    return Totals(
+        parameters=sum(row.numel for row in plan.parameters),
+        trainable=sum(row.numel for row in plan.parameters if row.trainable),
+        parameter_bytes=sum(row.bytes_per_rank for row in rows),
+        gradient_bytes=sum(row.bytes_per_rank for row in rows if row.trainable),
+        optimizer_bytes=ADAMW_STATES * sum(row.bytes_per_rank for row in rows if row.trainable),
+        largest_unit=plan.unit(largest_name).label,
+        largest_unit_bytes=gathered[largest_name],
+        gathered_peak_bytes=kept + sum(passing[:2]),
+        unsharded_gradient_peak_bytes=held + largest,
+        traffic=UnitTraffic(*(_total(traffic, name) for name in UnitTraffic.__dataclass_fields__)),
+    )
+
+
+def _keeps_parameters(unit: UnitRow) -> bool:
+    return unit.sync is SyncPolicy.DEFER or not unit.reshard_after_forward
+
+
+def _unit_bytes(plan: ShardingPlan, unit: UnitRow, stage: int | None) -> tuple[int, int]:
+    """Gathered and reduced bytes of a unit."""
+    rows = [row for row in plan.parameters if row.unit == unit.name and stage in (None, row.stage)]
+    return sum(row.gathered_bytes for row in rows), sum(row.reduced_bytes for row in rows)
+
+
+def _gradient_bytes(plan: ShardingPlan, unit: UnitRow, stage: int) -> tuple[int, int]:
+    """Bytes of a unit's whole gradient: as backward writes it (dtype of compute), and as it is accumulated."""
+    rows = [row for row in plan.parameters if row.unit == unit.name and row.stage == stage and row.trainable]
+    compute = sum(row.gathered_bytes for row in rows)
+    reduced = 0
+    for row in rows:
+        size = itemsize(unit.param_dtype or row.dtype)
+        reduced += row.gathered_bytes // size * itemsize(unit.reduce_dtype or unit.param_dtype or row.dtype)
+    return compute, reduced
+
+
+def _total(traffic: Iterable[UnitTraffic], name: str) -> int:
+    return sum(getattr(item, name) for item in traffic)

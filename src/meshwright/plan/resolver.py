@@ -1,0 +1,369 @@
+"""resolve(): spec x model x layout x options -> ShardingPlan. Reads names and shapes, so a meta model does."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from math import ceil, prod
+
+from torch import nn
+
+from meshwright.errors import LayoutError, PlanError
+from meshwright.layout import Layout, ModelSizes
+from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
+from meshwright.plan.sharding_plan import ROOT, ParameterRow, ShardingPlan, UnitRow, itemsize
+from meshwright.plan.spec import ParallelSpec, match_names
+
+__all__ = ["model_sizes", "resolve"]
+
+TP_DIMS = {
+    "colwise": 0, "colwise_gather_output": 0, "colwise_rep": 0, "packed_colwise": -2, "embedding_rowwise": 0,
+    "rowwise": 1, "rowwise_split_input": 1, "rowwise_rep": 1, "packed_rowwise": -1, "embedding_colwise": 1,
+}  # fmt: skip
+"""Dimension of the weight that a tensor parallel style shards; other styles replicate it. Biases: dim 0 of colwise only."""
+
+
+def resolve(
+    spec: ParallelSpec,
+    model: nn.Module,
+    layout: Layout,
+    options: ParallelOptions | None = None,
+    *,
+    world_size: int | None = None,
+) -> ShardingPlan:
+    """Resolve a spec against a model, a layout and options.
+
+    Args:
+        spec: what the family declares.
+        model: the model; on the meta device it needs no memory. Only names, shapes, dtypes, ties and ``requires_grad``
+            are read.
+        layout: sizes; unresolved ones are inferred from ``world_size``.
+        options: the choices; defaults if ``None``.
+        world_size: number of ranks; needed where the layout is not resolved.
+
+    Raises:
+        LayoutError: sizes that fit neither the world size nor the model.
+        PlanError: patterns without a match, modules or parameters that two rules claim, parameters that cannot be
+            sharded. All of them in one report.
+    """
+    options = options or ParallelOptions()
+    sizes = model_sizes(spec, model)
+    if world_size is None:
+        try:
+            world_size = layout.world_size
+        except LayoutError as error:
+            raise LayoutError([*error.problems, "or pass world_size"]) from None
+    layout = layout.resolve(world_size, sizes)
+
+    problems: list[str] = []
+    drafts = _draft_units(spec, model, options, problems)
+    if layout.size("dp_shard_cp") == 1 and layout.size("dp_replicate") > 1:
+        if options.reshard_after_forward:
+            problems.append("reshard_after_forward=True: with dp_shard=1 and replicas nothing is sharded; leave it out")
+        for draft in drafts.values():
+            draft.reshard_after_forward = False
+    claims = _claim_parameters(spec, model, drafts, problems)
+    frozen = _frozen_names(options, [claim.name for claim in claims], problems)
+    _assign_sync(drafts, options, problems)
+    tp_styles = _styles("tp_styles", spec.tp_styles, claims, problems)
+    ep_styles = _styles("ep_styles", spec.ep_styles, claims, problems)
+    if problems:
+        raise PlanError(problems)
+
+    stages = _stages(layout, drafts, claims)
+    rows = tuple(
+        _parameter_row(
+            claim,
+            drafts[claim.unit],
+            layout,
+            trainable=claim.requires_grad and claim.name not in frozen,
+            stage=stages[claim.name],
+            tp_style=tp_styles.get(claim.name) if layout.size("tp") > 1 else None,
+            is_expert=layout.ep > 1 and ep_styles.get(claim.name) == "grouped_gemm",
+        )
+        for claim in claims
+    )
+    units = _unit_rows(drafts, rows, options)
+    _check_units(units, rows)
+    layers = tuple(draft.name for draft in drafts.values() if draft.kind == "layer")
+    return ShardingPlan(spec.family, layout, options, layers, rows, units)
+
+
+def model_sizes(spec: ParallelSpec, model: nn.Module) -> ModelSizes:
+    """The sizes that limit a layout, read from the model's config through the names that the spec gives."""
+    found = {}
+    for field_name, attribute in spec.sizes.items():
+        value = getattr(model, "config", None)
+        for part in attribute.split("."):
+            value = getattr(value, part, None)
+        if isinstance(value, int):
+            found[field_name] = value
+    return ModelSizes(**found)
+
+
+# -- units ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Draft:
+    name: str
+    kind: str
+    rule: str
+    reshard_after_forward: bool
+    param_dtype: str | None
+    reduce_dtype: str | None
+    output_dtype: str | None
+    sync: SyncPolicy | None
+
+
+def _draft_units(
+    spec: ParallelSpec, model: nn.Module, options: ParallelOptions, problems: list[str]
+) -> dict[str, _Draft]:
+    """Name every unit, in model order, and decide reshard and dtypes."""
+    names = [name for name, _ in model.named_modules()]
+    order = {name: index for index, name in enumerate(names)}
+    explicit = options.reshard_after_forward
+    dtypes = (options.param_dtype, options.reduce_dtype)
+    drafts = {ROOT: _Draft(ROOT, "root", "the model itself", bool(explicit), *dtypes, options.output_dtype, None)}
+
+    def claim(name: str, kind: str, rule: str, reshard: bool, sync: SyncPolicy | None = None) -> None:
+        if (earlier := drafts.get(name)) is not None:
+            problems.append(f"module {name!r} is claimed twice: by {earlier.rule} and by {rule}")
+            return
+        drafts[name] = _Draft(name, kind, rule, reshard if explicit is None else explicit, *dtypes, None, sync)
+
+    for pattern in spec.layers:
+        matched = _match("layers", pattern, names, problems)
+        # The container rule: the last entry of each list keeps its parameters, because backward starts there.
+        for _, entries in groupby(matched, key=lambda name: name.rpartition(".")[0]):
+            container = list(entries)
+            for name in container:
+                claim(name, "layer", f"layers pattern {pattern!r}", name != container[-1])
+    for rule in spec.units:
+        for name in _match("units", rule.pattern, names, problems):
+            reshard = True if rule.reshard_after_forward is None else rule.reshard_after_forward
+            claim(name, "unit", f"units pattern {rule.pattern!r}", reshard, rule.sync)
+
+    for pattern in spec.fp32:
+        for name in _match("fp32", pattern, names, problems):
+            if options.param_dtype in (None, "float32"):
+                continue  # one dtype anyway: no unit needed
+            if name not in drafts:
+                claim(name, "fp32", f"fp32 pattern {pattern!r}", True)
+            drafts[name] = replace(drafts[name], param_dtype="float32", output_dtype=options.param_dtype)
+    return dict(sorted(drafts.items(), key=lambda item: order[item[0]]))
+
+
+def _match(where: str, pattern: str, names: Sequence[str], problems: list[str]) -> list[str]:
+    matched = match_names(pattern, names)
+    if not matched:
+        problems.append(f"{where} pattern {pattern!r} matches no module; there are, for example, {_examples(names)}")
+    return matched
+
+
+def _examples(names: Iterable[str]) -> str:
+    from meshwright.plan.spec import generalize
+
+    return ", ".join(sorted({generalize(name) for name in names if name})[:12])
+
+
+def _assign_sync(drafts: Mapping[str, _Draft], options: ParallelOptions, problems: list[str]) -> None:
+    """The option's pattern wins over the spec, the spec over the default."""
+    for draft in drafts.values():
+        draft.sync = draft.sync or options.sync
+    for pattern, policy in options.sync_units.items():
+        matched = match_names(pattern, list(drafts))
+        if not matched:
+            problems.append(f"sync_units pattern {pattern!r} matches no unit; units are {_examples(drafts)}")
+        for name in matched:
+            drafts[name].sync = policy
+
+
+# -- parameters -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Claim:
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+    unit: str
+
+
+def _claim_parameters(
+    spec: ParallelSpec, model: nn.Module, drafts: Mapping[str, _Draft], problems: list[str]
+) -> list[_Claim]:
+    """Each parameter with the innermost unit around it; a tied one must have one unit for all its names."""
+    names_of: dict[int, list[str]] = {}
+    tensors = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+        tensors[id(parameter)] = parameter
+    claims = []
+    for key, names in names_of.items():
+        parameter = tensors[key]
+        units = [_innermost(name, drafts) for name in names]
+        if len(set(units)) > 1:
+            shown = " and ".join(f"{name!r} in unit {unit or '(root)'!r}" for name, unit in zip(names, units, strict=True))
+            problems.append(f"tied parameter is claimed twice: {shown}; let one unit hold both, or leave them to the root")
+        if parameter.ndim == 0:
+            problems.append(f"parameter {names[0]!r} is a scalar, which FSDP cannot shard; make it a tensor of shape (1,)")
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        claims.append(
+            _Claim(names[0], tuple(names[1:]), tuple(parameter.shape), dtype, parameter.requires_grad, units[0])
+        )
+    together = [{claim.name, *claim.aliases} for claim in claims]
+    for group in spec.tied:
+        if not any(set(group) <= names for names in together):
+            problems.append(f"the spec ties {' and '.join(group)}, but in the model they are not one parameter")
+    return claims
+
+
+def _innermost(parameter: str, drafts: Mapping[str, _Draft]) -> str:
+    module = parameter.rpartition(".")[0]
+    while module and module not in drafts:
+        module = module.rpartition(".")[0]
+    return module
+
+
+def _frozen_names(options: ParallelOptions, names: list[str], problems: list[str]) -> set[str]:
+    frozen: set[str] = set()
+    for pattern in options.freeze:
+        matched = match_names(pattern, names)
+        if not matched:
+            problems.append(f"freeze pattern {pattern!r} matches no parameter; there are, for example, {_examples(names)}")
+        frozen.update(matched)
+    return frozen
+
+
+def _styles(where: str, patterns: Mapping[str, str], claims: Sequence[_Claim], problems: list[str]) -> dict[str, str]:
+    """Parameter name to style: a pattern names a module or a parameter."""
+    styles: dict[str, str] = {}
+    names = {name: claim.name for claim in claims for name in (claim.name, *claim.aliases)}
+    for pattern, style in patterns.items():
+        matched = [
+            names[name] for name in names
+            if match_names(pattern, [name]) or match_names(pattern, [name.rpartition(".")[0]])
+        ]  # fmt: skip
+        if not matched:
+            problems.append(f"{where} pattern {pattern!r} matches no parameter")
+        styles.update((name, style) for name in matched if name not in styles)
+    return styles
+
+
+def _stages(layout: Layout, drafts: Mapping[str, _Draft], claims: Sequence[_Claim]) -> dict[str, int]:
+    """Pipeline stage of each parameter: layers cut evenly, what precedes them on the first stage, the rest on the last."""
+    count = layout.size("pp")
+    layers = [draft.name for draft in drafts.values() if draft.kind == "layer"]
+    stages: dict[str, int] = {}
+    current = 0
+    for claim in claims:
+        inside = next((index for index, name in enumerate(layers) if claim.name.startswith(f"{name}.")), None)
+        if inside is not None:
+            current = inside * count // len(layers)
+        elif any(claim_name.startswith(f"{layers[0]}.") for claim_name in stages):
+            current = count - 1
+        stages[claim.name] = current
+    return stages
+
+
+def _parameter_row(
+    claim: _Claim,
+    unit: _Draft,
+    layout: Layout,
+    *,
+    trainable: bool,
+    stage: int,
+    tp_style: str | None,
+    is_expert: bool,
+) -> ParameterRow:
+    local = list(claim.shape)
+    placements: list[tuple[str, str]] = []
+    if is_expert:
+        local[0] = ceil(local[0] / layout.ep)
+        shard_axis, shards = "ep_shard", layout.ep_shard
+    else:
+        shard_axis = "dp_shard" if layout.size("cp") == 1 else "dp_shard_cp"
+        shards = layout.size("dp_shard_cp")
+        dim = TP_DIMS.get(tp_style or "")
+        is_bias = claim.name.endswith("bias") and len(local) == 1
+        if dim is not None and not (is_bias and dim in (1, -1)):
+            dim = 0 if is_bias else dim % len(local)
+            local[dim] = ceil(local[dim] / layout.size("tp"))
+            placements.append(("tp", f"Shard({dim})"))
+    # FSDP shards dim 0 of what the other axes left, and pads its rows to a multiple of the shards.
+    rest = prod(local[1:])
+    gathered_rows = ceil(local[0] / shards) * shards
+    local[0] = ceil(local[0] / shards)
+    if shards > 1:
+        placements.insert(0, (shard_axis, "Shard(0)"))
+    if is_expert:
+        placements.append(("ep", "Shard(0)"))
+    if layout.size("dp_replicate") > 1:
+        placements.insert(0, ("dp_replicate", "Replicate()"))
+    compute = unit.param_dtype or claim.dtype
+    reduce = _reduce_dtype(unit, claim.dtype)
+    return ParameterRow(
+        name=claim.name,
+        aliases=claim.aliases,
+        shape=claim.shape,
+        dtype=claim.dtype,
+        unit=claim.unit,
+        placements=tuple(placements),
+        local_shape=tuple(local),
+        bytes_per_rank=prod(local) * itemsize(claim.dtype),
+        gathered_bytes=gathered_rows * rest * itemsize(compute),
+        reduced_bytes=gathered_rows * rest * itemsize(reduce) if trainable else 0,
+        trainable=trainable,
+        stage=stage,
+        tp_style=tp_style,
+    )
+
+
+def _reduce_dtype(unit: _Draft, stored: str) -> str:
+    return unit.reduce_dtype or unit.param_dtype or stored
+
+
+def _unit_rows(
+    drafts: Mapping[str, _Draft], rows: Sequence[ParameterRow], options: ParallelOptions
+) -> tuple[UnitRow, ...]:
+    units = []
+    last_row = {row.unit: index for index, row in enumerate(rows)}
+    first_trainable = next((index for index, row in enumerate(rows) if row.trainable), len(rows))
+    for draft in drafts.values():
+        is_layer = draft.kind == "layer"
+        units.append(
+            UnitRow(
+                name=draft.name,
+                kind=draft.kind,
+                parameters=tuple(row.name for row in rows if row.unit == draft.name),
+                reshard_after_forward=draft.reshard_after_forward,
+                param_dtype=draft.param_dtype,
+                reduce_dtype=draft.reduce_dtype,
+                output_dtype=draft.output_dtype,
+                sync=draft.sync or options.sync,
+                activation_checkpointing=is_layer and options.activation_checkpointing is ActivationCheckpointing.FULL,
+                compile=is_layer and options.compile,
+                # A gradient flows through a unit if something trainable is in it or before it.
+                gathers_in_backward=first_trainable <= last_row.get(draft.name, -1),
+            )
+        )
+    return tuple(units)
+
+
+def _check_units(units: Sequence[UnitRow], rows: Sequence[ParameterRow]) -> None:
+    """FSDP gathers a unit as one buffer, so its trainable parameters need one stored dtype."""
+    problems = []
+    for unit in units:
+        by_dtype: dict[str, str] = {}
+        for row in rows:
+            if row.unit == unit.name and row.trainable:
+                by_dtype.setdefault(row.dtype, row.name)
+        if len(by_dtype) > 1:
+            shown = ", ".join(f"{name!r} is {dtype}" for dtype, name in by_dtype.items())
+            problems.append(
+                f"unit {unit.label!r} mixes stored dtypes: {shown}; store them in one dtype or declare units apart"
+            )
+    if problems:
+        raise PlanError(problems)

@@ -1,0 +1,209 @@
+"""ShardingPlan: one row for every parameter and every unit. Frozen, printable, comparable, JSON."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from meshwright.layout import Layout
+from meshwright.plan.options import DTYPES, ParallelOptions, SyncPolicy
+
+__all__ = ["ROOT", "ParameterRow", "PlanDifference", "ShardingPlan", "UnitRow"]
+
+ROOT = ""
+"""Name of the root unit: the model itself."""
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """How one parameter is held.
+
+    Attributes:
+        name: its name in the model; ``aliases`` are the other names of a tied parameter.
+        shape: global shape.
+        dtype: dtype that it is stored in.
+        unit: name of the unit that gathers and reduces it.
+        placements: (axis, placement) pairs, only for axes larger than 1.
+        local_shape: shape on rank 0 of each axis, which holds the most.
+        bytes_per_rank: stored bytes on that rank, padding of uneven rows included.
+        gathered_bytes: bytes of the gathered parameter in the dtype of compute, padding included.
+        reduced_bytes: bytes that go into the reduction of its gradient, padding included; 0 if frozen.
+        trainable: whether it has a gradient.
+        stage: pipeline stage that holds it.
+        tp_style: declared tensor parallel style; ``None``: replicated over ``tp``.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    unit: str
+    placements: tuple[tuple[str, str], ...]
+    local_shape: tuple[int, ...]
+    bytes_per_rank: int
+    gathered_bytes: int
+    reduced_bytes: int
+    trainable: bool
+    stage: int = 0
+    tp_style: str | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+
+@dataclass(frozen=True)
+class UnitRow:
+    """How one unit behaves.
+
+    Attributes:
+        name: module name; the root is the empty string.
+        kind: ``root``, ``layer``, ``unit`` (declared) or ``fp32`` (kept in fp32).
+        parameters: names of its parameters.
+        reshard_after_forward: whether its gathered parameters are freed after forward.
+        param_dtype: dtype of compute. ``None``: as stored.
+        reduce_dtype: dtype of reduction. ``None``: that of the gradient.
+        output_dtype: dtype that its outputs are cast to. ``None``: no cast.
+        sync: what it does between microbatches.
+        activation_checkpointing: whether its activations are recomputed in backward.
+        compile: whether it is compiled.
+        gathers_in_backward: whether a gradient flows through it, so that backward needs its parameters.
+    """
+
+    name: str
+    kind: str
+    parameters: tuple[str, ...]
+    reshard_after_forward: bool
+    param_dtype: str | None
+    reduce_dtype: str | None
+    output_dtype: str | None
+    sync: SyncPolicy
+    activation_checkpointing: bool
+    compile: bool
+    gathers_in_backward: bool
+
+    @property
+    def label(self) -> str:
+        """The name for people."""
+        return self.name or "(root)"
+
+
+@dataclass(frozen=True)
+class PlanDifference:
+    """What differs between two plans.
+
+    Attributes:
+        row: ``layout``, ``options``, ``parameter NAME`` or ``unit NAME``.
+        field: the field that differs; empty where the whole row is missing on one side.
+        left: the value in the first plan, ``None`` where it has no such row.
+        right: the value in the second plan.
+    """
+
+    row: str
+    field: str
+    left: Any
+    right: Any
+
+    def __str__(self) -> str:
+        if not self.field:
+            return f"{self.row}: only in the {'second' if self.left is None else 'first'} plan"
+        return f"{self.row}: {self.field} {self.left!r} -> {self.right!r}"
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """Spec x model x layout x options, resolved.
+
+    Attributes:
+        family: name of the spec.
+        layout: resolved sizes.
+        options: the choices that made it.
+        layers: names of the layers, in forward order.
+        parameters: one row each, in the order of the model.
+        units: one row each, in the order of the model; the root is first.
+    """
+
+    family: str
+    layout: Layout
+    options: ParallelOptions
+    layers: tuple[str, ...]
+    parameters: tuple[ParameterRow, ...]
+    units: tuple[UnitRow, ...]
+
+    def unit(self, name: str) -> UnitRow:
+        """The row of a unit by name."""
+        return next(unit for unit in self.units if unit.name == name)
+
+    def parameter(self, name: str) -> ParameterRow:
+        """The row of a parameter by name or alias."""
+        return next(row for row in self.parameters if name == row.name or name in row.aliases)
+
+    def to_json(self) -> str:
+        """The whole plan and its totals as JSON text."""
+        from meshwright.plan.price import totals
+
+        content = {
+            "family": self.family,
+            "world_size": self.layout.world_size,
+            "layout": asdict(self.layout),
+            "options": self.options.to_dict(),
+            "layers": list(self.layers),
+            "parameters": [asdict(row) for row in self.parameters],
+            "units": [asdict(row) for row in self.units],
+            "totals": asdict(totals(self)),
+        }
+        return json.dumps(content, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "ShardingPlan":
+        """The plan that :meth:`to_json` wrote."""
+        content = json.loads(text)
+
+        def tuples(value: Any) -> Any:
+            return tuple(tuples(item) for item in value) if isinstance(value, list) else value
+
+        def row(kind: type, item: dict[str, Any]) -> Any:
+            return kind(**{name: tuples(value) for name, value in item.items()})
+
+        return cls(
+            family=content["family"],
+            layout=Layout(**content["layout"]),
+            options=ParallelOptions(**content["options"]),
+            layers=tuple(content["layers"]),
+            parameters=tuple(row(ParameterRow, item) for item in content["parameters"]),
+            units=tuple(row(UnitRow, {**item, "sync": SyncPolicy(item["sync"])}) for item in content["units"]),
+        )
+
+    def diff(self, other: "ShardingPlan") -> list[PlanDifference]:
+        """What ``other`` does differently, row by row; an empty list for equal plans."""
+        found = [
+            *_field_differences("layout", self.layout, other.layout),
+            *_field_differences("options", self.options, other.options),
+        ]
+        for kind in ("parameter", "unit"):
+            left = {row.name: row for row in getattr(self, f"{kind}s")}
+            right = {row.name: row for row in getattr(other, f"{kind}s")}
+            for name in (*left, *(name for name in right if name not in left)):
+                label = f"{kind} {name or '(root)'}"
+                if name not in right or name not in left:
+                    found.append(PlanDifference(label, "", left.get(name), right.get(name)))
+                else:
+                    found.extend(_field_differences(label, left[name], right[name]))
+        return found
+
+
+def _field_differences(label: str, left: Any, right: Any) -> Iterator[PlanDifference]:
+    for item in fields(left):
+        ours, theirs = getattr(left, item.name), getattr(right, item.name)
+        if ours != theirs:
+            yield PlanDifference(label, item.name, ours, theirs)
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element."""
+    sizes = {**DTYPES, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "int64": 8, "int32": 4, "bool": 1}
+    return sizes[dtype]

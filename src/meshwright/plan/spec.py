@@ -1,0 +1,75 @@
+"""ParallelSpec: what a model family declares of itself, as patterns over module names. No sizes, no tensors."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from meshwright.plan.options import SyncPolicy
+
+__all__ = ["ParallelSpec", "UnitRule", "generalize", "match_names"]
+
+
+@lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    parts = []
+    for component in pattern.split("."):
+        if component == "**":
+            parts.append(r"[^.]+(?:\.[^.]+)*")
+        else:
+            parts.append(re.escape(component).replace(r"\*", r"[^.]*"))
+    return re.compile(r"\.".join(parts))
+
+
+def match_names(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that a pattern matches, in their order.
+
+    ``*`` stands for (part of) one component of a dotted name, ``**`` for one or more components. The empty pattern is
+    the root module.
+    """
+    return [name for name in names if _compiled(pattern).fullmatch(name)]
+
+
+def generalize(name: str) -> str:
+    """The pattern of a name: its numeric components as ``*``, as in ``model.layers.*``."""
+    return ".".join("*" if component.isdigit() else component for component in name.split("."))
+
+
+@dataclass(frozen=True)
+class UnitRule:
+    """Modules that are FSDP units besides the layers.
+
+    Args:
+        pattern: which modules; each match is a unit of its own.
+        reshard_after_forward: free the gathered parameters after forward; ``None``: yes.
+        sync: when the unit's gradients are reduced; ``None``: as the options say.
+    """
+
+    pattern: str
+    reshard_after_forward: bool | None = None
+    sync: SyncPolicy | None = None
+
+
+@dataclass(frozen=True)
+class ParallelSpec:
+    """What a family declares of itself.
+
+    Args:
+        family: name for people.
+        layers: patterns of the repeated layers: units of FSDP, of activation checkpointing and of compilation.
+        units: further FSDP units, inside or outside the layers.
+        fp32: patterns of modules that compute in fp32 whatever the parameter dtype of the rest.
+        tied: groups of parameter names that are one tensor.
+        tp_styles: parameter or module pattern to tensor parallel style, in the words of transformers.
+        ep_styles: the same for expert parallel.
+        sizes: field of :class:`~meshwright.layout.ModelSizes` to the attribute of the model's config that holds it.
+    """
+
+    family: str
+    layers: tuple[str, ...]
+    units: tuple[UnitRule, ...] = ()
+    fp32: tuple[str, ...] = ()
+    tied: tuple[tuple[str, ...], ...] = ()
+    tp_styles: Mapping[str, str] = field(default_factory=dict)
+    ep_styles: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, str] = field(default_factory=dict)

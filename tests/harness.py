@@ -1,0 +1,73 @@
+"""Runs a function on several gloo ranks, forked from this process, so that four ranks start in half a second."""
+
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # preloaded: FSDP's hooks import it on first use, which would cost every forked rank a second
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = timedelta(seconds=20)
+"""Of every collective: a rank that failed makes its peers fail, not hang."""
+
+
+class RankError(AssertionError):
+    """What failed on which ranks, with their tracebacks."""
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, group: bool = True) -> list[Any]:
+    """Call ``function(rank, *args)`` on ``world_size`` forked ranks and return their results by rank.
+
+    ``group=False``: without a process group.
+    """
+    with tempfile.TemporaryDirectory(prefix="meshwright-test-") as folder:
+        context = mp.get_context("fork")
+        ranks = [
+            context.Process(target=_rank, args=(function, rank, world_size, Path(folder), args, group), daemon=False)
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(timeout=120)
+        outcomes = []
+        for rank, process in enumerate(ranks):
+            if process.is_alive():
+                process.kill()
+            path = Path(folder, f"result-{rank}")
+            found = pickle.loads(path.read_bytes()) if path.exists() else (False, f"exit code {process.exitcode}")
+            outcomes.append(found)
+        failed = [f"rank {rank}:\n{value}" for rank, (good, value) in enumerate(outcomes) if not good]
+        if failed:
+            raise RankError("\n".join(failed))
+        return [value for _, value in outcomes]
+
+
+def _rank(
+    function: Callable[..., Any], rank: int, world_size: int, folder: Path, args: tuple[Any, ...], group: bool
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    try:
+        if group:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=TIMEOUT
+            )
+        outcome = (True, function(rank, *args))
+    except BaseException:
+        outcome = (False, traceback.format_exc())
+    try:
+        payload = pickle.dumps(outcome)
+    except Exception:
+        payload = pickle.dumps((False, f"result cannot be pickled: {outcome!r}"))
+    temporary = folder / f"writing-{rank}"
+    temporary.write_bytes(payload)
+    temporary.rename(folder / f"result-{rank}")
+    os._exit(0)  # no atexit handlers of the parent, no waiting for gloo's threads

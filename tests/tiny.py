@@ -1,0 +1,115 @@
+"""Tiny models and batches for the tests."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.models.spec import spec_of
+from meshwright.plan.spec import ParallelSpec
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 67,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": SIZES,
+    "qwen3": SIZES,
+    "mistral": SIZES,
+    "gemma3_text": {**SIZES, "sliding_window": 8},
+    "gemma4_text": {
+        **SIZES, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "global_head_dim": 16,
+    },
+    "phi3": {key: value for key, value in SIZES.items() if key != "head_dim"},
+    "gpt2": {
+        "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "vocab_size": 67,
+        "bos_token_id": 1, "eos_token_id": 2,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    },
+}  # fmt: skip
+
+
+def tiny_config(family: str, **changes: Any) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(family, **{**FAMILIES[family], **changes})
+
+
+def tiny_model(family: str = "llama", *, meta: bool = False, seed: int = 0, **changes: Any) -> Any:
+    """A tiny model of transformers, in fp32, materialised under a seed or on the meta device."""
+    from transformers import AutoModelForCausalLM
+
+    config = tiny_config(family, **changes)
+    with torch.device("meta" if meta else "cpu"):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.config.use_cache = False
+    return model
+
+
+class Plain(nn.Module):
+    """A plain module of five units: four blocks and the root, which holds embedding, norm and head."""
+
+    def __init__(self, vocab: int = 29, width: int = 16, blocks: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+                                    for _ in range(blocks))  # fmt: skip
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.head(self.norm(hidden))
+
+
+PLAIN_SPEC = ParallelSpec("plain", layers=("blocks.*",))
+
+
+def make(family: str, *, meta: bool = False, seed: int = 0, **changes: Any) -> tuple[nn.Module, ParallelSpec]:
+    """A tiny model with its spec; ``plain`` is the plain module."""
+    if family == "plain":
+        with torch.device("meta" if meta else "cpu"):
+            torch.manual_seed(seed)
+            return Plain(**changes), PLAIN_SPEC
+    model = tiny_model(family, meta=meta, seed=seed, **changes)
+    return model, spec_of(model)
+
+
+def batches(count: int, rows: int = 2, length: int = 12, vocab: int = 29, seed: int = 1) -> list[dict[str, torch.Tensor]]:
+    """Microbatches with uneven numbers of valid tokens; labels are shifted already, -100 is ignored."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for index in range(count):
+        ids = torch.randint(3, vocab, (rows, length + 1), generator=generator)
+        labels = ids[:, 1:].clone()
+        labels[:, length - 1 - (5 * index + seed) % (length - 2) :] = -100
+        found.append({"input_ids": ids[:, :-1].clone(), "labels": labels})
+    return found
+
+
+def logits_of(model: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    output = model(input_ids)
+    return output if isinstance(output, torch.Tensor) else output.logits
+
+
+def summed_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    logits = logits_of(model, batch["input_ids"])
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+def valid_tokens(items: list[dict[str, torch.Tensor]]) -> int:
+    return sum(int((batch["labels"] != -100).sum()) for batch in items)
