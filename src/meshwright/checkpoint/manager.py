@@ -1,0 +1,219 @@
+"""CheckpointManager: the checkpoints of a run. Each is written under a temporary name and renamed when it is complete.
+
+    checkpoints/
+      step-00000100/        complete
+        meta.json           step, layout, names and shapes, configuration, loader
+        .metadata, *.distcp tensors (DCP)
+      step-00000200.tmp/    being written, or left by a crash: never read, removed at the next start
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.checkpoint import storage
+from meshwright.errors import CheckpointError
+
+__all__ = ["CheckpointManager", "check_same_model", "check_writable", "latest", "read_meta"]
+
+_NAME = re.compile(r"step-(\d+)")
+FORMAT = 1
+
+
+def _complete(directory: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    if not directory.is_dir():
+        return []
+    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and (path / "meta.json").is_file()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def latest(directory: Path) -> Path | None:
+    """The newest complete checkpoint in a directory."""
+    found = _complete(directory)
+    return found[-1] if found else None
+
+
+def read_meta(checkpoint: Path) -> dict[str, Any]:
+    """What was saved beside the tensors.
+
+    Raises:
+        CheckpointError: if it is no complete checkpoint of this format.
+    """
+    try:
+        meta = json.loads((checkpoint / "meta.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint}: not a complete checkpoint: {error}") from error
+    if meta.get("format") != FORMAT:
+        raise CheckpointError(f"{checkpoint}: has format {meta.get('format')!r}, this version reads {FORMAT}")
+    return meta
+
+
+def check_same_model(checkpoint: Path, expected: Mapping[str, tuple[int, ...]], limit: int = 12) -> None:
+    """Refuse a checkpoint of another model.
+
+    Args:
+        checkpoint: a complete checkpoint.
+        expected: name to global shape of every parameter of the model.
+        limit: names listed of each kind of difference.
+
+    Raises:
+        CheckpointError: lists the names and shapes that differ.
+    """
+    held = {
+        name.removeprefix("model."): shape
+        for name, (shape, _) in storage.contents(checkpoint).items()
+        if name.startswith("model.")
+    }
+    absent = [f"{name} {shape}: not in the checkpoint" for name, shape in expected.items() if name not in held]
+    # What the checkpoint holds beyond parameters (buffers) is compared when it is read.
+    known_parameters = set(read_meta(checkpoint).get("parameters", held))
+    excess = [f"{name} {held[name]}: only in the checkpoint" for name in held if name in known_parameters - set(expected)]
+    shapes = [
+        f"{name}: {held[name]} in the checkpoint, {shape} in the model"
+        for name, shape in expected.items()
+        if name in held and held[name] != shape
+    ]
+    found = []
+    for kind in (absent, excess, shapes):
+        found += kind[:limit] + ([f"... and {len(kind) - limit} more like these"] if len(kind) > limit else [])
+    if found:
+        raise CheckpointError([f"{checkpoint} is of another model; nothing was read or overwritten:", *found])
+
+
+def check_writable(directory: Path, needed: int = 0) -> None:
+    """Find out before training whether a directory can be written and has room.
+
+    Args:
+        directory: made if it is not there.
+        needed: bytes that checkpoints will take.
+
+    Raises:
+        CheckpointError: with the path, and the bytes needed and free.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / f".write-probe-{os.getpid()}"
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        raise CheckpointError(f"{directory}: cannot be written: {error.strerror or error}") from error
+    free = shutil.disk_usage(directory).free
+    if free < needed:
+        raise CheckpointError(
+            f"{directory}: checkpoints need {needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free; "
+            "free some, choose another output, or keep fewer (checkpoint.keep)"
+        )
+
+
+class CheckpointManager:
+    """Saves the checkpoints of a run; every method is called on all ranks.
+
+    Args:
+        directory: where they are.
+        keep: complete ones to keep; ``None``: all.
+        asynchronous: write in the background.
+    """
+
+    def __init__(self, directory: Path, keep: int | None = 2, asynchronous: bool = False) -> None:
+        self.directory, self.keep, self.asynchronous = directory, keep, asynchronous
+        self._pending: tuple[Any, Path, dict[str, Any]] | None = None
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._group = None
+        if asynchronous and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")  # its own: it runs beside the step's collectives
+        if self._rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            for left in directory.glob("step-*.tmp"):
+                shutil.rmtree(left)
+        _barrier()
+
+    def save(self, step: int, tensors: dict[str, torch.Tensor], meta: Mapping[str, Any]) -> Path:
+        """Save a checkpoint; with ``asynchronous`` it is complete after the next :meth:`save` or :meth:`finish`.
+
+        Args:
+            step: optimizer steps done.
+            tensors: see :mod:`meshwright.checkpoint.state`.
+            meta: plain values to keep beside them.
+
+        Raises:
+            CheckpointError: on all ranks, if it could not be written; earlier checkpoints stay.
+        """
+        self.finish()
+        final = self.directory / f"step-{step:08d}"
+        temporary = final.with_suffix(".tmp")
+        content = {"format": FORMAT, "step": step, **meta}
+        if self.asynchronous:
+            future = storage.write_in_background(temporary, tensors, self._group)
+            self._pending = (future, temporary, content)
+            return final
+        storage.write(temporary, tensors)
+        self._commit(temporary, content)
+        return final
+
+    def finish(self) -> None:
+        """Wait for a save in the background, and complete it.
+
+        Raises:
+            CheckpointError: if it failed.
+        """
+        if self._pending is None:
+            return
+        future, temporary, content = self._pending
+        self._pending = None
+        try:
+            future.result()
+        except Exception as error:  # whatever the thread met is the reason why there is no checkpoint
+            raise CheckpointError(f"{temporary}: not written: {error}") from error
+        self._commit(temporary, content)
+
+    def _commit(self, temporary: Path, content: Mapping[str, Any]) -> None:
+        """Rank 0 makes a written checkpoint complete and drops the oldest; the others wait."""
+        failure = ""
+        if self._rank == 0:
+            try:
+                final = temporary.with_suffix("")
+                with open(temporary / "meta.json", "w") as file:
+                    json.dump(content, file, indent=1)
+                    file.flush()
+                    os.fsync(file.fileno())
+                if final.exists():
+                    shutil.rmtree(final)
+                temporary.rename(final)
+                _fsync_directory(self.directory)
+                if self.keep is not None:
+                    for old in _complete(self.directory)[: -self.keep]:
+                        shutil.rmtree(old)
+            except OSError as error:
+                failure = f"{temporary}: not completed: {error}"
+        if _agree(failure):
+            raise CheckpointError(failure or f"{temporary}: rank 0 could not complete it")
+
+
+def _fsync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _agree(failure: str) -> bool:
+    """Whether rank 0 failed, known to all."""
+    if not dist.is_initialized():
+        return bool(failure)
+    flag = [bool(failure)]
+    dist.broadcast_object_list(flag, src=0)
+    return flag[0]

@@ -1,0 +1,106 @@
+"""Reading and writing one checkpoint directory with DCP (torch.distributed.checkpoint).
+
+DCP pickles its table of contents. It is read here by an unpickler that knows only the classes of such a table, so that a
+checkpoint from elsewhere cannot run code. Tensors are read with ``weights_only``.
+"""
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from meshwright.errors import CheckpointError
+
+__all__ = ["contents", "read", "write", "write_in_background"]
+
+_SAFE_MODULES = ("torch.distributed.checkpoint.",)
+_SAFE_NAMES = {("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("torch", "Size"), ("torch", "device"), ("collections", "OrderedDict"), ("builtins", "set")}
+
+
+class _TableUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        value_kinds = (torch.dtype, torch.layout, torch.memory_format)
+        known = module.startswith(_SAFE_MODULES) or (module, name) in _SAFE_NAMES
+        known = known or (module == "torch" and isinstance(getattr(torch, name, None), value_kinds))
+        known = known or (module == "torch.serialization" and name == "_get_layout")
+        if not known:
+            raise CheckpointError(f"the checkpoint's table of contents names {module}.{name}; it is not read")
+        return super().find_class(module, name)
+
+
+class _Reader(dcp.FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        metadata = _TableUnpickler(io.BytesIO(path.read_bytes())).load()
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = dcp.metadata.StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def contents(directory: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Name to (global shape, dtype) of every tensor in a checkpoint.
+
+    Raises:
+        CheckpointError: if there is no readable table of contents.
+    """
+    try:
+        metadata = _Reader(directory).read_metadata()
+    except (OSError, pickle.UnpicklingError, EOFError, AttributeError) as error:
+        raise CheckpointError(f"{directory}: not a complete checkpoint: {error}") from error
+    return {
+        name: (tuple(item.size), str(item.properties.dtype).removeprefix("torch."))
+        for name, item in metadata.state_dict_metadata.items()
+        if isinstance(item, TensorStorageMetadata)
+    }
+
+
+def write(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write tensors; collective over all ranks.
+
+    Raises:
+        CheckpointError: on all ranks, if one could not write.
+    """
+    try:
+        dcp.save(tensors, storage_writer=_writer(directory), no_dist=not _distributed())
+    except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
+        raise CheckpointError(f"{directory}: not written: {_reason(error)}") from error
+
+
+def write_in_background(directory: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> Any:
+    """Copy tensors aside and write them in a thread; returns a future. Collective over ``group`` (gloo)."""
+    return dcp.async_save(tensors, storage_writer=_writer(directory), process_group=group, no_dist=not _distributed())
+
+
+def read(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Read into tensors, in place; every rank reads what it holds. Collective over all ranks.
+
+    Raises:
+        CheckpointError: files that are missing or damaged.
+    """
+    try:
+        dcp.load(tensors, storage_reader=_Reader(directory), no_dist=not _distributed())
+    except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
+        raise CheckpointError(f"{directory}: cannot be read: {_reason(error)}") from error
+
+
+def _distributed() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _writer(directory: Path) -> dcp.FileSystemWriter:
+    return dcp.FileSystemWriter(directory, thread_count=1, sync_files=True)
+
+
+def _reason(error: BaseException) -> str:
+    """The first cause in DCP's report of all ranks, without its traceback."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (cause, _) = next(iter(failures.items()))
+        return f"rank {rank}: {type(cause).__name__}: {cause}"
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,55 @@
+"""Documents to microbatches: corpora, tokenizers, packing, resumable loaders.
+
+Importing this package is light. Public names are loaded from their files when first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshwright.data.chat import encode_chat
+    from meshwright.data.config import DataConfig, TokenizerConfig
+    from meshwright.data.corpora import Document, documents, eval_documents, training_texts
+    from meshwright.data.loader import EvalLoader, TrainLoader, check_batch_sizes
+    from meshwright.data.packing import IGNORE, SequenceDataset
+    from meshwright.data.store import StoreIndex, TokenStore, prepare
+    from meshwright.data.tokenizer import build_tokenizer, load_tokenizer, train_tokenizer
+
+__all__ = [
+    "IGNORE",
+    "DataConfig",
+    "Document",
+    "EvalLoader",
+    "SequenceDataset",
+    "StoreIndex",
+    "TokenStore",
+    "TokenizerConfig",
+    "TrainLoader",
+    "build_tokenizer",
+    "check_batch_sizes",
+    "documents",
+    "encode_chat",
+    "eval_documents",
+    "load_tokenizer",
+    "prepare",
+    "train_tokenizer",
+    "training_texts",
+]
+
+_FILES = {
+    "chat": ("encode_chat",),
+    "config": ("DataConfig", "TokenizerConfig"),
+    "corpora": ("Document", "documents", "eval_documents", "training_texts"),
+    "loader": ("EvalLoader", "TrainLoader", "check_batch_sizes"),
+    "packing": ("IGNORE", "SequenceDataset"),
+    "store": ("StoreIndex", "TokenStore", "prepare"),
+    "tokenizer": ("build_tokenizer", "load_tokenizer", "train_tokenizer"),
+}
+_HOME = {name: file for file, names in _FILES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its file (PEP 562)."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,237 @@
+"""Which sequences a rank sees at which optimizer step.
+
+The stream of sequences is endless and global: epoch after epoch, each in the order that seed and epoch give. Optimizer
+step s is the block of `global_batch_size` sequences from ``s * global_batch_size`` on, and rank r of R takes the r-th
+of R equal slices of it. So the number of ranks and the size of a microbatch change who computes a sequence, never which
+sequences a step is made of; and a loader resumes from the number of the step alone.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from meshwright.data.packing import IGNORE, Integers, SequenceDataset
+from meshwright.data.store import TokenStore
+from meshwright.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["EvalLoader", "TrainLoader", "check_batch_sizes"]
+
+Batch = dict[str, "torch.Tensor"]
+
+
+def check_batch_sizes(global_batch_size: int, microbatch_size: int, data_ranks: int) -> None:
+    """Refuse batch sizes that do not share out evenly.
+
+    Raises:
+        ConfigError: `global_batch_size` is no positive multiple of `microbatch_size` times `data_ranks`.
+    """
+    for name, value in (("global_batch_size", global_batch_size), ("microbatch_size", microbatch_size)):
+        if value < 1:
+            raise ConfigError(f"{name}={value}: at least 1")
+    unit = microbatch_size * data_ranks
+    if global_batch_size % unit == 0:
+        return
+    below, above = global_batch_size // unit * unit, -(-global_batch_size // unit) * unit
+    legal = f"{below} or {above}" if below else str(above)
+    message = (
+        f"global_batch_size={global_batch_size} is no multiple of microbatch_size={microbatch_size} x {data_ranks} "
+        f"data ranks = {unit}; nearest legal: {legal}"
+    )
+    if global_batch_size % data_ranks == 0:
+        share = global_batch_size // data_ranks
+        divisors = ", ".join(str(size) for size in range(1, share + 1) if share % size == 0)
+        message += f"; or microbatch_size one of {divisors}"
+    raise ConfigError(message)
+
+
+def _check_rank(data_rank: int, data_ranks: int) -> None:
+    if not 0 <= data_rank < data_ranks:
+        raise ConfigError(f"data_rank={data_rank}: legal are 0 to {data_ranks - 1}")
+
+
+def _collate(sequences: list[dict[str, Integers]]) -> Batch:
+    import torch
+
+    return {key: torch.from_numpy(np.stack([sequence[key] for sequence in sequences])) for key in sequences[0]}
+
+
+class TrainLoader:
+    """Microbatches of one data rank, as a function of the optimizer step.
+
+    Args:
+        store: tokenized documents.
+        sequence_length: tokens in a sequence.
+        global_batch_size: sequences in an optimizer step, over all ranks.
+        microbatch_size: sequences in one forward and backward of one rank.
+        data_rank: which part of the data this process reads (its place on the `dp` axes).
+        data_ranks: parts in all.
+        seed: decides the order.
+        packing: "pack" or "pad".
+        shuffle: reshuffle documents and sequences each epoch.
+
+    Attributes:
+        step: the step that :meth:`next_step` gives next.
+        accumulation: microbatches in a step.
+
+    Raises:
+        ConfigError: batch sizes that do not share out evenly, or a rank that does not exist.
+        DataError: nothing to train on.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        *,
+        sequence_length: int,
+        global_batch_size: int,
+        microbatch_size: int,
+        data_rank: int = 0,
+        data_ranks: int = 1,
+        seed: int = 0,
+        packing: Literal["pack", "pad"] = "pack",
+        shuffle: bool = True,
+    ) -> None:
+        _check_rank(data_rank, data_ranks)
+        check_batch_sizes(global_batch_size, microbatch_size, data_ranks)
+        self.store, self.sequence_length, self.packing = store, sequence_length, packing
+        self.global_batch_size, self.microbatch_size = global_batch_size, microbatch_size
+        self.data_rank, self.data_ranks = data_rank, data_ranks
+        self.seed, self.shuffle = seed, shuffle
+        self.accumulation = global_batch_size // (microbatch_size * data_ranks)
+        self.step = 0
+        self._epochs: dict[int, SequenceDataset] = {}
+        self._starts = [0]  # the global number of each epoch's first sequence, as far as known
+        self._dataset(0)
+
+    def microbatches(self, step: int) -> list[Batch]:
+        """The share of this rank in a step: `accumulation` batches of [microbatch_size, sequence_length].
+
+        Tensors are int64 and on the CPU. Keys are input_ids, labels (shifted, -100 where there is nothing to learn) and
+        position_ids.
+        """
+        share = self.global_batch_size // self.data_ranks
+        begin = step * self.global_batch_size + self.data_rank * share
+        size = self.microbatch_size
+        return [
+            _collate([self._sequence(number) for number in range(at, at + size)])
+            for at in range(begin, begin + share, size)
+        ]
+
+    def next_step(self) -> list[Batch]:
+        """Microbatches of the current step; moves on to the next."""
+        batches = self.microbatches(self.step)
+        self.step += 1
+        return batches
+
+    def epoch(self, step: int) -> int:
+        """Epoch of the first sequence of a step, counted from 0."""
+        return self._locate(step * self.global_batch_size)[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is, and what it reads. The same on every rank and layout."""
+        return {
+            "next_step": self.step,
+            "seed": self.seed,
+            "fingerprint": self.store.fingerprint,
+            "global_batch_size": self.global_batch_size,
+            "sequence_length": self.sequence_length,
+            "packing": self.packing,
+            "shuffle": self.shuffle,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another loader of the same data stopped, whatever its ranks and microbatches were.
+
+        Raises:
+            CheckpointError: the state is of other data, another order or another batch size: resuming would repeat some
+                sequences and skip others.
+        """
+        mine = self.state_dict()
+        missing = [key for key in mine if key not in state]
+        if missing:
+            raise CheckpointError(f"state of the data loader lacks {', '.join(missing)}")
+        problems = [
+            f"data loader: the checkpoint has {key}={state[key]!r}, this run has {key}={mine[key]!r}"
+            for key in mine
+            if key != "next_step" and state[key] != mine[key]
+        ]
+        if problems:
+            raise CheckpointError(problems)
+        self.step = int(state["next_step"])
+
+    def _sequence(self, number: int) -> dict[str, Integers]:
+        epoch, local = self._locate(number)
+        return self._dataset(epoch)[local]
+
+    def _locate(self, number: int) -> tuple[int, int]:
+        """Epoch of a global sequence, and its number within. An epoch's count is known only once it is packed."""
+        while number >= self._starts[-1]:
+            self._dataset(len(self._starts) - 1)
+        epoch = bisect_right(self._starts, number) - 1
+        return epoch, number - self._starts[epoch]
+
+    def _dataset(self, epoch: int) -> SequenceDataset:
+        """Sequences of an epoch. A step may straddle two, so two are kept."""
+        if epoch not in self._epochs:
+            while len(self._epochs) >= 2:
+                self._epochs.pop(next(iter(self._epochs)))
+            self._epochs[epoch] = SequenceDataset(
+                self.store, "train", self.sequence_length, self.packing, self.seed, epoch, self.shuffle
+            )
+        dataset = self._epochs[epoch]
+        if epoch == len(self._starts) - 1:
+            self._starts.append(self._starts[-1] + len(dataset))
+        return dataset
+
+
+class EvalLoader:
+    """Batches of held-out sequences: the same number on every rank, so that collectives agree.
+
+    A rank that runs short gets sequences whose labels are all -100: they cost a forward and count for nothing.
+
+    Args:
+        dataset: held-out sequences.
+        microbatch_size: sequences in a batch.
+        data_rank: which part this process reads.
+        data_ranks: parts in all.
+        max_sequences: stop after this many sequences, over all ranks.
+
+    Raises:
+        ConfigError: sizes below 1, or a rank that does not exist.
+    """
+
+    def __init__(
+        self,
+        dataset: SequenceDataset,
+        microbatch_size: int,
+        data_rank: int = 0,
+        data_ranks: int = 1,
+        max_sequences: int | None = None,
+    ) -> None:
+        _check_rank(data_rank, data_ranks)
+        for name, value in (("microbatch_size", microbatch_size), ("max_sequences", max_sequences)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value}: at least 1")
+        self.dataset, self.microbatch_size = dataset, microbatch_size
+        self.data_rank, self.data_ranks = data_rank, data_ranks
+        self.sequences = len(dataset) if max_sequences is None else min(max_sequences, len(dataset))
+
+    def __len__(self) -> int:
+        """Batches, on every rank."""
+        return -(-self.sequences // (self.microbatch_size * self.data_ranks))
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in range(len(self)):
+            begin = (batch * self.data_ranks + self.data_rank) * self.microbatch_size
+            yield _collate([self._sequence(number) for number in range(begin, begin + self.microbatch_size)])
+
+    def _sequence(self, number: int) -> dict[str, Integers]:
+        if number < self.sequences:
+            return self.dataset[number]
+        filler = self.dataset[0]
+        return filler | {"labels": np.full_like(filler["labels"], IGNORE)}

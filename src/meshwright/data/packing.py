@@ -1,0 +1,221 @@
+"""Documents to sequences of one length.
+
+A *piece* is a run of one document's tokens in one sequence. In a packed sequence every piece is a segment: its
+positions start at 0, and transformers derives from the restarts that attention must not cross (when no attention mask
+is given).
+
+A label is the next token of the same piece. A document that goes on in the next sequence continues there with the last
+token it showed here, so that each of its tokens but the first is a target exactly once::
+
+    document  a b c d e     sequence_length 3
+    inputs    a b c | c d e
+    labels    b c - | d e -
+
+A sequence is found by arithmetic from four numbers a row, so any sequence can be read without those before it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.data.order import stable_permutation
+from meshwright.data.store import TokenStore
+from meshwright.errors import DataError
+
+__all__ = ["IGNORE", "PackIndex", "Piece", "SequenceDataset", "pack", "pad"]
+
+IGNORE = -100
+"""Label of a token that is nobody's target: the default of torch's cross entropy."""
+
+_DOCUMENTS, _SEQUENCES = 2, 3  # the purposes of a hash, see order.py
+
+Integers = npt.NDArray[np.int64]
+
+
+class Piece(NamedTuple):
+    """`length` tokens of document `document` (its place in the order of the epoch) from its token `start` on."""
+
+    document: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class PackIndex:
+    """Which pieces make each sequence.
+
+    Row i holds the documents `first[i]` to `end[i] - 1` to their ends, then `tail[i]` tokens of document `end[i]`. The
+    first piece begins at token `start[i]` of its document, every other at token 0.
+    """
+
+    lengths: Integers
+    first: Integers
+    start: Integers
+    end: Integers
+    tail: Integers
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def pieces(self, row: int) -> list[Piece]:
+        """The pieces of a sequence, in order."""
+        first, start, end, tail = (int(column[row]) for column in (self.first, self.start, self.end, self.tail))
+        pieces = []
+        for document in range(first, end + (tail > 0)):
+            begin = start if document == first else 0
+            pieces.append(Piece(document, begin, int(self.lengths[document]) - begin if document < end else tail))
+        return pieces
+
+
+def _index(lengths: Integers, rows: list[tuple[int, int, int, int]]) -> PackIndex:
+    table = np.array(rows, dtype=np.int64).reshape(-1, 4)
+    return PackIndex(lengths, *(np.ascontiguousarray(column) for column in table.T))
+
+
+def pack(lengths: Integers, sequence_length: int, split: bool) -> PackIndex:
+    """Fill sequences with documents one after another.
+
+    Args:
+        lengths: tokens in each document, in the order of the epoch; each at least 2.
+        sequence_length: slots in a sequence.
+        split: let documents flow over the end of a sequence, so that only the last one is padded (and single slots,
+            which could hold no target). Otherwise a document that does not fit the rest begins the next sequence.
+
+    Raises:
+        DataError: a document longer than a sequence, and `split` is False.
+    """
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    count = len(lengths)
+    rows = []
+    document = start = 0
+    while document < count:
+        limit = int(ends[document]) + start + sequence_length
+        end = int(np.searchsorted(ends, limit, side="right")) - 1  # documents before `end` fit to their ends
+        tail = next_start = 0
+        if split and end < count:
+            tail = sequence_length if end == document else limit - int(ends[end])
+            if tail < 2:
+                tail = 0
+            else:
+                next_start = (start if end == document else 0) + tail - 1
+        elif end == document:
+            raise DataError(
+                f"a document of {int(lengths[document])} tokens is to stay whole in sequences of {sequence_length}; "
+                "prepare the data for this sequence_length"
+            )
+        rows.append((document, start, end, tail))
+        document, start = end, next_start
+    return _index(lengths, rows)
+
+
+def pad(lengths: Integers, sequence_length: int) -> PackIndex:
+    """One document a sequence; a longer one takes as many as it needs. Arguments as for :func:`pack`."""
+    step = sequence_length - 1  # the last token of a piece begins the next
+    counts = 1 + np.maximum(0, -(-(lengths - sequence_length) // step))
+    first = np.repeat(np.arange(len(lengths)), counts)
+    begin_of_document = np.repeat(np.cumsum(counts) - counts, counts)
+    number = np.arange(len(first)) - begin_of_document
+    last = number == counts[first] - 1
+    return PackIndex(
+        lengths,
+        first=first,
+        start=number * step,
+        end=np.where(last, first + 1, first),
+        tail=np.where(last, 0, sequence_length),
+    )
+
+
+class SequenceDataset:
+    """The sequences of one epoch of one split, by number.
+
+    Which documents share a sequence, and the order of the sequences, depend on the store, `seed` and `epoch` alone.
+
+    Args:
+        store: tokenized documents.
+        split: documents to train on, or those held out.
+        sequence_length: slots in a sequence.
+        packing: "pack" or "pad", see :class:`~meshwright.data.config.DataConfig`.
+        seed: with `epoch` it decides the order.
+        epoch: counted from 0.
+        shuffle: shuffle the documents, then the sequences packed from them.
+
+    Raises:
+        DataError: the split is empty, or holds documents too long for `sequence_length` that must stay whole.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        split: Literal["train", "eval"],
+        sequence_length: int,
+        packing: Literal["pack", "pad"] = "pack",
+        seed: int = 0,
+        epoch: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        self.store, self.split, self.sequence_length, self.packing = store, split, sequence_length, packing
+        documents = store.documents(split)
+        if len(documents) == 0:
+            raise DataError(_empty_split(store, split))
+        if shuffle:
+            documents = documents[stable_permutation(len(documents), seed, epoch, _DOCUMENTS)]
+        lengths = store.lengths[documents]
+        may_split = store.index.long_documents == "split"
+        if not may_split and lengths.max() > sequence_length:
+            raise DataError(
+                f"sequence_length={sequence_length}: the store was prepared for {store.index.sequence_length} with "
+                f"long_documents={store.index.long_documents!r} and holds documents of {int(lengths.max())} tokens; "
+                "prepare it again"
+            )
+        self._documents = documents
+        self._index = pack(lengths, sequence_length, may_split) if packing == "pack" else pad(lengths, sequence_length)
+        self._order = stable_permutation(len(self._index), seed, epoch, _SEQUENCES) if shuffle else None
+
+    def __len__(self) -> int:
+        """Sequences in the epoch."""
+        return len(self._index)
+
+    def pieces(self, number: int) -> list[Piece]:
+        """What sequence `number` holds; documents by their number in the store."""
+        if not 0 <= number < len(self):
+            raise IndexError(f"sequence {number} of {len(self)}")
+        row = number if self._order is None else int(self._order[number])
+        return [piece._replace(document=int(self._documents[piece.document])) for piece in self._index.pieces(row)]
+
+    def __getitem__(self, number: int) -> dict[str, Integers]:
+        """input_ids, labels and position_ids of a sequence: int64, `sequence_length` long.
+
+        Labels are shifted already: ``labels[i]`` is what the model should say after ``input_ids[i]``, or IGNORE.
+        """
+        store = self.store
+        input_ids = np.full(self.sequence_length, store.index.pad_token_id, dtype=np.int64)
+        labels = np.full(self.sequence_length, IGNORE, dtype=np.int64)
+        # Padding is a segment of its own when packed. A padded document must not look packed: positions go on.
+        position_ids = np.arange(self.sequence_length, dtype=np.int64)
+        at = 0
+        for document, start, length in self.pieces(number):
+            begin = int(store.offsets[document]) + start
+            tokens = store.tokens[begin : begin + length]
+            input_ids[at : at + length] = tokens
+            targets = tokens[1:].astype(np.int64)
+            if store.loss_mask is not None:
+                targets = np.where(store.loss_mask[begin + 1 : begin + length], targets, IGNORE)
+            labels[at : at + length - 1] = targets
+            if self.packing == "pack":
+                position_ids[at : at + length] = np.arange(length)
+            at += length
+        if self.packing == "pack":
+            position_ids[at:] = np.arange(self.sequence_length - at)
+        return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+
+
+def _empty_split(store: TokenStore, split: str) -> str:
+    index = store.index
+    if split == "train":
+        return f"no document to train on: all {index.documents} are for evaluation; lower data.eval_fraction"
+    return (
+        f"no document to evaluate on ({index.documents} in all, held out by whole documents); raise data.eval_fraction "
+        "above 0 with at least 2 documents, give data.eval_files, or turn evaluation off"
+    )

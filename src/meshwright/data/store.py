@@ -1,0 +1,341 @@
+"""Tokenized documents on disk: written once, memory-mapped by every process that reads them.
+
+A store is a directory of its own, named after the fingerprint of everything that decides its contents:
+
+- ``tokens.bin``: the ids of all documents end to end, uint16 or uint32 by the size of the vocabulary
+- ``loss_mask.bin``: for chats, one byte a token: whether the model is to learn it
+- ``offsets.npy``: int64; document d is ``tokens[offsets[d]:offsets[d + 1]]``
+- ``held_out.npy``: bool; whether document d is for evaluation
+- ``index.json``: the counts of :class:`StoreIndex`
+
+It is written under a temporary name and renamed when complete, so that it is either whole or absent.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from meshwright.data.chat import encode_chat
+from meshwright.data.config import DataConfig
+from meshwright.data.corpora import Document, documents, eval_documents, source_digest
+from meshwright.data.order import stable_hash
+from meshwright.data.tokenizer import tokenizer_state
+from meshwright.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["StoreIndex", "TokenStore", "prepare"]
+
+FORMAT_VERSION = 1
+"""Raised whenever the same configuration and documents would give another store."""
+
+_HOLD_OUT = 1  # the purpose of a hash, see order.py
+
+# A batch for the tokenizer: enough documents to occupy its threads, few enough characters to bound memory.
+_BATCH_DOCUMENTS = 1024
+_BATCH_CHARACTERS = 4_000_000
+
+
+@dataclass(frozen=True)
+class StoreIndex:
+    """What a store holds. Counts are of documents unless they say tokens."""
+
+    format_version: int
+    fingerprint: str
+    kind: Literal["text", "chat"]
+    long_documents: Literal["split", "truncate", "drop", "error"]
+    sequence_length: int
+    token_dtype: Literal["uint16", "uint32"]
+    pad_token_id: int
+    documents: int
+    tokens: int
+    train_documents: int
+    train_tokens: int
+    eval_documents: int
+    eval_tokens: int
+    split: int
+    """Longer than a sequence, and continued in the next."""
+    truncated: int
+    dropped: int
+    """Longer than a sequence, and left out."""
+    empty: int
+    """Left out because nothing in them can be learned: no text, or a chat whose replies were all cut off."""
+
+
+class TokenStore:
+    """A store that is complete, opened for reading. Cheap to open: nothing is read but the offsets."""
+
+    def __init__(self, directory: Path, index: StoreIndex) -> None:
+        self.directory = directory
+        self.index = index
+        self.offsets: npt.NDArray[np.int64] = np.load(directory / "offsets.npy")
+        self.held_out: npt.NDArray[np.bool_] = np.load(directory / "held_out.npy")
+
+    @classmethod
+    def open(cls, directory: str | Path) -> "TokenStore":
+        """Open the store that :func:`prepare` wrote; `directory` is its `TokenStore.directory`.
+
+        Raises:
+            DataError: no store there, one of another version, or files that are not as long as they should be.
+        """
+        directory = Path(directory)
+        path = directory / "index.json"
+        if not path.is_file():
+            raise DataError(f"{directory}: no token store (no index.json)")
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            version = values["format_version"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}: not the index of a token store ({error})") from error
+        if version != FORMAT_VERSION or set(values) != {field.name for field in fields(StoreIndex)}:
+            raise DataError(
+                f"{directory}: token store of format {version}, this version reads {FORMAT_VERSION}; remove it"
+            )
+        index = StoreIndex(**values)
+        sizes = {"tokens.bin": index.tokens * np.dtype(index.token_dtype).itemsize}
+        if index.kind == "chat":
+            sizes["loss_mask.bin"] = index.tokens
+        for name, size in sizes.items():
+            found = (directory / name).stat().st_size if (directory / name).is_file() else 0
+            if found != size:
+                raise DataError(
+                    f"{directory / name}: {found} bytes where {size} are due; remove the store and prepare again"
+                )
+        return cls(directory, index)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of everything that decided the contents."""
+        return self.index.fingerprint
+
+    @cached_property
+    def tokens(self) -> npt.NDArray[Any]:
+        """Ids of all documents end to end, memory-mapped."""
+        return np.memmap(self.directory / "tokens.bin", dtype=self.index.token_dtype, mode="r")
+
+    @cached_property
+    def loss_mask(self) -> npt.NDArray[np.bool_] | None:
+        """For chats, whether each token is to be learned, memory-mapped; None for texts, where every token is."""
+        if self.index.kind == "text":
+            return None
+        return np.memmap(self.directory / "loss_mask.bin", dtype=np.bool_, mode="r")
+
+    @cached_property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens in each document."""
+        return np.diff(self.offsets)
+
+    def documents(self, split: Literal["train", "eval"]) -> npt.NDArray[np.int64]:
+        """Numbers of the documents of a split, in the order of the source."""
+        return np.flatnonzero(self.held_out == (split == "eval"))
+
+
+def prepare(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", directory: str | Path, seed: int) -> TokenStore:
+    """Tokenize the documents into a store under `directory`, or open the one that is there.
+
+    One process prepares; the others open `TokenStore.directory` of the result. Two that prepare at once do no harm:
+    each writes under a name of its own, and the first to finish wins.
+
+    Args:
+        config: source, and what is to become of long documents.
+        tokenizer: its ids are stored; texts end with its end-of-sequence token.
+        directory: parent of the stores, and of the cache of `datasets`.
+        seed: decides which documents are held out.
+
+    Raises:
+        ConfigError: the configuration does not fit the documents or the tokenizer.
+        DataError: documents that cannot be read or used, or none left to train on.
+    """
+    directory = Path(directory)
+    cache_dir = directory / "datasets-cache"
+    fingerprint = _fingerprint(config, tokenizer, source_digest(config, cache_dir), seed)
+    final = directory / fingerprint[:16]
+    if (final / "index.json").is_file():
+        return TokenStore.open(final)
+    directory.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{fingerprint[:16]}-", dir=directory))
+    try:
+        _write(config, tokenizer, temporary, cache_dir, fingerprint, seed)
+        os.chmod(temporary, 0o755)  # mkdtemp closes it to others; a store is often shared
+        try:
+            temporary.rename(final)
+        except OSError:
+            if not (final / "index.json").is_file():
+                raise  # not another process that was faster
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return TokenStore.open(final)
+
+
+def _fingerprint(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", digest: str, seed: int) -> str:
+    # The source itself enters as the digest of its contents. Packing and shuffling happen later.
+    decides = config.model_dump(
+        include={"kind", "text_field", "messages_field", "sequence_length", "long_documents", "max_documents"}
+    )
+    decides |= {"held_out": config.held_out, "seed": seed, "digest": digest, "format": FORMAT_VERSION}
+    decides["tokenizer"] = tokenizer_state(tokenizer)
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+
+
+def _write(
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    directory: Path,
+    cache_dir: Path,
+    fingerprint: str,
+    seed: int,
+) -> None:
+    stream = documents(config, cache_dir)
+    first = next(stream)  # there is one: an empty source is an error of its own
+    kind: Literal["text", "chat"] = "text" if first.text is not None else "chat"
+    policy = config.long_documents
+    if policy == "auto":
+        policy = "split" if kind == "text" else "error"
+    if kind == "chat" and policy == "split":
+        raise ConfigError(
+            f"data.long_documents='split': {first.source} is a chat, which cannot be split; "
+            "legal for chat: 'auto', 'truncate', 'drop', 'error'"
+        )
+    writer = _Writer(directory, tokenizer, kind, policy, config.sequence_length)
+    with writer.tokens_file, writer.mask_file:
+        writer.add_all(chain([first], stream))
+        trainable = len(writer.lengths)
+        writer.add_all(_same_kind(eval_documents(config, cache_dir), first))
+    held_out = np.arange(len(writer.lengths)) >= trainable
+    if config.held_out and trainable > 1:
+        # An exact share, so that a small corpus holds out at least one document and keeps at least one.
+        count = min(max(1, round(config.held_out * trainable)), trainable - 1)
+        held_out[np.argsort(stable_hash(trainable, seed, _HOLD_OUT), kind="stable")[:count]] = True
+    if trainable == 0:
+        raise DataError(
+            f"data: no document is left to train on: {writer.dropped} dropped as longer than "
+            f"sequence_length={config.sequence_length}, {writer.empty} with nothing to learn"
+        )
+    lengths = np.array(writer.lengths, dtype=np.int64)
+    np.save(directory / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+    np.save(directory / "held_out.npy", held_out)
+    index = StoreIndex(
+        format_version=FORMAT_VERSION,
+        fingerprint=fingerprint,
+        kind=kind,
+        long_documents=policy,
+        sequence_length=config.sequence_length,
+        token_dtype=writer.token_dtype,
+        pad_token_id=_pad_token_id(tokenizer),
+        documents=len(lengths),
+        tokens=int(lengths.sum()),
+        train_documents=int((~held_out).sum()),
+        train_tokens=int(lengths[~held_out].sum()),
+        eval_documents=int(held_out.sum()),
+        eval_tokens=int(lengths[held_out].sum()),
+        split=writer.split,
+        truncated=writer.truncated,
+        dropped=writer.dropped,
+        empty=writer.empty,
+    )
+    (directory / "index.json").write_text(json.dumps(asdict(index), indent=2) + "\n", encoding="utf-8")
+
+
+def _same_kind(stream: Iterable[Document], first: Document) -> Iterator[Document]:
+    for document in stream:
+        if (document.text is None) != (first.text is None):
+            raise DataError(f"data.eval_files: {document.source} and {first.source} are not both texts or both chats")
+        yield document
+
+
+def _pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """Any valid id serves: padding is never attended to by a token, and has no label."""
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(int(candidate) for candidate in candidates if candidate is not None)
+
+
+class _Writer:
+    """Tokenizes documents and appends them to the files, with what becomes of long ones."""
+
+    def __init__(
+        self,
+        directory: Path,
+        tokenizer: "PreTrainedTokenizerBase",
+        kind: Literal["text", "chat"],
+        policy: Literal["split", "truncate", "drop", "error"],
+        sequence_length: int,
+    ) -> None:
+        if kind == "text" and tokenizer.eos_token_id is None:
+            raise ConfigError("tokenizer: it has no eos_token, which ends every text; give a tokenizer that has one")
+        self.tokenizer, self.policy, self.sequence_length = tokenizer, policy, sequence_length
+        largest = max(tokenizer.get_vocab().values())
+        self.token_dtype: Literal["uint16", "uint32"] = "uint16" if largest < 2**16 else "uint32"
+        self.tokens_file = (directory / "tokens.bin").open("wb")
+        self.mask_file = (directory / "loss_mask.bin" if kind == "chat" else Path(os.devnull)).open("wb")
+        self.lengths: list[int] = []
+        self.split = self.truncated = self.dropped = self.empty = 0
+
+    def add_all(self, stream: Iterable[Document]) -> None:
+        """Append documents; those without anything to learn, and those dropped, are only counted."""
+        batch: list[Document] = []
+        characters = 0
+        for document in stream:
+            if document.messages is not None:
+                ids, mask = encode_chat(self.tokenizer, document.messages, document.source)
+                self._add(document.source, ids, mask)
+                continue
+            batch.append(document)
+            characters += len(document.text or "")
+            if len(batch) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
+                self._add_texts(batch)
+                batch, characters = [], 0
+        self._add_texts(batch)
+
+    def _add_texts(self, batch: list[Document]) -> None:
+        if not batch:
+            return
+        texts = [document.text or "" for document in batch]
+        # Special tokens are those the tokenizer adds by itself (a BOS, for most that have one). verbose=False: texts
+        # longer than the model's context are no mistake here, they are cut later.
+        encoded = self.tokenizer(
+            texts, add_special_tokens=True, padding=False, truncation=False, return_attention_mask=False, verbose=False
+        )["input_ids"]
+        eos = self.tokenizer.eos_token_id
+        for document, ids in zip(batch, encoded, strict=True):
+            if not document.text:
+                self.empty += 1
+                continue
+            self._add(document.source, ids if ids[-1:] == [eos] else [*ids, eos], None)
+
+    def _add(self, source: str, ids: list[int], mask: list[bool] | None) -> None:
+        if len(ids) > self.sequence_length:
+            if self.policy == "error":
+                raise DataError(
+                    f"{source}: {len(ids)} tokens, more than data.sequence_length={self.sequence_length}, and "
+                    "data.long_documents is 'error'; choose 'truncate' or 'drop'"
+                    f"{'' if mask else ', or (for text only) split'}, or a longer sequence"
+                )
+            if self.policy == "drop":
+                self.dropped += 1
+                return
+            if self.policy == "truncate":
+                self.truncated += 1
+                ids = ids[: self.sequence_length]
+                mask = mask and mask[: self.sequence_length]
+            else:
+                self.split += 1
+        # The first token is nobody's target.
+        if len(ids) < 2 or (mask is not None and not any(mask[1:])):
+            self.empty += 1
+            return
+        self.tokens_file.write(np.array(ids, dtype=self.token_dtype).tobytes())
+        if mask is not None:
+            self.mask_file.write(np.array(mask, dtype=np.bool_).tobytes())
+        self.lengths.append(len(ids))

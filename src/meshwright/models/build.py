@@ -1,0 +1,191 @@
+"""From a ModelConfig to a model on the meta device, and from there to values: drawn at random, or read from safetensors."""
+
+import dataclasses
+import difflib
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import ConfigError, ModelError
+from meshwright.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+__all__ = ["build_on_meta", "check_files", "materialize", "pretrained_config", "weight_files"]
+
+
+def pretrained_config(config: ModelConfig, defaults: Mapping[str, Any] | None = None) -> "PretrainedConfig":
+    """The config of transformers that a ModelConfig means.
+
+    Args:
+        config: from the run's configuration.
+        defaults: values for keys that a new model's config leaves out (vocabulary and special tokens of the tokenizer).
+
+    Raises:
+        ConfigError: an unknown model type or key, or values that the family refuses.
+        ModelError: a pretrained model that is not there.
+    """
+    from transformers import AutoConfig
+
+    if config.config is None:
+        assert config.path is not None
+        return _load_config(config)
+    values = dict(config.config)
+    kind = values.pop("model_type")
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if kind not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(kind, list(CONFIG_MAPPING.keys()), n=3)
+        raise ConfigError(f"model.config.model_type={kind!r}: unknown to transformers; near: {', '.join(near) or 'none'}")
+    legal = _legal_keys(CONFIG_MAPPING[kind])
+    problems = []
+    for key in values:
+        if legal and key not in legal:
+            near = difflib.get_close_matches(key, sorted(legal), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            problems.append(f"model.config.{key}: unknown key of {kind!r}{hint}")
+    if problems:
+        raise ConfigError(problems)
+    filled = {key: value for key, value in (defaults or {}).items() if key not in values and (not legal or key in legal)}
+    try:
+        return AutoConfig.for_model(kind, **filled, **values)
+    except Exception as error:  # families check their own values with exceptions of many kinds
+        raise ConfigError(f"model.config: {kind!r} refuses it: {error}") from error
+
+
+def _load_config(config: ModelConfig) -> "PretrainedConfig":
+    from transformers import AutoConfig
+
+    assert config.path is not None
+    looks_local = config.path.startswith((".", "/", "~")) or Path(config.path).exists()
+    if looks_local and config.local is None:
+        raise ModelError(f"model.path={config.path!r}: no such directory")
+    if config.local is not None and not (config.local / "config.json").is_file():
+        raise ModelError(f"model.path={config.path!r}: the directory has no config.json")
+    try:
+        return AutoConfig.from_pretrained(config.local or config.path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path={config.path!r}: {str(error).splitlines()[0]}") from error
+
+
+def _legal_keys(kind: type) -> set[str]:
+    """Keys that a config class knows: its fields, their other names, and what every config has."""
+    fields = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+    fields |= set(inspect.signature(kind.__init__).parameters) - {"self", "kwargs", "args"}  # type: ignore[misc]
+    return fields | set(getattr(kind, "attribute_map", {}))
+
+
+def build_on_meta(config: ModelConfig, hf_config: "PretrainedConfig") -> "PreTrainedModel":
+    """The causal language model of a config, without memory.
+
+    Raises:
+        ModelError: if the family has no causal language model, or refuses the config.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from meshwright.models import _transformers_compat
+
+    _transformers_compat.check()
+    keywords: dict[str, Any] = {"dtype": getattr(torch, config.dtype), "trust_remote_code": config.trust_remote_code}
+    if config.attn_implementation is not None:
+        keywords["attn_implementation"] = config.attn_implementation
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(hf_config, **keywords)
+    except Exception as error:  # transformers raises many kinds here, all about what the config asks for
+        raise ModelError(f"model: {type(error).__name__}: {error}") from error
+    model.config.use_cache = False  # training never reads the key/value cache
+    return model
+
+
+def weight_files(config: ModelConfig) -> list[Path]:
+    """The safetensors files of a pretrained model; those of the hub are downloaded first.
+
+    Raises:
+        ModelError: if there are none, or the index names one that is missing.
+    """
+    folder = config.local
+    if folder is None:
+        from huggingface_hub import snapshot_download
+
+        assert config.path is not None
+        try:
+            folder = Path(snapshot_download(config.path, allow_patterns=["*.safetensors", "*.json"]))
+        except OSError as error:
+            raise ModelError(f"model.path={config.path!r}: {str(error).splitlines()[0]}") from error
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise ModelError(f"{folder}: the index names files that are missing: {', '.join(missing)}")
+        return [folder / name for name in names]
+    single = folder / "model.safetensors"
+    if not single.is_file():
+        raise ModelError(f"{folder}: has neither model.safetensors nor model.safetensors.index.json (no pickles are read)")
+    return [single]
+
+
+def check_files(files: list[Path], model: "nn.Module") -> None:
+    """Read the headers of safetensors files: whole files, and no parameter of another shape.
+
+    Raises:
+        ModelError: each truncated file, and each parameter whose shape differs.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    found = []
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as content:
+                for name in content.keys():  # noqa: SIM118: not a dict
+                    shape = tuple(content.get_slice(name).get_shape())
+                    if shapes.get(name, shape) != shape:
+                        found.append(f"{file.name}: {name} has shape {shape}, the model has {shapes[name]}")
+        except SafetensorError as error:
+            found.append(f"{file}: truncated or not safetensors: {error}")
+    if found:
+        raise ModelError(found)
+
+
+def materialize(
+    model: "PreTrainedModel",
+    config: ModelConfig,
+    device: "torch.device",
+    seed: int,
+    units: tuple[str, ...] = (),
+) -> None:
+    """Give a meta model, parallelized already, its values.
+
+    A pretrained model reads only this rank's slices; a new one is drawn, the same on every layout.
+
+    Args:
+        model: on the meta device; its parameters may be DTensors.
+        config: says which.
+        device: where the shards live.
+        seed: of a new model.
+        units: the layers, which bound the memory of drawing.
+
+    Raises:
+        ModelError: parameters that the files lack, have in another shape, or in excess.
+    """
+    from meshwright.models import _transformers_compat
+    from meshwright.models.init import initialize
+
+    if config.path is None:
+        initialize(model, device, seed, units)
+        return
+    report = _transformers_compat.load_sharded(model, [str(file) for file in weight_files(config)], device)
+    found = [f"{name}: not in the files" for name in report.missing]
+    found += [f"{name}: shape {theirs} in the files, {ours} in the model" for name, theirs, ours in report.mismatched]
+    found += list(report.errors)
+    found += [f"{name}: in the files, but the model has no such parameter" for name in report.unexpected]
+    if found:
+        raise ModelError([f"model.path={config.path!r} does not fit {type(model).__name__}:", *found])

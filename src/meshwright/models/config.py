@@ -1,0 +1,51 @@
+"""Which model, as a schema. Light to import: pydantic only."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = ["ModelConfig"]
+
+
+class ModelConfig(BaseModel):
+    """A pretrained model, or the config of a new one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str | None = Field(
+        default=None, description="Pretrained model: a local directory of transformers (safetensors), or a hub name."
+    )
+    config: dict[str, Any] | None = Field(
+        default=None,
+        description="A new model with random weights: a config of transformers, with its model_type, such as "
+        "{model_type: llama, hidden_size: 256}. Keys that are left out take the family's defaults; vocab_size and special "
+        "tokens take the tokenizer's.",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="What parameters are stored and optimized in; computing has parallel.param_dtype. bfloat16 halves "
+        "memory, and small updates are lost.",
+    )
+    attn_implementation: str | None = Field(
+        default=None, description="Attention of transformers: eager, sdpa, flash_attention_2, ... Default: the model's."
+    )
+    trust_remote_code: bool = Field(
+        default=False, description="Run model code that comes with a pretrained model. Only for code that you have read."
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "ModelConfig":
+        if (self.path is None) == (self.config is None):
+            raise ValueError("model: exactly one of path and config must be given")
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            raise ValueError("model.config: model_type is missing; it names the family, such as llama, qwen3 or gemma3_text")
+        return self
+
+    @property
+    def local(self) -> Path | None:
+        """The directory of a local pretrained model."""
+        if self.path is None:
+            return None
+        path = Path(self.path).expanduser()
+        return path if path.is_dir() else None

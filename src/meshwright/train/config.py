@@ -1,0 +1,255 @@
+"""The configuration of a run: one schema, all errors in one report, printable in full.
+
+Light to import: pydantic and YAML only. Each section is one class; a field's description is its documentation.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from meshwright.data.config import DataConfig, TokenizerConfig
+from meshwright.errors import ConfigError
+from meshwright.layout import Layout
+from meshwright.models.config import ModelConfig
+from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
+
+__all__ = ["RunConfig", "load_config"]
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LayoutConfig(_Section):
+    """Sizes of the mesh axes. At most one of the first five may be null: it takes what is left of the processes."""
+
+    pp: int | None = Field(default=1, description="Pipeline stages.")
+    dp_replicate: int | None = Field(default=1, description="Replicas of the sharded model (HSDP).")
+    dp_shard: int | None = Field(default=None, description="Ranks that parameters are sharded over (FSDP).")
+    cp: int | None = Field(default=1, description="Ranks that share a sequence.")
+    tp: int | None = Field(default=1, description="Ranks that share a layer's matrices.")
+    ep: int = Field(default=1, description="Ranks that share the experts of a layer.")
+
+    def layout(self) -> Layout:
+        """As a Layout, not resolved."""
+        return Layout(**self.model_dump())
+
+
+class ParallelConfig(_Section):
+    """How the layout is carried out."""
+
+    param_dtype: Dtype | None = Field(default="bfloat16", description="Dtype of compute and of gathered parameters.")
+    reduce_dtype: Dtype | None = Field(default="float32", description="Dtype that gradients are added in.")
+    output_dtype: Dtype | None = Field(default=None, description="Dtype that the model's outputs are cast to.")
+    reshard_after_forward: bool | None = Field(
+        default=None,
+        description="Free gathered parameters after forward. null: all layers but the last, and not the root.",
+    )
+    sync: SyncPolicy = Field(
+        default=SyncPolicy.DEFER,
+        description="Between microbatches: 'defer' gathers and reduces once a step (fastest; whole parameters and "
+        "gradients stay), 'reshard_each' gathers each time and reduces once (gradients stay), 'reduce_each' does both each "
+        "time (least memory).",
+    )
+    sync_units: dict[str, SyncPolicy] = Field(
+        default={}, description="Policies for some units, by pattern of their names, such as {'model.layers.*': reduce_each}."
+    )
+    all_reduce_once: bool = Field(
+        default=True, description="With reduce_each and replicas: all-reduce across replicas only in the last microbatch."
+    )
+    cpu_offload: bool = Field(default=False, description="Keep shards, gradients and optimizer state in host memory.")
+    activation_checkpointing: ActivationCheckpointing = Field(
+        default=ActivationCheckpointing.NONE, description="'full': recompute each layer's activations in backward."
+    )
+    compile: bool = Field(default=False, description="torch.compile each layer.")
+    compile_backend: str = Field(default="inductor", description="Backend of torch.compile.")
+    freeze: list[str] = Field(default=[], description="Patterns of parameter names that are not trained.")
+
+    def options(self, microbatches: int) -> ParallelOptions:
+        """As options of the plan."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return ParallelOptions(**{**values, "freeze": tuple(self.freeze)}, microbatches=microbatches)
+
+
+class OptimizerConfig(_Section):
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101)."""
+
+    lr: float = Field(default=3e-4, gt=0, description="Peak learning rate.")
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="Decay of the two moments.")
+    eps: float = Field(default=1e-8, gt=0, description="Added to the denominator.")
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="Decoupled weight decay of matrices; vectors (norms, biases) are never decayed."
+    )
+    fused: bool | None = Field(default=None, description="One kernel for the whole update. null: wherever torch can.")
+
+
+class ScheduleConfig(_Section):
+    """Learning rate over the steps: linear warmup to the peak, then a decay."""
+
+    kind: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="Shape of the decay.")
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warmup.")
+    final_ratio: float = Field(default=0.1, ge=0, le=1, description="Final learning rate as a share of the peak.")
+
+
+class TrainingConfig(_Section):
+    """The loop."""
+
+    steps: int = Field(ge=1, description="Optimizer steps in all.")
+    global_batch_size: int = Field(ge=1, description="Sequences in an optimizer step, over all ranks and microbatches.")
+    microbatch_size: int = Field(default=1, ge=1, description="Sequences in one forward and backward of a rank.")
+    clip_norm: float | None = Field(default=1.0, gt=0, description="Largest norm of the whole gradient; null: no clipping.")
+    seed: int = Field(default=0, ge=0, description="Of weights, data order and dropout.")
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="A NaN or infinite loss or gradient norm: 'stop' the run, or 'skip' the step and go on.",
+    )
+    eval_every: int = Field(default=0, ge=0, description="Steps between evaluations; 0: only before and after training.")
+    eval_sequences: int | None = Field(default=None, ge=1, description="Sequences of an evaluation; null: all held out.")
+    log_every: int = Field(default=1, ge=1, description="Steps between lines of metrics.")
+
+
+class CheckpointConfig(_Section):
+    """Saving and resuming. The last step is always saved."""
+
+    every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0: only the last.")
+    keep: int | None = Field(default=2, ge=1, description="Complete checkpoints to keep; null: all.")
+    asynchronous: bool = Field(default=False, description="Write in the background while training goes on.")
+    resume: str = Field(
+        default="auto", description="'auto': from the newest complete checkpoint of the output directory, if there is one; "
+        "'never': refuse a directory that has checkpoints; or the path of a checkpoint."
+    )  # fmt: skip
+
+
+class MetricsConfig(_Section):
+    """Where metrics go, besides the terminal."""
+
+    jsonl: bool = Field(default=True, description="A line a step in metrics.jsonl of the output directory.")
+    tensorboard: bool = Field(default=True, description="Event files in tensorboard/ of the output directory.")
+    wandb: str | None = Field(default=None, description="Project of Weights & Biases (needs the extra [wandb]).")
+    mlflow: str | None = Field(default=None, description="Experiment of MLflow (needs the extra [mlflow]).")
+
+
+class LaunchConfig(_Section):
+    """Local worker processes, where neither torchrun nor Slurm started some."""
+
+    nproc: int | None = Field(default=None, ge=1, description="Processes; null: one for each GPU, or one.")
+    port: int = Field(default=0, ge=0, le=65535, description="Port of the rendezvous; 0: any that is free.")
+    timeout_minutes: float = Field(default=10.0, gt=0, description="How long a collective may wait for other ranks.")
+
+
+class SampleConfig(_Section):
+    """What the exported model is asked at the end."""
+
+    prompts: list[str] = Field(default=[], description="Prompts to continue after training.")
+    max_new_tokens: int = Field(default=48, ge=1, description="Tokens of each continuation.")
+
+
+class RunConfig(_Section):
+    """A whole run."""
+
+    output: str = Field(description="Directory of the run: checkpoints, metrics, tokenizer, tokens, export.")
+    model: ModelConfig = Field(description="Which model.")
+    layout: LayoutConfig = Field(default=LayoutConfig(), description="Sizes of the mesh axes.")
+    parallel: ParallelConfig = Field(default=ParallelConfig(), description="How the layout is carried out.")
+    data: DataConfig = Field(description="What to train on.")
+    tokenizer: TokenizerConfig = Field(default=TokenizerConfig(), description="How text becomes tokens.")
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="AdamW.")
+    schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="Learning rate over the steps.")
+    training: TrainingConfig = Field(description="The loop.")
+    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Saving and resuming.")
+    metrics: MetricsConfig = Field(default=MetricsConfig(), description="Where metrics go.")
+    launch: LaunchConfig = Field(default=LaunchConfig(), description="Local worker processes.")
+    export: bool = Field(default=False, description="Write the final model as a Hugging Face directory, export/.")
+    sample: SampleConfig = Field(default=SampleConfig(), description="What the exported model is asked at the end.")
+
+    def to_yaml(self) -> str:
+        """The complete configuration; loading it gives an equal one."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+    @property
+    def directory(self) -> Path:
+        """The output directory."""
+        return Path(self.output).expanduser()
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """Read a YAML file and apply overrides of the form ``section.key=value``.
+
+    Relative paths in the file are relative to the working directory.
+
+    Raises:
+        ConfigError: all problems together: a missing file, YAML that cannot be read, unknown keys with the nearest legal
+            name, wrong types, contradictions.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise ConfigError(f"{path}: no such file")
+    try:
+        content = yaml.safe_load(file.read_text()) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not readable as YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: must be a mapping of sections, found {type(content).__name__}")
+    problems = []
+    for override in overrides:
+        problem = _apply(content, override)
+        if problem:
+            problems.append(problem)
+    try:
+        config = RunConfig.model_validate(content)
+    except ValidationError as error:
+        problems.extend(_message(item) for item in error.errors())
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _apply(content: dict[str, Any], override: str) -> str | None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        return f"{override!r}: an override has the form section.key=value"
+    try:
+        value = yaml.safe_load(text) if text else ""
+    except yaml.YAMLError:
+        value = text
+    *path, last = key.split(".")
+    section = content
+    for part in path:
+        section = section.setdefault(part, {})
+        if not isinstance(section, dict):
+            return f"{key}: {part} is not a section"
+    section[last] = value
+    return None
+
+
+def _message(item: Mapping[str, Any]) -> str:
+    """One problem of pydantic in our words: where, what is wrong, what is legal."""
+    location = [str(part) for part in item["loc"]]
+    where = ".".join(location)
+    kind, given = item["type"], item.get("input")
+    if kind == "extra_forbidden":
+        legal = _legal_keys(location[:-1])
+        near = difflib.get_close_matches(location[-1], legal, n=1, cutoff=0.5)
+        hint = f"did you mean {'.'.join([*location[:-1], near[0]])!r}? " if near else ""
+        return f"{where}: unknown key; {hint}legal here: {', '.join(legal)}"
+    if kind == "missing":
+        return f"{where}: is required"
+    if kind == "value_error":
+        return str(item["ctx"]["error"])
+    return f"{where}={given!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
+
+
+def _legal_keys(location: list[str]) -> list[str]:
+    model: Any = RunConfig
+    for part in location:
+        annotation = model.model_fields[part].annotation
+        model = next((a for a in (annotation, *get_args(annotation)) if hasattr(a, "model_fields")), None)
+        if model is None:
+            return []
+    return list(model.model_fields)
