@@ -18,19 +18,25 @@ from meshwright.errors import CheckpointError
 
 __all__ = ["contents", "read", "write", "write_in_background"]
 
-_SAFE_MODULES = ("torch.distributed.checkpoint.",)
-_SAFE_NAMES = {("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("torch", "Size"), ("torch", "device"), ("collections", "OrderedDict"), ("builtins", "set")}
+_METADATA = "torch.distributed.checkpoint.metadata"
+_TABLE_CLASSES = {
+    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")),
+    *((_METADATA, name) for name in ("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+}
 
 
 class _TableUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        value_kinds = (torch.dtype, torch.layout, torch.memory_format)
-        known = module.startswith(_SAFE_MODULES) or (module, name) in _SAFE_NAMES
-        known = known or (module == "torch" and isinstance(getattr(torch, name, None), value_kinds))
-        known = known or (module == "torch.serialization" and name == "_get_layout")
-        if not known:
-            raise CheckpointError(f"the checkpoint's table of contents names {module}.{name}; it is not read")
-        return super().find_class(module, name)
+        """Only the classes of a table of contents, and torch's dtypes and layouts, by their exact names."""
+        values = (torch.dtype, torch.layout, torch.memory_format)
+        if (module, name) in _TABLE_CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), values)):
+            return super().find_class(module, name)
+        raise CheckpointError(f"the checkpoint's table of contents names {module}.{name}; it is not read")
 
 
 class _Reader(dcp.FileSystemReader):

@@ -40,7 +40,7 @@ def initialize(model: nn.Module, device: torch.device, seed: int, units: tuple[s
     Raises:
         ModelError: names the parameters and buffers that the model leaves without a value.
     """
-    model.to_empty(device=device)
+    _to_empty(model, device)
     _poison(model)
     names = {module: name for name, module in model.named_modules()}
     inner = set(units)
@@ -53,6 +53,18 @@ def initialize(model: nn.Module, device: torch.device, seed: int, units: tuple[s
                     torch.manual_seed(derive_seed(seed, names[module]))
                     _initialize_module(module, owner, done)
     _check_written(model)
+
+
+def _to_empty(model: nn.Module, device: torch.device) -> None:
+    """``model.to_empty``, which gives every name a tensor of its own, with tied parameters tied again."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    model.to_empty(device=device)
+    for (first, name), *others in places.values():
+        for module, other in others:
+            module._parameters[other] = first._parameters[name]
 
 
 def _in_order(

@@ -1,0 +1,120 @@
+"""From a checkpoint to a Hugging Face directory, and text from such a directory."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from meshwright.checkpoint import storage
+from meshwright.checkpoint.manager import check_writable, read_meta
+from meshwright.errors import CheckpointError, ModelError
+
+__all__ = ["export_checkpoint", "generate"]
+
+
+def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = None) -> None:
+    """Write a checkpoint as a directory that ``AutoModelForCausalLM.from_pretrained`` loads.
+
+    It holds safetensors under the names of the hub, each tied weight once, the config and the tokenizer. The whole model is
+    held in memory once, in this process. The directory appears when it is complete; an earlier export in its place goes.
+
+    Args:
+        checkpoint: a complete checkpoint of a run.
+        directory: to write; it must be absent, empty, or an earlier export.
+        dtype: of the exported weights; ``None``: as stored.
+
+    Raises:
+        CheckpointError: no such checkpoint, or a directory that holds something else or cannot be written.
+    """
+    import torch
+
+    from meshwright.data.tokenizer import load_tokenizer
+    from meshwright.models.build import build_on_meta, pretrained_config
+    from meshwright.models.config import ModelConfig
+    from meshwright.models.init import initialize
+
+    meta = read_meta(checkpoint)
+    if directory.exists() and (not directory.is_dir() or (any(directory.iterdir()) and not _is_export(directory))):
+        raise CheckpointError(f"{directory}: exists and is no Hugging Face directory; choose another")
+    check_writable(directory.parent)
+    tokenizer_directory = checkpoint.parent.parent / "tokenizer"
+    tokenizer = load_tokenizer(tokenizer_directory)
+    config = ModelConfig.model_validate(meta["config"]["model"])
+    special = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model = build_on_meta(config, pretrained_config(config, {"vocab_size": len(tokenizer), **special}))
+    initialize(model, torch.device("cpu"), seed=0)  # computed buffers; the parameters are overwritten
+    from meshwright.checkpoint.state import model_tensors
+
+    storage.read(checkpoint, model_tensors(model))
+    if dtype is not None:
+        model = model.to(getattr(torch, dtype))
+    model.config.use_cache = True
+    temporary = directory.with_name(f".{directory.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        if directory.exists():
+            shutil.rmtree(directory)
+        temporary.rename(directory)
+    except OSError as error:
+        raise CheckpointError(f"{directory}: not written: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _is_export(directory: Path) -> bool:
+    return (directory / "config.json").is_file()
+
+
+def generate(
+    directory: Path,
+    prompt: str,
+    max_new_tokens: int = 64,
+    temperature: float = 0.8,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> str:
+    """Continue a prompt with the model of a Hugging Face directory.
+
+    Args:
+        directory: what :func:`export_checkpoint` wrote, or any causal language model.
+        prompt: text.
+        max_new_tokens: at most so many tokens.
+        temperature: 0 takes the likeliest token each time.
+        top_p: nucleus of the distribution to sample from.
+        seed: of sampling.
+
+    Returns:
+        The continuation, without the prompt.
+
+    Raises:
+        ModelError: no model in the directory.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"{directory}: holds no model (no config.json)")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{directory}: {str(error).splitlines()[0]}") from error
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device).eval()
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True)
+    if inputs["input_ids"].shape[1] == 0:
+        raise ModelError("the prompt has no tokens")
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        output = model.generate(
+            inputs["input_ids"].to(device),
+            attention_mask=inputs["attention_mask"].to(device),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=tokenizer.pad_token_id,
+            **sampling,
+        )
+    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -1,0 +1,1 @@
+"""The command line: plan, train, export, generate, doctor."""

@@ -1,0 +1,206 @@
+"""`meshwright`: one command, a verb each. Heavy libraries are imported by the verb that needs them, so help is instant."""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshwright.errors import MeshwrightError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="meshwright",
+    help="Train Hugging Face and PyTorch models in parallel, from one plan. "
+    "[bold]plan[/bold] it on a laptop, [bold]train[/bold] it anywhere, [bold]export[/bold] it to the hub's format.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False)]
+OverrideArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...",
+        help="Overrides, such as [cyan]layout.dp_replicate=2 optimizer.lr=1e-4[/cyan].",
+        show_default=False,
+    ),
+]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+@app.command()
+def plan(
+    config: ConfigArgument,
+    overrides: OverrideArgument = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option("--world-size", "-n", min=1, help="Ranks to plan for. Default: what `train` would start here."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: every row, and the totals.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="A line for every parameter and unit, layers not folded.")] = False,
+    against: Annotated[
+        Path | None,
+        typer.Option("--diff", help="Print what differs from another plan, a JSON file of `plan --json`."),
+    ] = None,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print the complete configuration and stop.")] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show what every rank will hold and send. Needs no GPU and no weights; any world size."""
+    from meshwright.train.config import load_config
+
+    run = load_config(config, overrides or [])
+    if print_config:
+        typer.echo(run.to_yaml(), nl=False)
+        return
+    from rich.console import Console
+
+    from meshwright.plan.explain import explain
+    from meshwright.plan.sharding_plan import ShardingPlan
+    from meshwright.train.launch import local_processes
+    from meshwright.train.setup import make_setup
+
+    found = make_setup(run, world_size or local_processes(run)).plan
+    if against is not None:
+        differences = [str(item) for item in ShardingPlan.from_json(_read(against)).diff(found)]
+        typer.echo("\n".join(differences) or "no difference")
+    elif as_json:
+        typer.echo(found.to_json())
+    else:
+        Console(width=None if sys.stdout.isatty() else 160).print(explain(found, full=full))
+
+
+@app.command()
+def train(
+    config: ConfigArgument,
+    overrides: OverrideArgument = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option("--nproc", min=1, help="Worker processes on this machine. Default: launch.nproc, or one for each GPU."),
+    ] = None,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print the complete configuration and stop.")] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Train: plan, check, start the workers, save, resume, export.
+
+    Started by torchrun or Slurm, this process is one of their workers.
+    """
+    from meshwright.train.config import load_config
+
+    run = load_config(config, [*(overrides or []), *([f"launch.nproc={nproc}"] if nproc else [])])
+    if print_config:
+        typer.echo(run.to_yaml(), nl=False)
+        return
+    from meshwright.train.launch import launch
+
+    launch(run, debug=debug)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run's directory: its newest.", show_default=False)],
+    directory: Annotated[Path, typer.Argument(help="Directory to write.", show_default=False)],
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: as stored.")] = None,
+    debug: DebugOption = False,
+) -> None:
+    """Write a checkpoint as a Hugging Face directory: safetensors, config, tokenizer."""
+    from meshwright.checkpoint.export import export_checkpoint
+    from meshwright.checkpoint.manager import latest
+    from meshwright.errors import CheckpointError, ConfigError
+
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        raise ConfigError(f"--dtype={dtype}: legal are float32, bfloat16, float16")
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"{checkpoint}: no such directory")
+    newest = checkpoint if (checkpoint / "meta.json").is_file() else latest(checkpoint / "checkpoints")
+    if newest is None:
+        raise CheckpointError(f"{checkpoint}: neither a complete checkpoint nor a run that has one")
+    export_checkpoint(newest, directory, dtype)
+    typer.echo(f"{newest} -> {directory}")
+
+
+@app.command()
+def generate(
+    directory: Annotated[Path, typer.Argument(help="A Hugging Face directory.", show_default=False)],
+    prompt: Annotated[str, typer.Argument(help="Text to continue.", show_default=False)],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most so many tokens.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this mass.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    debug: DebugOption = False,
+) -> None:
+    """Continue a prompt with an exported model."""
+    from meshwright.checkpoint.export import generate as continue_prompt
+
+    typer.echo(prompt + continue_prompt(directory, prompt, max_new_tokens, temperature, top_p, seed))
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False, debug: DebugOption = False
+) -> None:
+    """Check this installation: versions, devices, and the private names of torch and transformers that are used."""
+    import torch
+    import transformers
+
+    import meshwright
+    from meshwright.distributed import _torch_compat
+    from meshwright.models import _transformers_compat
+
+    _torch_compat.check()
+    _transformers_compat.check()
+    facts = {
+        "meshwright": meshwright.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": sys.version.split()[0],
+        "cpus": os.cpu_count(),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+    }
+    if as_json:
+        typer.echo(json.dumps(facts))
+        return
+    for name, value in facts.items():
+        typer.echo(f"{name:>14}  {value}")
+    typer.echo("all private names that Meshwright uses are there")
+
+
+def _read(path: Path) -> str:
+    from meshwright.errors import ConfigError
+
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+
+
+def main() -> None:
+    """Entry point: errors of the user's are one clear message and an exit code, without a traceback."""
+    debug = "--debug" in sys.argv
+    try:
+        app()
+    except MeshwrightError as error:
+        if debug:
+            traceback.print_exc()
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    except Exception as error:
+        if debug:
+            raise
+        print(f"error: {type(error).__name__}: {error} (run again with --debug for the traceback)", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

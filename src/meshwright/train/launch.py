@@ -1,0 +1,171 @@
+"""Starts a run: its own local workers through torch's elastic launcher, or this process as one of torchrun's or Slurm's."""
+
+import json
+import logging
+import os
+import signal
+import socket
+import tempfile
+import time
+import traceback
+import uuid
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from meshwright import errors
+from meshwright.errors import ConfigError, MeshwrightError, WorkerError
+from meshwright.train.config import RunConfig
+
+__all__ = ["launch", "local_processes"]
+
+
+def local_processes(config: RunConfig) -> int:
+    """Workers to start on this machine: as configured, or one for each GPU, or one."""
+    import torch
+
+    return config.launch.nproc or max(1, torch.cuda.device_count())
+
+
+def launch(config: RunConfig, *, debug: bool = False) -> None:
+    """Run a configuration to its end.
+
+    Args:
+        config: of the run.
+        debug: let tracebacks and torch's own reports through.
+
+    Raises:
+        MeshwrightError: what the run failed with. An error on one rank stops all, and names the rank.
+    """
+    from meshwright.distributed.process_group import distributed_environment
+    from meshwright.plan.explain import explain
+    from meshwright.train.prepare import prepare_run
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
+    if distributed_environment():
+        from meshwright.train.worker import run_worker
+
+        _as_one_of_many(lambda: run_worker(config), debug)
+        return
+    processes = local_processes(config)
+    _check_port(config.launch.port)
+    setup, _, store = prepare_run(config, processes)
+    Console().print(explain(setup.plan))
+    if processes == 1:
+        from meshwright.train.worker import run_worker
+
+        run_worker(config, str(store.directory))
+        return
+    del setup
+    _launch_local(config, processes, str(store.directory), debug)
+
+
+def _check_port(port: int) -> None:
+    if port == 0:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ConfigError(
+                f"launch.port={port}: {error.strerror.lower()}; choose another, or 0 for any that is free"
+            ) from error
+
+
+def _as_one_of_many(work: Any, debug: bool) -> None:
+    """Run as a worker of another launcher: the error of this rank goes to the terminal with its rank."""
+    try:
+        work()
+    except MeshwrightError as error:
+        # All ranks raise the same for what concerns all; one is enough to say it.
+        if os.environ.get("RANK", "0") == "0" or len(error.problems) == 0:
+            raise
+        raise type(error)([f"rank {os.environ['RANK']}: {line}" for line in error.problems]) from error
+    except Exception as error:
+        if debug:
+            raise
+        raise WorkerError(f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {error}") from error
+
+
+def _launch_local(config: RunConfig, processes: int, store: str, debug: bool) -> None:
+    import torch
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if not debug:
+        for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.elastic.multiprocessing"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    on_gpu = torch.cuda.device_count() > 0
+    if not on_gpu:
+        import torch._dynamo  # noqa: F401: FSDP's hooks need it; imported once here, every forked worker has it
+
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as reports:
+        settings = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=processes,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"localhost:{config.launch.port}",
+            max_restarts=0,
+            monitor_interval=0.1,
+            # Forked workers start with everything imported. CUDA does not survive a fork, so with GPUs they start afresh.
+            start_method="spawn" if on_gpu else "fork",
+            local_addr="localhost",
+        )
+        try:
+            elastic_launch(settings, _worker_entry)(config, store, reports, debug)
+        except ChildFailedError as error:
+            raise _first_failure(Path(reports), error) from None
+
+
+def _worker_entry(config: RunConfig, store: str, reports: str, debug: bool) -> None:
+    """What a local worker runs. A failure is written down for the launcher, which speaks for all."""
+    # The launcher's own handlers came along in the fork; a worker that waits in a collective has to die at once.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    from meshwright.train.worker import run_worker
+
+    try:
+        run_worker(config, store)
+    except BaseException as error:
+        problems = list(error.problems) if isinstance(error, MeshwrightError) else [f"{type(error).__name__}: {error}"]
+        report = {
+            "time": time.time(),
+            "type": type(error).__name__,
+            "problems": problems,
+            "traceback": traceback.format_exc(),
+        }
+        path = Path(reports, f"rank-{os.environ['RANK']}.json")
+        path.with_suffix(".tmp").write_text(json.dumps(report))
+        path.with_suffix(".tmp").rename(path)
+        if debug:
+            traceback.print_exc()
+        os._exit(1)  # peers may wait in a collective; nothing here is worth waiting for
+
+
+def _first_failure(reports: Path, failed: Any) -> MeshwrightError:
+    """The failure that came first, with its rank: later ones are mostly peers that lost a connection."""
+    found = {int(path.stem.removeprefix("rank-")): json.loads(path.read_text()) for path in reports.glob("rank-*.json")}
+    silent = {rank: failure for rank, failure in failed.failures.items() if rank not in found}
+    killed = {rank: failure for rank, failure in silent.items() if failure.exitcode not in (0, -signal.SIGTERM)}
+    if killed:
+        rank, failure = min(killed.items(), key=lambda item: item[1].timestamp)
+        name = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+        hint = " (the system kills with SIGKILL when memory runs out)" if name == "SIGKILL" else ""
+        first = min((report["time"] for report in found.values()), default=float("inf"))
+        if failure.timestamp <= first + 1:
+            return WorkerError(f"rank {rank} ended with {name}{hint}")
+    if not found:
+        return WorkerError(str(failed))
+    rank, report = min(found.items(), key=lambda item: item[1]["time"])
+    kind = getattr(errors, report["type"], WorkerError)
+    alike = [other for other, item in found.items() if item["problems"] == report["problems"]]
+    prefix = "" if len(alike) > 1 else f"rank {rank}: "
+    return kind([f"{prefix}{line}" for line in report["problems"]])

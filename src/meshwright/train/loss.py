@@ -1,0 +1,35 @@
+"""The training loss: a sum over tokens, divided once by the number of valid tokens of the whole optimizer step."""
+
+import torch
+from torch import nn
+
+__all__ = ["IGNORE", "count_tokens", "forward_logits", "token_loss_sum"]
+
+IGNORE = -100
+"""Label of a position that nothing is learned from."""
+
+
+def forward_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Logits [batch, sequence, vocabulary] of a causal language model of transformers.
+
+    No attention mask is passed: transformers derives from positions that restart which tokens belong to one document.
+    """
+    output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
+    return output.logits
+
+
+def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Sum of next-token cross-entropies in nats, in fp32.
+
+    Args:
+        logits: [batch, sequence, vocabulary].
+        labels: [batch, sequence], shifted already; :data:`IGNORE` where there is nothing to learn.
+    """
+    return nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+
+
+def count_tokens(batches: list[dict[str, torch.Tensor]]) -> int:
+    """Valid labels in some microbatches."""
+    return sum(int((batch["labels"] != IGNORE).sum()) for batch in batches)

@@ -1,0 +1,179 @@
+"""Where the numbers of a run go: the terminal, a JSONL file, TensorBoard, Weights & Biases, MLflow. Only rank 0 has any."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from meshwright.plan.explain import human_bytes
+from meshwright.train.config import RunConfig
+from meshwright.train.setup import Paths
+
+__all__ = ["Jsonl", "Recorder", "memory_in_use"]
+
+Values = Mapping[str, float | int]
+
+
+class Sink(Protocol):
+    """Something that takes the metrics of a step."""
+
+    def write(self, step: int, values: Values) -> None:
+        """Take the values of a step."""
+
+    def close(self) -> None:
+        """Flush and end."""
+
+
+def memory_in_use() -> int:
+    """Bytes: the peak of the GPU's allocator, or the resident memory of this process."""
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
+    return pages * 4096
+
+
+class Jsonl:
+    """A line a step. A run that resumes drops the lines after its checkpoint, which it is about to repeat."""
+
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        kept = []
+        if path.exists() and resumed_step:
+            for line in path.read_text().splitlines():
+                try:
+                    if json.loads(line)["step"] <= resumed_step:
+                        kept.append(line)
+                except (ValueError, KeyError):
+                    continue  # cut off by a crash
+        path.write_text("".join(f"{line}\n" for line in kept))
+        self.file = path.open("a")
+
+    def write(self, step: int, values: Values) -> None:
+        """Append a line and flush it, so that it can be followed and survives a kill."""
+        self.file.write(json.dumps({"step": step, **values}) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+
+class _TensorBoard:
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(path), purge_step=resumed_step + 1 if resumed_step else None)
+
+    def write(self, step: int, values: Values) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class _Wandb:
+    def __init__(self, project: str, config: RunConfig) -> None:
+        import wandb
+
+        self.run = wandb.init(project=project, dir=config.output, config=config.model_dump(mode="json"), resume="allow")
+
+    def write(self, step: int, values: Values) -> None:
+        self.run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class _MLflow:
+    def __init__(self, experiment: str, config: RunConfig) -> None:
+        import mlflow
+
+        self.mlflow = mlflow
+        mlflow.set_experiment(experiment)
+        mlflow.start_run(run_name=Path(config.output).name)
+        mlflow.log_dict(config.model_dump(mode="json"), "config.json")
+
+    def write(self, step: int, values: Values) -> None:
+        self.mlflow.log_metrics({name.replace("/", "."): value for name, value in values.items()}, step=step)
+
+    def close(self) -> None:
+        self.mlflow.end_run()
+
+
+class Recorder:
+    """All sinks of a run, and its line in the terminal.
+
+    Args:
+        config: of the run.
+        speaks: whether this is rank 0; every other rank's recorder does nothing.
+        resumed_step: optimizer steps that a resumed run has behind it.
+    """
+
+    def __init__(self, config: RunConfig, *, speaks: bool, resumed_step: int = 0) -> None:
+        self.speaks = speaks
+        self.steps = config.training.steps
+        self.every = config.training.log_every
+        self.sinks: list[Sink] = []
+        self.console = Console(file=sys.stdout, quiet=not speaks)
+        self._progress: Progress | None = None
+        if not speaks:
+            return
+        paths, wish = Paths(config.directory), config.metrics
+        if wish.jsonl:
+            self.sinks.append(Jsonl(paths.metrics, resumed_step))
+        if wish.tensorboard:
+            self.sinks.append(_TensorBoard(paths.tensorboard, resumed_step))
+        if wish.wandb is not None:
+            self.sinks.append(_Wandb(wish.wandb, config))
+        if wish.mlflow is not None:
+            self.sinks.append(_MLflow(wish.mlflow, config))
+        if self.console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeRemainingColumn())
+            self._progress = Progress(*columns, console=self.console)
+            self._task = self._progress.add_task("starting", total=self.steps, completed=resumed_step)
+            self._progress.start()
+
+    def step(self, step: int, values: dict[str, Any]) -> None:
+        """Metrics of a training step, counted from 1."""
+        if not self.speaks:
+            return
+        line = (
+            f"step {step}/{self.steps}  loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tokens/s  "
+            f"{values['step_seconds'] * 1000:.0f} ms  norm {values['gradient_norm']:.3f}  "
+            f"mem {human_bytes(values['memory_bytes'])}"
+        )
+        logged = step % self.every == 0 or step in (1, self.steps)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, description=line)
+        elif logged:
+            left = (self.steps - step) * values["step_seconds"]
+            self.say(f"{line}  left {int(left // 60)}:{int(left % 60):02d}")
+        if logged:
+            for sink in self.sinks:
+                sink.write(step, values)
+
+    def event(self, step: int, values: Values, message: str) -> None:
+        """Metrics that are not of a training step (an evaluation), and a line about them."""
+        if not self.speaks:
+            return
+        for sink in self.sinks:
+            sink.write(step, values)
+        self.say(message)
+
+    def say(self, message: Any) -> None:
+        """A line in the terminal, from rank 0 only."""
+        if self.speaks:
+            self.console.print(message, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """End all sinks."""
+        if self._progress is not None:
+            self._progress.stop()
+        for sink in self.sinks:
+            sink.close()

@@ -1,0 +1,163 @@
+"""Everything about a run that is known before a process starts: layout, model on meta, spec, plan, and whether it can work.
+
+``plan``, ``train`` and every worker take this one road, so they cannot differ.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import ConfigError, LayoutError, MeshwrightError
+from meshwright.layout import Layout
+from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.train.config import RunConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["Paths", "RunSetup", "make_setup", "microbatches_per_step", "together"]
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Where a run keeps what."""
+
+    root: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Complete checkpoints, one directory each."""
+        return self.root / "checkpoints"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer of the run."""
+        return self.root / "tokenizer"
+
+    @property
+    def tokens(self) -> Path:
+        """Tokenized documents."""
+        return self.root / "tokens"
+
+    @property
+    def config(self) -> Path:
+        """The complete configuration."""
+        return self.root / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """A line of metrics a step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files."""
+        return self.root / "tensorboard"
+
+    @property
+    def export(self) -> Path:
+        """The final model as a Hugging Face directory."""
+        return self.root / "export"
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """A run, resolved for a world size.
+
+    Attributes:
+        config: the configuration.
+        layout: resolved sizes.
+        model: on the meta device.
+        plan: what every rank will hold and send.
+    """
+
+    config: RunConfig
+    layout: Layout
+    model: "PreTrainedModel"
+    plan: ShardingPlan
+
+    @property
+    def paths(self) -> Paths:
+        """Where the run keeps what."""
+        return Paths(self.config.directory)
+
+
+def microbatches_per_step(config: RunConfig, layout: Layout) -> int:
+    """Forward-backward passes of a rank in an optimizer step.
+
+    Raises:
+        ConfigError: batch sizes that the data ranks do not divide, with the legal values.
+    """
+    from meshwright.data.loader import check_batch_sizes
+
+    ranks = layout.size("dp")
+    training = config.training
+    check_batch_sizes(training.global_batch_size, training.microbatch_size, ranks)
+    return training.global_batch_size // (training.microbatch_size * ranks)
+
+
+def make_setup(
+    config: RunConfig, world_size: int, tokenizer: "PreTrainedTokenizerBase | None" = None
+) -> RunSetup:
+    """Resolve a configuration for a world size; starts nothing and reads no weights.
+
+    Args:
+        config: the configuration.
+        world_size: number of ranks.
+        tokenizer: fills vocabulary and special tokens of a new model's config where it leaves them out; ``None``: the
+            vocabulary size comes from the configuration.
+
+    Raises:
+        MeshwrightError: all problems of layout, batch sizes, model and plan that can be found without each other.
+    """
+    from meshwright.models.build import build_on_meta, pretrained_config
+    from meshwright.models.spec import spec_of
+    from meshwright.plan.resolver import model_sizes, resolve
+
+    hf_config = pretrained_config(config.model, _vocabulary(config, tokenizer))
+    model = build_on_meta(config.model, hf_config)
+    spec = spec_of(model, config.parallel.param_dtype)
+    problems: list[MeshwrightError] = []
+    microbatches = 1
+    layout = config.layout.layout()
+    try:
+        layout = layout.resolve(world_size, model_sizes(spec, model))
+        microbatches = microbatches_per_step(config, layout)
+    except (LayoutError, ConfigError) as error:
+        problems.append(error)
+    if tokenizer is not None:
+        problems.extend(_vocabulary_problems(config, model, len(tokenizer)))
+    if problems:
+        raise together(problems)
+    plan = resolve(spec, model, layout, config.parallel.options(microbatches))
+    return RunSetup(config, layout, model, plan)
+
+
+def _vocabulary(config: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
+    """What a new model's config takes from the tokenizer where it does not say it."""
+    if tokenizer is not None:
+        special = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        return {"vocab_size": len(tokenizer), **special}
+    if config.tokenizer.vocab_size is not None:
+        # The ids that a tokenizer trained here gives its special tokens; the plan depends on none of them.
+        return {"vocab_size": config.tokenizer.vocab_size, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return {}
+
+
+def _vocabulary_problems(config: RunConfig, model: "PreTrainedModel", tokens: int) -> list[MeshwrightError]:
+    held = model.config.get_text_config().vocab_size
+    if tokens <= held:
+        return []
+    where = "model.config.vocab_size" if config.model.config is not None else f"the vocabulary of {config.model.path}"
+    return [
+        ConfigError(
+            f"{where}={held}: the tokenizer has {tokens} tokens, so ids from {held} on would have no embedding; "
+            f"legal is {tokens} or more, or another tokenizer"
+        )
+    ]
+
+
+def together(problems: list[MeshwrightError]) -> MeshwrightError:
+    """One error that holds the problems of several."""
+    kind = type(problems[0]) if len({type(problem) for problem in problems}) == 1 else ConfigError
+    return kind([line for problem in problems for line in problem.problems])

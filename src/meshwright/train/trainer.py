@@ -1,0 +1,252 @@
+"""The trainer: loop(microbatches, sync, clip, step), with evaluation and checkpoints. One object on every rank."""
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.checkpoint import state, storage
+from meshwright.checkpoint.manager import CheckpointManager, check_same_model, read_meta
+from meshwright.data.loader import EvalLoader, TrainLoader
+from meshwright.data.packing import SequenceDataset
+from meshwright.data.store import TokenStore
+from meshwright.distributed.grad_clip import clip_grad_norm_
+from meshwright.distributed.grad_sync import GradSync
+from meshwright.distributed.mesh import ParallelMesh, build_mesh
+from meshwright.distributed.parallelizer import parallelize
+from meshwright.errors import CheckpointError, NonFiniteError
+from meshwright.models.build import materialize
+from meshwright.models.init import derive_seed
+from meshwright.train.loss import count_tokens, forward_logits, token_loss_sum
+from meshwright.train.metrics import Recorder, memory_in_use
+from meshwright.train.optimizer import build_optimizer, learning_rate, set_learning_rate
+from meshwright.train.setup import RunSetup
+
+__all__ = ["Trainer"]
+
+Batch = dict[str, torch.Tensor]
+
+
+class Trainer:
+    """Trains the model of a run; every method is called on all ranks.
+
+    Args:
+        setup: the resolved run; its model is parallelized and given its values here.
+        store: the run's tokens.
+        device: of this rank.
+        resume: checkpoint to go on from.
+
+    Attributes:
+        model: parallelized.
+        mesh: of the layout.
+        step: optimizer steps done.
+    """
+
+    def __init__(self, setup: RunSetup, store: TokenStore, device: torch.device, resume: Path | None = None) -> None:
+        self.setup, self.config, self.device = setup, setup.config, device
+        self.mesh: ParallelMesh = build_mesh(setup.layout, device.type)
+        self.rank = dist.get_rank()
+        self.step = 0
+        training, data = self.config.training, self.config.data
+
+        self.model = parallelize(setup.model, setup.plan, self.mesh)
+        shards_on = torch.device("cpu") if setup.plan.options.cpu_offload else device
+        if resume is None:
+            materialize(setup.model, self.config.model, shards_on, training.seed, setup.plan.layers)
+        else:
+            # The checkpoint holds every parameter; drawing them only gives buffers their values.
+            from meshwright.models.init import initialize
+
+            initialize(self.model, shards_on, training.seed, setup.plan.layers)
+        self.model.train()
+        self.optimizer = build_optimizer(self.model, self.config.optimizer)
+        self.sync = GradSync.from_plan(self.model, setup.plan)
+
+        data_rank, data_ranks = self.mesh.rank("dp"), setup.layout.size("dp")
+        self.loader = TrainLoader(
+            store,
+            sequence_length=data.sequence_length,
+            global_batch_size=training.global_batch_size,
+            microbatch_size=training.microbatch_size,
+            data_rank=data_rank,
+            data_ranks=data_ranks,
+            seed=training.seed,
+            packing=data.packing,
+            shuffle=data.shuffle,
+        )
+        self.evaluation = None
+        if store.index.eval_documents:
+            held_out = SequenceDataset(store, "eval", data.sequence_length, data.packing, shuffle=False)
+            self.evaluation = EvalLoader(
+                held_out, training.microbatch_size, data_rank, data_ranks, training.eval_sequences
+            )
+        self.checkpoints = CheckpointManager(
+            setup.paths.checkpoints, self.config.checkpoint.keep, self.config.checkpoint.asynchronous
+        )
+        torch.manual_seed(derive_seed(training.seed, "dropout", data_rank))
+        if resume is not None:
+            self.load(resume)
+        self.recorder = Recorder(self.config, speaks=self.rank == 0, resumed_step=self.step)
+
+    # -- the loop ----------------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Train to the last step, evaluate, and save.
+
+        Raises:
+            NonFiniteError: a NaN or infinite loss or gradient norm, unless such steps are to be skipped.
+        """
+        steps, wish = self.config.training.steps, self.config.checkpoint
+        try:
+            if self.step == 0:
+                self.evaluate()
+            saved = self.step
+            while self.step < steps:
+                self.recorder.step(self.step + 1, self.train_step())
+                self.step += 1
+                every = self.config.training.eval_every
+                if every and self.step % every == 0 and self.step < steps:
+                    self.evaluate()
+                if wish.every and self.step % wish.every == 0:
+                    self.save()
+                    saved = self.step
+            if saved < steps:
+                self.evaluate()
+                self.save()
+            elif self.step == steps:
+                self.evaluate()
+            self.checkpoints.finish()
+        finally:
+            self.recorder.close()
+
+    def train_step(self) -> dict[str, Any]:
+        """One optimizer step; returns its metrics."""
+        begun = time.perf_counter()
+        batches = [self._to_device(batch) for batch in self.loader.microbatches(self.step)]
+        # Counted before backward: the loss is divided by all tokens of the step, so no factor depends on the layout.
+        tokens = int(self.mesh.sum(torch.tensor(count_tokens(batches), device=self.device)))
+        rate = learning_rate(
+            self.step, self.config.training.steps, self.config.optimizer.lr, self.config.schedule
+        )
+        set_learning_rate(self.optimizer, rate)
+        summed = torch.zeros((), device=self.device)
+        for _, batch in self.sync.microbatches(batches):
+            loss = token_loss_sum(forward_logits(self.model, batch), batch["labels"])
+            (loss / max(tokens, 1)).backward()
+            summed += loss.detach()
+        norm = clip_grad_norm_(self.model.parameters(), self.config.training.clip_norm)
+        loss_value = float(self.mesh.sum(summed)) / max(tokens, 1)
+        norm_value = float(norm)
+        skipped = not (math.isfinite(loss_value) and math.isfinite(norm_value))
+        if skipped:
+            self._not_finite(batches, loss_value, norm_value)
+        else:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loader.step = self.step + 1
+        seconds = time.perf_counter() - begun
+        sequences = self.config.training.global_batch_size
+        return {
+            "loss": loss_value,
+            "gradient_norm": norm_value,
+            "learning_rate": rate,
+            "tokens": tokens,
+            "tokens_per_second": sequences * self.config.data.sequence_length / seconds,
+            "step_seconds": seconds,
+            "epoch": self.loader.epoch(self.step),
+            "memory_bytes": memory_in_use(),
+            "skipped": int(skipped),
+        }
+
+    def _to_device(self, batch: Batch) -> Batch:
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    def _not_finite(self, batches: list[Batch], loss: float, norm: float) -> None:
+        """Stop with the step and the batch, or let the step be skipped. Loss and norm are the same on all ranks."""
+        share = self.config.training.global_batch_size
+        first = self.step * share
+        what = f"step {self.step + 1}: loss {loss}, gradient norm {norm}; sequences {first} to {first + share - 1}"
+        if self.config.training.on_nonfinite == "skip":
+            self.recorder.say(f"[yellow]{what}: step skipped (training.on_nonfinite=skip)[/yellow]")
+            return
+        from safetensors.torch import save_file
+
+        folder = self.setup.paths.root / f"nonfinite-step-{self.step + 1}"
+        folder.mkdir(exist_ok=True)
+        stacked = {name: torch.cat([batch[name].cpu() for batch in batches]) for name in batches[0]}
+        save_file(stacked, folder / f"batch-rank-{self.rank}.safetensors")
+        self.checkpoints.finish()
+        raise NonFiniteError(
+            f"{what}; the batch of each rank is in {folder}; the last good checkpoint is kept. "
+            "training.on_nonfinite=skip leaves such steps out"
+        )
+
+    @torch.no_grad()
+    def evaluate(self) -> float | None:
+        """Mean loss in nats over the held-out tokens, the same on all ranks; ``None`` without any."""
+        if self.evaluation is None:
+            return None
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        self.model.eval()
+        with self.sync.forward_only():
+            for batch in self.evaluation:
+                batch = self._to_device(batch)
+                total[0] += token_loss_sum(forward_logits(self.model, batch), batch["labels"])
+                total[1] += count_tokens([batch])
+        self.model.train()
+        self.mesh.sum(total)
+        loss = float(total[0] / total[1].clamp(min=1))
+        perplexity = math.exp(min(loss, 700.0))
+        self.recorder.event(
+            self.step,
+            {"eval/loss": loss, "eval/perplexity": perplexity, "eval/tokens": int(total[1])},
+            f"held-out loss after {self.step} steps: [bold]{loss:.4f}[/bold] nats ({int(total[1]):,} tokens)",
+        )
+        return loss
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------------
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {**state.model_tensors(self.model), **state.optimizer_tensors(self.model, self.optimizer)}
+
+    def save(self) -> Path:
+        """Save everything that resuming needs."""
+        tensors = {**self._tensors(), **state.rng_tensors(self.rank)}
+        meta = {
+            "world_size": dist.get_world_size(),
+            "layout": str(self.setup.layout),
+            "parameters": [row.name for row in self.setup.plan.parameters],
+            "loader": self.loader.state_dict(),
+            "config": self.config.model_dump(mode="json"),
+        }
+        path = self.checkpoints.save(self.step, tensors, meta)
+        self.recorder.say(f"checkpoint {path}")
+        return path
+
+    def load(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint of the same model, written on this or another layout.
+
+        Raises:
+            CheckpointError: a checkpoint of another model, optimizer or data; nothing was changed then.
+        """
+        check_same_model(checkpoint, {row.name: row.shape for row in self.setup.plan.parameters})
+        meta, held = read_meta(checkpoint), storage.contents(checkpoint)
+        self.loader.load_state_dict(meta["loader"])
+        state.initialize_optimizer(self.optimizer)
+        tensors = self._tensors()
+        if missing := sorted(tensors.keys() - held.keys()):
+            shown = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
+            raise CheckpointError(f"{checkpoint}: holds no {shown}; other parameters were trained then (parallel.freeze)")
+        same_ranks = meta["world_size"] == dist.get_world_size()
+        if same_ranks:
+            tensors.update(state.rng_tensors(self.rank))
+        storage.read(checkpoint, tensors)
+        if same_ranks:
+            state.set_rng(tensors, self.rank)
+        else:
+            # Other ranks, other streams: each starts one of its own, which does not repeat what was drawn before.
+            torch.manual_seed(derive_seed(self.config.training.seed, "dropout", self.mesh.rank("dp"), meta["step"]))
+        self.step = int(meta["step"])
