@@ -50,9 +50,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, group: 
         return [value for _, value in outcomes]
 
 
-def _rank(
-    function: Callable[..., Any], rank: int, world_size: int, folder: Path, args: tuple[Any, ...], group: bool
-) -> None:
+def _rank(function: Callable[..., Any], rank: int, world_size: int, folder: Path, args: tuple[Any, ...], group: bool) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:

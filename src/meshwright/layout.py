@@ -59,11 +59,12 @@ class ModelSizes:
     def problems(self, layout: "Layout") -> list[str]:
         """What of a layout does not fit the model, one message a knob."""
         found = []
+        tp, pp = layout.size("tp"), layout.size("pp")
         for what, count in (("attention heads", self.heads), ("key/value heads", self.kv_heads)):
-            if count and layout.tp > 1 and count % layout.tp:
-                found.append(f"tp={layout.tp}: {count} {what} are divisible by {_listed(divisors(count))}")
-        if self.layers is not None and layout.pp > self.layers:
-            found.append(f"pp={layout.pp}: {self.layers} layers make at most {self.layers} stages")
+            if count and tp > 1 and count % tp:
+                found.append(f"tp={tp}: {count} {what} are divisible by {_listed(divisors(count))}")
+        if self.layers is not None and pp > self.layers:
+            found.append(f"pp={pp}: {self.layers} layers make at most {self.layers} stages")
         if self.experts is not None and layout.ep > 1:
             if self.experts == 0:
                 found.append(f"ep={layout.ep}: the model has no experts; the legal value is 1")

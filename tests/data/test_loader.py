@@ -29,9 +29,7 @@ def test_a_step_is_the_same_on_every_layout(make_store, packing, shuffle):
         for size in (1, 2, 4, 8):
             if 8 % (ranks * size):
                 continue
-            parts = [
-                loader(store, data_rank=r, data_ranks=ranks, microbatch_size=size, **options) for r in range(ranks)
-            ]
+            parts = [loader(store, data_rank=r, data_ranks=ranks, microbatch_size=size, **options) for r in range(ranks)]
             for step in range(7):
                 union = torch.cat([rows(part.microbatches(step)) for part in parts])
                 assert torch.equal(union, rows(reference.microbatches(step)))

@@ -19,9 +19,7 @@ lengths_of_documents = st.lists(st.integers(2, 40), min_size=1, max_size=25)
 
 def targets_of(dataset):
     return np.sort(
-        np.concatenate(
-            [row["labels"][row["labels"] != IGNORE] for row in map(dataset.__getitem__, range(len(dataset)))]
-        )
+        np.concatenate([row["labels"][row["labels"] != IGNORE] for row in map(dataset.__getitem__, range(len(dataset)))])
     )
 
 
@@ -62,9 +60,7 @@ def check_sequence(store, dataset, number):
         begin = store.offsets[document] + start
         here = slice(at, at + length)
         np.testing.assert_array_equal(row["input_ids"][here], store.tokens[begin : begin + length])
-        np.testing.assert_array_equal(
-            row["position_ids"][here], np.arange(length)
-        )  # both packings: segments start at 0
+        np.testing.assert_array_equal(row["position_ids"][here], np.arange(length))  # both packings: segments start at 0
         np.testing.assert_array_equal(row["labels"][here][:-1], row["input_ids"][here][1:])
         assert row["labels"][at + length - 1] == IGNORE
         at += length

@@ -259,9 +259,7 @@ def test_long_documents(tmp_path, jsonl, tokenizer):
 def test_long_chats(tmp_path, jsonl, tokenizer):
     long = [CHATS[0], {"messages": [{"role": "user", "content": "fox " * 50}, {"role": "assistant", "content": "dog"}]}]
     path = jsonl(long)
-    with pytest.raises(
-        DataError, match=r"row 2: .*long_documents is 'error'; choose 'truncate' or 'drop', or a longer"
-    ):
+    with pytest.raises(DataError, match=r"row 2: .*long_documents is 'error'; choose 'truncate' or 'drop', or a longer"):
         prepare(config(path, sequence_length=64), tokenizer, tmp_path / "store", 0)
     with pytest.raises(ConfigError, match="cannot be split; legal for chat"):
         prepare(config(path, long_documents="split"), tokenizer, tmp_path / "store", 0)

@@ -1,10 +1,10 @@
 """CheckpointManager: the checkpoints of a run. Each is written under a temporary name and renamed when it is complete.
 
-    checkpoints/
-      step-00000100/        complete
-        meta.json           step, layout, names and shapes, configuration, loader
-        .metadata, *.distcp tensors (DCP)
-      step-00000200.tmp/    being written, or left by a crash: never read, removed at the next start
+checkpoints/
+  step-00000100/        complete
+    meta.json           step, layout, names and shapes, configuration, loader
+    .metadata, *.distcp tensors (DCP)
+  step-00000200.tmp/    being written, or left by a crash: never read, removed at the next start
 """
 
 import json

@@ -23,7 +23,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The state of every trained parameter, under the parameter's name."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return {
         f"optimizer.{names[parameter]}.{key}": value
         for parameter, state in optimizer.state.items()

@@ -143,9 +143,7 @@ def generate(
 
 
 @app.command()
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False, debug: DebugOption = False
-) -> None:
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False, debug: DebugOption = False) -> None:
     """Check this installation: versions, devices, and the private names of torch and transformers that are used."""
     import torch
     import transformers

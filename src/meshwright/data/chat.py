@@ -39,9 +39,7 @@ def encode_chat(
     if not tokenizer.chat_template:
         raise DataError(f"{source}: the tokenizer has no chat template; set tokenizer.chat_template (jinja or a file)")
     if not tokenizer.is_fast:
-        raise DataError(
-            f"{source}: {type(tokenizer).__name__} does not tell which text a token stands for; use a fast one"
-        )
+        raise DataError(f"{source}: {type(tokenizer).__name__} does not tell which text a token stands for; use a fast one")
     if not any(message.get("role") == "assistant" for message in messages):
         roles = ", ".join(str(message.get("role")) for message in messages) or "none"
         raise DataError(f"{source}: no turn of the assistant, so nothing to learn (roles: {roles})")
@@ -74,9 +72,7 @@ def _encode_by_prefixes(
     tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], source: str
 ) -> tuple[list[int], list[bool]]:
     whole: str = _apply(tokenizer, messages, source, tokenize=False)
-    spans = [
-        _span(tokenizer, messages, turn, whole, source) for turn, m in enumerate(messages) if m["role"] == "assistant"
-    ]
+    spans = [_span(tokenizer, messages, turn, whole, source) for turn, m in enumerate(messages) if m["role"] == "assistant"]
     # Text is compared, and the whole is tokenized once: tokens of a prefix need not be a prefix of the tokens.
     out = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     mask = [False] * len(out["input_ids"])

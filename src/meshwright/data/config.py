@@ -73,8 +73,7 @@ class DataConfig(BaseModel):
     )
     hub: str | None = Field(
         default=None,
-        description="Name (or local directory) of a data set for datasets.load_dataset. Scripts of a data set are "
-        "never run.",
+        description="Name (or local directory) of a data set for datasets.load_dataset. Scripts of a data set are never run.",
     )
     hub_config: str | None = Field(default=None, description="Configuration of the hub data set, where it has several.")
     hub_split: str | None = Field(default=None, description="Split of the hub data set to read; 'train' if not given.")
@@ -136,8 +135,7 @@ class DataConfig(BaseModel):
             problems.append(f"data.kind='chat': corpus {self.corpus!r} is text; legal: 'auto', 'text'")
         if self.kind == "chat" and self.long_documents == "split":
             problems.append(
-                "data.long_documents='split': a chat cannot be split; "
-                "legal for chat: 'auto', 'truncate', 'drop', 'error'"
+                "data.long_documents='split': a chat cannot be split; legal for chat: 'auto', 'truncate', 'drop', 'error'"
             )
         if self.eval_files and self.eval_fraction:
             problems.append(
@@ -164,9 +162,7 @@ class DataConfig(BaseModel):
         if self.kind == "chat":
             for path in expand_files(self.files + self.eval_files):
                 if path.suffix in TEXT_EXTENSIONS:
-                    problems.append(
-                        f"data.kind='chat': {str(path)!r} is text; chats come from {', '.join(ROW_EXTENSIONS)}"
-                    )
+                    problems.append(f"data.kind='chat': {str(path)!r} is text; chats come from {', '.join(ROW_EXTENSIONS)}")
         return problems
 
 

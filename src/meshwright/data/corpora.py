@@ -170,9 +170,7 @@ def _stdlib_documents() -> Iterator[Document]:
         yield Document(text, None, f"python-stdlib/{path.relative_to(root).as_posix()}")
 
 
-def _file_documents(
-    config: DataConfig, patterns: list[str], knob: str, cache_dir: str | Path | None
-) -> Iterator[Document]:
+def _file_documents(config: DataConfig, patterns: list[str], knob: str, cache_dir: str | Path | None) -> Iterator[Document]:
     missing = [pattern for pattern in patterns if not expand_files([pattern])]
     if missing:
         raise DataError(f"data.{knob}: {pattern!r} matches no file" for pattern in missing)
@@ -239,8 +237,7 @@ def _load_hub(config: DataConfig, cache_dir: str | Path | None) -> "Dataset":
         )
     except Exception as error:  # network, name, configuration, split and format errors have no common class
         raise DataError(
-            f"data.hub={config.hub!r} (hub_config={config.hub_config!r}, hub_split={config.hub_split or 'train'!r}): "
-            f"{error}"
+            f"data.hub={config.hub!r} (hub_config={config.hub_config!r}, hub_split={config.hub_split or 'train'!r}): {error}"
         ) from error
 
 

@@ -118,8 +118,7 @@ class TrainLoader:
         begin = step * self.global_batch_size + self.data_rank * share
         size = self.microbatch_size
         return [
-            _collate([self._sequence(number) for number in range(at, at + size)])
-            for at in range(begin, begin + share, size)
+            _collate([self._sequence(number) for number in range(at, at + size)]) for at in range(begin, begin + share, size)
         ]
 
     def next_step(self) -> list[Batch]:

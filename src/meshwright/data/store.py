@@ -100,9 +100,7 @@ class TokenStore:
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path}: not the index of a token store ({error})") from error
         if version != FORMAT_VERSION or set(values) != {field.name for field in fields(StoreIndex)}:
-            raise DataError(
-                f"{directory}: token store of format {version}, this version reads {FORMAT_VERSION}; remove it"
-            )
+            raise DataError(f"{directory}: token store of format {version}, this version reads {FORMAT_VERSION}; remove it")
         index = StoreIndex(**values)
         sizes = {"tokens.bin": index.tokens * np.dtype(index.token_dtype).itemsize}
         if index.kind == "chat":
@@ -110,9 +108,7 @@ class TokenStore:
         for name, size in sizes.items():
             found = (directory / name).stat().st_size if (directory / name).is_file() else 0
             if found != size:
-                raise DataError(
-                    f"{directory / name}: {found} bytes where {size} are due; remove the store and prepare again"
-                )
+                raise DataError(f"{directory / name}: {found} bytes where {size} are due; remove the store and prepare again")
         return cls(directory, index)
 
     @property

@@ -65,9 +65,7 @@ def load_tokenizer(
         raise ConfigError(f"tokenizer.path={str(path)!r}: no such directory")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except (
-        Exception
-    ) as error:  # transformers raises OSError, ValueError, KeyError, ImportError and its own for one cause
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError and its own for one cause
         first = next(iter(str(error).splitlines()), "")
         raise ConfigError(
             f"tokenizer.path={str(path)!r}: no tokenizer can be loaded ({type(error).__name__}: {first}); "
@@ -160,9 +158,7 @@ def build_tokenizer(
         )
     from meshwright.data.corpora import training_texts
 
-    return train_tokenizer(
-        training_texts(data, cache_dir), vocab_size, config.chat_template, at_most=config.vocab_size is None
-    )
+    return train_tokenizer(training_texts(data, cache_dir), vocab_size, config.chat_template, at_most=config.vocab_size is None)
 
 
 def _may_have_tokenizer(model_path: str | Path) -> bool:

@@ -56,12 +56,12 @@ def replicate_module(
     replicate(module, mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy)
 
 
-def fsdp_state(module: nn.Module) -> Any:
+def fsdp_state(module: nn.Module | FSDPModule) -> Any:
     """The FSDP state of a module, or ``None``. Modules that were wrapped together share one."""
     return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
 
 
-def param_groups(module: nn.Module) -> list[Any]:
+def param_groups(module: nn.Module | FSDPModule) -> list[Any]:
     """The parameter groups that a unit gathers and reduces. Empty for a unit without parameters of its own."""
     state = fsdp_state(module)
     if state is None:
@@ -72,17 +72,17 @@ def param_groups(module: nn.Module) -> list[Any]:
     return [] if group is None else [group]
 
 
-def owned_parameters(module: nn.Module) -> list[nn.Parameter]:
+def owned_parameters(module: nn.Module | FSDPModule) -> list[nn.Parameter]:
     """The sharded parameters that this unit itself gathers, without those of units inside it."""
     return [fsdp_param.sharded_param for group in param_groups(module) for fsdp_param in group.fsdp_params]
 
 
-def is_unsharded(module: nn.Module) -> bool:
+def is_unsharded(module: nn.Module | FSDPModule) -> bool:
     """Whether a unit holds its gathered parameters now."""
     return any(group.is_unsharded for group in param_groups(module))
 
 
-def reshards_after_forward(module: nn.Module, *, is_root: bool) -> bool:
+def reshards_after_forward(module: nn.Module | FSDPModule, *, is_root: bool) -> bool:
     """Whether a unit frees its gathered parameters after forward, as it is set now.
 
     A root that was wrapped without saying so learns only in its first forward that it is one, and does not.

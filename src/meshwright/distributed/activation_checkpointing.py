@@ -26,7 +26,7 @@ def checkpoint_forward(module: nn.Module) -> None:
         return checkpoint(inner, *args, use_reentrant=False, **kwargs)
 
     forward._meshwright_checkpoint = True  # type: ignore[attr-defined]
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
 
 
 def is_checkpointed(module: nn.Module) -> bool:

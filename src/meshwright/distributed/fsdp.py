@@ -18,9 +18,7 @@ __all__ = ["apply_units", "fsdp_units", "gathered"]
 def apply_units(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> None:
     """Make each unit of the plan an FSDP unit, inside out, the root last."""
     shard_mesh = mesh.fsdp()
-    offload = (
-        CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if plan.options.cpu_offload else OffloadPolicy()
-    )
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if plan.options.cpu_offload else OffloadPolicy()
     # named_modules() lists parents first, so its reverse wraps children first.
     for unit in reversed(plan.units):
         module = model.get_submodule(unit.name)
@@ -66,7 +64,7 @@ def fsdp_units(model: nn.Module) -> dict[str, FSDPModule]:
         if state is not None and id(state) not in seen:
             seen.add(id(state))
             found[name] = module
-    return found  # type: ignore[return-value]
+    return found
 
 
 @contextmanager

@@ -79,9 +79,7 @@ def _max_with_nan(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 
 
 @torch.no_grad()
-def clip_grad_norm_(
-    parameters: Iterable[torch.Tensor], max_norm: float | None, norm_type: float = 2.0
-) -> torch.Tensor:
+def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float | None, norm_type: float = 2.0) -> torch.Tensor:
     """Scale all gradients so that their total norm is at most ``max_norm``.
 
     Args:

@@ -85,7 +85,7 @@ class GradSync:
     def from_plan(cls, model: nn.Module, plan: ShardingPlan) -> "GradSync":
         """The machine for a model that :func:`~meshwright.distributed.parallelizer.parallelize` made from ``plan``."""
         policies = {unit.name: unit.sync for unit in plan.units}
-        return cls(model, policies, plan.options.sync, all_reduce_once=plan.options.all_reduce_once)
+        return cls(model, policies, all_reduce_once=plan.options.all_reduce_once)
 
     def microbatches(self, batches: Iterable[T]) -> Iterator[tuple[int, T]]:
         """Yield (index, batch) with every unit set for that microbatch; after the last one all units are resharded.
@@ -140,4 +140,3 @@ class GradSync:
             yield
         finally:
             self.finish()
-

@@ -75,7 +75,7 @@ def parallelize(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.
     for unit in plan.units:
         if unit.compile:
             module = model.get_submodule(unit.name)
-            module.forward = torch.compile(module.forward, backend=plan.options.compile_backend)  # type: ignore[method-assign]
+            module.forward = torch.compile(module.forward, backend=plan.options.compile_backend)
     return model
 
 

@@ -17,7 +17,7 @@ __all__ = ["adopt_slurm", "distributed_environment", "process_group"]
 def distributed_environment() -> bool:
     """Whether something else (torchrun, or Slurm's srun) started this process as one of several."""
     torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    return torchrun or int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ
+    return torchrun or (int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ)
 
 
 def adopt_slurm() -> None:

@@ -145,7 +145,7 @@ def check_files(files: list[Path], model: "nn.Module") -> None:
     for file in files:
         try:
             with safe_open(file, framework="pt") as content:
-                for name in content.keys():  # noqa: SIM118: not a dict
+                for name in content.keys():  # noqa: SIM118 (not a dict)
                     shape = tuple(content.get_slice(name).get_shape())
                     if shapes.get(name, shape) != shape:
                         found.append(f"{file.name}: {name} has shape {shape}, the model has {shapes[name]}")

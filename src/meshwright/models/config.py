@@ -31,7 +31,8 @@ class ModelConfig(BaseModel):
         default=None, description="Attention of transformers: eager, sdpa, flash_attention_2, ... Default: the model's."
     )
     trust_remote_code: bool = Field(
-        default=False, description="Run model code that comes with a pretrained model. Only for code that you have read."
+        default=False,
+        description="Run model code that comes with a pretrained model. Only for code that you have read.",
     )
 
     @model_validator(mode="after")

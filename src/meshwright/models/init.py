@@ -95,7 +95,7 @@ def _initialize_module(module: nn.Module, owner: nn.Module, done: set[int]) -> N
         with compat.without_torch_init():
             for parameter in tied:
                 compat.initialized_flag(parameter)
-            compat.initialize_module(owner, module)  # type: ignore[arg-type]
+            compat.initialize_module(owner, module)
     elif own and not tied:
         reset = getattr(module, "reset_parameters", None)
         if not callable(reset):

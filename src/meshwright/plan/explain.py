@@ -6,6 +6,7 @@ from typing import TypeVar
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from meshwright.plan.options import SyncPolicy
 from meshwright.plan.price import totals, unit_traffic
 from meshwright.plan.sharding_plan import ParameterRow, ShardingPlan, UnitRow
 from meshwright.plan.spec import generalize
@@ -24,14 +25,15 @@ def human_bytes(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
-def explain(plan: ShardingPlan, *, full: bool = False) -> RenderableType:
+def explain(plan: ShardingPlan, *, full: bool = False, parameters: bool = True) -> RenderableType:
     """Summary, units and parameters of a plan.
 
     Args:
         plan: what to show.
         full: one line for every row; otherwise rows that differ only in the number of their layer share a line.
+        parameters: show the parameters too.
     """
-    return Group(_summary(plan), _units(plan, full), _parameters(plan, full))
+    return Group(_summary(plan), _units(plan, full), *([_parameters(plan, full)] if parameters else []))
 
 
 def _summary(plan: ShardingPlan) -> Table:
@@ -56,7 +58,11 @@ def _summary(plan: ShardingPlan) -> Table:
             f"{options.microbatches} microbatch{'es' if options.microbatches > 1 else ''} a step",
         ),
         ("all-gathered per step", human_bytes(traffic.all_gather_bytes), f"{traffic.all_gathers} collectives"),
-        ("reduce-scattered per step", human_bytes(traffic.reduce_scatter_bytes), f"{traffic.reduce_scatters} collectives"),
+        (
+            "reduce-scattered per step",
+            human_bytes(traffic.reduce_scatter_bytes),
+            f"{traffic.reduce_scatters} collectives",
+        ),
         ("all-reduced per step", human_bytes(traffic.all_reduce_bytes), f"{traffic.all_reduces} collectives"),
     ):
         table.add_row(*line)
@@ -65,15 +71,14 @@ def _summary(plan: ShardingPlan) -> Table:
 
 def _units(plan: ShardingPlan, full: bool) -> Table:
     table = Table(title="Units", title_justify="left")
-    for name in ("unit", "kind", "reshard", "compute / reduce", "sync", "recompute", "gathered", "gathers", "reduces"):
-        table.add_column(name, justify="right" if name in ("gathered", "gathers", "reduces") else "left")
+    for name in ("unit", "reshard", "compute / reduce", "sync", "recompute", "gathered", "AG", "RS or AR"):
+        table.add_column(name, justify="right" if name in ("gathered", "AG", "RS or AR") else "left")
 
     def cells(unit: UnitRow) -> tuple[str, ...]:
         traffic = unit_traffic(plan, unit)
         gathered = sum(row.gathered_bytes for row in plan.parameters if row.unit == unit.name)
         return (
-            unit.kind,
-            "after forward" if unit.reshard_after_forward else "no",
+            "after forward" if unit.reshard_after_forward and unit.sync is not SyncPolicy.DEFER else "no",
             f"{unit.param_dtype or 'as stored'} / {unit.reduce_dtype or 'same'}",
             str(unit.sync),
             "full" if unit.activation_checkpointing else "no",
@@ -111,9 +116,7 @@ def _shape(shape: Sequence[int]) -> str:
     return "x".join(str(size) for size in shape)
 
 
-def _folded(
-    rows: Iterable[Row], cells: Callable[[Row], tuple[str, ...]], full: bool
-) -> list[tuple[str, tuple[str, ...]]]:
+def _folded(rows: Iterable[Row], cells: Callable[[Row], tuple[str, ...]], full: bool) -> list[tuple[str, tuple[str, ...]]]:
     """Rows whose names differ only in numbers and whose cells are equal, as one with the count."""
     if full:
         return [(_label(row), cells(row)) for row in rows]
@@ -121,8 +124,7 @@ def _folded(
     for row in rows:
         groups.setdefault((generalize(row.name), cells(row)), []).append(_label(row))
     return [
-        (names[0] if len(names) == 1 else f"{pattern} ({len(names)})", values)
-        for (pattern, values), names in groups.items()
+        (names[0] if len(names) == 1 else f"{pattern} ({len(names)})", values) for (pattern, values), names in groups.items()
     ]
 
 

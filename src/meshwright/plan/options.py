@@ -54,7 +54,9 @@ class ParallelOptions:
         reduce_dtype: dtype of gradient reduction and accumulation; ``None``: ``param_dtype``.
         output_dtype: dtype that the root casts its floating outputs to; ``None``: no cast.
         reshard_after_forward: ``None``: the container rule (all layers but the last; not the root); else for all units.
-        sync: default policy of all units.
+        sync: default policy of all units. ``None``: ``defer`` if all that it keeps unsharded through a step (parameters,
+            and with several microbatches gradients) is at most ``sync_budget`` bytes, otherwise ``reduce_each``.
+        sync_budget: bytes, see ``sync``.
         sync_units: pattern of unit names to policy; a later entry wins over an earlier one.
         all_reduce_once: with ``reduce_each`` and replicas, all-reduce across them only in the last microbatch.
         microbatches: forward-backward passes in an optimizer step; only prices depend on it.
@@ -70,7 +72,8 @@ class ParallelOptions:
     reduce_dtype: str | None = "float32"
     output_dtype: str | None = None
     reshard_after_forward: bool | None = None
-    sync: SyncPolicy = SyncPolicy.DEFER
+    sync: SyncPolicy | None = None
+    sync_budget: int = 8 * 2**30
     sync_units: Mapping[str, SyncPolicy] = field(default_factory=dict)
     all_reduce_once: bool = True
     microbatches: int = 1
@@ -93,6 +96,8 @@ class ParallelOptions:
             ("activation_checkpointing", ActivationCheckpointing),
             ("gradient_reduction", GradientReduction),
         ):
+            if name == "sync" and self.sync is None:
+                continue
             try:
                 object.__setattr__(self, name, choices(getattr(self, name)))
             except ValueError:

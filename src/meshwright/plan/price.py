@@ -67,9 +67,7 @@ def unit_traffic(plan: ShardingPlan, unit: UnitRow, stage: int | None = None) ->
     all_reduces = 0
     if replicas > 1:
         all_reduces = min(reductions, 1) if plan.options.all_reduce_once else reductions
-    return UnitTraffic(
-        gathers, gathers * gathered, scatters, scatters * reduced, all_reduces, all_reduces * reduced // shards
-    )
+    return UnitTraffic(gathers, gathers * gathered, scatters, scatters * reduced, all_reduces, all_reduces * reduced // shards)
 
 
 def totals(plan: ShardingPlan) -> Totals:

@@ -82,7 +82,8 @@ def resolve(
         )
         for claim in claims
     )
-    units = _unit_rows(drafts, rows, options)
+    default = options.sync or _affordable_policy(drafts, rows, options)
+    units = _unit_rows(drafts, rows, options, default)
     _check_units(units, rows)
     layers = tuple(draft.name for draft in drafts.values() if draft.kind == "layer")
     return ShardingPlan(spec.family, layout, options, layers, rows, units)
@@ -115,9 +116,7 @@ class _Draft:
     sync: SyncPolicy | None
 
 
-def _draft_units(
-    spec: ParallelSpec, model: nn.Module, options: ParallelOptions, problems: list[str]
-) -> dict[str, _Draft]:
+def _draft_units(spec: ParallelSpec, model: nn.Module, options: ParallelOptions, problems: list[str]) -> dict[str, _Draft]:
     """Name every unit, in model order, and decide reshard and dtypes."""
     names = [name for name, _ in model.named_modules()]
     order = {name: index for index, name in enumerate(names)}
@@ -169,7 +168,7 @@ def _examples(names: Iterable[str]) -> str:
 def _assign_sync(drafts: Mapping[str, _Draft], options: ParallelOptions, problems: list[str]) -> None:
     """The option's pattern wins over the spec, the spec over the default."""
     for draft in drafts.values():
-        draft.sync = draft.sync or options.sync
+        draft.sync = draft.sync or options.sync  # None still: decided once the bytes are known
     for pattern, policy in options.sync_units.items():
         matched = match_names(pattern, list(drafts))
         if not matched:
@@ -191,9 +190,7 @@ class _Claim:
     unit: str
 
 
-def _claim_parameters(
-    spec: ParallelSpec, model: nn.Module, drafts: Mapping[str, _Draft], problems: list[str]
-) -> list[_Claim]:
+def _claim_parameters(spec: ParallelSpec, model: nn.Module, drafts: Mapping[str, _Draft], problems: list[str]) -> list[_Claim]:
     """Each parameter with the innermost unit around it; a tied one must have one unit for all its names."""
     names_of: dict[int, list[str]] = {}
     tensors = {}
@@ -210,9 +207,7 @@ def _claim_parameters(
         if parameter.ndim == 0:
             problems.append(f"parameter {names[0]!r} is a scalar, which FSDP cannot shard; make it a tensor of shape (1,)")
         dtype = str(parameter.dtype).removeprefix("torch.")
-        claims.append(
-            _Claim(names[0], tuple(names[1:]), tuple(parameter.shape), dtype, parameter.requires_grad, units[0])
-        )
+        claims.append(_Claim(names[0], tuple(names[1:]), tuple(parameter.shape), dtype, parameter.requires_grad, units[0]))
     together = [{claim.name, *claim.aliases} for claim in claims]
     for group in spec.tied:
         if not any(set(group) <= names for names in together):
@@ -325,8 +320,17 @@ def _reduce_dtype(unit: _Draft, stored: str) -> str:
     return unit.reduce_dtype or unit.param_dtype or stored
 
 
+def _affordable_policy(drafts: Mapping[str, _Draft], rows: Sequence[ParameterRow], options: ParallelOptions) -> SyncPolicy:
+    """``defer`` where all that it would keep unsharded through a step fits the budget."""
+    undecided = [row for row in rows if drafts[row.unit].sync is None]
+    kept = sum(row.gathered_bytes for row in undecided)
+    if options.microbatches > 1:
+        kept += sum(row.reduced_bytes for row in undecided)
+    return SyncPolicy.DEFER if kept <= options.sync_budget else SyncPolicy.REDUCE_EACH
+
+
 def _unit_rows(
-    drafts: Mapping[str, _Draft], rows: Sequence[ParameterRow], options: ParallelOptions
+    drafts: Mapping[str, _Draft], rows: Sequence[ParameterRow], options: ParallelOptions, default_sync: SyncPolicy
 ) -> tuple[UnitRow, ...]:
     units = []
     last_row = {row.unit: index for index, row in enumerate(rows)}
@@ -342,7 +346,7 @@ def _unit_rows(
                 param_dtype=draft.param_dtype,
                 reduce_dtype=draft.reduce_dtype,
                 output_dtype=draft.output_dtype,
-                sync=draft.sync or options.sync,
+                sync=draft.sync or default_sync,
                 activation_checkpointing=is_layer and options.activation_checkpointing is ActivationCheckpointing.FULL,
                 compile=is_layer and options.compile,
                 # A gradient flows through a unit if something trainable is in it or before it.
@@ -362,8 +366,6 @@ def _check_units(units: Sequence[UnitRow], rows: Sequence[ParameterRow]) -> None
                 by_dtype.setdefault(row.dtype, row.name)
         if len(by_dtype) > 1:
             shown = ", ".join(f"{name!r} is {dtype}" for dtype, name in by_dtype.items())
-            problems.append(
-                f"unit {unit.label!r} mixes stored dtypes: {shown}; store them in one dtype or declare units apart"
-            )
+            problems.append(f"unit {unit.label!r} mixes stored dtypes: {shown}; store them in one dtype or declare units apart")
     if problems:
         raise PlanError(problems)

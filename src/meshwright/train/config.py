@@ -51,17 +51,20 @@ class ParallelConfig(_Section):
         default=None,
         description="Free gathered parameters after forward. null: all layers but the last, and not the root.",
     )
-    sync: SyncPolicy = Field(
-        default=SyncPolicy.DEFER,
+    sync: SyncPolicy | None = Field(
+        default=None,
         description="Between microbatches: 'defer' gathers and reduces once a step (fastest; whole parameters and "
         "gradients stay), 'reshard_each' gathers each time and reduces once (gradients stay), 'reduce_each' does both each "
-        "time (least memory).",
+        "time (least memory). null: defer if what it keeps is at most sync_budget_gib, otherwise reduce_each.",
     )
+    sync_budget_gib: float = Field(default=8.0, ge=0, description="GiB that sync=null may keep unsharded through a step.")
     sync_units: dict[str, SyncPolicy] = Field(
-        default={}, description="Policies for some units, by pattern of their names, such as {'model.layers.*': reduce_each}."
+        default={},
+        description="Policies for some units, by pattern of their names, such as {'model.layers.*': reduce_each}.",
     )
     all_reduce_once: bool = Field(
-        default=True, description="With reduce_each and replicas: all-reduce across replicas only in the last microbatch."
+        default=True,
+        description="With reduce_each and replicas: all-reduce across replicas only in the last microbatch.",
     )
     cpu_offload: bool = Field(default=False, description="Keep shards, gradients and optimizer state in host memory.")
     activation_checkpointing: ActivationCheckpointing = Field(
@@ -74,7 +77,8 @@ class ParallelConfig(_Section):
     def options(self, microbatches: int) -> ParallelOptions:
         """As options of the plan."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
-        return ParallelOptions(**{**values, "freeze": tuple(self.freeze)}, microbatches=microbatches)
+        budget = int(values.pop("sync_budget_gib") * 2**30)
+        return ParallelOptions(**{**values, "freeze": tuple(self.freeze)}, sync_budget=budget, microbatches=microbatches)
 
 
 class OptimizerConfig(_Section):

@@ -51,7 +51,7 @@ def launch(config: RunConfig, *, debug: bool = False) -> None:
     processes = local_processes(config)
     _check_port(config.launch.port)
     setup, _, store = prepare_run(config, processes)
-    Console().print(explain(setup.plan))
+    Console().print(explain(setup.plan, parameters=False))
     if processes == 1:
         from meshwright.train.worker import run_worker
 
@@ -70,7 +70,7 @@ def _check_port(port: int) -> None:
             probe.bind(("", port))
         except OSError as error:
             raise ConfigError(
-                f"launch.port={port}: {error.strerror.lower()}; choose another, or 0 for any that is free"
+                f"launch.port={port}: {(error.strerror or str(error)).lower()}; choose another, or 0 for any that is free"
             ) from error
 
 
@@ -95,11 +95,15 @@ def _launch_local(config: RunConfig, processes: int, store: str, debug: bool) ->
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     if not debug:
-        for name in ("torch.distributed.elastic", "torch.distributed.launcher", "torch.distributed.elastic.multiprocessing"):
+        for name in (
+            "torch.distributed.elastic",
+            "torch.distributed.launcher",
+            "torch.distributed.elastic.multiprocessing",
+        ):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     on_gpu = torch.cuda.device_count() > 0
     if not on_gpu:
-        import torch._dynamo  # noqa: F401: FSDP's hooks need it; imported once here, every forked worker has it
+        import torch._dynamo
 
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     with tempfile.TemporaryDirectory(prefix="meshwright-") as reports:

@@ -25,9 +25,7 @@ def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits: [batch, sequence, vocabulary].
         labels: [batch, sequence], shifted already; :data:`IGNORE` where there is nothing to learn.
     """
-    return nn.functional.cross_entropy(
-        logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum"
-    )
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 def count_tokens(batches: list[dict[str, torch.Tensor]]) -> int:

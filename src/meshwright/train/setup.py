@@ -96,9 +96,7 @@ def microbatches_per_step(config: RunConfig, layout: Layout) -> int:
     return training.global_batch_size // (training.microbatch_size * ranks)
 
 
-def make_setup(
-    config: RunConfig, world_size: int, tokenizer: "PreTrainedTokenizerBase | None" = None
-) -> RunSetup:
+def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokenizerBase | None" = None) -> RunSetup:
     """Resolve a configuration for a world size; starts nothing and reads no weights.
 
     Args:

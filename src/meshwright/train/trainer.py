@@ -80,9 +80,7 @@ class Trainer:
         self.evaluation = None
         if store.index.eval_documents:
             held_out = SequenceDataset(store, "eval", data.sequence_length, data.packing, shuffle=False)
-            self.evaluation = EvalLoader(
-                held_out, training.microbatch_size, data_rank, data_ranks, training.eval_sequences
-            )
+            self.evaluation = EvalLoader(held_out, training.microbatch_size, data_rank, data_ranks, training.eval_sequences)
         self.checkpoints = CheckpointManager(
             setup.paths.checkpoints, self.config.checkpoint.keep, self.config.checkpoint.asynchronous
         )
@@ -128,9 +126,7 @@ class Trainer:
         batches = [self._to_device(batch) for batch in self.loader.microbatches(self.step)]
         # Counted before backward: the loss is divided by all tokens of the step, so no factor depends on the layout.
         tokens = int(self.mesh.sum(torch.tensor(count_tokens(batches), device=self.device)))
-        rate = learning_rate(
-            self.step, self.config.training.steps, self.config.optimizer.lr, self.config.schedule
-        )
+        rate = learning_rate(self.step, self.config.training.steps, self.config.optimizer.lr, self.config.schedule)
         set_learning_rate(self.optimizer, rate)
         summed = torch.zeros((), device=self.device)
         for _, batch in self.sync.microbatches(batches):

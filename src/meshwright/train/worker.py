@@ -50,7 +50,7 @@ def _prepare_on_rank_0(config: RunConfig) -> str:
     if dist.get_rank() == 0:
         try:
             setup, _, store = prepare_run(config, dist.get_world_size())
-            Console().print(explain(setup.plan))
+            Console().print(explain(setup.plan, parameters=False))
             outcome[0] = str(store.directory)
         except MeshwrightError as error:
             outcome[0] = error
