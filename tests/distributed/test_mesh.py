@@ -1,0 +1,91 @@
+"""The mesh at 8, 64 and 1,024 ranks of a fake process group: the ranks of every group, seen from several ranks."""
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from meshwright.distributed.mesh import build_mesh
+from meshwright.errors import LayoutError
+from meshwright.layout import AXES, EXPERT_AXES, FLATTENED, Layout
+from tests.harness import run_ranks
+
+CASES = [
+    (8, Layout(dp_replicate=2, dp_shard=2, tp=2)),
+    (8, Layout(pp=2, cp=2, ep=2)),
+    (64, Layout(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=4, ep=8)),
+    (1024, Layout(pp=4, dp_replicate=4, dp_shard=8, cp=2, tp=4, ep=16)),
+]
+
+
+def in_fake_world(world: int, rank: int, check) -> None:
+    """Each fake rank in a process of its own: a process group can be started only once."""
+
+    def on_rank(_: int) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        check()
+
+    run_ranks(on_rank, 1, group=False)
+
+
+def ranks_of(mesh: DeviceMesh, axis: int | str | None = None) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(mesh.get_group(axis)))
+
+
+@pytest.mark.parametrize(("world", "layout"), CASES, ids=lambda value: str(value).replace(" ", "-"))
+def test_every_group_has_the_ranks_of_the_layout(world: int, layout: Layout) -> None:
+    for rank in (0, world // 3, world - 1):
+
+        def check(rank: int = rank) -> None:
+            mesh = build_mesh(layout, "cpu")
+            resolved = mesh.layout
+            assert mesh.root.mesh_dim_names == AXES
+            assert mesh.root.mesh.flatten().tolist() == list(range(world))
+            for axis in AXES:
+                assert ranks_of(mesh[axis]) == resolved.group(axis, rank)
+            for name, parts in FLATTENED.items():
+                assert ranks_of(mesh[name]) == resolved.group(parts, rank)
+                assert mesh.rank(name) == resolved.group(parts, rank).index(rank)
+            if resolved.ep > 1:
+                assert mesh.experts is not None
+                assert mesh.experts.mesh_dim_names == EXPERT_AXES
+                for axis in ("ep_shard", "ep"):
+                    assert ranks_of(mesh[axis]) == resolved.group(axis, rank)
+
+        in_fake_world(world, rank, check)
+
+
+@pytest.mark.parametrize(
+    ("layout", "names", "shards", "replicas"),
+    [
+        (Layout(tp=2), ("dp_shard",), ("dp_shard",), None),
+        (Layout(dp_replicate=2, tp=2), ("dp_replicate", "dp_shard"), ("dp_shard",), ("dp_replicate",)),
+        (Layout(cp=2, tp=2), ("dp_shard_cp",), ("dp_shard", "cp"), None),
+        (Layout(dp_replicate=2, cp=2, tp=2), ("dp_replicate", "dp_shard_cp"), ("dp_shard", "cp"), ("dp_replicate",)),
+        (Layout(dp_replicate=8, dp_shard=1, tp=8), ("dp_replicate",), ("dp_replicate",), None),
+    ],
+    ids=["shard", "replicate-x-shard", "cp", "replicate-x-cp", "replicate-only"],
+)
+def test_fsdp_takes_the_right_submesh(layout: Layout, names, shards, replicas) -> None:
+    def check() -> None:
+        mesh = build_mesh(layout, "cpu")
+        fsdp = mesh.fsdp()
+        assert fsdp.mesh_dim_names == names
+        assert ranks_of(fsdp, fsdp.ndim - 1) == mesh.layout.group(shards, 37)
+        if replicas is not None:
+            assert ranks_of(fsdp, 0) == mesh.layout.group(replicas, 37)
+
+    in_fake_world(64, 37, check)
+
+
+def test_an_axis_of_a_mesh_that_is_not_there_is_refused() -> None:
+    with pytest.raises(LayoutError, match="no process group"):
+        build_mesh(Layout())
+
+    def check() -> None:
+        with pytest.raises(LayoutError, match="ep=1"):
+            build_mesh(Layout(), "cpu")["ep"]
+        with pytest.raises(LayoutError, match="legal is 1, 2, 4, 8"):
+            build_mesh(Layout(tp=3), "cpu")
+
+    in_fake_world(8, 0, check)
