@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.checkpoint import storage
 from meshwright.errors import CheckpointError
@@ -51,8 +52,10 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
         meta = json.loads((checkpoint / "meta.json").read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{checkpoint}: not a complete checkpoint: {error}") from error
-    if meta.get("format") != FORMAT:
-        raise CheckpointError(f"{checkpoint}: has format {meta.get('format')!r}, this version reads {FORMAT}")
+    if not isinstance(meta, dict) or "format" not in meta:
+        raise CheckpointError(f"{checkpoint}: not a checkpoint of Meshwright")
+    if meta["format"] != FORMAT:
+        raise CheckpointError(f"{checkpoint}: has format {meta['format']!r}, this version reads {FORMAT}")
     return meta
 
 
@@ -170,8 +173,8 @@ class CheckpointManager:
         self._pending = None
         try:
             future.result()
-        except Exception as error:  # whatever the thread met is the reason why there is no checkpoint
-            raise CheckpointError(f"{temporary}: not written: {error}") from error
+        except (Exception, CheckpointException) as error:  # whatever the thread met is why there is no checkpoint
+            raise CheckpointError(f"{temporary}: not written: {storage.reason(error)}") from error
         self._commit(temporary, content)
 
     def _commit(self, temporary: Path, content: Mapping[str, Any]) -> None:
@@ -185,16 +188,23 @@ class CheckpointManager:
                     file.flush()
                     os.fsync(file.fileno())
                 if final.exists():
-                    shutil.rmtree(final)
+                    _remove(final)
                 temporary.rename(final)
                 _fsync_directory(self.directory)
                 if self.keep is not None:
                     for old in _complete(self.directory)[: -self.keep]:
-                        shutil.rmtree(old)
+                        _remove(old)
             except OSError as error:
                 failure = f"{temporary}: not completed: {error}"
         if _agree(failure):
             raise CheckpointError(failure or f"{temporary}: rank 0 could not complete it")
+
+
+def _remove(checkpoint: Path) -> None:
+    """Remove a checkpoint, under a temporary name: cut off half way, it must not look complete."""
+    doomed = checkpoint.with_suffix(".old.tmp")
+    checkpoint.rename(doomed)
+    shutil.rmtree(doomed)
 
 
 def _fsync_directory(path: Path) -> None:

@@ -1,7 +1,8 @@
 """Reading and writing one checkpoint directory with DCP (torch.distributed.checkpoint).
 
 DCP pickles its table of contents. It is read here by an unpickler that knows only the classes of such a table, so that a
-checkpoint from elsewhere cannot run code. Tensors are read with ``weights_only``.
+checkpoint from elsewhere cannot run code. Tensors are read with ``weights_only``; what is no tensor DCP would unpickle, so
+nothing else is read.
 """
 
 import io
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from meshwright.errors import CheckpointError
 
-__all__ = ["contents", "read", "write", "write_in_background"]
+__all__ = ["contents", "read", "reason", "write", "write_in_background"]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _TABLE_CLASSES = {
@@ -57,8 +58,10 @@ def contents(directory: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """
     try:
         metadata = _Reader(directory).read_metadata()
-    except (OSError, pickle.UnpicklingError, EOFError, AttributeError) as error:
-        raise CheckpointError(f"{directory}: not a complete checkpoint: {error}") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{directory}: {error}") from error
+    except Exception as error:  # damaged pickles fail in every way there is
+        raise CheckpointError(f"{directory}: its table of contents cannot be read: {error}") from error
     return {
         name: (tuple(item.size), str(item.properties.dtype).removeprefix("torch."))
         for name, item in metadata.state_dict_metadata.items()
@@ -75,7 +78,7 @@ def write(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
     try:
         dcp.save(tensors, storage_writer=_writer(directory), no_dist=not _distributed())
     except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
-        raise CheckpointError(f"{directory}: not written: {_reason(error)}") from error
+        raise CheckpointError(f"{directory}: not written: {reason(error)}") from error
 
 
 def write_in_background(directory: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> Any:
@@ -87,12 +90,16 @@ def read(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Read into tensors, in place; every rank reads what it holds. Collective over all ranks.
 
     Raises:
-        CheckpointError: files that are missing or damaged.
+        CheckpointError: files that are missing or damaged, or that do not hold these tensors.
     """
+    held = contents(directory)
+    if missing := [name for name in tensors if name not in held]:
+        shown = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
+        raise CheckpointError(f"{directory}: holds no tensor {shown}")
     try:
         dcp.load(tensors, storage_reader=_Reader(directory), no_dist=not _distributed())
     except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
-        raise CheckpointError(f"{directory}: cannot be read: {_reason(error)}") from error
+        raise CheckpointError(f"{directory}: cannot be read: {reason(error)}") from error
 
 
 def _distributed() -> bool:
@@ -103,7 +110,7 @@ def _writer(directory: Path) -> dcp.FileSystemWriter:
     return dcp.FileSystemWriter(directory, thread_count=1, sync_files=True)
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """The first cause in DCP's report of all ranks, without its traceback."""
     failures = getattr(error, "failures", None)
     if failures:

@@ -71,13 +71,18 @@ def fsdp_units(model: nn.Module) -> dict[str, FSDPModule]:
 def gathered(model: nn.Module) -> Iterator[nn.Module]:
     """Inside, every unit holds its whole parameters; on the way out all are resharded, also after an exception.
 
-    Units that were gathered before (an outer use of this context) stay so.
+    Nested uses gather once, and reshard when the outermost ends.
     """
-    opened = [unit for unit in fsdp_units(model).values() if not _torch_compat.is_unsharded(unit)]
+    units = fsdp_units(model).values()
+    depth = getattr(model, "_gathered_depth", 0)
+    model._gathered_depth = depth + 1  # type: ignore[assignment]
     try:
-        for unit in opened:
-            unit.unshard()
+        if depth == 0:
+            for unit in units:
+                unit.unshard()
         yield model
     finally:
-        for unit in opened:
-            unit.reshard()
+        model._gathered_depth = depth  # type: ignore[assignment]
+        if depth == 0:
+            for unit in units:
+                unit.reshard()

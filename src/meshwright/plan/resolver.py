@@ -333,8 +333,7 @@ def _unit_rows(
     drafts: Mapping[str, _Draft], rows: Sequence[ParameterRow], options: ParallelOptions, default_sync: SyncPolicy
 ) -> tuple[UnitRow, ...]:
     units = []
-    last_row = {row.unit: index for index, row in enumerate(rows)}
-    first_trainable = next((index for index, row in enumerate(rows) if row.trainable), len(rows))
+    in_backward = _gathered_in_backward(list(drafts), rows)
     for draft in drafts.values():
         is_layer = draft.kind == "layer"
         units.append(
@@ -349,11 +348,28 @@ def _unit_rows(
                 sync=draft.sync or default_sync,
                 activation_checkpointing=is_layer and options.activation_checkpointing is ActivationCheckpointing.FULL,
                 compile=is_layer and options.compile,
-                # A gradient flows through a unit if something trainable is in it or before it.
-                gathers_in_backward=first_trainable <= last_row.get(draft.name, -1),
+                gathers_in_backward=draft.name in in_backward,
             )
         )
     return tuple(units)
+
+
+def _gathered_in_backward(names: Sequence[str], rows: Sequence[ParameterRow]) -> set[str]:
+    """Units whose parameters backward gathers: a gradient flows through those that hold or follow something trainable.
+
+    And one more: before it runs the backward of a unit, FSDP prefetches the one that finished forward before it.
+    """
+    last_row = {row.unit: index for index, row in enumerate(rows)}
+    first_trainable = next((index for index, row in enumerate(rows) if row.trainable), len(rows))
+    finishing: list[str] = []  # units as their forward ends: those inside a unit before the unit, the root last
+    running: list[str] = []
+    for name in names:
+        while running and running[-1] != ROOT and not name.startswith(f"{running[-1]}."):
+            finishing.append(running.pop())
+        running.append(name)
+    finishing.extend(reversed(running))
+    flows = [first_trainable <= last_row.get(name, -1) for name in finishing]
+    return {name for name, flow, next_flows in zip(finishing, flows, [*flows[1:], False], strict=True) if flow or next_flows}
 
 
 def _check_units(units: Sequence[UnitRow], rows: Sequence[ParameterRow]) -> None:

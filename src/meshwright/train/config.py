@@ -4,6 +4,7 @@ Light to import: pydantic and YAML only. Each section is one class; a field's de
 """
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -20,6 +21,20 @@ from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, Sy
 __all__ = ["RunConfig", "load_config"]
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 as PyYAML reads it, but 1e-5 is a number: in `model.config` no schema is there to convert it."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the strings that :class:`_Loader` would take for numbers."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
 
 
 class _Section(BaseModel):
@@ -72,7 +87,11 @@ class ParallelConfig(_Section):
     )
     compile: bool = Field(default=False, description="torch.compile each layer.")
     compile_backend: str = Field(default="inductor", description="Backend of torch.compile.")
-    freeze: list[str] = Field(default=[], description="Patterns of parameter names that are not trained.")
+    freeze: list[str] = Field(
+        default=[],
+        description="Patterns of parameter names that are not trained; '*' is one component of a name, '**' one or more, as "
+        "in 'model.layers.0.**'.",
+    )
 
     def options(self, microbatches: int) -> ParallelOptions:
         """As options of the plan."""
@@ -174,7 +193,7 @@ class RunConfig(_Section):
 
     def to_yaml(self) -> str:
         """The complete configuration; loading it gives an equal one."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        return yaml.dump(self.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
     @property
     def directory(self) -> Path:
@@ -195,7 +214,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     if not file.is_file():
         raise ConfigError(f"{path}: no such file")
     try:
-        content = yaml.safe_load(file.read_text()) or {}
+        content = yaml.load(file.read_text(), _Loader) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {error}") from None
     if not isinstance(content, dict):
@@ -219,7 +238,7 @@ def _apply(content: dict[str, Any], override: str) -> str | None:
     if not equals or not key:
         return f"{override!r}: an override has the form section.key=value"
     try:
-        value = yaml.safe_load(text) if text else ""
+        value = yaml.load(text, _Loader) if text else ""
     except yaml.YAMLError:
         value = text
     *path, last = key.split(".")

@@ -26,7 +26,8 @@ def checkpoint_to_resume(config: RunConfig) -> Path | None:
     """The checkpoint that ``checkpoint.resume`` means.
 
     Raises:
-        CheckpointError: a path without a complete checkpoint, or ``never`` in a directory that has some.
+        CheckpointError: a path without a complete checkpoint, or of an earlier step than the output directory has; or
+            ``never`` in a directory that has some.
     """
     newest = latest(Paths(config.directory).checkpoints)
     wish = config.checkpoint.resume
@@ -39,7 +40,13 @@ def checkpoint_to_resume(config: RunConfig) -> Path | None:
             )
         return None
     path = Path(wish).expanduser()
-    read_meta(path)
+    meta = read_meta(path)
+    if newest is not None and read_meta(newest)["step"] > meta["step"]:
+        # What is saved from here on would be older than what is there: it would be dropped, and not resumed from.
+        raise CheckpointError(
+            f"checkpoint.resume={wish}: {config.output} holds the later {newest.name}; choose another output, resume=auto, or "
+            f"remove what is later than step {meta['step']}"
+        )
     return path
 
 

@@ -30,6 +30,10 @@ __all__ = ["Trainer"]
 Batch = dict[str, torch.Tensor]
 
 
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
 class Trainer:
     """Trains the model of a run; every method is called on all ranks.
 
@@ -97,25 +101,20 @@ class Trainer:
         Raises:
             NonFiniteError: a NaN or infinite loss or gradient norm, unless such steps are to be skipped.
         """
-        steps, wish = self.config.training.steps, self.config.checkpoint
+        steps = self.config.training.steps
         try:
             if self.step == 0:
                 self.evaluate()
-            saved = self.step
+            if self.step >= steps:
+                self.recorder.say(f"nothing to train: step {self.step} of {steps} is done (training.steps)")
             while self.step < steps:
                 self.recorder.step(self.step + 1, self.train_step())
                 self.step += 1
-                every = self.config.training.eval_every
-                if every and self.step % every == 0 and self.step < steps:
+                last = self.step == steps
+                if last or _due(self.step, self.config.training.eval_every):
                     self.evaluate()
-                if wish.every and self.step % wish.every == 0:
+                if last or _due(self.step, self.config.checkpoint.every):
                     self.save()
-                    saved = self.step
-            if saved < steps:
-                self.evaluate()
-                self.save()
-            elif self.step == steps:
-                self.evaluate()
             self.checkpoints.finish()
         finally:
             self.recorder.close()
