@@ -45,9 +45,7 @@ def test_explicit_sizes_must_multiply_to_the_world() -> None:
 
 
 def test_heads_that_do_not_divide_list_the_divisors() -> None:
-    assert "tp=3: 8 key/value heads are divisible by 1, 2, 4, 8" in problems(
-        Layout(tp=3), 6, ModelSizes(heads=24, kv_heads=8)
-    )
+    assert "tp=3: 8 key/value heads are divisible by 1, 2, 4, 8" in problems(Layout(tp=3), 6, ModelSizes(heads=24, kv_heads=8))
 
 
 def test_all_problems_come_in_one_report() -> None:

@@ -88,7 +88,7 @@ def check_same_model(checkpoint: Path, expected: Mapping[str, tuple[int, ...]], 
     for kind in (absent, excess, shapes):
         found += kind[:limit] + ([f"... and {len(kind) - limit} more like these"] if len(kind) > limit else [])
     if found:
-        raise CheckpointError([f"{checkpoint} is of another model; nothing was read or overwritten:", *found])
+        raise CheckpointError("\n  ".join([f"{checkpoint} is of another model; nothing was read or overwritten:", *found]))
 
 
 def check_writable(directory: Path, needed: int = 0) -> None:

@@ -7,6 +7,7 @@ nothing else is read.
 
 import io
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +77,14 @@ def write(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
         CheckpointError: on all ranks, if one could not write.
     """
     try:
-        dcp.save(tensors, storage_writer=_writer(directory), no_dist=not _distributed())
+        dcp.save(tensors, storage_writer=_writer(directory), no_dist=not dist.is_initialized())
     except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
         raise CheckpointError(f"{directory}: not written: {reason(error)}") from error
 
 
 def write_in_background(directory: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> Any:
     """Copy tensors aside and write them in a thread; returns a future. Collective over ``group`` (gloo)."""
-    return dcp.async_save(tensors, storage_writer=_writer(directory), process_group=group, no_dist=not _distributed())
+    return dcp.async_save(tensors, storage_writer=_writer(directory), process_group=group, no_dist=not dist.is_initialized())
 
 
 def read(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -97,13 +98,11 @@ def read(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
         shown = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
         raise CheckpointError(f"{directory}: holds no tensor {shown}")
     try:
-        dcp.load(tensors, storage_reader=_Reader(directory), no_dist=not _distributed())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is to be here
+            dcp.load(tensors, storage_reader=_Reader(directory), no_dist=not dist.is_initialized())
     except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
         raise CheckpointError(f"{directory}: cannot be read: {reason(error)}") from error
-
-
-def _distributed() -> bool:
-    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _writer(directory: Path) -> dcp.FileSystemWriter:

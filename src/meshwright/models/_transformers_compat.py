@@ -90,7 +90,7 @@ def declarations(model: "PreTrainedModel") -> Declarations:
         fp32_strict=frozenset(model._keep_in_fp32_modules_strict or ()),
         tied=dict(model.all_tied_weights_keys),
         tp=dict(getattr(model, "tp_plan", None) or {}),
-        ep=dict(getattr(model, "ep_plan", None) or {}),
+        ep=dict(getattr(model, "ep_plan", None) or getattr(model, "_ep_plan", None) or {}),  # 5.17 has only the second
     )
 
 

@@ -1,6 +1,7 @@
 """Where the numbers of a run go: the terminal, a JSONL file, TensorBoard, Weights & Biases, MLflow. Only rank 0 has any."""
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,8 +55,9 @@ class Jsonl:
         self.file = path.open("a")
 
     def write(self, step: int, values: Values) -> None:
-        """Append a line and flush it, so that it can be followed and survives a kill."""
-        self.file.write(json.dumps({"step": step, **values}) + "\n")
+        """Append a line and flush it, so that it can be followed and survives a kill. NaN and infinity become null."""
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self.file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         self.file.flush()
 
     def close(self) -> None:

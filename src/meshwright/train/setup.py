@@ -123,6 +123,7 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
         microbatches = microbatches_per_step(config, layout)
     except (LayoutError, ConfigError) as error:
         problems.append(error)
+    problems.extend(_length_problems(config, model))
     if tokenizer is not None:
         problems.extend(_vocabulary_problems(config, model, len(tokenizer)))
     if problems:
@@ -140,6 +141,17 @@ def _vocabulary(config: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") 
         # The ids that a tokenizer trained here gives its special tokens; the plan depends on none of them.
         return {"vocab_size": config.tokenizer.vocab_size, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     return {}
+
+
+def _length_problems(config: RunConfig, model: "PreTrainedModel") -> list[MeshwrightError]:
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    length = config.data.sequence_length
+    if not isinstance(longest, int) or length <= longest:
+        return []
+    where = "model.config" if config.model.config is not None else config.model.path
+    return [
+        ConfigError(f"data.sequence_length={length}: {where} has max_position_embeddings={longest}; legal is 2 to {longest}")
+    ]
 
 
 def _vocabulary_problems(config: RunConfig, model: "PreTrainedModel", tokens: int) -> list[MeshwrightError]:

@@ -122,19 +122,23 @@ class Trainer:
     def train_step(self) -> dict[str, Any]:
         """One optimizer step; returns its metrics."""
         begun = time.perf_counter()
-        batches = [self._to_device(batch) for batch in self.loader.microbatches(self.step)]
-        # Counted before backward: the loss is divided by all tokens of the step, so no factor depends on the layout.
-        tokens = int(self.mesh.sum(torch.tensor(count_tokens(batches), device=self.device)))
+        on_host = self.loader.microbatches(self.step)
+        batches = [self._to_device(batch) for batch in on_host]
+        # Counted before backward: the loss is divided by all tokens of the step, so no factor depends on the layout. The
+        # count stays on the device; it is read at the end with the loss and the norm, so that the host waits only once.
+        tokens = self.mesh.sum(torch.tensor(count_tokens(on_host), device=self.device))
+        divisor = tokens.clamp(min=1)
         rate = learning_rate(self.step, self.config.training.steps, self.config.optimizer.lr, self.config.schedule)
         set_learning_rate(self.optimizer, rate)
         summed = torch.zeros((), device=self.device)
         for _, batch in self.sync.microbatches(batches):
-            loss = token_loss_sum(forward_logits(self.model, batch), batch["labels"])
-            (loss / max(tokens, 1)).backward()
+            loss = token_loss_sum(forward_logits(self.model, batch), batch["labels"]) / divisor
+            loss.backward()
             summed += loss.detach()
         norm = clip_grad_norm_(self.model.parameters(), self.config.training.clip_norm)
-        loss_value = float(self.mesh.sum(summed)) / max(tokens, 1)
-        norm_value = float(norm)
+        loss_value, norm_value, token_count = torch.stack(
+            [self.mesh.sum(summed).double(), norm.double(), tokens.double()]
+        ).tolist()
         skipped = not (math.isfinite(loss_value) and math.isfinite(norm_value))
         if skipped:
             self._not_finite(batches, loss_value, norm_value)
@@ -148,7 +152,7 @@ class Trainer:
             "loss": loss_value,
             "gradient_norm": norm_value,
             "learning_rate": rate,
-            "tokens": tokens,
+            "tokens": int(token_count),
             "tokens_per_second": sequences * self.config.data.sequence_length / seconds,
             "step_seconds": seconds,
             "epoch": self.loader.epoch(self.step),
@@ -170,7 +174,7 @@ class Trainer:
         from safetensors.torch import save_file
 
         folder = self.setup.paths.root / f"nonfinite-step-{self.step + 1}"
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         stacked = {name: torch.cat([batch[name].cpu() for batch in batches]) for name in batches[0]}
         save_file(stacked, folder / f"batch-rank-{self.rank}.safetensors")
         self.checkpoints.finish()

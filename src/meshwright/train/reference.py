@@ -1,0 +1,67 @@
+"""The reference of the configuration, made from the schema: ``python -m meshwright.train.reference > docs/configuration.md``."""
+
+from enum import StrEnum
+from typing import Any, get_args, get_origin
+
+from pydantic_core import PydanticUndefined
+
+from meshwright.train.config import RunConfig
+
+__all__ = ["reference"]
+
+_HEAD = """# Configuration
+
+Made by `python -m meshwright.train.reference > docs/configuration.md` from the schema in `src/meshwright/train/config.py`;
+a test compares the two. A run is a YAML file with these sections; every key can be set on the command line too, as in
+`meshwright train run.yaml optimizer.lr=1e-4 layout.dp_replicate=2`. Unknown keys are refused. `--print-config` prints the
+complete configuration of a run.
+"""
+
+
+def reference() -> str:
+    """The whole page as Markdown."""
+    plain, sections = [], []
+    for name, field in RunConfig.model_fields.items():
+        kind = field.annotation
+        if hasattr(kind, "model_fields"):
+            rows = [_row(f"{name}.{key}", item) for key, item in kind.model_fields.items()]  # type: ignore[union-attr]
+            sections.append("\n".join([f"\n## {name}\n\n{(kind.__doc__ or '').strip()}\n", *_TABLE, *rows]))
+        else:
+            plain.append(_row(name, field))
+    return "\n".join([_HEAD, "## Top level\n", *_TABLE, *plain, *sections]) + "\n"
+
+
+_TABLE = ("| key | type | default | meaning |", "|---|---|---|---|")
+
+
+def _row(name: str, field: Any) -> str:
+    default = "required" if field.is_required() else _value(field.get_default(call_default_factory=True))
+    return f"| `{name}` | {_type(field.annotation)} | {default} | {field.description} |"
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return "`null`"
+    if value is PydanticUndefined:
+        return ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{value!s}`" if isinstance(value, StrEnum) else f"`{list(value) if isinstance(value, tuple) else value}`"
+
+
+def _type(annotation: Any) -> str:
+    arguments = get_args(annotation)
+    if annotation is type(None):
+        return "null"
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        return ", ".join(annotation)
+    if not arguments:
+        return getattr(annotation, "__name__", str(annotation))
+    origin = get_origin(annotation)
+    if origin in (list, dict, tuple):
+        return f"{origin.__name__} of {' to '.join(dict.fromkeys(map(_type, arguments)))}"
+    return ", ".join(str(item) if isinstance(item, str) else _type(item) for item in arguments)
+
+
+if __name__ == "__main__":
+    print(reference(), end="")
