@@ -12,7 +12,7 @@ from meshwright.distributed.mesh import ParallelMesh
 from meshwright.plan.options import GradientReduction
 from meshwright.plan.sharding_plan import ShardingPlan, UnitRow
 
-__all__ = ["apply_units", "fsdp_units", "gathered"]
+__all__ = ["apply_units", "fsdp_units", "gathered", "move_buffers"]
 
 
 def apply_units(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> None:
@@ -65,6 +65,13 @@ def fsdp_units(model: nn.Module) -> dict[str, FSDPModule]:
             seen.add(id(state))
             found[name] = module
     return found
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Put buffers where the model computes. With CPU offload the shards live elsewhere, and FSDP moves only parameters."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = buffer.to(device)
 
 
 @contextmanager

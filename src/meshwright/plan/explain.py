@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
@@ -70,16 +71,17 @@ def _summary(plan: ShardingPlan) -> Table:
 
 
 def _units(plan: ShardingPlan, full: bool) -> Table:
-    table = Table(title="Units", title_justify="left")
-    for name in ("unit", "reshard", "compute / reduce", "sync", "recompute", "gathered", "AG", "RS or AR"):
-        table.add_column(name, justify="right" if name in ("gathered", "AG", "RS or AR") else "left")
+    table = Table(title="Units", title_justify="left", box=SIMPLE_HEAD)
+    for name in ("unit", "reshard", "dtypes", "sync", "AC", "gathered", "AG", "RS|AR"):
+        numeric = name in ("gathered", "AG", "RS|AR")
+        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
 
     def cells(unit: UnitRow) -> tuple[str, ...]:
         traffic = unit_traffic(plan, unit)
         gathered = sum(row.gathered_bytes for row in plan.parameters if row.unit == unit.name)
         return (
-            "after forward" if unit.reshard_after_forward and unit.sync is not SyncPolicy.DEFER else "no",
-            f"{unit.param_dtype or 'as stored'} / {unit.reduce_dtype or 'same'}",
+            "yes" if unit.reshard_after_forward and unit.sync is not SyncPolicy.DEFER else "no",
+            f"{_short(unit.param_dtype or 'stored')}/{_short(unit.reduce_dtype or 'same')}",
             str(unit.sync),
             "full" if unit.activation_checkpointing else "no",
             human_bytes(gathered),
@@ -93,14 +95,14 @@ def _units(plan: ShardingPlan, full: bool) -> Table:
 
 
 def _parameters(plan: ShardingPlan, full: bool) -> Table:
-    table = Table(title="Parameters", title_justify="left")
+    table = Table(title="Parameters", title_justify="left", box=SIMPLE_HEAD)
     for name in ("parameter", "shape", "dtype", "unit", "placements", "local shape", "per rank"):
-        table.add_column(name, justify="right" if name == "per rank" else "left")
+        table.add_column(name, justify="right" if name == "per rank" else "left", overflow="fold")
 
     def cells(row: ParameterRow) -> tuple[str, ...]:
         return (
             _shape(row.shape),
-            row.dtype + ("" if row.trainable else ", frozen"),
+            _short(row.dtype) + ("" if row.trainable else ", frozen"),
             generalize(row.unit) or "(root)" if not full else row.unit or "(root)",
             ", ".join(f"{axis}: {placement}" for axis, placement in row.placements) or "whole",
             _shape(row.local_shape),
@@ -110,6 +112,11 @@ def _parameters(plan: ShardingPlan, full: bool) -> Table:
     for label, values in _folded(plan.parameters, cells, full):
         table.add_row(label, *values)
     return table
+
+
+def _short(dtype: str) -> str:
+    """The usual short name of a dtype: bf16, fp32."""
+    return dtype.replace("bfloat", "bf").replace("float", "fp")
 
 
 def _shape(shape: Sequence[int]) -> str:

@@ -13,6 +13,7 @@ from meshwright.checkpoint.manager import CheckpointManager, check_same_model, r
 from meshwright.data.loader import EvalLoader, TrainLoader
 from meshwright.data.packing import SequenceDataset
 from meshwright.data.store import TokenStore
+from meshwright.distributed.fsdp import move_buffers
 from meshwright.distributed.grad_clip import clip_grad_norm_
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import ParallelMesh, build_mesh
@@ -65,6 +66,7 @@ class Trainer:
             from meshwright.models.init import initialize
 
             initialize(self.model, shards_on, training.seed, setup.plan.layers)
+        move_buffers(self.model, device)
         self.model.train()
         self.optimizer = build_optimizer(self.model, self.config.optimizer)
         self.sync = GradSync.from_plan(self.model, setup.plan)
