@@ -336,3 +336,16 @@ def test_a_tied_weight_across_units_is_refused_before_anything_is_sharded() -> N
     spec = ParallelSpec("plain", layers=("blocks.*", "head"))
     with pytest.raises(PlanError, match="claimed twice"):
         resolve(spec, model, Layout(), world_size=2)
+
+
+def test_the_counter_sees_collectives_of_dtensors() -> None:
+    def on_rank(rank: int) -> None:
+        model, _ = build("plain", param_dtype="float32")
+        with CommCounter() as counter:
+            model.head.weight.full_tensor()
+            (model.head.weight.detach() ** 2).sum().full_tensor()
+        assert dict(counter.counts) == {"all_gather": 1, "all_reduce": 1}
+        # 29 rows over two ranks are padded to 15 each
+        assert counter.bytes["all_gather"] == 30 * 16 * 4
+
+    run_ranks(on_rank, 2)

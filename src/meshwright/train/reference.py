@@ -1,4 +1,7 @@
-"""The reference of the configuration, made from the schema: ``python -m meshwright.train.reference > docs/configuration.md``."""
+"""The reference of the configuration, made from the schema.
+
+``python -m meshwright.train.reference > docs/configuration.md`` writes it.
+"""
 
 from enum import StrEnum
 from typing import Any, get_args, get_origin

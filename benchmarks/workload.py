@@ -1,0 +1,115 @@
+"""What every contender trains: one small Llama, one set of initial weights, one stream of tokens, one AdamW.
+
+A directory that :func:`write` fills holds ``model/`` (config and safetensors, as transformers saves them) and ``store/``
+(a token store of Meshwright's, whose ``tokens.bin`` the others read as a plain array). Light to import: it is part of
+the start-up that is measured.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+MODEL = {
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 256,
+    "vocab_size": 2048,
+    "tie_word_embeddings": False,
+}
+SEQUENCE_LENGTH = 256
+BATCH = 4
+"""Sequences of a rank in a microbatch."""
+RANKS = 2
+SEED = 0
+
+LR = 3e-4
+BETAS = (0.9, 0.95)
+EPS = 1e-8
+WEIGHT_DECAY = 0.1
+CLIP = 1.0
+
+
+def write(directory: Path, sequences: int) -> None:
+    """Draw the initial weights and ``sequences`` sequences of tokens.
+
+    Tokens follow Zipf's law, so that there is something to learn in a dozen steps and losses of contenders can differ.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    torch.manual_seed(SEED)
+    LlamaForCausalLM(LlamaConfig(**MODEL)).save_pretrained(directory / "model")
+    chances = 1 / torch.arange(1, MODEL["vocab_size"] + 1)
+    tokens = torch.multinomial(chances, sequences * SEQUENCE_LENGTH, replacement=True)
+    _write_store(directory / "store", tokens.numpy().astype(np.uint16).reshape(sequences, SEQUENCE_LENGTH))
+
+
+def _write_store(directory: Path, tokens: np.ndarray) -> None:
+    """Each sequence is one document, exactly as long as a sequence: no padding, and nothing to mask."""
+    from dataclasses import asdict
+
+    from meshwright.data.store import FORMAT_VERSION, StoreIndex
+
+    directory.mkdir()
+    count = len(tokens)
+    tokens.tofile(directory / "tokens.bin")
+    np.save(directory / "offsets.npy", np.arange(count + 1, dtype=np.int64) * SEQUENCE_LENGTH)
+    np.save(directory / "held_out.npy", np.zeros(count, dtype=bool))
+    index = StoreIndex(
+        format_version=FORMAT_VERSION,
+        fingerprint="benchmark",
+        kind="text",
+        long_documents="error",
+        sequence_length=SEQUENCE_LENGTH,
+        token_dtype="uint16",
+        pad_token_id=0,
+        documents=count,
+        tokens=tokens.size,
+        train_documents=count,
+        train_tokens=tokens.size,
+        eval_documents=0,
+        eval_tokens=0,
+        split=0,
+        truncated=0,
+        dropped=0,
+        empty=0,
+    )
+    (directory / "index.json").write_text(json.dumps(asdict(index)))
+
+
+def read_tokens(directory: Path) -> torch.Tensor:
+    """All sequences: int64 [sequences, SEQUENCE_LENGTH]."""
+    flat = np.fromfile(directory / "store" / "tokens.bin", dtype=np.uint16)
+    return torch.from_numpy(flat.astype(np.int64)).view(-1, SEQUENCE_LENGTH)
+
+
+def share(tokens: torch.Tensor, step: int, rank: int, microbatches: int) -> list[torch.Tensor]:
+    """Microbatches of a rank in a step, in the order of Meshwright's loader without shuffling."""
+    begin = (step * RANKS + rank) * microbatches * BATCH
+    return list(tokens[begin : begin + microbatches * BATCH].split(BATCH))
+
+
+def train_config(directory: Path, output: Path, microbatches: int, sync: str) -> dict:
+    """Meshwright's configuration of this workload, as its YAML file would give it."""
+    return {
+        "output": str(output),
+        "model": {"path": str(directory / "model")},
+        "parallel": {"param_dtype": "float32", "reduce_dtype": "float32", "sync": sync},
+        "data": {"corpus": "python-stdlib", "sequence_length": SEQUENCE_LENGTH, "eval_fraction": 0.0, "shuffle": False},
+        "optimizer": {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY},
+        "schedule": {"kind": "constant"},
+        "training": {
+            "steps": 1_000_000,
+            "global_batch_size": RANKS * microbatches * BATCH,
+            "microbatch_size": BATCH,
+            "clip_norm": CLIP,
+            "seed": SEED,
+        },
+        "metrics": {"jsonl": False, "tensorboard": False},
+    }
