@@ -349,3 +349,87 @@ def test_the_counter_sees_collectives_of_dtensors() -> None:
         assert counter.bytes["all_gather"] == 30 * 16 * 4
 
     run_ranks(on_rank, 2)
+
+
+class Skipping(Plain):
+    """Leaves its second block out of some forwards."""
+
+    skip = False
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(input_ids)
+        for index, block in enumerate(self.blocks):
+            if not (self.skip and index == 1):
+                hidden = hidden + block(hidden)
+        return self.head(self.norm(hidden))
+
+
+def test_a_unit_that_only_some_microbatches_use() -> None:
+    """Its gradient is the sum over those that do; what cannot be reduced is refused, never carried into a later step."""
+
+    def on_rank(rank: int) -> None:
+        data = batches(8)
+        for layout in (Layout(), Layout(dp_replicate=2)):
+            for policy in SyncPolicy:
+                for once in (True, False):
+                    model = Skipping()
+                    torch.manual_seed(0)
+                    for parameter in model.parameters():
+                        nn.init.normal_(parameter, std=0.2)
+                    options = ParallelOptions(param_dtype="float32", sync=policy, microbatches=2, all_reduce_once=once)
+                    alone = Skipping()
+                    alone.load_state_dict(model.state_dict())
+                    plan = resolve(PLAIN_SPEC, model, layout, options, world_size=4)
+                    parallelize(model, plan, build_mesh(plan.layout, "cpu"))
+                    sync = GradSync.from_plan(model, plan)
+                    stranded = layout.dp_replicate == 2 and policy is SyncPolicy.REDUCE_EACH and once
+
+                    def run(model=model, sync=sync) -> None:
+                        for index, batch in sync.microbatches(data[2 * rank : 2 * rank + 2]):
+                            model.skip = index == 1
+                            summed_loss(model, batch).backward()
+
+                    if stranded:
+                        with pytest.raises(UnsupportedError, match=r"'blocks\.1'.*set all_reduce_once=False"):
+                            run()
+                        assert all_sharded(model)
+                        continue
+                    run()
+                    for index, batch in enumerate(data):
+                        alone.skip = index % 2 == 1
+                        summed_loss(alone, batch).backward()
+                    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+                        torch.testing.assert_close(whole(ours.grad), theirs.grad, rtol=1e-4, atol=1e-4)
+
+    run_ranks(on_rank, 4)
+
+
+def test_a_step_that_fails_inside_a_layers_forward_leaves_nothing_gathered() -> None:
+    def on_rank(rank: int) -> None:
+        for policy in SyncPolicy:
+            model, plan = build("plain", param_dtype="float32", sync=policy, microbatches=2)
+            sync = GradSync.from_plan(model, plan)
+
+            def step(model=model, sync=sync) -> list[torch.Tensor]:
+                for _, batch in sync.microbatches(batches(2)):
+                    summed_loss(model, batch).backward()
+                found = [p.grad.to_local().clone() for p in model.parameters()]
+                model.zero_grad()
+                return found
+
+            expected = step()
+            for where in (0, 2):
+
+                def fail(*_: object) -> None:
+                    raise KeyError
+
+                handle = model.blocks[where][1].register_forward_hook(fail)
+                with pytest.raises(KeyError):
+                    step()
+                handle.remove()
+                assert all_sharded(model)
+                assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+                model.zero_grad()
+                assert all(torch.equal(a, b) for a, b in zip(expected, step(), strict=True)), (policy, where)
+
+    run_ranks(on_rank, 2)

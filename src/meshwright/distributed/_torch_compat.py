@@ -11,6 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from meshwright.errors import UnsupportedError
 
@@ -21,17 +25,19 @@ __all__ = [
     "MINIMUM_TORCH",
     "check",
     "concatenate_meshes",
-    "drop_unreduced",
     "flatten_mesh",
     "fsdp_state",
     "is_unsharded",
+    "left_unreduced",
     "owned_parameters",
     "param_groups",
     "replicate_module",
+    "reset_iteration",
     "reshards_after_forward",
 ]
 
 MINIMUM_TORCH = (2, 11)
+_RESTING = TrainingState.IDLE
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -93,13 +99,28 @@ def reshards_after_forward(module: nn.Module | FSDPModule, *, is_root: bool) -> 
     return any(group._reshard_after_forward for group in param_groups(module))
 
 
-def drop_unreduced(group: Any) -> None:
-    """Forget the unsharded gradients that a group accumulated without reducing, and partial HSDP sums."""
-    for fsdp_param in group.fsdp_params:
-        fsdp_param.unsharded_accumulated_grad = None
-        if hasattr(fsdp_param, "_unsharded_param"):
-            fsdp_param._unsharded_param.grad = None
-    group._partial_reduce_output = None
+def left_unreduced(module: nn.Module | FSDPModule) -> bool:
+    """Whether a unit holds sums that were reduce-scattered inside replicas and never all-reduced across them."""
+    return any(group._partial_reduce_output is not None for group in param_groups(module))
+
+
+def reset_iteration(module: nn.Module | FSDPModule) -> None:
+    """Bring a unit back to rest after an iteration that failed: nothing gathered, no gradient kept unsharded."""
+    state = fsdp_state(module)
+    state._training_state = _RESTING
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+    state._comm_ctx.post_forward_order.clear()
+    for group in param_groups(module):
+        group._training_state = _RESTING
+        group._post_forward_indices.clear()
+        group._partial_reduce_output = None
+        if group._all_gather_result is not None:  # gathered ahead, and never used
+            group.wait_for_unshard()
+        for fsdp_param in group.fsdp_params:
+            fsdp_param.unsharded_accumulated_grad = None
+            if hasattr(fsdp_param, "_unsharded_param"):
+                fsdp_param._unsharded_param.grad = None
 
 
 def check() -> None:
@@ -119,9 +140,21 @@ def check() -> None:
         (FSDPModule, "set_force_sum_reduction_for_comms"),
         (FSDPModule, "set_gradient_divide_factor"),
         (FSDPModule, "set_reshard_after_forward"),
+        (FSDPParamGroup, "is_unsharded"),
+        (FSDPParamGroup, "wait_for_unshard"),
+        (FSDPParamGroup, "_reshard_after_forward"),
+        (FSDPState, "_fsdp_param_group"),
     ):
         if not hasattr(owner, name):
             found.append(f"torch {torch.__version__} has no {owner.__name__}.{name}")
+    # Attributes that are set in constructors; one that moved would be created anew in silence.
+    for kind, names in (
+        (FSDPParamGroup, ("_partial_reduce_output", "_all_gather_result", "_post_forward_indices", "_training_state")),
+        (FSDPParam, ("unsharded_accumulated_grad",)),
+        (FSDPState, ("_training_state", "_state_ctx", "_comm_ctx")),
+    ):
+        known = kind.__init__.__code__.co_names
+        found.extend(f"torch {torch.__version__}: {kind.__name__} has no {name}" for name in names if name not in known)
     try:
         from torch.distributed._composable.replicate_with_fsdp import replicate  # noqa: F401
     except ImportError:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from meshwright.distributed import _torch_compat
@@ -12,7 +13,7 @@ from meshwright.distributed.mesh import ParallelMesh
 from meshwright.plan.options import GradientReduction
 from meshwright.plan.sharding_plan import ShardingPlan, UnitRow
 
-__all__ = ["apply_units", "fsdp_units", "gathered", "move_buffers"]
+__all__ = ["apply_units", "fsdp_units", "gathered", "move_buffers", "shard_unit"]
 
 
 def apply_units(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> None:
@@ -26,18 +27,19 @@ def apply_units(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> Non
         if mesh.replicated:
             _torch_compat.replicate_module(module, shard_mesh, policy, offload)
         else:
-            fully_shard(
-                module,
-                mesh=shard_mesh,
-                reshard_after_forward=unit.reshard_after_forward,
-                mp_policy=policy,
-                offload_policy=offload,
-            )
+            shard_unit(module, shard_mesh, policy, offload, unit.reshard_after_forward)
         if plan.options.gradient_reduction is GradientReduction.SUM:
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
             # A plain sum on every backend: NCCL's and gloo's premultiplied sums have gaps.
             module.set_force_sum_reduction_for_comms(True)
+
+
+def shard_unit(
+    module: nn.Module, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy, reshard: bool
+) -> None:
+    """Make a module an FSDP unit over a 1-D (shard) or 2-D (replicate, shard) mesh."""
+    fully_shard(module, mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy, reshard_after_forward=reshard)
 
 
 def _mixed_precision(unit: UnitRow) -> MixedPrecisionPolicy:

@@ -39,7 +39,7 @@ class FSDP2Manager:
         activation_checkpointing: recompute the activations of each layer in backward.
         defer_fsdp_grad_sync: reduce gradients only in the last microbatch of a step (see
             :class:`~meshwright.distributed.grad_sync.GradSync`, whose default policy this sets).
-        backend: of the process group, where it has to be started; ``None``: NCCL with a GPU, gloo without.
+        backend: of the process group, where it has to be started; ``None``: gloo, and NCCL for tensors on a GPU.
 
     Attributes:
         mesh: the mesh of the layout, built on construction.
@@ -70,7 +70,7 @@ class FSDP2Manager:
         if self.sequence_parallel:
             raise UnsupportedError("sequence_parallel=True: needs tensor parallel, which this version does not carry out")
         if not dist.is_initialized():
-            dist.init_process_group(self.backend or ("nccl" if torch.cuda.is_available() else "gloo"))
+            dist.init_process_group(self.backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"))
         layout = self._layout().resolve(dist.get_world_size())
         check_supported(layout)
         self.mesh = build_mesh(layout)
@@ -111,12 +111,15 @@ class FSDP2Manager:
         policy = self.mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         if not policy.cast_forward_inputs:
             raise UnsupportedError("mp_policy.cast_forward_inputs=False: units cast their inputs; the legal value is True")
+        offload = self.offload_policy
+        if isinstance(offload, CPUOffloadPolicy) and not offload.pin_memory and self.mesh.device_type != "cpu":
+            raise UnsupportedError("offload_policy.pin_memory=False: host memory of a GPU run is pinned; legal is True")
         options = ParallelOptions(
             param_dtype=_name(policy.param_dtype),
             reduce_dtype=_name(policy.reduce_dtype),
             output_dtype=_name(policy.output_dtype),
             sync=SyncPolicy.RESHARD_EACH if self.defer_fsdp_grad_sync else SyncPolicy.REDUCE_EACH,
-            cpu_offload=isinstance(self.offload_policy, CPUOffloadPolicy),
+            cpu_offload=isinstance(offload, CPUOffloadPolicy),
             activation_checkpointing=(
                 ActivationCheckpointing.FULL if self.activation_checkpointing else ActivationCheckpointing.NONE
             ),

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.fsdp import fsdp_units
-from meshwright.errors import PlanError
+from meshwright.errors import PlanError, UnsupportedError
 from meshwright.plan.options import SyncPolicy
 from meshwright.plan.sharding_plan import ShardingPlan
 
@@ -72,14 +72,14 @@ class GradSync:
             known = ", ".join(repr(name) for name in units) or "none"
             raise PlanError([f"sync policy for {name!r}, which is no FSDP unit; units are {known}" for name in unknown])
         self.all_reduce_once = all_reduce_once
-        self._units = [
-            _Unit(
+        self._units = {
+            name: _Unit(
                 module,
                 SyncPolicy(policies.get(name, default)),
                 _torch_compat.reshards_after_forward(module, is_root=not name),
             )
             for name, module in units.items()
-        ]
+        }
 
     @classmethod
     def from_plan(cls, model: nn.Module, plan: ShardingPlan) -> "GradSync":
@@ -92,22 +92,22 @@ class GradSync:
 
         A step that is left early (an exception, a ``break``) drops the gradients that were not reduced yet.
         """
-        items = list(batches)
-        done = False
+        iterator = enumerate(batches)
+        current = next(iterator, None)
         try:
-            for index, batch in enumerate(items):
-                self.begin_microbatch(last=index == len(items) - 1)
-                yield index, batch
-            done = True
-        finally:
-            if done:
-                self.finish()
-            else:
-                self.abandon()
+            while current is not None:
+                following = next(iterator, None)
+                self.begin_microbatch(last=following is None)
+                yield current
+                current = following
+        except BaseException:
+            self.abandon()
+            raise
+        self.finish()
 
     def begin_microbatch(self, *, last: bool) -> None:
         """Set every unit for the forward and backward of one microbatch; ``last``: of its optimizer step."""
-        for unit in self._units:
+        for unit in self._units.values():
             defer = unit.policy is SyncPolicy.DEFER
             reduce = last or unit.policy is SyncPolicy.REDUCE_EACH
             if unit.reshard_after_forward:
@@ -118,25 +118,40 @@ class GradSync:
                 unit.module.set_requires_all_reduce(last or not self.all_reduce_once, recurse=False)
 
     def finish(self) -> None:
-        """End an optimizer step: reshard what is still gathered, such as a unit that no gradient came through."""
-        for unit in self._units:
-            if _torch_compat.is_unsharded(unit.module):
-                unit.module.reshard()
+        """End an optimizer step: reshard what is still gathered, such as a unit that no gradient came through.
+
+        Raises:
+            UnsupportedError: a unit had gradients in an earlier microbatch and none in the last one, so that they were
+                never all-reduced across replicas. They are dropped.
+        """
+        stranded = [name for name, unit in self._units.items() if _torch_compat.left_unreduced(unit.module)]
+        if stranded:
+            self.abandon()
+            raise UnsupportedError(
+                f"unit {name or '(root)'!r}: had gradients in an earlier microbatch and none in the last, which "
+                "all_reduce_once=True cannot reduce; set all_reduce_once=False, or sync=defer"
+                for name in stranded
+            )
+        self._reshard()
 
     def abandon(self) -> None:
-        """End an optimizer step that failed: drop gradients that were kept unsharded, and reshard."""
-        for unit in self._units:
-            for group in _torch_compat.param_groups(unit.module):
-                _torch_compat.drop_unreduced(group)
-        self.finish()
+        """End an optimizer step that failed, wherever it did: drop gradients that were kept unsharded, and reshard."""
+        for unit in self._units.values():
+            _torch_compat.reset_iteration(unit.module)
+        self._reshard()
+
+    def _reshard(self) -> None:
+        for unit in self._units.values():
+            if _torch_compat.is_unsharded(unit.module):
+                unit.module.reshard()
 
     @contextmanager
     def forward_only(self) -> Iterator[None]:
         """For evaluation: inside, units reshard after forward as the plan says; afterwards all are resharded."""
-        for unit in self._units:
+        for unit in self._units.values():
             if unit.reshard_after_forward:
                 unit.module.set_reshard_after_forward(True, recurse=False)
         try:
             yield
         finally:
-            self.finish()
+            self._reshard()

@@ -4,21 +4,21 @@ Tensor and expert parallel -> context parallel -> activation checkpointing -> tr
 FSDP units inside out -> root -> compile.
 """
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.activation_checkpointing import checkpoint_forward
-from meshwright.distributed.fsdp import apply_units, gathered
+from meshwright.distributed.fsdp import apply_units, gathered, shard_unit
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.errors import PlanError, UnsupportedError
 from meshwright.layout import Layout
 from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.plan.spec import last_of_each_container
 
 __all__ = ["apply_fsdp2_sharding_recursively", "check_supported", "parallelize", "unshard_fsdp2_model"]
 
@@ -120,25 +120,21 @@ def apply_fsdp2_sharding_recursively(
         reshard_after_forward: if given, for all units, the last ones included.
     """
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for unit, is_last in list(_container_entries(module)):
-        fully_shard(
-            unit,
-            mesh=mesh,
-            mp_policy=policy,
-            offload_policy=offload_policy or OffloadPolicy(),
-            reshard_after_forward=not is_last if reshard_after_forward is None else reshard_after_forward,
-        )
+    modules = dict(module.named_modules())
+    entries = [
+        name
+        for name, entry in modules.items()
+        if name and _is_container(modules[name.rpartition(".")[0]]) and not _is_container(entry)
+    ]
+    nested = {name.rpartition(".")[0] for name, entry in modules.items() if name and _is_container(entry)}
+    keeping = last_of_each_container(name for name in entries if name.rpartition(".")[0] not in nested)
+    for name in reversed(entries):  # parents come first in named_modules(), so this is inside out
+        reshard = name not in keeping if reshard_after_forward is None else reshard_after_forward
+        shard_unit(modules[name], mesh, policy, offload_policy or OffloadPolicy(), reshard)
 
 
-def _container_entries(module: nn.Module) -> Iterator[tuple[nn.Module, bool]]:
-    """Entries of containers with whether each is the last of a flat one, children before parents."""
-    is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
-    children = list(module.children())
-    flat = not any(isinstance(child, nn.ModuleList | nn.ModuleDict) for child in children)
-    for index, child in enumerate(children):
-        yield from _container_entries(child)
-        if is_container and not isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield child, flat and index == len(children) - 1
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
 
 
 def unshard_fsdp2_model(model: nn.Module) -> AbstractContextManager[nn.Module]:

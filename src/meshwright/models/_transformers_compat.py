@@ -26,7 +26,6 @@ __all__ = [
     "initialize_module",
     "initialized_flag",
     "load_sharded",
-    "save_names",
     "without_torch_init",
 ]
 
@@ -47,12 +46,11 @@ def check() -> None:
     if version < MINIMUM_TRANSFORMERS:
         needed = ".".join(map(str, MINIMUM_TRANSFORMERS))
         found.append(f"transformers {transformers.__version__}: Meshwright needs {needed} or later")
-    for name in ("_init_weights", "_load_pretrained_model", "_finalize_model_loading", "all_tied_weights_keys"):
-        if not hasattr(PreTrainedModel, name) and name != "all_tied_weights_keys":
+    for name in ("_init_weights", "_load_pretrained_model", "_finalize_model_loading", "_no_split_modules"):
+        if not hasattr(PreTrainedModel, name):
             found.append(f"transformers {transformers.__version__} has no PreTrainedModel.{name}")
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: F401
-        from transformers.core_model_loading import revert_weight_conversion  # noqa: F401
         from transformers.initialization import guard_torch_init_functions  # noqa: F401
         from transformers.modeling_utils import LoadStateDictConfig  # noqa: F401
     except ImportError as error:
@@ -156,10 +154,3 @@ def load_sharded(model: "PreTrainedModel", files: Sequence[str], device: "torch.
         mismatched=tuple((name, tuple(ours), tuple(theirs)) for name, ours, theirs in sorted(info.mismatched_keys)),
         errors=tuple(f"{name}: {message}" for name, message in dict(info.conversion_errors).items()),
     )
-
-
-def save_names(model: "PreTrainedModel", state: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-    """A full state dict under the names that the hub knows (experts apart again, prefixes restored)."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return revert_weight_conversion(model, state)

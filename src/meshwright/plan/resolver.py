@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from math import ceil, prod
 
 from torch import nn
@@ -11,7 +10,7 @@ from meshwright.errors import LayoutError, PlanError
 from meshwright.layout import Layout, ModelSizes
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
 from meshwright.plan.sharding_plan import ROOT, ParameterRow, ShardingPlan, UnitRow, itemsize
-from meshwright.plan.spec import ParallelSpec, match_names
+from meshwright.plan.spec import ParallelSpec, generalize, last_of_each_container, match_names
 
 __all__ = ["model_sizes", "resolve"]
 
@@ -63,6 +62,8 @@ def resolve(
             draft.reshard_after_forward = False
     claims = _claim_parameters(spec, model, drafts, problems)
     frozen = _frozen_names(options, [claim.name for claim in claims], problems)
+    if frozen and all(claim.name in frozen or not claim.requires_grad for claim in claims):
+        problems.append(f"freeze={list(options.freeze)}: leaves no parameter to train")
     _assign_sync(drafts, options, problems)
     tp_styles = _styles("tp_styles", spec.tp_styles, claims, problems)
     ep_styles = _styles("ep_styles", spec.ep_styles, claims, problems)
@@ -132,11 +133,9 @@ def _draft_units(spec: ParallelSpec, model: nn.Module, options: ParallelOptions,
 
     for pattern in spec.layers:
         matched = _match("layers", pattern, names, problems)
-        # The container rule: the last entry of each list keeps its parameters, because backward starts there.
-        for _, entries in groupby(matched, key=lambda name: name.rpartition(".")[0]):
-            container = list(entries)
-            for name in container:
-                claim(name, "layer", f"layers pattern {pattern!r}", name != container[-1])
+        last = last_of_each_container(matched)
+        for name in matched:
+            claim(name, "layer", f"layers pattern {pattern!r}", name not in last)
     for rule in spec.units:
         for name in _match("units", rule.pattern, names, problems):
             reshard = True if rule.reshard_after_forward is None else rule.reshard_after_forward
@@ -160,8 +159,6 @@ def _match(where: str, pattern: str, names: Sequence[str], problems: list[str]) 
 
 
 def _examples(names: Iterable[str]) -> str:
-    from meshwright.plan.spec import generalize
-
     return ", ".join(sorted({generalize(name) for name in names if name})[:12])
 
 

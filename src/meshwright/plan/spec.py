@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from meshwright.plan.options import SyncPolicy
 
-__all__ = ["ParallelSpec", "UnitRule", "generalize", "match_names"]
+__all__ = ["ParallelSpec", "UnitRule", "generalize", "last_of_each_container", "match_names"]
 
 
 @lru_cache(maxsize=4096)
@@ -33,6 +33,14 @@ def match_names(pattern: str, names: Iterable[str]) -> list[str]:
 def generalize(name: str) -> str:
     """The pattern of a name: its numeric components as ``*``, as in ``model.layers.*``."""
     return ".".join("*" if component.isdigit() else component for component in name.split("."))
+
+
+def last_of_each_container(names: Iterable[str]) -> set[str]:
+    """The container rule: of the entries of each list (names that differ only in their last component), the last one.
+
+    It keeps its gathered parameters after forward, because backward starts there.
+    """
+    return set({name.rpartition(".")[0]: name for name in names}.values())
 
 
 @dataclass(frozen=True)
