@@ -16,7 +16,7 @@ from meshwright.train.trainer import Trainer
 def main() -> None:
     run = job(variants=("defer", "reduce_each", "reshard_each"))
     config = RunConfig.model_validate(train_config(run.directory, run.output, run.microbatches, run.variant))
-    with process_group(timedelta(minutes=2)) as device:
+    with process_group(timedelta(minutes=2), "cpu") as device:
         setup = make_setup(config, dist.get_world_size())
         trainer = Trainer(setup, TokenStore.open(run.directory / "store"), device)
 

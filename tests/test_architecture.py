@@ -82,7 +82,8 @@ def test_examples_are_legal_configurations(example: Path) -> None:
 def test_importing_the_package_is_light() -> None:
     """Neither transformers nor torch._dynamo at import; the parts come on first use."""
     script = (
-        "import sys, meshwright; heavy = [m for m in ('torch', 'transformers', 'torch._dynamo', 'datasets') if m in sys.modules];"
+        "import sys, meshwright; modules = ('torch', 'transformers', 'torch._dynamo', 'datasets');"
+        "heavy = [m for m in modules if m in sys.modules];"
         "assert not heavy, heavy; import torch, meshwright as mw; mw.Layout, mw.ShardingPlan, mw.resolve, mw.parallelize;"
         "mw.GradSync, mw.clip_grad_norm_, mw.spec_of; assert 'transformers' not in sys.modules"
     )

@@ -35,7 +35,7 @@ from meshwright import GradSync, Layout, ParallelOptions, build_mesh, paralleliz
 from meshwright.distributed.process_group import process_group
 from tests.tiny import batches, make, summed_loss
 torch.backends.cuda.matmul.allow_tf32 = False
-with process_group(timedelta(seconds=60)) as device:
+with process_group(timedelta(seconds=60), "cuda") as device:
     data = [{k: v.to(device) for k, v in batch.items()} for batch in batches(3)]
     for policy in ("defer", "reshard_each", "reduce_each"):
         alone, spec = make("llama"); alone.to(device)

@@ -177,6 +177,13 @@ def test_compiled_layers_compute_the_same() -> None:
     run_ranks(on_rank, 2)
 
 
+def fail_after_one_microbatch(model: nn.Module, sync: GradSync) -> None:
+    for index, batch in sync.microbatches(batches(2)):
+        summed_loss(model, batch).backward()
+        if index == 0:
+            raise KeyError
+
+
 def test_everything_is_resharded_after_a_step_an_evaluation_and_a_failure() -> None:
     def on_rank(rank: int) -> None:
         for policy in SyncPolicy:
@@ -192,10 +199,7 @@ def test_everything_is_resharded_after_a_step_an_evaluation_and_a_failure() -> N
 
             model.zero_grad()
             with pytest.raises(KeyError):
-                for index, batch in sync.microbatches(batches(2)):
-                    summed_loss(model, batch).backward()
-                    if index == 0:
-                        raise KeyError
+                fail_after_one_microbatch(model, sync)
             assert all_sharded(model)
             # The failed step left nothing behind: the next one is as the first.
             model.zero_grad()
@@ -241,7 +245,7 @@ def test_grad_sync_on_a_model_that_is_no_unit_itself() -> None:
         # Without a common root every unit is its own; the policies hold all the same.
         assert counter.counts["reduce_scatter"] == 3 + 3
         assert all_sharded(model)
-        with pytest.raises(PlanError, match="'blocks.9', which is no FSDP unit; units are 'blocks.0'"):
+        with pytest.raises(PlanError, match=r"'blocks\.9', which is no FSDP unit; units are 'blocks\.0'"):
             GradSync(model, {"blocks.9": SyncPolicy.DEFER})
 
     run_ranks(on_rank, 2)
@@ -299,7 +303,7 @@ def test_unshard_context_nests_and_survives_an_exception() -> None:
     run_ranks(on_rank, 2)
 
 
-def Plain_alone() -> nn.Module:  # noqa: N802
+def Plain_alone() -> nn.Module:
     model, _ = make("plain")
     return model
 

@@ -11,7 +11,7 @@ from meshwright.distributed.mesh import build_mesh
 from meshwright.distributed.parallelizer import parallelize
 from meshwright.errors import ModelError
 from meshwright.layout import Layout
-from meshwright.models.init import derive_seed, initialize
+from meshwright.models.init import derive_seed, initialize, initialize_buffers
 from meshwright.plan.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from tests.harness import run_ranks
@@ -123,3 +123,15 @@ def test_what_a_model_forgets_is_named() -> None:
         bare = nn.Sequential(nn.Linear(2, 2), NoReset())
     with pytest.raises(ModelError, match="NoReset holds parameters but has no reset_parameters"):
         initialize(bare, CPU, 0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_buffers_alone_get_their_values_and_nothing_is_drawn(family: str) -> None:
+    model = tiny_model(family, meta=True)
+    state = torch.get_rng_state()
+    initialize_buffers(model, CPU)
+    assert torch.equal(torch.get_rng_state(), state)
+    for (name, mine), expected in zip(model.named_buffers(), tiny_model(family).buffers(), strict=True):
+        assert torch.equal(mine, expected), name
+    if model.config.tie_word_embeddings:
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from meshwright.errors import ConfigError, ModelError
 from meshwright.models import _transformers_compat

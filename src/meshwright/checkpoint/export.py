@@ -1,6 +1,8 @@
 """From a checkpoint to a Hugging Face directory, and text from such a directory."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,9 @@ from meshwright.errors import CheckpointError, ModelError
 
 __all__ = ["export_checkpoint", "generate"]
 
+MARK = ".meshwright-export"
+"""A file in every export, which names its checkpoint. Only a directory that has it is replaced by another export."""
+
 
 def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = None) -> None:
     """Write a checkpoint as a directory that ``AutoModelForCausalLM.from_pretrained`` loads.
@@ -18,8 +23,8 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
     held in memory once, in this process. The directory appears when it is complete; an earlier export in its place goes.
 
     Args:
-        checkpoint: a complete checkpoint of a run.
-        directory: to write; it must be absent, empty, or an earlier export.
+        checkpoint: a complete checkpoint of a run, wherever it was copied to.
+        directory: to write; it must be absent, empty, or an earlier export of this function.
         dtype: of the exported weights; ``None``: as stored.
 
     Raises:
@@ -27,43 +32,56 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
     """
     import torch
 
+    from meshwright.checkpoint.state import model_tensors
     from meshwright.data.tokenizer import load_tokenizer
     from meshwright.models.build import build_on_meta, pretrained_config
     from meshwright.models.config import ModelConfig
-    from meshwright.models.init import initialize
+    from meshwright.models.init import initialize_buffers
 
     meta = read_meta(checkpoint)
-    if directory.exists() and (not directory.is_dir() or (any(directory.iterdir()) and not _is_export(directory))):
-        raise CheckpointError(f"{directory}: exists and is no Hugging Face directory; choose another")
+    if directory.exists() and (not directory.is_dir() or (any(directory.iterdir()) and not (directory / MARK).is_file())):
+        raise CheckpointError(f"{directory}: holds something that is no export of Meshwright; choose another directory")
     check_writable(directory.parent)
-    tokenizer_directory = checkpoint.parent.parent / "tokenizer"
-    tokenizer = load_tokenizer(tokenizer_directory)
     config = ModelConfig.model_validate(meta["config"]["model"])
-    special = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    model = build_on_meta(config, pretrained_config(config, {"vocab_size": len(tokenizer), **special}))
-    initialize(model, torch.device("cpu"), seed=0)  # computed buffers; the parameters are overwritten
-    from meshwright.checkpoint.state import model_tensors
-
+    tokenizer = load_tokenizer(checkpoint / "tokenizer", config.trust_remote_code)
+    if not config.trust_remote_code:  # what was trained, whatever has become of model.path
+        config = config.model_copy(update={"path": None, "config": meta["model_config"]})
+    model = build_on_meta(config, pretrained_config(config, strict=False))
+    initialize_buffers(model, torch.device("cpu"))
     storage.read(checkpoint, model_tensors(model))
     if dtype is not None:
         model = model.to(getattr(torch, dtype))
     model.config.use_cache = True
-    temporary = directory.with_name(f".{directory.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary, replaced = (directory.with_name(f".{directory.name}.{kind}") for kind in ("tmp", "old"))
     try:
-        model.save_pretrained(temporary)
+        for left in (temporary, replaced):
+            shutil.rmtree(left, ignore_errors=True)
+        with _without_progress_bars():
+            model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
+        (temporary / MARK).write_text(f"{checkpoint.resolve()}\n")
         if directory.exists():
-            shutil.rmtree(directory)
+            directory.rename(replaced)
         temporary.rename(directory)
     except OSError as error:
         raise CheckpointError(f"{directory}: not written: {error}") from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for left in (temporary, replaced):
+            shutil.rmtree(left, ignore_errors=True)
 
 
-def _is_export(directory: Path) -> bool:
-    return (directory / "config.json").is_file()
+@contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Inside, transformers draws none on stderr."""
+    from transformers.utils import logging
+
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()
 
 
 def generate(
@@ -73,6 +91,7 @@ def generate(
     temperature: float = 0.8,
     top_p: float = 1.0,
     seed: int = 0,
+    trust_remote_code: bool = False,
 ) -> str:
     """Continue a prompt with the model of a Hugging Face directory.
 
@@ -83,6 +102,7 @@ def generate(
         temperature: 0 takes the likeliest token each time.
         top_p: nucleus of the distribution to sample from.
         seed: of sampling.
+        trust_remote_code: run model code that comes with the directory.
 
     Returns:
         The continuation, without the prompt.
@@ -96,8 +116,9 @@ def generate(
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory}: holds no model (no config.json)")
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        with _without_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelError(f"{directory}: {str(error).splitlines()[0]}") from error
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

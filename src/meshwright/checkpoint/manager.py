@@ -2,7 +2,7 @@
 
 checkpoints/
   step-00000100/        complete
-    meta.json           step, layout, names and shapes, configuration, loader
+    meta.json           step, layout, parameters, configuration, the model's config, loader; tokenizer/
     .metadata, *.distcp tensors (DCP)
   step-00000200.tmp/    being written, or left by a crash: never read, removed at the next start
 """
@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,26 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
     return meta
 
 
-def check_same_model(checkpoint: Path, expected: Mapping[str, tuple[int, ...]], limit: int = 12) -> None:
+COSMETIC = {
+    "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "return_dict",
+    "output_hidden_states", "output_attentions", "attn_implementation", "_attn_implementation",
+    "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop",
+}  # fmt: skip
+"""Keys of a model's config that change no parameter's meaning."""
+
+
+def check_same_model(
+    checkpoint: Path,
+    expected: Mapping[str, tuple[int, ...]],
+    model_config: Mapping[str, Any] | None = None,
+    limit: int = 12,
+) -> None:
     """Refuse a checkpoint of another model.
 
     Args:
         checkpoint: a complete checkpoint.
         expected: name to global shape of every parameter of the model.
+        model_config: the model's config as plain values: equal shapes may have other heads, or other positions.
         limit: names listed of each kind of difference.
 
     Raises:
@@ -84,8 +99,16 @@ def check_same_model(checkpoint: Path, expected: Mapping[str, tuple[int, ...]], 
         for name, shape in expected.items()
         if name in held and held[name] != shape
     ]
+    held_config, given = read_meta(checkpoint).get("model_config"), model_config
+    settings = []
+    if held_config is not None and given is not None:
+        settings = [
+            f"{key}: {held_config.get(key)!r} in the checkpoint, {given.get(key)!r} in the model"
+            for key in sorted((held_config.keys() | given.keys()) - COSMETIC)
+            if held_config.get(key) != given.get(key)
+        ]
     found = []
-    for kind in (absent, excess, shapes):
+    for kind in (absent, excess, shapes, settings):
         found += kind[:limit] + ([f"... and {len(kind) - limit} more like these"] if len(kind) > limit else [])
     if found:
         raise CheckpointError("\n  ".join([f"{checkpoint} is of another model; nothing was read or overwritten:", *found]))
@@ -123,11 +146,12 @@ class CheckpointManager:
         directory: where they are.
         keep: complete ones to keep; ``None``: all.
         asynchronous: write in the background.
+        attached: directory that is copied into each checkpoint (the tokenizer).
     """
 
-    def __init__(self, directory: Path, keep: int | None = 2, asynchronous: bool = False) -> None:
-        self.directory, self.keep, self.asynchronous = directory, keep, asynchronous
-        self._pending: tuple[Any, Path, dict[str, Any]] | None = None
+    def __init__(self, directory: Path, keep: int | None = 2, asynchronous: bool = False, attached: Path | None = None) -> None:
+        self.directory, self.keep, self.asynchronous, self.attached = directory, keep, asynchronous, attached
+        self._pending: tuple[Future[None], Path] | None = None
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._group = None
         if asynchronous and dist.is_initialized():
@@ -139,7 +163,7 @@ class CheckpointManager:
         _barrier()
 
     def save(self, step: int, tensors: dict[str, torch.Tensor], meta: Mapping[str, Any]) -> Path:
-        """Save a checkpoint; with ``asynchronous`` it is complete after the next :meth:`save` or :meth:`finish`.
+        """Save a checkpoint. With ``asynchronous`` this returns before it is complete, and it completes by itself.
 
         Args:
             step: optimizer steps done.
@@ -154,50 +178,78 @@ class CheckpointManager:
         temporary = final.with_suffix(".tmp")
         content = {"format": FORMAT, "step": step, **meta}
         if self.asynchronous:
-            future = storage.write_in_background(temporary, tensors, self._group)
-            self._pending = (future, temporary, content)
+            written = storage.write_in_background(temporary, tensors, self._group)
+            self._pending = (self._commit_when_written(written, temporary, content), temporary)
             return final
         storage.write(temporary, tensors)
-        self._commit(temporary, content)
-        return final
-
-    def finish(self) -> None:
-        """Wait for a save in the background, and complete it.
-
-        Raises:
-            CheckpointError: if it failed.
-        """
-        if self._pending is None:
-            return
-        future, temporary, content = self._pending
-        self._pending = None
-        try:
-            future.result()
-        except (Exception, CheckpointException) as error:  # whatever the thread met is why there is no checkpoint
-            raise CheckpointError(f"{temporary}: not written: {storage.reason(error)}") from error
-        self._commit(temporary, content)
-
-    def _commit(self, temporary: Path, content: Mapping[str, Any]) -> None:
-        """Rank 0 makes a written checkpoint complete and drops the oldest; the others wait."""
         failure = ""
         if self._rank == 0:
             try:
-                final = temporary.with_suffix("")
-                with open(temporary / "meta.json", "w") as file:
-                    json.dump(content, file, indent=1)
-                    file.flush()
-                    os.fsync(file.fileno())
-                if final.exists():
-                    _remove(final)
-                temporary.rename(final)
-                _fsync_directory(self.directory)
-                if self.keep is not None:
-                    for old in _complete(self.directory)[: -self.keep]:
-                        _remove(old)
+                self._commit(temporary, content)
             except OSError as error:
                 failure = f"{temporary}: not completed: {error}"
-        if _agree(failure):
-            raise CheckpointError(failure or f"{temporary}: rank 0 could not complete it")
+        self._raise_everywhere(failure, temporary)
+        return final
+
+    def _commit_when_written(self, written: Future[Any], temporary: Path, content: Mapping[str, Any]) -> Future[None]:
+        """A future that is done when a checkpoint is complete. DCP is done on rank 0 when it is on all ranks."""
+        complete: Future[None] = Future()
+
+        def commit(done: Future[Any]) -> None:
+            try:
+                done.result()
+                if self._rank == 0:
+                    self._commit(temporary, content)
+                complete.set_result(None)
+            except BaseException as error:  # handed on to whoever waits
+                complete.set_exception(error)
+
+        written.add_done_callback(commit)
+        return complete
+
+    def finish(self) -> None:
+        """Wait until a save in the background is complete.
+
+        Raises:
+            CheckpointError: on all ranks, if it failed on one.
+        """
+        if self._pending is None:
+            return
+        complete, temporary = self._pending
+        self._pending = None
+        failure = ""
+        try:
+            complete.result()
+        except (Exception, CheckpointException) as error:  # whatever the thread met is why there is no checkpoint
+            failure = f"{temporary}: not written: {storage.reason(error)}"
+        self._raise_everywhere(failure, temporary)
+
+    def _commit(self, temporary: Path, content: Mapping[str, Any]) -> None:
+        """On rank 0: make a written checkpoint complete, and drop the oldest."""
+        final = temporary.with_suffix("")
+        if self.attached is not None:
+            shutil.copytree(self.attached, temporary / self.attached.name, dirs_exist_ok=True)
+        with open(temporary / "meta.json", "w") as file:
+            json.dump(content, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        if final.exists():
+            _remove(final)
+        temporary.rename(final)
+        _fsync_directory(self.directory)
+        if self.keep is not None:
+            for old in _complete(self.directory)[: -self.keep]:
+                _remove(old)
+
+    def _raise_everywhere(self, failure: str, temporary: Path) -> None:
+        """Raise on all ranks if one failed."""
+        failures = [failure]
+        if dist.is_initialized():
+            failures = [""] * dist.get_world_size()
+            dist.all_gather_object(failures, failure)
+        told = [text for text in failures if text]
+        if told:
+            raise CheckpointError(failure or told[0])
 
 
 def _remove(checkpoint: Path) -> None:
@@ -218,12 +270,3 @@ def _fsync_directory(path: Path) -> None:
 def _barrier() -> None:
     if dist.is_initialized():
         dist.barrier()
-
-
-def _agree(failure: str) -> bool:
-    """Whether rank 0 failed, known to all."""
-    if not dist.is_initialized():
-        return bool(failure)
-    flag = [bool(failure)]
-    dist.broadcast_object_list(flag, src=0)
-    return flag[0]

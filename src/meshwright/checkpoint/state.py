@@ -4,11 +4,8 @@ Names do not depend on the layout: ``model.NAME``, ``optimizer.NAME.KEY``, ``rng
 writes each element once and reads what each rank needs.
 """
 
-from typing import Any
-
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 __all__ = ["initialize_optimizer", "model_tensors", "optimizer_tensors", "rng_tensors", "set_rng"]
 
@@ -33,9 +30,10 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def initialize_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer that never stepped allocate its state, so that a checkpoint can be read into it.
+    """Give every trained parameter of an optimizer that never stepped its initial state: zeros, as Adam's kin have it.
 
-    One step with zero gradients and a zero learning rate changes no parameter; the state it leaves is overwritten.
+    So a checkpoint holds the state of every trained parameter, also of one that no gradient has reached yet, and can be
+    read into any optimizer. It takes one step with zero gradients and a zero learning rate, which changes no parameter.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -47,24 +45,22 @@ def initialize_optimizer(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
 
 
-def rng_tensors(rank: int) -> dict[str, torch.Tensor]:
+def rng_tensors(rank: int, device: torch.device) -> dict[str, torch.Tensor]:
     """The state of this rank's generators (dropout draws from them)."""
     found = {f"rng.{rank}.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        found[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
+    if device.type == "cuda":
+        found[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state(device)
     return found
 
 
-def set_rng(tensors: dict[str, torch.Tensor], rank: int) -> None:
+def set_rng(tensors: dict[str, torch.Tensor], rank: int, device: torch.device) -> None:
     """Put this rank's generators back to where :func:`rng_tensors` found them."""
     torch.set_rng_state(tensors[f"rng.{rank}.cpu"].cpu())
-    if f"rng.{rank}.cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors[f"rng.{rank}.cuda"].cpu())
-
-
-def shape_and_dtype(tensor: torch.Tensor) -> dict[str, Any]:
-    """Global shape and dtype, as plain values."""
-    shape = tensor.shape if not isinstance(tensor, DTensor) else tensor.size()
-    return {"shape": list(shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(tensors[f"rng.{rank}.cuda"].cpu(), device)

@@ -190,9 +190,6 @@ def main() -> None:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
     except Exception as error:
         if debug:
             raise

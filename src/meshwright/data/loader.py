@@ -61,7 +61,7 @@ def _collate(sequences: list[dict[str, Integers]]) -> Batch:
 
 
 class TrainLoader:
-    """Microbatches of one data rank, as a function of the optimizer step.
+    """Microbatches of one data rank, as a function of the optimizer step. It keeps no position of its own.
 
     Args:
         store: tokenized documents.
@@ -75,7 +75,6 @@ class TrainLoader:
         shuffle: reshuffle documents and sequences each epoch.
 
     Attributes:
-        step: the step that :meth:`next_step` gives next.
         accumulation: microbatches in a step.
 
     Raises:
@@ -103,7 +102,6 @@ class TrainLoader:
         self.data_rank, self.data_ranks = data_rank, data_ranks
         self.seed, self.shuffle = seed, shuffle
         self.accumulation = global_batch_size // (microbatch_size * data_ranks)
-        self.step = 0
         self._epochs: dict[int, SequenceDataset] = {}
         self._starts = [0]  # the global number of each epoch's first sequence, as far as known
         self._dataset(0)
@@ -121,20 +119,14 @@ class TrainLoader:
             _collate([self._sequence(number) for number in range(at, at + size)]) for at in range(begin, begin + share, size)
         ]
 
-    def next_step(self) -> list[Batch]:
-        """Microbatches of the current step; moves on to the next."""
-        batches = self.microbatches(self.step)
-        self.step += 1
-        return batches
-
     def epoch(self, step: int) -> int:
         """Epoch of the first sequence of a step, counted from 0."""
         return self._locate(step * self.global_batch_size)[0]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the loader is, and what it reads. The same on every rank and layout."""
+    def state_dict(self, next_step: int) -> dict[str, Any]:
+        """Where a run is in its data, and what the data are. The same on every rank and layout."""
         return {
-            "next_step": self.step,
+            "next_step": next_step,
             "seed": self.seed,
             "fingerprint": self.store.fingerprint,
             "global_batch_size": self.global_batch_size,
@@ -143,14 +135,14 @@ class TrainLoader:
             "shuffle": self.shuffle,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another loader of the same data stopped, whatever its ranks and microbatches were.
+    def check_state(self, state: dict[str, Any]) -> int:
+        """The step to go on with, where another loader of the same data stopped, whatever its ranks and microbatches were.
 
         Raises:
             CheckpointError: the state is of other data, another order or another batch size: resuming would repeat some
                 sequences and skip others.
         """
-        mine = self.state_dict()
+        mine = self.state_dict(0)
         missing = [key for key in mine if key not in state]
         if missing:
             raise CheckpointError(f"state of the data loader lacks {', '.join(missing)}")
@@ -161,7 +153,7 @@ class TrainLoader:
         ]
         if problems:
             raise CheckpointError(problems)
-        self.step = int(state["next_step"])
+        return int(state["next_step"])
 
     def _sequence(self, number: int) -> dict[str, Integers]:
         epoch, local = self._locate(number)

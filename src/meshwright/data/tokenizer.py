@@ -109,6 +109,8 @@ def train_tokenizer(
     )
     backend.train_from_iterator(texts, trainer)
     trained = backend.get_vocab_size()
+    if trained != vocab_size and trained == smallest and not at_most:
+        raise DataError("the documents hold no text to train a tokenizer on")
     if trained != vocab_size and not at_most:
         raise DataError(
             f"tokenizer.vocab_size={vocab_size}: the corpus is too small, it gives {trained} tokens; "

@@ -15,23 +15,27 @@ __all__ = ["adopt_slurm", "distributed_environment", "process_group"]
 
 
 def distributed_environment() -> bool:
-    """Whether something else (torchrun, or Slurm's srun) started this process as one of several."""
+    """Whether something else (torchrun, or Slurm's srun) started this process as one of several.
+
+    A batch script of Slurm that was not started by srun is one process, however many tasks the job has.
+    """
     torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    return torchrun or (int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ)
+    return torchrun or int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
 
 
 def adopt_slurm() -> None:
-    """Set torch's variables from Slurm's, where torchrun did not set them.
+    """Set torch's variables from those of Slurm's step, where torchrun did not set them.
 
     Raises:
-        ConfigError: if the node list cannot be read.
+        ConfigError: if the node list is not there.
     """
-    if "RANK" in os.environ or "SLURM_PROCID" not in os.environ:
+    if "RANK" in os.environ or "SLURM_STEP_NUM_TASKS" not in os.environ:
         return
     os.environ["RANK"] = os.environ["SLURM_PROCID"]
-    os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"]
+    os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
     os.environ["LOCAL_RANK"] = os.environ.get("SLURM_LOCALID", "0")
-    os.environ.setdefault("MASTER_ADDR", _first_host(os.environ.get("SLURM_JOB_NODELIST", "")))
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
+    os.environ.setdefault("MASTER_ADDR", _first_host(nodes))
     # Jobs that share a node need ports of their own; all tasks of one job derive the same.
     os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000))
 
@@ -39,7 +43,7 @@ def adopt_slurm() -> None:
 def _first_host(node_list: str) -> str:
     """The first name of a Slurm node list such as ``gpu[017-020,031],login1``."""
     if not node_list:
-        raise ConfigError("SLURM_JOB_NODELIST is not set; set MASTER_ADDR to the host of rank 0")
+        raise ConfigError("SLURM_STEP_NODELIST is not set; set MASTER_ADDR to the host of rank 0")
     match = re.match(r"([^\[,]+)(?:\[([0-9]+))?([^\[,\]]*)", node_list)
     assert match is not None
     name, number, _ = match.groups()
@@ -47,26 +51,30 @@ def _first_host(node_list: str) -> str:
 
 
 @contextmanager
-def process_group(timeout: timedelta) -> Iterator[torch.device]:
+def process_group(timeout: timedelta, kind: str) -> Iterator[torch.device]:
     """The default process group of this worker, and its device.
 
     NCCL for tensors on GPUs and gloo for those on the CPU, or gloo alone. Without torch's variables: a group of one.
 
     Args:
         timeout: how long a collective waits for other ranks.
+        kind: ``cpu`` or ``cuda``.
     """
     adopt_slurm()
-    on_gpu = torch.cuda.is_available()
     device = torch.device("cpu")
-    if on_gpu:
+    if kind == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
         yield device
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        # Ending NCCL's groups waits for collectives in flight, which a failed rank's peers never finish.
+        if kind == "cpu":
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()

@@ -19,12 +19,15 @@ if TYPE_CHECKING:
 __all__ = ["build_on_meta", "check_files", "materialize", "pretrained_config", "weight_files"]
 
 
-def pretrained_config(config: ModelConfig, defaults: Mapping[str, Any] | None = None) -> "PretrainedConfig":
+def pretrained_config(
+    config: ModelConfig, defaults: Mapping[str, Any] | None = None, *, strict: bool = True
+) -> "PretrainedConfig":
     """The config of transformers that a ModelConfig means.
 
     Args:
         config: from the run's configuration.
         defaults: values for keys that a new model's config leaves out (vocabulary and special tokens of the tokenizer).
+        strict: refuse keys that the family does not know; a config that transformers wrote has some of those.
 
     Raises:
         ConfigError: an unknown model type or key, or values that the family refuses.
@@ -45,7 +48,7 @@ def pretrained_config(config: ModelConfig, defaults: Mapping[str, Any] | None = 
     legal = _legal_keys(CONFIG_MAPPING[kind])
     problems = []
     for key in values:
-        if legal and key not in legal:
+        if strict and legal and key not in legal:
             near = difflib.get_close_matches(key, sorted(legal), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             problems.append(f"model.config.{key}: unknown key of {kind!r}{hint}")
@@ -55,7 +58,7 @@ def pretrained_config(config: ModelConfig, defaults: Mapping[str, Any] | None = 
     try:
         return AutoConfig.for_model(kind, **filled, **values)
     except Exception as error:  # families check their own values with exceptions of many kinds
-        raise ConfigError(f"model.config: {kind!r} refuses it: {error}") from error
+        raise ConfigError(f"model.config: {kind!r} refuses it: {' '.join(str(error).split())}") from error
 
 
 def _load_config(config: ModelConfig) -> "PretrainedConfig":
@@ -121,7 +124,10 @@ def weight_files(config: ModelConfig) -> list[Path]:
             raise ModelError(f"model.path={config.path!r}: {str(error).splitlines()[0]}") from error
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{index}: not an index of safetensors: {type(error).__name__}: {error}") from error
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise ModelError(f"{folder}: the index names files that are missing: {', '.join(missing)}")
@@ -188,4 +194,4 @@ def materialize(
     found += list(report.errors)
     found += [f"{name}: in the files, but the model has no such parameter" for name in report.unexpected]
     if found:
-        raise ModelError([f"model.path={config.path!r} does not fit {type(model).__name__}:", *found])
+        raise ModelError("\n  ".join([f"model.path={config.path!r} does not fit {type(model).__name__}:", *found]))

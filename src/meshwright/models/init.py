@@ -9,7 +9,7 @@ Peak memory on a rank: its shards and one unit (layer, or what is outside the la
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -18,13 +18,33 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from meshwright.errors import ModelError
 from meshwright.models import _transformers_compat as compat
 
-__all__ = ["derive_seed", "initialize"]
+__all__ = ["derive_seed", "initialize", "initialize_buffers"]
 
 
 def derive_seed(*parts: object) -> int:
     """A 63-bit seed that depends on all parts, the same on every machine."""
     digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
+
+
+def initialize_buffers(model: nn.Module, device: torch.device) -> None:
+    """Materialise a meta model and give its buffers their computed values; its parameters are left to be read.
+
+    For a model of transformers.
+
+    Raises:
+        ModelError: names the buffers that the model leaves without a value.
+    """
+    _to_empty(model, device)
+    _poison(model.buffers())
+    names = {module: name for name, module in model.named_modules()}
+    for parameter in model.parameters():
+        compat.initialized_flag(parameter)  # so that nothing is drawn
+    with torch.no_grad(), compat.without_torch_init():
+        for module, owner in _in_order(model, model, names, set()):
+            if hasattr(owner, "_init_weights") and any(True for _ in module.buffers(recurse=False)):
+                compat.initialize_module(owner, module)
+    _check_written(model, model.named_buffers())
 
 
 def initialize(model: nn.Module, device: torch.device, seed: int, units: tuple[str, ...] = ()) -> None:
@@ -41,7 +61,7 @@ def initialize(model: nn.Module, device: torch.device, seed: int, units: tuple[s
         ModelError: names the parameters and buffers that the model leaves without a value.
     """
     _to_empty(model, device)
-    _poison(model)
+    _poison((*model.parameters(), *model.buffers()))
     names = {module: name for name, module in model.named_modules()}
     inner = set(units)
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -52,7 +72,7 @@ def initialize(model: nn.Module, device: torch.device, seed: int, units: tuple[s
                 for module, owner in _in_order(unit, _owner(model, name), names, inner - {name}):
                     torch.manual_seed(derive_seed(seed, names[module]))
                     _initialize_module(module, owner, done)
-    _check_written(model)
+    _check_written(model, (*model.named_parameters(), *model.named_buffers()))
 
 
 def _to_empty(model: nn.Module, device: torch.device) -> None:
@@ -138,10 +158,10 @@ class _Whole:
                 sharded.to_local().copy_(local.to_local())
 
 
-def _poison(model: nn.Module) -> None:
+def _poison(tensors: Iterable[torch.Tensor]) -> None:
     """Fill everything with NaN (or the lowest integer), so that what initialisation forgets is found."""
     with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if local.dtype == torch.bool:
                 continue
@@ -149,9 +169,9 @@ def _poison(model: nn.Module) -> None:
             local.fill_(low)
 
 
-def _check_written(model: nn.Module) -> None:
+def _check_written(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     left = []
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if local.numel() == 0 or local.dtype == torch.bool:
             continue

@@ -7,10 +7,10 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from meshwright.data.config import DataConfig, TokenizerConfig
 from meshwright.errors import ConfigError
@@ -24,7 +24,17 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as PyYAML reads it, but 1e-5 is a number: in `model.config` no schema is there to convert it."""
+    """YAML 1.1 as PyYAML reads it, but 1e-5 is a number (in `model.config` no schema is there to convert it), and a key that
+    stands twice is an error.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Refuse a key that stands twice: PyYAML would drop the first without a word."""
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -100,11 +110,14 @@ class ParallelConfig(_Section):
         return ParallelOptions(**{**values, "freeze": tuple(self.freeze)}, sync_budget=budget, microbatches=microbatches)
 
 
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerConfig(_Section):
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101)."""
 
     lr: float = Field(default=3e-4, gt=0, description="Peak learning rate.")
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="Decay of the two moments.")
+    betas: tuple[_Decay, _Decay] = Field(default=(0.9, 0.95), description="Decay of the two moments.")
     eps: float = Field(default=1e-8, gt=0, description="Added to the denominator.")
     weight_decay: float = Field(
         default=0.1, ge=0, description="Decoupled weight decay of matrices; vectors (norms, biases) are never decayed."
@@ -162,6 +175,9 @@ class LaunchConfig(_Section):
     """Local worker processes, where neither torchrun nor Slurm started some."""
 
     nproc: int | None = Field(default=None, ge=1, description="Processes; null: one for each GPU, or one.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="'auto': GPUs if there is one for every process of this machine, otherwise the CPU."
+    )
     port: int = Field(default=0, ge=0, le=65535, description="Port of the rendezvous; 0: any that is free.")
     timeout_minutes: float = Field(default=10.0, gt=0, description="How long a collective may wait for other ranks.")
 
@@ -190,6 +206,24 @@ class RunConfig(_Section):
     launch: LaunchConfig = Field(default=LaunchConfig(), description="Local worker processes.")
     export: bool = Field(default=False, description="Write the final model as a Hugging Face directory, export/.")
     sample: SampleConfig = Field(default=SampleConfig(), description="What the exported model is asked at the end.")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        found = []
+        if self.schedule.warmup_steps >= self.training.steps:
+            found.append(
+                f"schedule.warmup_steps={self.schedule.warmup_steps}: must be below training.steps={self.training.steps}, or "
+                "the peak learning rate is never reached"
+            )
+        if self.training.eval_every and not self.data.held_out and not self.data.eval_files:
+            found.append(
+                f"training.eval_every={self.training.eval_every}: nothing is held out (data.eval_fraction, eval_files)"
+            )
+        if self.sample.prompts and not self.export:
+            found.append("sample.prompts: are asked of the exported model; set export: true, or leave them out")
+        if found:
+            raise ValueError("; ".join(found))
+        return self
 
     def to_yaml(self) -> str:
         """The complete configuration; loading it gives an equal one."""
@@ -220,6 +254,9 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: must be a mapping of sections, found {type(content).__name__}")
     problems = []
+    for name, field in RunConfig.model_fields.items():
+        if hasattr(field.annotation, "model_fields") and content.get(name, ...) is None:
+            content[name] = {}  # a section whose lines are all commented out
     for override in overrides:
         problem = _apply(content, override)
         if problem:

@@ -15,17 +15,38 @@ from typing import Any
 from rich.console import Console
 
 from meshwright import errors
-from meshwright.errors import ConfigError, MeshwrightError, WorkerError
+from meshwright.errors import ConfigError, MeshwrightError, NonFiniteError, WorkerError
 from meshwright.train.config import RunConfig
 
-__all__ = ["launch", "local_processes"]
+__all__ = ["device_kind", "launch", "local_processes"]
+
+MONITOR_SECONDS = 0.1
+"""Between two looks of the launcher at its workers."""
 
 
 def local_processes(config: RunConfig) -> int:
     """Workers to start on this machine: as configured, or one for each GPU, or one."""
+    return config.launch.nproc or (1 if config.launch.device == "cpu" else max(1, _gpus()))
+
+
+def device_kind(config: RunConfig, processes: int) -> str:
+    """``cuda`` or ``cpu`` for the workers of this machine.
+
+    Raises:
+        ConfigError: GPUs are asked for and there are fewer than processes.
+    """
+    wish, gpus = config.launch.device, _gpus()
+    if wish == "cuda" and gpus < processes:
+        raise ConfigError(
+            f"launch.device=cuda: {processes} processes and {gpus} GPUs on this machine; legal launch.nproc: 1 to {gpus}"
+        )
+    return "cuda" if wish != "cpu" and gpus >= processes else "cpu"
+
+
+def _gpus() -> int:
     import torch
 
-    return config.launch.nproc or max(1, torch.cuda.device_count())
+    return torch.cuda.device_count()
 
 
 def launch(config: RunConfig, *, debug: bool = False) -> None:
@@ -40,25 +61,40 @@ def launch(config: RunConfig, *, debug: bool = False) -> None:
     """
     from meshwright.distributed.process_group import distributed_environment
     from meshwright.plan.explain import explain
-    from meshwright.train.prepare import prepare_run
+    from meshwright.train.prepare import checkpoint_to_resume, locked, prepare_run
 
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
     if distributed_environment():
         from meshwright.train.worker import run_worker
 
-        _as_one_of_many(lambda: run_worker(config), debug)
+        local = _local_world_size(config)
+        _as_one_of_many(lambda: run_worker(config, device_kind(config, local)), debug)
         return
     processes = local_processes(config)
+    kind = device_kind(config, processes)
     _check_port(config.launch.port)
-    setup, _, store = prepare_run(config, processes)
-    Console().print(explain(setup.plan, parameters=False))
-    if processes == 1:
-        from meshwright.train.worker import run_worker
+    with locked(config):
+        setup, _, store = prepare_run(config, processes)
+        Console().print(explain(setup.plan, parameters=False))
+        prepared = (str(store.directory), checkpoint_to_resume(config))
+        del setup, store
+        if processes == 1:
+            from meshwright.train.worker import run_worker
 
-        run_worker(config, str(store.directory))
-        return
-    del setup
-    _launch_local(config, processes, str(store.directory), debug)
+            run_worker(config, kind, prepared)
+        else:
+            _launch_local(config, processes, kind, prepared, debug)
+
+
+def _local_world_size(config: RunConfig) -> int:
+    """Workers that another launcher started on this machine.
+
+    Raises:
+        ConfigError: if the configuration asks for another number.
+    """
+    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or config.launch.nproc or 1
+    if config.launch.nproc is not None and int(local) != config.launch.nproc:
+        raise ConfigError(f"launch.nproc={config.launch.nproc}: the launcher started {local} processes here; leave it out")
+    return int(local)
 
 
 def _check_port(port: int) -> None:
@@ -76,21 +112,26 @@ def _check_port(port: int) -> None:
 
 def _as_one_of_many(work: Any, debug: bool) -> None:
     """Run as a worker of another launcher: the error of this rank goes to the terminal with its rank."""
+    from meshwright.train.worker import leave_to_rank_0
+
     try:
         work()
     except MeshwrightError as error:
-        # All ranks raise the same for what concerns all; one is enough to say it.
-        if os.environ.get("RANK", "0") == "0" or len(error.problems) == 0:
+        rank = os.environ.get("RANK", "0")
+        if rank == "0":
             raise
-        raise type(error)([f"rank {os.environ['RANK']}: {line}" for line in error.problems]) from error
+        if isinstance(error, NonFiniteError):  # seen by all ranks alike, and rank 0 says it
+            leave_to_rank_0(error)
+        raise type(error)([f"rank {rank}: {line}" for line in error.problems]) from error
     except Exception as error:
         if debug:
             raise
         raise WorkerError(f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {error}") from error
 
 
-def _launch_local(config: RunConfig, processes: int, store: str, debug: bool) -> None:
+def _launch_local(config: RunConfig, processes: int, kind: str, prepared: tuple[str, Path | None], debug: bool) -> None:
     import torch
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -101,9 +142,9 @@ def _launch_local(config: RunConfig, processes: int, store: str, debug: bool) ->
             "torch.distributed.elastic.multiprocessing",
         ):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    on_gpu = torch.cuda.device_count() > 0
-    if not on_gpu:
-        import torch._dynamo
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
+    if kind == "cpu":
+        import torch._dynamo  # noqa: F401 (FSDP's hooks need it; every forked worker has it then)
 
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     with tempfile.TemporaryDirectory(prefix="meshwright-") as reports:
@@ -115,29 +156,34 @@ def _launch_local(config: RunConfig, processes: int, store: str, debug: bool) ->
             rdzv_backend="c10d",
             rdzv_endpoint=f"localhost:{config.launch.port}",
             max_restarts=0,
-            monitor_interval=0.1,
+            monitor_interval=MONITOR_SECONDS,
             # Forked workers start with everything imported. CUDA does not survive a fork, so with GPUs they start afresh.
-            start_method="spawn" if on_gpu else "fork",
+            start_method="fork" if kind == "cpu" else "spawn",
             local_addr="localhost",
         )
         try:
-            elastic_launch(settings, _worker_entry)(config, store, reports, debug)
+            elastic_launch(settings, _worker_entry)(config, kind, prepared, reports, debug)
         except ChildFailedError as error:
             raise _first_failure(Path(reports), error) from None
+        except SignalException as error:
+            if error.sigval is signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise WorkerError(f"ended by {error.sigval.name}") from None
 
 
-def _worker_entry(config: RunConfig, store: str, reports: str, debug: bool) -> None:
+def _worker_entry(config: RunConfig, kind: str, prepared: tuple[str, Path | None], reports: str, debug: bool) -> None:
     """What a local worker runs. A failure is written down for the launcher, which speaks for all."""
     # The launcher's own handlers came along in the fork; a worker that waits in a collective has to die at once.
+    # torch also has SIGINT sent to it when the launcher dies.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     import torch
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     from meshwright.train.worker import run_worker
 
     try:
-        run_worker(config, store)
+        run_worker(config, kind, prepared)
     except BaseException as error:
         problems = list(error.problems) if isinstance(error, MeshwrightError) else [f"{type(error).__name__}: {error}"]
         report = {
@@ -151,6 +197,8 @@ def _worker_entry(config: RunConfig, store: str, reports: str, debug: bool) -> N
         path.with_suffix(".tmp").rename(path)
         if debug:
             traceback.print_exc()
+        # If a peer was killed, this is only its echo: the launcher, which sees one dead worker at a time, is to see the peer.
+        time.sleep(10 * MONITOR_SECONDS)
         os._exit(1)  # peers may wait in a collective; nothing here is worth waiting for
 
 

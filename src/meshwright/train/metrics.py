@@ -2,10 +2,12 @@
 
 import json
 import math
+import os
 import sys
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -13,6 +15,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from meshwright.plan.explain import human_bytes
 from meshwright.train.config import RunConfig
 from meshwright.train.setup import Paths
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Jsonl", "Recorder", "memory_in_use"]
 
@@ -29,18 +34,18 @@ class Sink(Protocol):
         """Flush and end."""
 
 
-def memory_in_use() -> int:
-    """Bytes: the peak of the GPU's allocator, or the resident memory of this process."""
+def memory_in_use(device: "torch.device") -> int:
+    """Bytes: the peak of the GPU's allocator, or the resident memory of this process (0 where Linux does not tell it)."""
     import torch
 
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    pages = int(Path("/proc/self/statm").read_text().split()[1]) if Path("/proc/self/statm").exists() else 0
-    return pages * 4096
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
 class Jsonl:
-    """A line a step. A run that resumes drops the lines after its checkpoint, which it is about to repeat."""
+    """A line for every step that is logged. A run that resumes drops those after its checkpoint: it is about to repeat them."""
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         kept = []
@@ -49,7 +54,7 @@ class Jsonl:
                 try:
                     if json.loads(line)["step"] <= resumed_step:
                         kept.append(line)
-                except (ValueError, KeyError):
+                except (ValueError, KeyError, TypeError):
                     continue  # cut off by a crash
         path.write_text("".join(f"{line}\n" for line in kept))
         self.file = path.open("a")
@@ -83,7 +88,12 @@ class _Wandb:
     def __init__(self, project: str, config: RunConfig) -> None:
         import wandb
 
-        self.run = wandb.init(project=project, dir=config.output, config=config.model_dump(mode="json"), resume="allow")
+        # The run's own name there, so that a run that resumes goes on in the same place.
+        name = Path(config.output).expanduser() / "wandb-id"
+        if not name.exists():
+            name.write_text(uuid.uuid4().hex[:12])
+        settings = config.model_dump(mode="json")
+        self.run = wandb.init(project=project, id=name.read_text(), dir=config.output, config=settings, resume="allow")
 
     def write(self, step: int, values: Values) -> None:
         self.run.log(dict(values), step=step)

@@ -3,15 +3,18 @@
 The launcher does it before it starts workers; under torchrun or Slurm rank 0 does.
 """
 
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.checkpoint.manager import check_same_model, check_writable, latest, read_meta
 from meshwright.distributed.parallelizer import check_supported
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError
-from meshwright.plan.price import totals
-from meshwright.train.config import RunConfig
-from meshwright.train.setup import Paths, RunSetup, make_setup, together
+from meshwright.plan.sharding_plan import itemsize
+from meshwright.train.config import RunConfig, load_config
+from meshwright.train.setup import Paths, RunSetup, make_setup, plain_config, together
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from meshwright.data.loader import TrainLoader
     from meshwright.data.store import TokenStore
 
-__all__ = ["checkpoint_to_resume", "load_run_tokenizer", "prepare_run"]
+__all__ = ["checkpoint_to_resume", "load_run_tokenizer", "locked", "prepare_run"]
 
 
 def checkpoint_to_resume(config: RunConfig) -> Path | None:
@@ -65,8 +68,9 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
     # Before the tokenizer: layout, model and plan need only the size of its vocabulary, and are quicker to check.
     draft = _checked_draft(config, world_size)
     paths = Paths(config.directory)
-    check_writable(paths.root, _checkpoint_bytes(draft, config))
+    check_writable(paths.root)
     resume = checkpoint_to_resume(config)
+    check_writable(paths.root, _checkpoint_bytes(draft, config, resume))
     if resume is not None:
         check_same_model(resume, {row.name: row.shape for row in draft.plan.parameters})
     elif config.model.path is not None:
@@ -79,8 +83,10 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
     if store.index.train_documents == 0:
         raise DataError("data: no documents left to train on")
     if resume is not None:
-        # The loader's own check, here rather than on every rank.
-        _loader(config, store).load_state_dict(read_meta(resume)["loader"])
+        # The checks of every rank, here before there are any.
+        shapes = {row.name: row.shape for row in setup.plan.parameters}
+        check_same_model(resume, shapes, plain_config(setup.model))
+        _loader(config, store).check_state(read_meta(resume)["loader"])
     paths.config.write_text(config.to_yaml())
     return setup, tokenizer, store
 
@@ -113,7 +119,7 @@ def load_run_tokenizer(config: RunConfig) -> "PreTrainedTokenizerBase":
     """The tokenizer that :func:`prepare_run` saved with the run."""
     from meshwright.data.tokenizer import load_tokenizer
 
-    return load_tokenizer(Paths(config.directory).tokenizer)
+    return load_tokenizer(Paths(config.directory).tokenizer, config.model.trust_remote_code)
 
 
 def _tokenizer(config: RunConfig, paths: Paths) -> "PreTrainedTokenizerBase":
@@ -122,6 +128,7 @@ def _tokenizer(config: RunConfig, paths: Paths) -> "PreTrainedTokenizerBase":
 
     resuming = latest(paths.checkpoints) is not None
     if resuming and (paths.tokenizer / "tokenizer_config.json").is_file():
+        _refuse_another_tokenizer(config, paths)
         return load_run_tokenizer(config)
     default = (config.model.config or {}).get("vocab_size")
     return build_tokenizer(
@@ -132,6 +139,37 @@ def _tokenizer(config: RunConfig, paths: Paths) -> "PreTrainedTokenizerBase":
         trust_remote_code=config.model.trust_remote_code,
         cache_dir=paths.tokens / "datasets-cache",
     )
+
+
+def _refuse_another_tokenizer(config: RunConfig, paths: Paths) -> None:
+    """A run that resumes goes on with its own tokenizer, so it must not be asked for another."""
+    if not paths.config.is_file():
+        return
+    earlier = load_config(paths.config).tokenizer
+    if earlier != config.tokenizer:
+        raise CheckpointError(
+            f"tokenizer: the run in {config.output} began with {earlier.model_dump(exclude_none=True)}, and is asked to go on "
+            f"with {config.tokenizer.model_dump(exclude_none=True)}; choose another output"
+        )
+
+
+@contextmanager
+def locked(config: RunConfig) -> Iterator[None]:
+    """Inside, the output directory belongs to this run; workers forked from here hold it too.
+
+    Raises:
+        CheckpointError: another run has it.
+    """
+    directory = config.directory
+    check_writable(directory)
+    with open(directory / ".lock", "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"output={config.output}: another run is writing there; wait, or choose another") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
 
 
 def _loader(config: RunConfig, store: "TokenStore") -> "TrainLoader":
@@ -148,19 +186,14 @@ def _loader(config: RunConfig, store: "TokenStore") -> "TrainLoader":
     )
 
 
-def _checkpoint_bytes(setup: RunSetup, config: RunConfig) -> int:
-    """Bytes that the checkpoints of a run take at most: those kept, and the one being written."""
-    whole = sum(
-        row.numel * row.bytes_per_rank // max(1, _numel(row.local_shape)) * (3 if row.trainable else 1)
-        for row in setup.plan.parameters
-    )
-    saves = 1 if config.checkpoint.every == 0 else -(-config.training.steps // config.checkpoint.every)
-    held = saves if config.checkpoint.keep is None else min(saves, config.checkpoint.keep + 1)
-    return whole * held + (totals(setup.plan).parameters * 4 if config.export else 0)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+def _checkpoint_bytes(setup: RunSetup, config: RunConfig, resume: Path | None) -> int:
+    """Bytes that the checkpoints of a run will take beyond those that are there: those kept, and the one being written."""
+    stored = [row.numel * itemsize(row.dtype) * (3 if row.trainable else 1) for row in setup.plan.parameters]
+    done = read_meta(resume)["step"] if resume is not None else 0
+    left = max(0, config.training.steps - done)
+    saves = min(left, 1) if config.checkpoint.every == 0 else -(-left // config.checkpoint.every)
+    if config.checkpoint.keep is not None:
+        there = len(list(Paths(config.directory).checkpoints.glob("step-*[0-9]")))
+        saves = min(saves, config.checkpoint.keep + 1 - min(there, config.checkpoint.keep))
+    exported = sum(row.numel * itemsize(row.dtype) for row in setup.plan.parameters) if config.export else 0
+    return sum(stored) * saves + exported

@@ -3,6 +3,7 @@
 ``plan``, ``train`` and every worker take this one road, so they cannot differ.
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 from meshwright.errors import ConfigError, LayoutError, MeshwrightError
 from meshwright.layout import Layout
 from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.plan.spec import ParallelSpec
 from meshwright.train.config import RunConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Paths", "RunSetup", "make_setup", "microbatches_per_step", "together"]
+__all__ = ["Paths", "RunSetup", "make_setup", "microbatches_per_step", "plain_config", "together"]
 
 
 @dataclass(frozen=True)
@@ -68,12 +70,14 @@ class RunSetup:
         config: the configuration.
         layout: resolved sizes.
         model: on the meta device.
+        spec: what it declares of itself.
         plan: what every rank will hold and send.
     """
 
     config: RunConfig
     layout: Layout
     model: "PreTrainedModel"
+    spec: ParallelSpec
     plan: ShardingPlan
 
     @property
@@ -129,7 +133,7 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
     if problems:
         raise together(problems)
     plan = resolve(spec, model, layout, config.parallel.options(microbatches))
-    return RunSetup(config, layout, model, plan)
+    return RunSetup(config, layout, model, spec, plan)
 
 
 def _vocabulary(config: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
@@ -137,9 +141,17 @@ def _vocabulary(config: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") 
     if tokenizer is not None:
         special = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         return {"vocab_size": len(tokenizer), **special}
+    if config.model.config is not None and "vocab_size" in config.model.config:
+        return {}
+    if config.tokenizer.path is not None:
+        from meshwright.data.tokenizer import load_tokenizer
+
+        return _vocabulary(config, load_tokenizer(config.tokenizer.path, config.model.trust_remote_code))
     if config.tokenizer.vocab_size is not None:
         # The ids that a tokenizer trained here gives its special tokens; the plan depends on none of them.
         return {"vocab_size": config.tokenizer.vocab_size, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    if config.model.config is not None:
+        raise ConfigError("model.config.vocab_size: is required where neither tokenizer.path nor tokenizer.vocab_size says it")
     return {}
 
 
@@ -165,6 +177,11 @@ def _vocabulary_problems(config: RunConfig, model: "PreTrainedModel", tokens: in
             f"legal is {tokens} or more, or another tokenizer"
         )
     ]
+
+
+def plain_config(model: "PreTrainedModel") -> dict[str, Any]:
+    """A model's config as plain values that JSON keeps."""
+    return json.loads(model.config.to_json_string(use_diff=False))
 
 
 def together(problems: list[MeshwrightError]) -> MeshwrightError:

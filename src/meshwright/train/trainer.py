@@ -20,11 +20,13 @@ from meshwright.distributed.mesh import ParallelMesh, build_mesh
 from meshwright.distributed.parallelizer import parallelize
 from meshwright.errors import CheckpointError, NonFiniteError
 from meshwright.models.build import materialize
-from meshwright.models.init import derive_seed
+from meshwright.models.init import derive_seed, initialize_buffers
+from meshwright.plan.resolver import model_sizes
+from meshwright.train.boundaries import check_boundaries
 from meshwright.train.loss import count_tokens, forward_logits, token_loss_sum
 from meshwright.train.metrics import Recorder, memory_in_use
 from meshwright.train.optimizer import build_optimizer, learning_rate, set_learning_rate
-from meshwright.train.setup import RunSetup
+from meshwright.train.setup import RunSetup, plain_config
 
 __all__ = ["Trainer"]
 
@@ -62,13 +64,11 @@ class Trainer:
         if resume is None:
             materialize(setup.model, self.config.model, shards_on, training.seed, setup.plan.layers)
         else:
-            # The checkpoint holds every parameter; drawing them only gives buffers their values.
-            from meshwright.models.init import initialize
-
-            initialize(self.model, shards_on, training.seed, setup.plan.layers)
+            initialize_buffers(self.model, shards_on)
         move_buffers(self.model, device)
         self.model.train()
         self.optimizer = build_optimizer(self.model, self.config.optimizer)
+        state.initialize_optimizer(self.optimizer)
         self.sync = GradSync.from_plan(self.model, setup.plan)
 
         data_rank, data_ranks = self.mesh.rank("dp"), setup.layout.size("dp")
@@ -87,8 +87,15 @@ class Trainer:
         if store.index.eval_documents:
             held_out = SequenceDataset(store, "eval", data.sequence_length, data.packing, shuffle=False)
             self.evaluation = EvalLoader(held_out, training.microbatch_size, data_rank, data_ranks, training.eval_sequences)
+        if data.packing == "pack":
+            with self.sync.forward_only():
+                dense = not model_sizes(setup.spec, setup.model).experts
+                check_boundaries(setup.model, device, training.microbatch_size, data.sequence_length, exact=dense)
         self.checkpoints = CheckpointManager(
-            setup.paths.checkpoints, self.config.checkpoint.keep, self.config.checkpoint.asynchronous
+            setup.paths.checkpoints,
+            self.config.checkpoint.keep,
+            self.config.checkpoint.asynchronous,
+            attached=setup.paths.tokenizer,
         )
         torch.manual_seed(derive_seed(training.seed, "dropout", data_rank))
         if resume is not None:
@@ -139,7 +146,7 @@ class Trainer:
             summed += loss.detach()
         norm = clip_grad_norm_(self.model.parameters(), self.config.training.clip_norm)
         loss_value, norm_value, token_count = torch.stack(
-            [self.mesh.sum(summed).double(), norm.double(), tokens.double()]
+            [self.mesh.sum(summed).double(), norm.to(self.device).double(), tokens.double()]
         ).tolist()
         skipped = not (math.isfinite(loss_value) and math.isfinite(norm_value))
         if skipped:
@@ -147,22 +154,22 @@ class Trainer:
         else:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.loader.step = self.step + 1
         seconds = time.perf_counter() - begun
-        sequences = self.config.training.global_batch_size
         return {
             "loss": loss_value,
             "gradient_norm": norm_value,
             "learning_rate": rate,
             "tokens": int(token_count),
-            "tokens_per_second": sequences * self.config.data.sequence_length / seconds,
+            "tokens_per_second": token_count / seconds,
             "step_seconds": seconds,
             "epoch": self.loader.epoch(self.step),
-            "memory_bytes": memory_in_use(),
+            "memory_bytes": memory_in_use(self.device),
             "skipped": int(skipped),
         }
 
     def _to_device(self, batch: Batch) -> Batch:
+        if self.device.type == "cuda":
+            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
     def _not_finite(self, batches: list[Batch], loss: float, norm: float) -> None:
@@ -193,10 +200,10 @@ class Trainer:
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.model.eval()
         with self.sync.forward_only():
-            for batch in self.evaluation:
-                batch = self._to_device(batch)
+            for on_host in self.evaluation:
+                total[1] += count_tokens([on_host])
+                batch = self._to_device(on_host)
                 total[0] += token_loss_sum(forward_logits(self.model, batch), batch["labels"])
-                total[1] += count_tokens([batch])
         self.model.train()
         self.mesh.sum(total)
         loss = float(total[0] / total[1].clamp(min=1))
@@ -215,16 +222,17 @@ class Trainer:
 
     def save(self) -> Path:
         """Save everything that resuming needs."""
-        tensors = {**self._tensors(), **state.rng_tensors(self.rank)}
+        tensors = {**self._tensors(), **state.rng_tensors(self.rank, self.device)}
         meta = {
             "world_size": dist.get_world_size(),
             "layout": str(self.setup.layout),
             "parameters": [row.name for row in self.setup.plan.parameters],
-            "loader": self.loader.state_dict(),
+            "loader": self.loader.state_dict(self.step),
+            "model_config": plain_config(self.setup.model),
             "config": self.config.model_dump(mode="json"),
         }
         path = self.checkpoints.save(self.step, tensors, meta)
-        self.recorder.say(f"checkpoint {path}")
+        self.recorder.say(f"checkpoint {path}" + (" is being written" if self.config.checkpoint.asynchronous else ""))
         return path
 
     def load(self, checkpoint: Path) -> None:
@@ -233,20 +241,21 @@ class Trainer:
         Raises:
             CheckpointError: a checkpoint of another model, optimizer or data; nothing was changed then.
         """
-        check_same_model(checkpoint, {row.name: row.shape for row in self.setup.plan.parameters})
+        shapes = {row.name: row.shape for row in self.setup.plan.parameters}
+        check_same_model(checkpoint, shapes, plain_config(self.setup.model))
         meta, held = read_meta(checkpoint), storage.contents(checkpoint)
-        self.loader.load_state_dict(meta["loader"])
-        state.initialize_optimizer(self.optimizer)
+        self.loader.check_state(meta["loader"])
         tensors = self._tensors()
         if missing := sorted(tensors.keys() - held.keys()):
             shown = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
             raise CheckpointError(f"{checkpoint}: holds no {shown}; other parameters were trained then (parallel.freeze)")
-        same_ranks = meta["world_size"] == dist.get_world_size()
+        generators = state.rng_tensors(self.rank, self.device)
+        same_ranks = meta["world_size"] == dist.get_world_size() and generators.keys() <= held.keys()
         if same_ranks:
-            tensors.update(state.rng_tensors(self.rank))
+            tensors.update(generators)
         storage.read(checkpoint, tensors)
         if same_ranks:
-            state.set_rng(tensors, self.rank)
+            state.set_rng(tensors, self.rank, self.device)
         else:
             # Other ranks, other streams: each starts one of its own, which does not repeat what was drawn before.
             torch.manual_seed(derive_seed(self.config.training.seed, "dropout", self.mesh.rank("dp"), meta["step"]))

@@ -1,0 +1,178 @@
+"""Resuming: as if nothing had happened, on the same and on other numbers of ranks, saved in the background or not."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.checkpoint import storage
+from meshwright.errors import CheckpointError
+from meshwright.train.config import RunConfig
+from meshwright.train.prepare import checkpoint_to_resume, prepare_run
+from meshwright.train.setup import Paths
+from tests.train.runs import GPT2_WITH_DROPOUT, checkpoints, eval_losses, losses, rows, tiny_run, train
+
+Tiny = Callable[..., RunConfig]
+EVERY = ("checkpoint.every=3", "checkpoint.keep=null", "training.eval_every=2")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> RunConfig:
+    """An uninterrupted run on two ranks, with checkpoints at steps 3 and 6."""
+    config = tiny_run(tmp_path_factory.mktemp("llama"), corpus, *EVERY)
+    train(config, 2)
+    return config
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> RunConfig:
+    """The same with a model whose dropout draws random numbers in every step."""
+    config = tiny_run(tmp_path_factory.mktemp("gpt2"), corpus, GPT2_WITH_DROPOUT, *EVERY)
+    train(config, 2)
+    return config
+
+
+def cut_off(run: RunConfig, tiny: Tiny, *overrides: str) -> RunConfig:
+    """A copy of a finished run as if it had been killed at step 4: metrics on, checkpoint of step 3 the last."""
+    copy = tiny(*overrides)
+    shutil.copytree(run.directory, copy.directory)
+    shutil.rmtree(Paths(copy.directory).checkpoints / "step-00000006")
+    lines = Paths(copy.directory).metrics.read_text().splitlines(keepends=True)
+    kept = [line for line, row in zip(lines, rows(run), strict=True) if row["step"] <= 4]
+    Paths(copy.directory).metrics.write_text("".join(kept) + lines[-1][:20])  # the last line was cut off
+    return copy
+
+
+def tensors(config: RunConfig, step: int) -> dict[str, torch.Tensor]:
+    """Everything that a checkpoint holds, whole."""
+    directory = Paths(config.directory).checkpoints / f"step-{step:08d}"
+    found = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in storage.contents(directory).items()
+    }
+    storage.read(directory, found)
+    return found
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+def test_same_ranks_continue_exactly(gpt2: RunConfig, tiny: Tiny) -> None:
+    copy = cut_off(gpt2, tiny, GPT2_WITH_DROPOUT, *EVERY)
+    assert train(copy, 2) == losses(gpt2)
+    assert eval_losses(copy) == eval_losses(gpt2)
+    assert_equal(tensors(copy, 6), tensors(gpt2, 6))
+    # Had the generators not been put back, the losses would not be these.
+    drawn = {name: value for name, value in tensors(gpt2, 3).items() if name.startswith("rng.")}
+    assert len(drawn) == 2
+    assert not torch.equal(drawn["rng.0.cpu"], drawn["rng.1.cpu"])
+
+
+def test_metrics_have_each_step_once_after_resuming(llama: RunConfig, tiny: Tiny) -> None:
+    copy = cut_off(llama, tiny, *EVERY)
+    train(copy, 2)
+    assert [row["step"] for row in rows(copy) if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows(copy) if "eval/loss" in row] == [0, 2, 4, 6]
+    train(copy, 2)  # nothing is left to do, and nothing is added
+    assert [row["step"] for row in rows(copy)] == [row["step"] for row in rows(llama)]
+    assert checkpoints(copy) == ["step-00000003", "step-00000006"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        (1, ()),
+        (4, ("layout.dp_replicate=2",)),
+        (2, ("layout.dp_replicate=2",)),
+        (4, ("training.microbatch_size=1", "parallel.sync=reduce_each")),
+        (2, ("parallel.cpu_offload=true",)),
+    ],
+)
+def test_other_layouts_continue_to_rounding(llama: RunConfig, tiny: Tiny, ranks: int, overrides: tuple[str, ...]) -> None:
+    copy = cut_off(llama, tiny, *EVERY, *overrides)
+    assert train(copy, ranks) == pytest.approx(losses(llama), rel=1e-5)
+    assert [row["step"] for row in rows(copy) if "loss" in row] == [1, 2, 3, 4, 5, 6]
+
+
+def test_from_one_rank_to_two(llama: RunConfig, tiny: Tiny) -> None:
+    alone = tiny(*EVERY, name="alone")
+    train(alone, 1)
+    directory = Path(alone.output).parent.with_name("two")
+    directory.mkdir()
+    copy = tiny(*EVERY, name="two")
+    shutil.copytree(alone.directory, copy.directory)
+    shutil.rmtree(Paths(copy.directory).checkpoints / "step-00000006")
+    assert train(copy, 2) == pytest.approx(losses(llama), rel=1e-5)
+
+
+def test_resume_from_a_path_leaves_the_other_run_alone(llama: RunConfig, tiny: Tiny) -> None:
+    start = Paths(llama.directory).checkpoints / "step-00000003"
+    before = sorted(str(path) for path in llama.directory.rglob("*"))
+    branch = tiny(*EVERY, f"checkpoint.resume={start}")
+    assert train(branch, 2) == losses(llama)[3:]
+    assert checkpoints(branch) == ["step-00000006"]
+    assert sorted(str(path) for path in llama.directory.rglob("*")) == before
+
+
+def test_resume_never_and_from_before_what_is_there(llama: RunConfig, tiny: Tiny) -> None:
+    def refused(wish: Any) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint_to_resume(tiny(f"checkpoint.resume={wish}", f"output={llama.output}"))
+        return str(caught.value)
+
+    assert "checkpoint.resume=never" in refused("never")
+    assert "step-00000006" in refused("never")
+    start = Paths(llama.directory).checkpoints / "step-00000003"
+    assert "holds the later step-00000006" in refused(start)
+    assert "not a complete checkpoint" in refused(llama.directory / "nowhere")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_background_saving_writes_the_same_checkpoints(tiny: Tiny, ranks: int) -> None:
+    overrides = ("checkpoint.every=1", "checkpoint.keep=null", "training.steps=4")
+    plain = tiny(*overrides, name="plain")
+    background = tiny(*overrides, "checkpoint.asynchronous=true", name="background")
+    assert train(background, ranks) == train(plain, ranks)
+    assert checkpoints(background) == checkpoints(plain) == [f"step-0000000{step}" for step in range(1, 5)]
+    for step in range(1, 5):
+        assert_equal(tensors(background, step), tensors(plain, step))
+    assert not torch.equal(tensors(plain, 1)["model.model.norm.weight"], tensors(plain, 2)["model.model.norm.weight"])
+
+
+def test_keep_and_leftovers(tiny: Tiny) -> None:
+    config = tiny("checkpoint.every=1", "checkpoint.keep=2")
+    left = Paths(config.directory).checkpoints / "step-00000009.tmp"
+    left.mkdir(parents=True)
+    (left / "meta.json").write_text("{}")  # however complete it looks
+    assert checkpoint_to_resume(config) is None
+    train(config, 2)
+    assert checkpoints(config) == ["step-00000005", "step-00000006"]
+
+
+def test_last_step_is_saved_though_no_interval_ends_there(tiny: Tiny) -> None:
+    config = tiny("checkpoint.every=4", "checkpoint.keep=null")
+    train(config)
+    assert checkpoints(config) == ["step-00000004", "step-00000006"]
+
+
+def test_more_steps_than_the_finished_run(llama: RunConfig, tiny: Tiny) -> None:
+    longer = tiny(*EVERY, "training.steps=8", "schedule.kind=constant", name="longer")
+    shutil.copytree(llama.directory, longer.directory)
+    found = train(longer, 2)
+    assert found[:6] == losses(llama)
+    assert len(found) == 8
+
+
+def test_other_data_or_order_is_refused(llama: RunConfig, tiny: Tiny) -> None:
+    for override, part in (
+        ("data.eval_fraction=0.2", "fingerprint"),
+        ("training.seed=1", "seed"),
+        ("training.global_batch_size=4", "global_batch_size=8, this run has global_batch_size=4"),
+        ("data.packing=pad", "packing"),
+    ):
+        with pytest.raises(CheckpointError, match=part):
+            prepare_run(tiny(*EVERY, override, f"output={llama.output}"), 2)

@@ -1,0 +1,183 @@
+"""Bad input: one clear message that names the knob, an exit code, no traceback unless asked for, nothing started."""
+
+import importlib.util
+import json
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.cli.conftest import Outcome
+from tests.tiny import tiny_model
+from tests.train.runs import LLAMA
+
+Meshwright = Callable[..., Outcome]
+
+
+def check(found: Outcome, *parts: str, messages: int = 1, code: int = 2) -> None:
+    """The command failed with so many messages, and each part is in one of them."""
+    assert found.code == code, found
+    assert found.error.startswith("error: "), found.error
+    assert found.error.count("error: ") == messages, found.error
+    assert "Traceback" not in found.error + found.out
+    for part in parts:
+        assert part in found.error, found.error
+
+
+def wrong(meshwright: Meshwright, *arguments: object, parts: tuple[str, ...], messages: int = 1, code: int = 2) -> None:
+    """Fails as it should, also with --debug, which adds the traceback."""
+    check(meshwright(*arguments), *parts, messages=messages, code=code)
+    found = meshwright(*arguments, "--debug")
+    assert found.code == code
+    assert "Traceback (most recent call last)" in found.error
+    for part in parts:
+        assert part in found.error
+
+
+@pytest.mark.parametrize("verb", ["train", "plan"])
+def test_world_size_that_does_not_factor(meshwright: Meshwright, config: str, verb: str) -> None:
+    ranks = ("--nproc", 8) if verb == "train" else ("--world-size", 8)
+    parts = ("world size 8: dp_shard=3 = 3, which is not the world size", "dp_shard=3: ", "legal is 8")
+    wrong(meshwright, verb, config, "layout.dp_shard=3", *ranks, parts=parts, messages=2)
+    parts = ("dp_replicate=3: with the other sizes and 8 ranks, legal is 1, 2, 4, 8",)
+    wrong(meshwright, verb, config, "layout.dp_replicate=3", *ranks, parts=parts, messages=2)
+
+
+@pytest.mark.parametrize("verb", ["train", "plan"])
+def test_heads_that_do_not_divide(meshwright: Meshwright, config: str, verb: str) -> None:
+    ranks = ("--nproc", 3) if verb == "train" else ("--world-size", 3)
+    sizes = ("model.config.num_attention_heads=8", "model.config.num_key_value_heads=8")
+    parts = ("tp=3: 8 attention heads are divisible by 1, 2, 4, 8", "tp=3: 8 key/value heads are divisible by 1, 2, 4, 8")
+    wrong(meshwright, verb, config, "layout.tp=3", *sizes, *ranks, parts=parts, messages=2)
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp", "cp"])
+def test_axes_that_are_planned_but_not_carried_out(meshwright: Meshwright, config: str, axis: str) -> None:
+    part = f"{axis}=2: "
+    wrong(meshwright, "train", config, f"layout.{axis}=2", "--nproc", 2, parts=(part, "is planned but not carried out"))
+    found = meshwright("plan", config, f"layout.{axis}=2", "--world-size", 2)
+    assert found.code == 0
+    assert f"2 ranks ({axis}=2)" in found.out
+
+
+def test_batch_that_the_ranks_do_not_divide(meshwright: Meshwright, config: str) -> None:
+    parts = ("global_batch_size=8 is no multiple of microbatch_size=3 x 2 data ranks = 6; nearest legal: 6 or 12",)
+    wrong(meshwright, "train", config, "training.microbatch_size=3", "--nproc", 2, parts=parts)
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("layout.dp_replicat=2", ("layout.dp_replicat: unknown key", "did you mean 'layout.dp_replicate'?")),
+        ("training.steps=soon", ("training.steps='soon'", "integer")),
+        ("checkpoint.resume=/nowhere", ("/nowhere: not a complete checkpoint",)),
+        ("model.config.model_type=lama", ("model.config.model_type='lama'", "llama")),
+        ("model.config.hiden_size=8", ("model.config.hiden_size: unknown key", "did you mean 'hidden_size'?")),
+        ("model.config.hidden_size=big", ("model.config: 'llama' refuses it", "hidden_size")),
+        ("parallel.freeze=['lm_heads.*']", ("freeze pattern 'lm_heads.*' matches no parameter", "lm_head.weight")),
+        ("parallel.sync_units={'model.layer.*': defer}", ("model.layer.*", "matches no")),
+        ("data.files=['/nowhere.jsonl']", ("data.files: '/nowhere.jsonl': no such file",)),
+        ("data.files=['/nowhere/*.txt']", ("data.files: '/nowhere/*.txt': glob matches no file",)),
+        ("data.long_documents=error", ("tokens, more than data.sequence_length=32", "data.long_documents is 'error'")),
+        (
+            "data.sequence_length=65",
+            ("data.sequence_length=65: model.config has max_position_embeddings=64; legal is 2 to 64",),
+        ),
+        ("model.config.vocab_size=200", ("model.config.vocab_size=200: the tokenizer has 300 tokens", "300 or more")),
+        ("tokenizer.vocab_size=20000", ("tokenizer.vocab_size=20000: the corpus is too small",)),
+        ("tokenizer.path=/nowhere", ("tokenizer.path",)),
+    ],
+)
+def test_one_wrong_value(meshwright: Meshwright, config: str, override: str, parts: tuple[str, ...]) -> None:
+    if override.startswith("tokenizer.path"):
+        override = "tokenizer={path: /nowhere}"
+    wrong(meshwright, "train", config, override, parts=parts)
+    assert not (Path(config).parent / "out" / "metrics.jsonl").exists()
+
+
+def test_all_that_is_wrong_at_once(meshwright: Meshwright, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layout, data and extras do not hide each other."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "mlflow" else find(name, *rest))
+    found = meshwright("train", config, "layout.dp_shard=5", "data.files=['/nowhere.txt']", "metrics.mlflow=mine")
+    check(found, "dp_shard=5", "/nowhere.txt", "metrics.mlflow='mine': needs `pip install 'meshwright[mlflow]'`", messages=4)
+
+
+def test_missing_file(meshwright: Meshwright, tmp_path: Path) -> None:
+    for verb in ("train", "plan"):
+        wrong(meshwright, verb, tmp_path / "none.yaml", parts=("none.yaml: no such file",))
+    wrong(meshwright, "export", tmp_path / "none", tmp_path / "to", parts=("none: no such directory",))
+    wrong(meshwright, "generate", tmp_path / "none", "text", parts=("none: holds no model (no config.json)",))
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        ("", "empty.jsonl' is empty"),
+        ("\n\n", "empty.jsonl'"),
+        ('{"text": ""}\n{"text": ""}\n', "hold no text to train a tokenizer on"),
+    ],
+    ids=["no bytes", "no rows", "no text"],
+)
+def test_empty_data_set(meshwright: Meshwright, config: str, tmp_path: Path, content: str, part: str) -> None:
+    (tmp_path / "empty.jsonl").write_text(content)
+    wrong(meshwright, "train", config, f"data.files=['{tmp_path / 'empty.jsonl'}']", parts=(part,))
+
+
+def test_checkpoint_of_another_model(meshwright: Meshwright, config: str) -> None:
+    assert meshwright("train", config, "training.steps=1").code == 0
+    held = Path(config).parent / "out"
+    before = {path: path.stat().st_mtime_ns for path in held.rglob("*")}
+    parts = ("step-00000001 is of another model", "model.embed_tokens.weight: (300, 32) in the checkpoint, (300, 40)")
+    changed = f"model.config={json.dumps({**LLAMA, 'hidden_size': 40})}"
+    found = meshwright("train", config, changed)
+    check(found, *parts, "... and 9 more like these")
+    assert {path: path.stat().st_mtime_ns for path in held.rglob("*")} == before
+
+
+def test_truncated_safetensors(meshwright: Meshwright, config: str, tmp_path: Path) -> None:
+    tiny_model(vocab_size=300).save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    assert load_file(file)
+    file.write_bytes(file.read_bytes()[:-100])
+    parts = (f"{file}: truncated or not safetensors",)
+    wrong(meshwright, "train", config, f"model={{path: '{tmp_path / 'model'}'}}", parts=parts)
+
+
+def test_output_that_cannot_be_written(meshwright: Meshwright, config: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for output in (tmp_path / "file" / "below", tmp_path / "file"):
+        wrong(meshwright, "train", config, f"output={output}", parts=(f"{output}: cannot be written",))
+
+
+def test_full_disk(meshwright: Meshwright, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100_000))
+    parts = ("out: checkpoints need 0.00 GiB and 0.00 GiB are free",)
+    wrong(meshwright, "train", config, parts=parts)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2_000_000))
+    assert meshwright("train", config, "training.steps=1").code == 0
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_port_in_use(meshwright: Meshwright, config: str, taken_port: int) -> None:
+    parts = (f"launch.port={taken_port}: address already in use", "or 0 for any that is free")
+    wrong(meshwright, "train", config, f"launch.port={taken_port}", "--nproc", 2, parts=parts)
+
+
+def test_usage(meshwright: Meshwright, config: str) -> None:
+    for arguments in (("trian",), ("train",), ("train", config, "--nproc", "0"), ("plan", config, "--worldsize", "2")):
+        found = meshwright(*arguments)
+        assert found.code == 2
+        assert "Traceback" not in found.error
+        assert found.error

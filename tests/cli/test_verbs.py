@@ -1,0 +1,101 @@
+"""The verbs one after the other: print the configuration, train, export, generate; help, doctor."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from meshwright.train.config import load_config
+from tests.cli.conftest import Outcome
+from tests.train.runs import losses
+
+Meshwright = Callable[..., Outcome]
+
+
+def succeeds(found: Outcome) -> str:
+    assert (found.code, found.error) == (0, ""), found
+    return found.out
+
+
+@pytest.mark.parametrize("verb", ["train", "plan"])
+def test_printed_configuration_is_complete_and_starts_nothing(meshwright: Meshwright, config: str, verb: str) -> None:
+    overrides = ("optimizer.lr=1e-4", "layout.dp_replicate=2", "data.eval_fraction=null")
+    out = succeeds(meshwright(verb, config, *overrides, "--print-config"))
+    printed = Path(config).with_name("printed.yaml")
+    printed.write_text(out)
+    assert load_config(printed) == load_config(config, overrides)
+    assert not Path(load_config(config).output).exists()
+
+
+def test_printed_configuration_reproduces_the_run(meshwright: Meshwright, config: str, tmp_path: Path) -> None:
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(succeeds(meshwright("train", config, "training.seed=5", "--nproc", 2, "--print-config")))
+    succeeds(meshwright("train", config, "training.seed=5", "--nproc", 2))
+    succeeds(meshwright("train", printed, f"output={tmp_path / 'again'}"))  # --nproc is in it
+    again = load_config(printed, [f"output={tmp_path / 'again'}"])
+    assert losses(again) == losses(load_config(config))
+    # and so does the one that the run keeps
+    kept = load_config(Path(load_config(config).output, "config.yaml"))
+    assert kept == load_config(printed)
+
+
+def test_train_export_generate(meshwright: Meshwright, config: str, tmp_path: Path) -> None:
+    out = succeeds(meshwright("train", config, "--nproc", 2, "checkpoint.every=3", "export=true", "sample.prompts=[abc, def]"))
+    run = Path(load_config(config).output)
+    sampled = out.splitlines()[-2:]
+    assert [line[:3] for line in sampled] == ["abc", "def"]
+
+    # A run means its newest checkpoint; a checkpoint means itself.
+    assert succeeds(meshwright("export", run, tmp_path / "newest")) == f"{run}/checkpoints/step-00000006 -> {tmp_path}/newest\n"
+    succeeds(meshwright("export", run / "checkpoints" / "step-00000003", tmp_path / "third", "--dtype", "bfloat16"))
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (run / "export", tmp_path / "newest")]
+    assert weights[0] == weights[1]
+    assert json.loads((tmp_path / "third" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "third").num_parameters() > 0
+
+    ask = ("generate", tmp_path / "newest", "abc", "--temperature", 0, "--max-new-tokens", 48)
+    assert succeeds(meshwright(*ask)) == sampled[0] + "\n"
+    assert succeeds(meshwright(*ask, "--seed", 3)) == sampled[0] + "\n"
+    warm = {succeeds(meshwright(*ask[:3], "--temperature", 2, "--seed", seed)) for seed in (1, 1, 2)}
+    assert len(warm) == 2
+
+
+def test_export_refusals(meshwright: Meshwright, config: str, tmp_path: Path) -> None:
+    succeeds(meshwright("train", config, "training.steps=1"))
+    run = load_config(config).output
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("")
+    for arguments, part in (
+        ((run, tmp_path / "mine"), "mine: holds something that is no export of Meshwright"),
+        ((tmp_path / "mine", tmp_path / "to"), "mine: neither a complete checkpoint nor a run that has one"),
+        ((run, tmp_path / "to", "--dtype", "int4"), "--dtype=int4: legal are float32, bfloat16, float16"),
+    ):
+        found = meshwright("export", *arguments)
+        assert found.code == 2
+        assert found.error.startswith("error: ")
+        assert found.error.count("\n") == 1
+        assert part in found.error
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+    assert not (tmp_path / "to").exists()
+
+
+def test_finished_run_is_left_as_it_is(meshwright: Meshwright, config: str) -> None:
+    succeeds(meshwright("train", config))
+    before = Path(load_config(config).output, "metrics.jsonl").read_text()
+    assert "nothing to train: step 6 of 6 is done" in succeeds(meshwright("train", config))
+    assert Path(load_config(config).output, "metrics.jsonl").read_text() == before
+
+
+def test_help_names_every_verb(meshwright: Meshwright) -> None:
+    out = succeeds(meshwright("--help"))
+    for verb in ("plan", "train", "export", "generate", "doctor"):
+        assert verb in out
+        assert "--debug" in succeeds(meshwright(verb, "--help"))
+
+
+def test_doctor(meshwright: Meshwright) -> None:
+    facts = json.loads(succeeds(meshwright("doctor", "--json")))
+    assert {"meshwright", "torch", "transformers", "python", "cpus", "gpus"} <= facts.keys()
+    assert "all private names that Meshwright uses are there" in succeeds(meshwright("doctor"))

@@ -1,0 +1,63 @@
+"""The check that packed documents stay apart: passes for families that keep them apart, and catches those that do not."""
+
+import pytest
+import torch
+
+from meshwright.errors import ConfigError
+from meshwright.train.boundaries import check_boundaries
+from tests.harness import run_ranks
+from tests.tiny import FAMILIES, SIZES, tiny_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_families_that_keep_documents_apart_pass_to_the_last_bit(family: str, attention: str, dtype: torch.dtype) -> None:
+    model = tiny_model(family, attn_implementation=attention).to(dtype).train()
+    check_boundaries(model, CPU, rows=3, length=20)
+    assert model.training
+
+
+LEAKING = {
+    "opt": {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 32},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
+}
+
+
+@pytest.mark.parametrize("family", LEAKING)
+def test_families_that_let_documents_through_are_refused(family: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, vocab_size=67, bos_token_id=1, eos_token_id=2, pad_token_id=0, **LEAKING[family])
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ConfigError, match=r"data\.packing=pack.*set data\.packing=pad"):
+        check_boundaries(model, CPU, rows=1, length=20)
+
+
+def test_the_trainer_checks_before_it_trains(tiny, tmp_path) -> None:
+    from meshwright.train.prepare import prepare_run
+    from tests.train.runs import trainer_on_rank
+
+    config = tiny(
+        "model.config={model_type: opt, hidden_size: 32, ffn_dim: 48, num_hidden_layers: 2, num_attention_heads: 4, "
+        "word_embed_proj_dim: 32, max_position_embeddings: 64}"
+    )
+    _, _, store = prepare_run(config, 2)
+
+    def on_rank(rank: int) -> None:
+        with pytest.raises(ConfigError, match="a document changes the one packed after it"):
+            trainer_on_rank(config, store.directory)
+
+    run_ranks(on_rank, 2)
+
+
+def test_a_mixture_of_experts_passes() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {**SIZES, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3_moe", **sizes))
+    check_boundaries(model, CPU, rows=2, length=20, exact=False)

@@ -1,0 +1,92 @@
+"""A loss that is not finite on one rank: all ranks stop with the step and the batch, or all leave the step out."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from meshwright.errors import NonFiniteError
+from meshwright.train import trainer as trainer_module
+from meshwright.train.config import RunConfig
+from meshwright.train.prepare import prepare_run
+from tests.harness import run_ranks
+from tests.train.runs import checkpoints, losses, rows, train, trainer_on_rank
+
+Tiny = Callable[..., RunConfig]
+STEP = 3
+"""The step, counted from 1, whose loss is not finite on rank 1."""
+
+
+def _train(rank: int, config: RunConfig, store: Path, value: float) -> str:
+    trainer = trainer_on_rank(config, store)
+    plain = trainer_module.token_loss_sum
+
+    def poisoned(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = plain(logits, labels)
+        return loss * value if rank == 1 and trainer.step == STEP - 1 and trainer.model.training else loss
+
+    trainer_module.token_loss_sum = poisoned
+    try:
+        trainer.run()
+    except NonFiniteError as error:
+        return str(error)
+    return ""
+
+
+def run(config: RunConfig, value: float) -> list[str]:
+    _, _, store = prepare_run(config, 2)
+    return run_ranks(_train, 2, config, store.directory, value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_stop(tiny: Tiny, value: float) -> None:
+    config = tiny("checkpoint.every=1", "checkpoint.keep=2")
+    messages = run(config, value)
+    for message in messages:
+        assert f"step 3: loss {value}, gradient norm nan; sequences 16 to 23" in message
+        assert "training.on_nonfinite=skip" in message
+    assert messages[0] == messages[1]
+    assert checkpoints(config) == ["step-00000001", "step-00000002"]
+    assert len(losses(config)) == 2
+    batches = [load_file(config.directory / "nonfinite-step-3" / f"batch-rank-{rank}.safetensors") for rank in range(2)]
+    assert all(batch["input_ids"].shape == (4, 32) for batch in batches)
+    assert not torch.equal(batches[0]["input_ids"], batches[1]["input_ids"])
+    assert {"input_ids", "labels", "position_ids"} <= batches[0].keys()
+
+
+def test_stopped_run_resumes_from_the_last_good_checkpoint(tiny: Tiny) -> None:
+    whole = train(tiny(name="whole"), 2)
+    config = tiny("checkpoint.every=2")
+    run(config, math.nan)
+    assert train(config, 2) == whole
+
+
+def test_skip(tiny: Tiny, capfd: pytest.CaptureFixture[str]) -> None:
+    config = tiny("training.on_nonfinite=skip", "checkpoint.every=1", "checkpoint.keep=null")
+    assert run(config, math.nan) == ["", ""]
+    found = [row for row in rows(config) if "loss" in row]
+    assert [row["skipped"] for row in found] == [0, 0, 1, 0, 0, 0]
+    assert [row["loss"] is None for row in found] == [False, False, True, False, False, False]
+    assert "step 3: loss nan" in capfd.readouterr().out
+    assert found[-1]["loss"] < found[0]["loss"]
+    # The step left no trace in the model: its checkpoint holds what the one before holds.
+    from tests.checkpoint.test_resume import tensors
+
+    before, after = tensors(config, 2), tensors(config, 3)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    assert json.loads((config.directory / "checkpoints" / "step-00000003" / "meta.json").read_text())["step"] == 3
+
+
+def test_metrics_file_is_json_also_where_a_value_is_not_finite(tiny: Tiny) -> None:
+    config = tiny("training.on_nonfinite=skip", "training.steps=3")
+    run(config, math.nan)
+
+    def refuse(name: str) -> None:
+        raise ValueError(name)
+
+    for line in (config.directory / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=refuse)

@@ -1,0 +1,171 @@
+"""Training from the safetensors of a pretrained model, and files that are not what they should be."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from meshwright.data.packing import IGNORE
+from meshwright.errors import ConfigError, ModelError
+from meshwright.train.config import RunConfig
+from meshwright.train.loss import count_tokens, forward_logits, token_loss_sum
+from meshwright.train.prepare import _loader, load_run_tokenizer, prepare_run
+from tests.harness import RankError, run_ranks
+from tests.tiny import tiny_model
+from tests.train.runs import train, train_on_rank
+
+Tiny = Callable[..., RunConfig]
+MODELS = {
+    "llama": ("llama", {}),
+    "tied llama": ("llama", {"tie_word_embeddings": True}),
+    "gpt2": ("gpt2", {}),  # its head is tied, and its files leave out a prefix
+    "qwen3": ("qwen3", {}),
+}
+
+
+def saved(directory: Path, family: str = "llama", parts: bool = False, **changes: object) -> PreTrainedModel:
+    """A model with values of its own in a directory of transformers."""
+    model = tiny_model(family, seed=7, **{"vocab_size": 300, **changes})
+    model.save_pretrained(directory, max_shard_size="20KB" if parts else "1GB")
+    return model
+
+
+def overrides(directory: Path) -> tuple[str, ...]:
+    return (f"model={{path: '{directory}'}}",)
+
+
+def first_loss(model: PreTrainedModel, config: RunConfig, store: object) -> float:
+    """The loss of the plain model on the sequences of the first step."""
+    batches = _loader(config, store).microbatches(0)
+    with torch.no_grad():
+        total = sum(float(token_loss_sum(forward_logits(model.eval(), batch), batch["labels"])) for batch in batches)
+    assert any((batch["labels"] == IGNORE).any() for batch in batches)  # uneven numbers of tokens
+    return total / count_tokens(batches)
+
+
+@pytest.mark.parametrize("parts", [False, True], ids=["one file", "several files"])
+@pytest.mark.parametrize("name", MODELS)
+def test_first_loss_is_that_of_the_plain_model(tiny: Tiny, tmp_path: Path, name: str, parts: bool) -> None:
+    family, changes = MODELS[name]
+    model = saved(tmp_path / "model", family, parts, **changes)
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) > 2 if parts else True
+    config = tiny(*overrides(tmp_path / "model"), "training.steps=2")
+    expected = first_loss(model, config, prepare_run(config, 2)[2])
+    found = train(config, 2)
+    assert found[0] == pytest.approx(expected, rel=1e-5)
+    assert found[1] < found[0]
+
+
+def test_its_own_tokenizer_is_used(tiny: Tiny, tmp_path: Path) -> None:
+    other = tiny("tokenizer.vocab_size=280", name="other")
+    prepare_run(other, 1)
+    saved(tmp_path / "model")
+    load_run_tokenizer(other).save_pretrained(tmp_path / "model")
+    config = tiny(*overrides(tmp_path / "model"), "tokenizer.vocab_size=null")
+    _, tokenizer, _ = prepare_run(config, 1)
+    assert len(tokenizer) == 280
+
+
+def test_bf16_weights_are_trained_in_fp32(tiny: Tiny, tmp_path: Path) -> None:
+    """The files' dtype is not the dtype of training: model.dtype decides."""
+    model = tiny_model(seed=7, vocab_size=300).bfloat16()
+    model.save_pretrained(tmp_path / "model")
+    config = tiny(*overrides(tmp_path / "model"), "training.steps=2")
+    setup, _, store = prepare_run(config, 2)
+    assert {row.dtype for row in setup.plan.parameters} == {"float32"}
+    assert train(config, 2)[0] == pytest.approx(first_loss(model.float(), config, store), rel=1e-5)
+
+
+# -- files that are not right ----------------------------------------------------------------------------------------------
+
+
+def change(file: Path, **tensors: torch.Tensor | None) -> None:
+    """Replace tensors of a safetensors file, or (None) leave them out; '__' in a name stands for '.'."""
+    content = load_file(file)
+    for name, tensor in tensors.items():
+        content.pop(name.replace("__", "."), None)
+        if tensor is not None:
+            content[name.replace("__", ".")] = tensor
+    save_file(content, file, metadata={"format": "pt"})
+
+
+def refusal(config: RunConfig) -> str:
+    with pytest.raises(ModelError) as caught:
+        prepare_run(config, 2)
+    return str(caught.value)
+
+
+def test_truncated_file(tiny: Tiny, tmp_path: Path) -> None:
+    saved(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    whole = file.read_bytes()
+    for size in (0, 7, 100, len(whole) - 1):
+        file.write_bytes(whole[:size])
+        assert f"{file}: truncated or not safetensors" in refusal(tiny(*overrides(tmp_path / "model")))
+
+
+def test_wrong_shape(tiny: Tiny, tmp_path: Path) -> None:
+    saved(tmp_path / "model")
+    change(tmp_path / "model" / "model.safetensors", model__norm__weight=torch.ones(31), lm_head__weight=torch.ones(300, 8))
+    found = refusal(tiny(*overrides(tmp_path / "model")))
+    assert "model.safetensors: model.norm.weight has shape (31,), the model has (32,)" in found
+    assert "model.safetensors: lm_head.weight has shape (300, 8), the model has (300, 32)" in found
+
+
+def test_missing_and_excess_keys(tiny: Tiny, tmp_path: Path) -> None:
+    saved(tmp_path / "model")
+    change(tmp_path / "model" / "model.safetensors", model__norm__weight=None, model__extra__weight=torch.ones(3))
+    config = tiny(*overrides(tmp_path / "model"))
+    try:
+        _, _, store = prepare_run(config, 2)
+        with pytest.raises(RankError) as caught:
+            run_ranks(train_on_rank, 2, config, store.directory)
+        found = str(caught.value)
+        assert "meshwright.errors.ModelError" in found
+    except ModelError as error:
+        found = str(error)
+    assert "model.norm.weight: not in the files" in found
+    assert "model.extra.weight: in the files, but the model has no such parameter" in found
+
+
+def test_missing_parts(tiny: Tiny, tmp_path: Path) -> None:
+    saved(tmp_path / "model", parts=True)
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    (tmp_path / "model" / named[1]).unlink()
+    assert f"the index names files that are missing: {named[1]}" in refusal(tiny(*overrides(tmp_path / "model")))
+    index.unlink()
+    assert "neither model.safetensors nor model.safetensors.index.json" in refusal(tiny(*overrides(tmp_path / "model")))
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"weight_map": 3}', "{}"])
+def test_damaged_index(tiny: Tiny, tmp_path: Path, content: str) -> None:
+    saved(tmp_path / "model", parts=True)
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(content)
+    assert "model.safetensors.index.json" in refusal(tiny(*overrides(tmp_path / "model")))
+
+
+def test_no_model_there(tiny: Tiny, tmp_path: Path) -> None:
+    assert "no such directory" in refusal(tiny(*overrides(tmp_path / "nowhere")))
+    (tmp_path / "model").mkdir()
+    assert "the directory has no config.json" in refusal(tiny(*overrides(tmp_path / "model")))
+    for content in ("{", "[]", "{}", '{"model_type": "nonesuch"}'):
+        (tmp_path / "model" / "config.json").write_text(content)
+        assert "model.path=" in refusal(tiny(*overrides(tmp_path / "model")))
+
+
+def test_pickled_weights_are_not_read(tiny: Tiny, tmp_path: Path) -> None:
+    model = saved(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "model" / "pytorch_model.bin")
+    assert "no pickles are read" in refusal(tiny(*overrides(tmp_path / "model")))
+
+
+def test_vocabulary_larger_than_the_model(tiny: Tiny, tmp_path: Path) -> None:
+    saved(tmp_path / "model", vocab_size=290)
+    with pytest.raises(ConfigError, match=r"the vocabulary of .*model=290: the tokenizer has 300 tokens.*legal is 300 or more"):
+        prepare_run(tiny(*overrides(tmp_path / "model")), 2)
