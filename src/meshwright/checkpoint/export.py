@@ -64,6 +64,8 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
             directory.rename(replaced)
         temporary.rename(directory)
     except OSError as error:
+        if replaced.exists() and not directory.exists():
+            replaced.rename(directory)
         raise CheckpointError(f"{directory}: not written: {error}") from error
     finally:
         for left in (temporary, replaced):

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshwright.plan.options import SyncPolicy
-from meshwright.plan.sharding_plan import ShardingPlan, UnitRow, itemsize
+from meshwright.plan.sharding_plan import ShardingPlan, UnitRow
 
 __all__ = ["Totals", "UnitTraffic", "totals", "unit_traffic"]
 
@@ -84,11 +84,11 @@ def _stage_totals(plan: ShardingPlan, stage: int) -> Totals:
     accumulating = plan.options.microbatches > 1
     held, largest = 0, 0
     for unit in plan.units:
-        compute, reduced = _gradient_bytes(plan, unit, stage)
+        trained = [row for row in rows if row.unit == unit.name and row.trainable]
         if accumulating and unit.sync is not SyncPolicy.REDUCE_EACH:
-            held += reduced
+            held += sum(row.reduced_bytes for row in trained)  # accumulated in the dtype of reduction
         else:
-            largest = max(largest, compute)
+            largest = max(largest, sum(row.gathered_bytes for row in trained))  # as backward writes it
     largest_name = max(gathered, key=lambda name: gathered[name])
     traffic = [unit_traffic(plan, unit, stage) for unit in plan.units]
     return Totals(
@@ -113,17 +113,6 @@ def _unit_bytes(plan: ShardingPlan, unit: UnitRow, stage: int | None) -> tuple[i
     """Gathered and reduced bytes of a unit."""
     rows = [row for row in plan.parameters if row.unit == unit.name and stage in (None, row.stage)]
     return sum(row.gathered_bytes for row in rows), sum(row.reduced_bytes for row in rows)
-
-
-def _gradient_bytes(plan: ShardingPlan, unit: UnitRow, stage: int) -> tuple[int, int]:
-    """Bytes of a unit's whole gradient: as backward writes it (dtype of compute), and as it is accumulated."""
-    rows = [row for row in plan.parameters if row.unit == unit.name and row.stage == stage and row.trainable]
-    compute = sum(row.gathered_bytes for row in rows)
-    reduced = 0
-    for row in rows:
-        size = itemsize(unit.param_dtype or row.dtype)
-        reduced += row.gathered_bytes // size * itemsize(unit.reduce_dtype or unit.param_dtype or row.dtype)
-    return compute, reduced
 
 
 def _total(traffic: Iterable[UnitTraffic], name: str) -> int:

@@ -3,10 +3,9 @@
 import torch
 from torch import nn
 
-__all__ = ["IGNORE", "count_tokens", "forward_logits", "token_loss_sum"]
+from meshwright.data.packing import IGNORE
 
-IGNORE = -100
-"""Label of a position that nothing is learned from."""
+__all__ = ["count_tokens", "forward_logits", "token_loss_sum"]
 
 
 def forward_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
