@@ -44,10 +44,9 @@ def _first_host(node_list: str) -> str:
     """The first name of a Slurm node list such as ``gpu[017-020,031],login1``."""
     if not node_list:
         raise ConfigError("SLURM_STEP_NODELIST is not set; set MASTER_ADDR to the host of rank 0")
-    match = re.match(r"([^\[,]+)(?:\[([0-9]+))?([^\[,\]]*)", node_list)
+    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?([^,\[]*)", node_list)
     assert match is not None
-    name, number, _ = match.groups()
-    return name + (number or "")
+    return "".join(part or "" for part in match.groups())
 
 
 @contextmanager

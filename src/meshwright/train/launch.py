@@ -37,9 +37,8 @@ def device_kind(config: RunConfig, processes: int) -> str:
     """
     wish, gpus = config.launch.device, _gpus()
     if wish == "cuda" and gpus < processes:
-        raise ConfigError(
-            f"launch.device=cuda: {processes} processes and {gpus} GPUs on this machine; legal launch.nproc: 1 to {gpus}"
-        )
+        legal = f"legal launch.nproc: 1 to {gpus}" if gpus else "there is no GPU on this machine"
+        raise ConfigError(f"launch.device=cuda: {processes} processes and {gpus} GPUs here; {legal}")
     return "cuda" if wish != "cpu" and gpus >= processes else "cpu"
 
 

@@ -1,0 +1,75 @@
+"""Which device workers take, and what another launcher's numbers mean; all of it before a process starts."""
+
+import pytest
+
+from meshwright.distributed.process_group import _first_host, adopt_slurm, distributed_environment
+from meshwright.errors import ConfigError
+from meshwright.train.launch import _local_world_size, device_kind, local_processes
+
+
+@pytest.mark.parametrize(
+    ("wish", "gpus", "processes", "expected"),
+    [
+        ("auto", 0, 2, "cpu"),
+        ("auto", 1, 2, "cpu"),  # the quickstart's two processes on a machine with one GPU
+        ("auto", 2, 2, "cuda"),
+        ("cpu", 8, 2, "cpu"),
+        ("cuda", 8, 8, "cuda"),
+    ],
+)
+def test_device(tiny, monkeypatch: pytest.MonkeyPatch, wish: str, gpus: int, processes: int, expected: str) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert device_kind(tiny(f"launch.device={wish}"), processes) == expected
+
+
+def test_more_processes_than_gpus_are_refused_where_gpus_are_asked_for(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    with pytest.raises(ConfigError, match=r"launch\.device=cuda: 8 processes and 4 GPUs here; legal launch\.nproc: 1 to 4"):
+        device_kind(tiny("launch.device=cuda"), 8)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=r"launch\.device=cuda: .* there is no GPU on this machine"):
+        device_kind(tiny("launch.device=cuda"), 1)
+
+
+def test_processes_of_this_machine(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert local_processes(tiny()) == 4
+    assert local_processes(tiny("launch.nproc=3")) == 3
+    assert local_processes(tiny("launch.device=cpu")) == 1
+
+
+def test_another_number_than_the_launcher_started_is_refused(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert _local_world_size(tiny()) == 4
+    with pytest.raises(ConfigError, match=r"launch\.nproc=2: the launcher started 4 processes here"):
+        _local_world_size(tiny("launch.nproc=2"))
+
+
+SLURM = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
+
+
+def test_a_batch_script_is_one_process_and_a_step_is_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SLURM:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    assert not distributed_environment()
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    assert distributed_environment()
+    with pytest.raises(ConfigError, match="SLURM_STEP_NODELIST is not set"):
+        adopt_slurm()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("localhost", "localhost"),
+        ("gpu17,gpu18", "gpu17"),
+        ("gpu[017-020,031],login1", "gpu017"),
+        ("node[9]", "node9"),
+        ("rack2-[3-4]", "rack2-3"),
+        ("a-1-[07,09]-ib", "a-1-07-ib"),
+    ],
+)
+def test_first_host_of_a_node_list(nodes: str, first: str) -> None:
+    assert _first_host(nodes) == first
