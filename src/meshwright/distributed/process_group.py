@@ -31,13 +31,17 @@ def adopt_slurm() -> None:
     """
     if "RANK" in os.environ or "SLURM_STEP_NUM_TASKS" not in os.environ:
         return
-    os.environ["RANK"] = os.environ["SLURM_PROCID"]
-    os.environ["WORLD_SIZE"] = os.environ["SLURM_STEP_NUM_TASKS"]
-    os.environ["LOCAL_RANK"] = os.environ.get("SLURM_LOCALID", "0")
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
-    os.environ.setdefault("MASTER_ADDR", _first_host(nodes))
     # Jobs that share a node need ports of their own; all tasks of one job derive the same.
-    os.environ.setdefault("MASTER_PORT", str(20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000))
+    port = 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000
+    found = {
+        "MASTER_ADDR": os.environ.get("MASTER_ADDR") or _first_host(nodes),
+        "MASTER_PORT": os.environ.get("MASTER_PORT") or str(port),
+        "RANK": os.environ["SLURM_PROCID"],
+        "WORLD_SIZE": os.environ["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": os.environ.get("SLURM_LOCALID", "0"),
+    }
+    os.environ.update(found)
 
 
 def _first_host(node_list: str) -> str:
