@@ -146,6 +146,49 @@ def test_keys_that_stand_twice_and_empty_sections(tmp_path: Path, corpus: Path) 
 
     file.write_text(text + "schedule:\n")
     assert load_config(file).schedule.kind == "cosine"
+    file.write_text("base: &base\n  warmup_steps: 2\n" + text + "schedule:\n  <<: *base\n")
+    with pytest.raises(ConfigError, match="base: unknown key"):  # merge keys work; `base` itself is no section
+        load_config(file)
     file.write_text(text + "training: {steps: 3, global_batch_size: 8}\n")
     with pytest.raises(ConfigError, match="the key 'training' stands twice"):
         load_config(file)
+
+
+def test_a_background_save_outlives_a_failure_of_the_loop(tiny) -> None:
+    config = tiny("checkpoint.every=1", "checkpoint.asynchronous=true", "training.steps=3")
+    _, _, store = prepare_run(config, 1)
+
+    def on_rank(rank: int) -> None:
+        trainer = trainer_on_rank(config, store.directory)
+        step = trainer.train_step
+
+        def failing():
+            if trainer.step == 1:
+                raise KeyError
+            return step()
+
+        trainer.train_step = failing
+        with pytest.raises(KeyError):
+            trainer.run()
+
+    run_ranks(on_rank, 1)
+    assert checkpoints(config) == ["step-00000001"]
+
+
+def test_the_packing_check_sees_the_weights_of_a_resumed_run(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny(*TRAINED)
+    train(config, 1)
+    seen = []
+
+    def look(model, *_: object, **__: object) -> None:
+        seen.append(float(model.model.embed_tokens.weight.full_tensor().abs().max()))
+
+    monkeypatch.setattr("meshwright.train.trainer.check_boundaries", look)
+    _, _, store = prepare_run(config, 1)
+
+    def on_rank(rank: int) -> None:
+        trainer = trainer_on_rank(config, store.directory)
+        held = trainer.model.model.embed_tokens.weight.full_tensor()
+        assert seen == [float(held.abs().max())]
+
+    run_ranks(on_rank, 1)

@@ -31,6 +31,17 @@ def test_more_processes_than_gpus_are_refused_where_gpus_are_asked_for(tiny, mon
         device_kind(tiny("launch.device=cuda"), 1)
 
 
+def test_another_launcher_may_give_each_task_its_own_gpu(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert device_kind(tiny(), 8, launched=True) == "cuda"
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    with pytest.raises(ConfigError, match=r"8 processes and 4 GPUs here.*or launch\.device=cpu"):
+        device_kind(tiny(), 8, launched=True)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2)")
+    assert _local_world_size(tiny()) == 8
+
+
 def test_processes_of_this_machine(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     assert local_processes(tiny()) == 4

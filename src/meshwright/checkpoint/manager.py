@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,11 @@ COSMETIC = {
 """Keys of a model's config that change no parameter's meaning."""
 
 
+def _plain(value: Any) -> Any:
+    """A config's value without cosmetic keys in its sections."""
+    return {key: _plain(item) for key, item in value.items() if key not in COSMETIC} if isinstance(value, dict) else value
+
+
 def check_same_model(
     checkpoint: Path,
     expected: Mapping[str, tuple[int, ...]],
@@ -104,8 +109,9 @@ def check_same_model(
     if held_config is not None and given is not None:
         settings = [
             f"{key}: {held_config.get(key)!r} in the checkpoint, {given.get(key)!r} in the model"
-            for key in sorted((held_config.keys() | given.keys()) - COSMETIC)
-            if held_config.get(key) != given.get(key)
+            # Only what both know: another release of transformers may have keys of its own.
+            for key in sorted((held_config.keys() & given.keys()) - COSMETIC)
+            if _plain(held_config[key]) != _plain(given[key])
         ]
     found = []
     for kind in (absent, excess, shapes, settings):
@@ -223,6 +229,11 @@ class CheckpointManager:
         except (Exception, CheckpointException) as error:  # whatever the thread met is why there is no checkpoint
             failure = f"{temporary}: not written: {storage.reason(error)}"
         self._raise_everywhere(failure, temporary)
+
+    def settle(self, seconds: float = 30.0) -> None:
+        """After a failure: let a save in the background complete, alone and for a while at most; never raises."""
+        if self._pending is not None:
+            wait([self._pending[0]], timeout=seconds)
 
     def _commit(self, temporary: Path, content: Mapping[str, Any]) -> None:
         """On rank 0: make a written checkpoint complete, and drop the oldest."""

@@ -5,7 +5,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -179,6 +179,16 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path}: {error.strerror}") from error
 
 
+def _end(code: int) -> NoReturn:
+    """Exit; at once where a failure left a process group, which the end of the interpreter would wait for or trip on."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 def main() -> None:
     """Entry point: errors of the user's are one clear message and an exit code, without a traceback."""
     debug = "--debug" in sys.argv
@@ -189,7 +199,7 @@ def main() -> None:
             traceback.print_exc()
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        _end(error.exit_code)
     except Exception as error:
         if debug:
             raise

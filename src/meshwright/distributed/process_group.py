@@ -29,11 +29,12 @@ def adopt_slurm() -> None:
     Raises:
         ConfigError: if the node list is not there.
     """
-    if "RANK" in os.environ or "SLURM_STEP_NUM_TASKS" not in os.environ:
+    if "RANK" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
         return
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
-    # Jobs that share a node need ports of their own; all tasks of one job derive the same.
-    port = 20000 + int(os.environ.get("SLURM_JOB_ID", "0")) % 20000
+    # Jobs and steps that share a node need ports of their own; all tasks of one step derive the same.
+    step = int(os.environ.get("SLURM_JOB_ID", "0")) + 7919 * int(os.environ.get("SLURM_STEP_ID", "0"))
+    port = 20000 + step % 20000
     found = {
         "MASTER_ADDR": os.environ.get("MASTER_ADDR") or _first_host(nodes),
         "MASTER_PORT": os.environ.get("MASTER_PORT") or str(port),
@@ -66,7 +67,8 @@ def process_group(timeout: timedelta, kind: str) -> Iterator[torch.device]:
     adopt_slurm()
     device = torch.device("cpu")
     if kind == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        # Where each task sees only its own GPU, that is number 0.
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     if "RANK" in os.environ:
@@ -76,8 +78,8 @@ def process_group(timeout: timedelta, kind: str) -> Iterator[torch.device]:
     try:
         yield device
     except BaseException:
-        # Ending NCCL's groups waits for collectives in flight, which a failed rank's peers never finish.
-        if kind == "cpu":
+        # Ending groups waits for collectives in flight, which a failed rank's peers never finish.
+        if dist.get_world_size() == 1 and kind == "cpu":
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()

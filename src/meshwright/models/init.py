@@ -28,7 +28,7 @@ def derive_seed(*parts: object) -> int:
 
 
 def initialize_buffers(model: nn.Module, device: torch.device) -> None:
-    """Materialise a meta model and give its buffers their computed values; its parameters are left to be read.
+    """Materialise a meta model and give its buffers their computed values; what its state dict holds is left to be read.
 
     For a model of transformers.
 
@@ -44,7 +44,8 @@ def initialize_buffers(model: nn.Module, device: torch.device) -> None:
         for module, owner in _in_order(model, model, names, set()):
             if hasattr(owner, "_init_weights") and any(True for _ in module.buffers(recurse=False)):
                 compat.initialize_module(owner, module)
-    _check_written(model, model.named_buffers())
+    read = model.state_dict().keys()
+    _check_written(model, ((name, buffer) for name, buffer in model.named_buffers() if name not in read))
 
 
 def initialize(model: nn.Module, device: torch.device, seed: int, units: tuple[str, ...] = ()) -> None:

@@ -29,17 +29,26 @@ def local_processes(config: RunConfig) -> int:
     return config.launch.nproc or (1 if config.launch.device == "cpu" else max(1, _gpus()))
 
 
-def device_kind(config: RunConfig, processes: int) -> str:
+def device_kind(config: RunConfig, processes: int, *, launched: bool = False) -> str:
     """``cuda`` or ``cpu`` for the workers of this machine.
 
+    Args:
+        config: of the run.
+        processes: workers on this machine.
+        launched: another launcher started them. It may have given each a GPU of its own, the only one that it sees.
+
     Raises:
-        ConfigError: GPUs are asked for and there are fewer than processes.
+        ConfigError: fewer GPUs than processes, where GPUs are asked for or another launcher shares them out.
     """
     wish, gpus = config.launch.device, _gpus()
-    if wish == "cuda" and gpus < processes:
-        legal = f"legal launch.nproc: 1 to {gpus}" if gpus else "there is no GPU on this machine"
-        raise ConfigError(f"launch.device=cuda: {processes} processes and {gpus} GPUs here; {legal}")
-    return "cuda" if wish != "cpu" and gpus >= processes else "cpu"
+    if wish == "cpu" or (wish == "auto" and gpus == 0):
+        return "cpu"
+    if gpus >= processes or (launched and gpus == 1):
+        return "cuda"
+    if wish == "auto" and not launched:
+        return "cpu"
+    legal = f"legal launch.nproc: 1 to {gpus}" if gpus else "there is no GPU on this machine"
+    raise ConfigError(f"launch.device={wish}: {processes} processes and {gpus} GPUs here; {legal}, or launch.device=cpu")
 
 
 def _gpus() -> int:
@@ -66,7 +75,7 @@ def launch(config: RunConfig, *, debug: bool = False) -> None:
         from meshwright.train.worker import run_worker
 
         local = _local_world_size(config)
-        _as_one_of_many(lambda: run_worker(config, device_kind(config, local)), debug)
+        _as_one_of_many(lambda: run_worker(config, device_kind(config, local, launched=True)), debug)
         return
     processes = local_processes(config)
     kind = device_kind(config, processes)
@@ -90,10 +99,12 @@ def _local_world_size(config: RunConfig) -> int:
     Raises:
         ConfigError: if the configuration asks for another number.
     """
-    local = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_NTASKS_PER_NODE") or config.launch.nproc or 1
-    if config.launch.nproc is not None and int(local) != config.launch.nproc:
+    slurm = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as 8(x2)
+    text = os.environ.get("LOCAL_WORLD_SIZE") or slurm.split("(")[0].split(",")[0] or str(config.launch.nproc or 1)
+    local = int(text)
+    if config.launch.nproc is not None and local != config.launch.nproc:
         raise ConfigError(f"launch.nproc={config.launch.nproc}: the launcher started {local} processes here; leave it out")
-    return int(local)
+    return local
 
 
 def _check_port(port: int) -> None:

@@ -87,10 +87,6 @@ class Trainer:
         if store.index.eval_documents:
             held_out = SequenceDataset(store, "eval", data.sequence_length, data.packing, shuffle=False)
             self.evaluation = EvalLoader(held_out, training.microbatch_size, data_rank, data_ranks, training.eval_sequences)
-        if data.packing == "pack":
-            with self.sync.forward_only():
-                dense = not model_sizes(setup.spec, setup.model).experts
-                check_boundaries(setup.model, device, training.microbatch_size, data.sequence_length, exact=dense)
         self.checkpoints = CheckpointManager(
             setup.paths.checkpoints,
             self.config.checkpoint.keep,
@@ -100,6 +96,10 @@ class Trainer:
         torch.manual_seed(derive_seed(training.seed, "dropout", data_rank))
         if resume is not None:
             self.load(resume)
+        if data.packing == "pack":  # only now: without weights there is nothing to see
+            with self.sync.forward_only():
+                dense = not model_sizes(setup.spec, setup.model).experts
+                check_boundaries(setup.model, device, training.microbatch_size, data.sequence_length, exact=dense)
         self.recorder = Recorder(self.config, speaks=self.rank == 0, resumed_step=self.step)
 
     # -- the loop ----------------------------------------------------------------------------------------------------------
@@ -125,6 +125,9 @@ class Trainer:
                 if last or _due(self.step, self.config.checkpoint.every):
                     self.save()
             self.checkpoints.finish()
+        except BaseException:
+            self.checkpoints.settle()
+            raise
         finally:
             self.recorder.close()
 
@@ -186,7 +189,6 @@ class Trainer:
         folder.mkdir(parents=True, exist_ok=True)
         stacked = {name: torch.cat([batch[name].cpu() for batch in batches]) for name in batches[0]}
         save_file(stacked, folder / f"batch-rank-{self.rank}.safetensors")
-        self.checkpoints.finish()
         raise NonFiniteError(
             f"{what}; the batch of each rank is in {folder}; the last good checkpoint is kept. "
             "training.on_nonfinite=skip leaves such steps out"

@@ -1,5 +1,6 @@
 """One worker process of a run, whoever started it."""
 
+import os
 import time
 from contextlib import ExitStack
 from datetime import timedelta
@@ -76,7 +77,7 @@ def _prepare_on_rank_0(config: RunConfig, held: ExitStack) -> tuple[str, Path | 
 def leave_to_rank_0(error: MeshwrightError) -> NoReturn:
     """End this rank without a word, for an error that rank 0 has too; a moment later, or rank 0 is stopped before it spoke."""
     time.sleep(1)
-    raise SystemExit(error.exit_code)
+    os._exit(error.exit_code)  # the group is still there, and the end of the interpreter might wait for it
 
 
 def finish_run(config: RunConfig) -> None:
