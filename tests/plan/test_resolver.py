@@ -154,6 +154,17 @@ def test_an_explicit_reshard_wins_over_the_container_rule() -> None:
         assert {unit.reshard_after_forward for unit in plan.units} == {wish}
 
 
+def test_resharding_excludes_deferring() -> None:
+    """One of the two would be dropped in silence."""
+    model, spec = make("plain", meta=True)
+    for sync in ({"sync": "defer"}, {"sync": "reduce_each", "sync_units": {"blocks.1": "defer"}}):
+        (found,) = problems(spec, model, reshard_after_forward=True, **sync)
+        assert found.startswith("reshard_after_forward=True and sync=defer")
+        assert "legal with it are reshard_each and reduce_each" in found
+    plan = resolve(spec, model, Layout(), ParallelOptions(reshard_after_forward=True), world_size=2)
+    assert {unit.sync for unit in plan.units} == {SyncPolicy.REDUCE_EACH}
+
+
 def test_resharding_replicas_is_refused() -> None:
     model, spec = make("plain", meta=True)
     with pytest.raises(PlanError, match="nothing is sharded"):

@@ -172,6 +172,12 @@ def _assign_sync(drafts: Mapping[str, _Draft], options: ParallelOptions, problem
             problems.append(f"sync_units pattern {pattern!r} matches no unit; units are {_examples(drafts)}")
         for name in matched:
             drafts[name].sync = policy
+    deferring = [name or "(root)" for name, draft in drafts.items() if draft.sync is SyncPolicy.DEFER]
+    if options.reshard_after_forward and deferring:
+        problems.append(
+            f"reshard_after_forward=True and sync=defer (unit {deferring[0]!r}): defer keeps parameters gathered; "
+            "legal with it are reshard_each and reduce_each"
+        )
 
 
 # -- parameters -----------------------------------------------------------------------------------------------------------
@@ -318,7 +324,9 @@ def _reduce_dtype(unit: _Draft, stored: str) -> str:
 
 
 def _affordable_policy(drafts: Mapping[str, _Draft], rows: Sequence[ParameterRow], options: ParallelOptions) -> SyncPolicy:
-    """``defer`` where all that it would keep unsharded through a step fits the budget."""
+    """``defer`` where all that it would keep unsharded through a step fits the budget, and resharding is not asked for."""
+    if options.reshard_after_forward:
+        return SyncPolicy.REDUCE_EACH
     undecided = [row for row in rows if drafts[row.unit].sync is None]
     kept = sum(row.gathered_bytes for row in undecided)
     if options.microbatches > 1:

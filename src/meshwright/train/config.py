@@ -75,7 +75,8 @@ class ParallelConfig(_Section):
     output_dtype: Dtype | None = Field(default=None, description="Dtype that the model's outputs are cast to.")
     reshard_after_forward: bool | None = Field(
         default=None,
-        description="Free gathered parameters after forward. null: all layers but the last, and not the root.",
+        description="Free gathered parameters after forward. null: all layers but the last, and not the root. "
+        "true excludes sync=defer, which keeps them.",
     )
     sync: SyncPolicy | None = Field(
         default=None,

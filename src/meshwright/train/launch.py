@@ -200,7 +200,6 @@ def _worker_entry(config: RunConfig, kind: str, prepared: tuple[str, Path | None
             "time": time.time(),
             "type": type(error).__name__,
             "problems": problems,
-            "traceback": traceback.format_exc(),
         }
         path = Path(reports, f"rank-{os.environ['RANK']}.json")
         path.with_suffix(".tmp").write_text(json.dumps(report))
