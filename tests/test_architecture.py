@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "data": {"errors"},
     "checkpoint": {"data", "models", "distributed", "plan", "layout", "errors"},
     "train": {"checkpoint", "data", "models", "distributed", "plan", "layout", "errors"},
-    "cli": {"train", "checkpoint", "models", "distributed", "plan", "layout", "errors"},
+    "audit": {"train", "checkpoint", "data", "models", "distributed", "plan", "layout", "errors"},
+    "cli": {"audit", "train", "checkpoint", "models", "distributed", "plan", "layout", "errors"},
 }
 EXCEPTIONS = {("distributed/fsdp2.py", "models")}
 """FSDP2Manager takes a model without a spec, and only models know themselves."""

@@ -4,40 +4,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from meshwright.audit.families import FAMILIES
 from meshwright.models.spec import spec_of
 from meshwright.plan.spec import ParallelSpec
-
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 67,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": SIZES,
-    "qwen3": SIZES,
-    "mistral": SIZES,
-    "gemma3_text": {**SIZES, "sliding_window": 8},
-    "gemma4_text": {
-        **SIZES, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
-        "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "global_head_dim": 16,
-    },
-    "phi3": {key: value for key, value in SIZES.items() if key != "head_dim"},
-    "gpt2": {
-        "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "vocab_size": 67,
-        "bos_token_id": 1, "eos_token_id": 2,
-        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-    },
-}  # fmt: skip
 
 
 def tiny_config(family: str, **changes: Any) -> Any:
@@ -113,3 +84,8 @@ def summed_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tenso
 
 def valid_tokens(items: list[dict[str, torch.Tensor]]) -> int:
     return sum(int((batch["labels"] != -100).sum()) for batch in items)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The global values of a tensor that may be sharded; all ranks take part."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -15,8 +15,8 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="meshwright",
-    help="Train Hugging Face and PyTorch models in parallel, from one plan. "
-    "[bold]plan[/bold] it on a laptop, [bold]train[/bold] it anywhere, [bold]export[/bold] it to the hub's format.",
+    help="Train Hugging Face and PyTorch models in parallel, from one plan. [bold]plan[/bold] it on a laptop, "
+    "[bold]audit[/bold] it on two CPUs, [bold]train[/bold] it anywhere, [bold]export[/bold] it to the hub's format.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -101,6 +101,66 @@ def train(
     from meshwright.train.launch import launch
 
     launch(run, debug=debug)
+
+
+@app.command()
+def audit(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file of the run; none with --matrix.", show_default=False)
+    ] = None,
+    overrides: OverrideArgument = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option("--nproc", min=2, max=64, help="Processes. Default: launch.nproc, or as few as the layout needs."),
+    ] = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Optimizer steps.")] = 3,
+    dtype: Annotated[str, typer.Option("--dtype", help="Arithmetic: float64, float32 or bfloat16.")] = "float64",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the whole report to a file.", show_default=False)
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="Audit the model as it is, not a small one of its kind.")] = False,
+    drawn: Annotated[bool, typer.Option("--drawn", help="Feed drawn tokens instead of the run's documents.")] = False,
+    timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds without progress that are a hang.")] = 30.0,
+    matrix: Annotated[bool, typer.Option("--matrix", help="Audit every family on every layout instead.")] = False,
+    output: Annotated[Path, typer.Option("--output", help="With --matrix: the page to write.")] = Path(
+        "docs/support-matrix.md"
+    ),
+    debug: DebugOption = False,
+) -> None:
+    """Prove a layout: the gradients of many processes against those of one, parameter by parameter.
+
+    Exit code 0: the layout computes what one process does. 1: it does not, and the last line says what is wrong.
+    """
+    from meshwright.errors import ConfigError
+
+    if matrix:
+        if config is not None:
+            raise ConfigError(f"{config}: --matrix audits tiny models of its own; leave the configuration out")
+        from meshwright.audit.matrix import write_matrix
+
+        _end(0 if write_matrix(output, typer.echo) else 1)
+    if config is None:
+        raise ConfigError("CONFIG: missing; the YAML file of a run, or --matrix")
+    from rich.console import Console
+
+    from meshwright.audit.conduct import audit as run_audit
+    from meshwright.audit.hang import HangError
+    from meshwright.train.config import load_config
+
+    run = load_config(config, overrides or [])
+    try:
+        report = run_audit(run, nproc=nproc, steps=steps, dtype=dtype, full=full, drawn=drawn, patience=timeout)
+    except HangError as error:
+        if json_file is not None:
+            content = {"passed": False, "verdict": f"HANG: {error.problems[0]}", "hang": list(error.problems)}
+            json_file.write_text(json.dumps(content))
+        raise
+    Console(width=None if sys.stdout.isatty() else 160).print(report.explain())
+    if json_file is not None:
+        json_file.write_text(report.to_json())
+    typer.echo(report.verdict)
+    if not report.passed:
+        _end(1)
 
 
 @app.command()

@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from itertools import chain
@@ -36,7 +36,7 @@ from meshwright.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["StoreIndex", "TokenStore", "prepare"]
+__all__ = ["StoreIndex", "TokenStore", "prepare", "write_documents"]
 
 FORMAT_VERSION = 1
 """Raised whenever the same configuration and documents would give another store."""
@@ -219,29 +219,79 @@ def _write(
             f"data: no document is left to train on: {writer.dropped} dropped as longer than "
             f"sequence_length={config.sequence_length}, {writer.empty} with nothing to learn"
         )
-    lengths = np.array(writer.lengths, dtype=np.int64)
-    np.save(directory / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
-    np.save(directory / "held_out.npy", held_out)
-    index = StoreIndex(
-        format_version=FORMAT_VERSION,
+    _write_table(
+        directory,
+        np.array(writer.lengths, dtype=np.int64),
+        held_out,
         fingerprint=fingerprint,
         kind=kind,
         long_documents=policy,
         sequence_length=config.sequence_length,
         token_dtype=writer.token_dtype,
         pad_token_id=_pad_token_id(tokenizer),
+        split=writer.split,
+        truncated=writer.truncated,
+        dropped=writer.dropped,
+        empty=writer.empty,
+    )
+
+
+def _write_table(directory: Path, lengths: npt.NDArray[np.int64], held_out: npt.NDArray[np.bool_], **facts: Any) -> None:
+    """What makes tokens on disk a store: where each document begins, which are held out, and the index."""
+    np.save(directory / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+    np.save(directory / "held_out.npy", held_out)
+    index = StoreIndex(
+        format_version=FORMAT_VERSION,
         documents=len(lengths),
         tokens=int(lengths.sum()),
         train_documents=int((~held_out).sum()),
         train_tokens=int(lengths[~held_out].sum()),
         eval_documents=int(held_out.sum()),
         eval_tokens=int(lengths[held_out].sum()),
-        split=writer.split,
-        truncated=writer.truncated,
-        dropped=writer.dropped,
-        empty=writer.empty,
+        **facts,
     )
     (directory / "index.json").write_text(json.dumps(asdict(index), indent=2) + "\n", encoding="utf-8")
+
+
+def write_documents(
+    directory: Path,
+    tokens: Sequence[npt.NDArray[np.int64]],
+    masks: Sequence[npt.NDArray[np.bool_]] | None,
+    *,
+    sequence_length: int,
+    pad_token_id: int = 0,
+) -> TokenStore:
+    """A store of documents that are tokens already, all of them to train on.
+
+    Args:
+        directory: of the store; made if it is not there.
+        tokens: ids of each document, at least two.
+        masks: for chats, which tokens are to be learned; ``None`` for texts.
+        sequence_length: a longer text flows over into the next sequence; no chat may be longer.
+        pad_token_id: fills the ends of sequences.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    flat = np.concatenate(list(tokens)).astype(np.uint32)
+    (directory / "tokens.bin").write_bytes(flat.tobytes())
+    if masks is not None:
+        (directory / "loss_mask.bin").write_bytes(np.concatenate(list(masks)).astype(np.bool_).tobytes())
+    lengths = np.array([len(ids) for ids in tokens], dtype=np.int64)
+    _write_table(
+        directory,
+        lengths,
+        np.zeros(len(lengths), dtype=np.bool_),
+        fingerprint=hashlib.sha256(flat.tobytes() + lengths.tobytes()).hexdigest(),
+        kind="text" if masks is None else "chat",
+        long_documents="split" if masks is None else "error",
+        sequence_length=sequence_length,
+        token_dtype="uint32",
+        pad_token_id=pad_token_id,
+        split=int((lengths > sequence_length).sum()),
+        truncated=0,
+        dropped=0,
+        empty=0,
+    )
+    return TokenStore.open(directory)
 
 
 def _same_kind(stream: Iterable[Document], first: Document) -> Iterator[Document]:

@@ -4,11 +4,13 @@ Each is looked up once here. :func:`check` runs before a process group is used, 
 of them is refused with its name, not with an ``AttributeError`` in the middle of a step.
 """
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
@@ -26,7 +28,9 @@ __all__ = [
     "check",
     "concatenate_meshes",
     "flatten_mesh",
+    "flight_records",
     "fsdp_state",
+    "group_ranks",
     "is_unsharded",
     "left_unreduced",
     "owned_parameters",
@@ -121,6 +125,31 @@ def reset_iteration(module: nn.Module | FSDPModule) -> None:
             fsdp_param.unsharded_accumulated_grad = None
             if hasattr(fsdp_param, "_unsharded_param"):
                 fsdp_param._unsharded_param.grad = None
+
+
+def flight_records(*, collectives: bool = True) -> list[dict[str, Any]] | None:
+    """What torch's flight recorders hold of this process, one for gloo and one for NCCL; any thread may ask.
+
+    They record where ``TORCH_FR_BUFFER_SIZE`` was set before the process had its first group. Only a report reads them,
+    so that a torch without them is not refused by :func:`check`.
+
+    Args:
+        collectives: with ``entries``, one for each collective; otherwise with ``pg_status`` alone, which costs little.
+
+    Returns:
+        ``None`` where this torch has no recorder that can be read as JSON.
+    """
+    names = ["_dump_fr_trace_json", *(["_dump_nccl_trace_json"] if torch.cuda.is_initialized() else [])]
+    library = getattr(torch._C, "_distributed_c10d", None)
+    dumps = [getattr(library, name) for name in names if hasattr(library, name)]
+    return [json.loads(dump(includeCollectives=collectives)) for dump in dumps] or None
+
+
+def group_ranks() -> dict[str, tuple[int, ...]]:
+    """The global ranks of every process group that this process is in, by torch's name of the group."""
+    world = getattr(distributed_c10d, "_world", None)
+    names, ranks = getattr(world, "pg_names", {}), getattr(world, "pg_group_ranks", {})
+    return {name: tuple(sorted(ranks[group])) for group, name in list(names.items()) if group in ranks}
 
 
 def check() -> None:

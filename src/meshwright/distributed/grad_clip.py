@@ -24,12 +24,12 @@ def total_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) 
         norm_type: the p of the p-norm; ``inf`` for the largest entry.
 
     Returns:
-        A scalar in fp32 on the device of the gradients, the same on all ranks: a NaN or an infinity on any rank is seen by
-        all.
+        A scalar in fp32 (fp64 where a gradient is) on the device of the gradients, the same on all ranks: a NaN or an infinity
+        on any rank is seen by all.
     """
     groups: dict[tuple[object, ...], list[torch.Tensor]] = {}
     meshes: dict[tuple[object, ...], DTensor] = {}
-    device = torch.device("cpu")
+    device, dtype = torch.device("cpu"), torch.float32
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
@@ -42,13 +42,13 @@ def total_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) 
             key = (gradient.device_mesh, *(isinstance(p, Replicate) for p in gradient.placements))
             meshes.setdefault(key, gradient)
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        device = local.device
+        device, dtype = local.device, torch.promote_types(dtype, local.dtype)
         groups.setdefault(key, []).append(local)
 
     largest = math.isinf(norm_type)
-    total = torch.zeros((), dtype=torch.float32, device=device)
+    total = torch.zeros((), dtype=dtype, device=device)
     for key, locals_ in groups.items():
-        part = _local_power(locals_, norm_type, device)
+        part = _local_power(locals_, norm_type, device, dtype)
         if key:
             example = meshes[key]
             for axis, placement in enumerate(example.placements):
@@ -62,18 +62,18 @@ def total_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) 
     return total if largest else total ** (1.0 / norm_type)
 
 
-def _local_power(tensors: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Sum of p-th powers of the entries (or their maximum) in fp32; empty shards add nothing."""
+def _local_power(tensors: list[torch.Tensor], norm_type: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Sum of p-th powers of the entries (or their maximum); empty shards add nothing."""
     full = [tensor for tensor in tensors if tensor.numel()]
     if not full:
-        return torch.zeros((), dtype=torch.float32, device=device)
-    norms = torch.stack(torch._foreach_norm(full, norm_type, dtype=torch.float32))
+        return torch.zeros((), dtype=dtype, device=device)
+    norms = torch.stack(torch._foreach_norm(full, norm_type, dtype=dtype))
     return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
 
 
 def _max_with_nan(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Maximum over ranks in which a NaN wins: gloo's and NCCL's MAX may drop it."""
-    pair = torch.stack([value.nan_to_num(nan=0.0, posinf=math.inf), value.isnan().float()])
+    pair = torch.stack([value.nan_to_num(nan=0.0, posinf=math.inf), value.isnan().to(value.dtype)])
     dist.all_reduce(pair, op=dist.ReduceOp.MAX, group=group)
     return torch.where(pair[1] > 0, torch.full_like(value, math.nan), pair[0])
 

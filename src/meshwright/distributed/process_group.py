@@ -1,17 +1,19 @@
 """Starting and ending the process group of a worker, under Meshwright's launcher, torchrun or Slurm."""
 
+import ctypes
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from meshwright.errors import ConfigError
 
-__all__ = ["adopt_slurm", "distributed_environment", "process_group"]
+__all__ = ["adopt_slurm", "distributed_environment", "end_openmp_threads", "process_group"]
 
 
 def distributed_environment() -> bool:
@@ -83,3 +85,14 @@ def process_group(timeout: timedelta, kind: str) -> Iterator[torch.device]:
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def end_openmp_threads() -> None:
+    """Before a fork: GNU OpenMP's threads do not survive it, and a child that needs them would wait forever.
+
+    They come back when they are needed.
+    """
+    for path in (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"):
+        library = ctypes.CDLL(str(path))
+        if hasattr(library, "omp_pause_resource_all"):  # OpenMP 5.0
+            library.omp_pause_resource_all(2)  # omp_pause_hard

@@ -2,8 +2,11 @@
 
 import dataclasses
 import difflib
+import functools
+import importlib.util
 import inspect
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["build_on_meta", "check_files", "materialize", "pretrained_config", "weight_files"]
+__all__ = ["build_on_meta", "check_files", "legal_keys", "materialize", "pretrained_config", "weight_files"]
 
 
 def pretrained_config(
@@ -45,7 +48,7 @@ def pretrained_config(
     if kind not in CONFIG_MAPPING:
         near = difflib.get_close_matches(kind, list(CONFIG_MAPPING.keys()), n=3)
         raise ConfigError(f"model.config.model_type={kind!r}: unknown to transformers; near: {', '.join(near) or 'none'}")
-    legal = _legal_keys(CONFIG_MAPPING[kind])
+    legal = legal_keys(CONFIG_MAPPING[kind])
     problems = []
     for key in values:
         if strict and legal and key not in legal:
@@ -76,11 +79,30 @@ def _load_config(config: ModelConfig) -> "PretrainedConfig":
         raise ModelError(f"model.path={config.path!r}: {str(error).splitlines()[0]}") from error
 
 
-def _legal_keys(kind: type) -> set[str]:
-    """Keys that a config class knows: its fields, their other names, and what every config has."""
+def legal_keys(kind: type) -> set[str]:
+    """Keys that a config class knows: its fields, their other names, what every config has, and what its family reads.
+
+    Some published configs hold keys that are no field of their class and that the model asks for all the same, such as
+    head_dim in those of qwen3_moe.
+    """
     fields = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     fields |= set(inspect.signature(kind.__init__).parameters) - {"self", "kwargs", "args"}  # type: ignore[misc]
-    return fields | set(getattr(kind, "attribute_map", {}))
+    return fields | set(getattr(kind, "attribute_map", {})) | _keys_read(kind.__module__)
+
+
+@functools.cache
+def _keys_read(module: str) -> frozenset[str]:
+    """Keys that the files of a config and of its model read from a config."""
+    keys: set[str] = set()
+    for name in (module, module.replace("configuration_", "modeling_")):
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.origin is not None and Path(spec.origin).suffix == ".py":
+            text = Path(spec.origin).read_text(encoding="utf-8")
+            for pair in re.findall(
+                r"\bconfig\.([a-z]\w*)\b(?!\()|(?:getattr\(\w*config, |kwargs\.(?:get|pop)\()\"(\w+)\"", text
+            ):
+                keys.update(key for key in pair if key)
+    return frozenset(keys)
 
 
 def build_on_meta(config: ModelConfig, hf_config: "PretrainedConfig") -> "PreTrainedModel":
@@ -96,8 +118,9 @@ def build_on_meta(config: ModelConfig, hf_config: "PretrainedConfig") -> "PreTra
 
     _transformers_compat.check()
     keywords: dict[str, Any] = {"dtype": getattr(torch, config.dtype), "trust_remote_code": config.trust_remote_code}
-    if config.attn_implementation is not None:
-        keywords["attn_implementation"] = config.attn_implementation
+    for name in ("attn_implementation", "experts_implementation"):
+        if getattr(config, name) is not None:
+            keywords[name] = getattr(config, name)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(hf_config, **keywords)

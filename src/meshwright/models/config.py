@@ -22,13 +22,17 @@ class ModelConfig(BaseModel):
         "{model_type: llama, hidden_size: 256}. Keys that are left out take the family's defaults; vocab_size and special "
         "tokens take the tokenizer's.",
     )
-    dtype: Literal["float32", "bfloat16"] = Field(
+    dtype: Literal["float32", "bfloat16", "float64"] = Field(
         default="float32",
         description="What parameters are stored and optimized in; computing has parallel.param_dtype. bfloat16 halves "
-        "memory, and small updates are lost.",
+        "memory, and small updates are lost; float64 is for proofs.",
     )
     attn_implementation: str | None = Field(
         default=None, description="Attention of transformers: eager, sdpa, flash_attention_2, ... Default: the model's."
+    )
+    experts_implementation: str | None = Field(
+        default=None,
+        description="Matrix products of experts in transformers: eager, batched_mm, grouped_mm, ... Default: the model's.",
     )
     trust_remote_code: bool = Field(
         default=False,

@@ -100,7 +100,15 @@ def _sizes(model: "PreTrainedModel") -> dict[str, str]:
     found = {}
     for field, attributes in _SIZES.items():
         for attribute in attributes:
-            if isinstance(getattr(text, attribute, None), int):
+            if isinstance(_read(text, attribute), int):
                 found[field] = prefix + attribute
                 break
     return found
+
+
+def _read(config: Any, attribute: str) -> Any:
+    """A value of a config; ``None`` where there is none, or not one for all layers (Gemma 4's config refuses to say then)."""
+    try:
+        return getattr(config, attribute, None)
+    except RuntimeError:
+        return None

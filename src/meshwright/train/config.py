@@ -20,7 +20,7 @@ from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, Sy
 
 __all__ = ["RunConfig", "load_config"]
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float64"]
 
 
 class _Loader(yaml.SafeLoader):

@@ -145,6 +145,8 @@ def _launch_local(config: RunConfig, processes: int, kind: str, prepared: tuple[
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from meshwright.distributed.process_group import end_openmp_threads
+
     if not debug:
         for name in (
             "torch.distributed.elastic",
@@ -157,6 +159,7 @@ def _launch_local(config: RunConfig, processes: int, kind: str, prepared: tuple[
         import torch._dynamo  # noqa: F401 (FSDP's hooks need it; every forked worker has it then)
 
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+        end_openmp_threads()
     with tempfile.TemporaryDirectory(prefix="meshwright-") as reports:
         settings = LaunchConfig(
             min_nodes=1,

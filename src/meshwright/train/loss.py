@@ -18,13 +18,14 @@ def forward_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
 
 
 def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum of next-token cross-entropies in nats, in fp32.
+    """Sum of next-token cross-entropies in nats, in fp32 (fp64 for a model that computes in it).
 
     Args:
         logits: [batch, sequence, vocabulary].
         labels: [batch, sequence], shifted already; :data:`IGNORE` where there is nothing to learn.
     """
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 def count_tokens(batches: list[dict[str, torch.Tensor]]) -> int:

@@ -17,7 +17,15 @@ from meshwright.train.config import RunConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Paths", "RunSetup", "make_setup", "microbatches_per_step", "plain_config", "together"]
+__all__ = [
+    "Paths",
+    "RunSetup",
+    "make_setup",
+    "microbatches_per_step",
+    "plain_config",
+    "together",
+    "vocabulary_defaults",
+]
 
 
 @dataclass(frozen=True)
@@ -116,7 +124,7 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
     from meshwright.models.spec import spec_of
     from meshwright.plan.resolver import model_sizes, resolve
 
-    hf_config = pretrained_config(config.model, _vocabulary(config, tokenizer))
+    hf_config = pretrained_config(config.model, vocabulary_defaults(config, tokenizer))
     model = build_on_meta(config.model, hf_config)
     spec = spec_of(model, config.parallel.param_dtype)
     problems: list[MeshwrightError] = []
@@ -136,17 +144,18 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
     return RunSetup(config, layout, model, spec, plan)
 
 
-def _vocabulary(config: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
+def vocabulary_defaults(config: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
     """What a new model's config takes from the tokenizer where it does not say it."""
     if tokenizer is not None:
         special = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         return {"vocab_size": len(tokenizer), **special}
-    if config.model.config is not None and "vocab_size" in config.model.config:
+    held = config.model.config or {}
+    if "vocab_size" in held or "vocab_size" in (held.get("text_config") or {}):
         return {}
     if config.tokenizer.path is not None:
         from meshwright.data.tokenizer import load_tokenizer
 
-        return _vocabulary(config, load_tokenizer(config.tokenizer.path, config.model.trust_remote_code))
+        return vocabulary_defaults(config, load_tokenizer(config.tokenizer.path, config.model.trust_remote_code))
     if config.tokenizer.vocab_size is not None:
         # The ids that a tokenizer trained here gives its special tokens; the plan depends on none of them.
         return {"vocab_size": config.tokenizer.vocab_size, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from meshwright.checkpoint import state, storage
 from meshwright.checkpoint.manager import CheckpointManager, check_same_model, read_meta
@@ -52,37 +53,29 @@ class Trainer:
         step: optimizer steps done.
     """
 
+    loader_type = TrainLoader
+
     def __init__(self, setup: RunSetup, store: TokenStore, device: torch.device, resume: Path | None = None) -> None:
         self.setup, self.config, self.device = setup, setup.config, device
-        self.mesh: ParallelMesh = build_mesh(setup.layout, device.type)
+        self.mesh: ParallelMesh = self.build_mesh()
         self.rank = dist.get_rank()
         self.step = 0
         training, data = self.config.training, self.config.data
 
-        self.model = parallelize(setup.model, setup.plan, self.mesh)
+        self.model = self.distribute(setup.model)
         shards_on = torch.device("cpu") if setup.plan.options.cpu_offload else device
         if resume is None:
-            materialize(setup.model, self.config.model, shards_on, training.seed, setup.plan.layers)
+            self.fill(shards_on)
         else:
             initialize_buffers(self.model, shards_on)
         move_buffers(self.model, device)
         self.model.train()
         self.optimizer = build_optimizer(self.model, self.config.optimizer)
         state.initialize_optimizer(self.optimizer)
-        self.sync = GradSync.from_plan(self.model, setup.plan)
+        self.sync = self.build_sync()
 
         data_rank, data_ranks = self.mesh.rank("dp"), setup.layout.size("dp")
-        self.loader = TrainLoader(
-            store,
-            sequence_length=data.sequence_length,
-            global_batch_size=training.global_batch_size,
-            microbatch_size=training.microbatch_size,
-            data_rank=data_rank,
-            data_ranks=data_ranks,
-            seed=training.seed,
-            packing=data.packing,
-            shuffle=data.shuffle,
-        )
+        self.loader = self.build_loader(store)
         self.evaluation = None
         if store.index.eval_documents:
             held_out = SequenceDataset(store, "eval", data.sequence_length, data.packing, shuffle=False)
@@ -101,6 +94,39 @@ class Trainer:
                 dense = not model_sizes(setup.spec, setup.model).experts
                 check_boundaries(setup.model, device, training.microbatch_size, data.sequence_length, exact=dense)
         self.recorder = Recorder(self.config, speaks=self.rank == 0, resumed_step=self.step)
+
+    # -- the parts; `audit` replaces some of them to have a reference ----------------------------------------------------------
+
+    def build_mesh(self) -> ParallelMesh:
+        """The mesh of the layout, over all ranks."""
+        return build_mesh(self.setup.layout, self.device.type)
+
+    def distribute(self, model: nn.Module) -> nn.Module:
+        """Carry the plan out on the model, which has no values yet."""
+        return parallelize(model, self.setup.plan, self.mesh)
+
+    def fill(self, device: torch.device) -> None:
+        """Give parameters and buffers their first values, on the device that shards live on."""
+        materialize(self.setup.model, self.config.model, device, self.config.training.seed, self.setup.plan.layers)
+
+    def build_sync(self) -> GradSync:
+        """When the units of the model gather and reduce."""
+        return GradSync.from_plan(self.model, self.setup.plan)
+
+    def build_loader(self, store: TokenStore) -> TrainLoader:
+        """The training data of this rank."""
+        training, data = self.config.training, self.config.data
+        return self.loader_type(
+            store,
+            sequence_length=data.sequence_length,
+            global_batch_size=training.global_batch_size,
+            microbatch_size=training.microbatch_size,
+            data_rank=self.mesh.rank("dp"),
+            data_ranks=self.setup.layout.size("dp"),
+            seed=training.seed,
+            packing=data.packing,
+            shuffle=data.shuffle,
+        )
 
     # -- the loop ----------------------------------------------------------------------------------------------------------
 
@@ -142,12 +168,8 @@ class Trainer:
         divisor = tokens.clamp(min=1)
         rate = learning_rate(self.step, self.config.training.steps, self.config.optimizer.lr, self.config.schedule)
         set_learning_rate(self.optimizer, rate)
-        summed = torch.zeros((), device=self.device)
-        for _, batch in self.sync.microbatches(batches):
-            loss = token_loss_sum(forward_logits(self.model, batch), batch["labels"]) / divisor
-            loss.backward()
-            summed += loss.detach()
-        norm = clip_grad_norm_(self.model.parameters(), self.config.training.clip_norm)
+        summed = self.backward(batches, divisor)
+        norm = self.clip()
         loss_value, norm_value, token_count = torch.stack(
             [self.mesh.sum(summed).double(), norm.to(self.device).double(), tokens.double()]
         ).tolist()
@@ -169,6 +191,24 @@ class Trainer:
             "memory_bytes": memory_in_use(self.device),
             "skipped": int(skipped),
         }
+
+    def backward(self, batches: list[Batch], divisor: torch.Tensor) -> torch.Tensor:
+        """Forward and backward of every microbatch; returns this rank's share of the loss.
+
+        Args:
+            batches: the microbatches of this rank.
+            divisor: valid tokens of the whole optimizer step, over all ranks.
+        """
+        summed = torch.zeros((), device=self.device)
+        for _, batch in self.sync.microbatches(batches):
+            loss = token_loss_sum(forward_logits(self.model, batch), batch["labels"]) / divisor
+            loss.backward()
+            summed = summed + loss.detach()  # not in place: the dtype of the loss wins
+        return summed
+
+    def clip(self) -> torch.Tensor:
+        """Clip the gradient of the whole model; returns its norm before that."""
+        return clip_grad_norm_(self.model.parameters(), self.config.training.clip_norm)
 
     def _to_device(self, batch: Batch) -> Batch:
         if self.device.type == "cuda":

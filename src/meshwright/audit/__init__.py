@@ -1,0 +1,1 @@
+"""One process against many, parameter by parameter."""

@@ -1,0 +1,151 @@
+"""What is audited, and the trainer that both sides share: the one that `train` uses, on the audit's data."""
+
+import functools
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from meshwright.audit.data import UnevenLoader, sequence_digests
+from meshwright.audit.precision import KeepFloat64
+from meshwright.data.loader import TrainLoader
+from meshwright.data.store import TokenStore
+from meshwright.distributed.mesh import ParallelMesh, build_mesh
+from meshwright.layout import Layout
+from meshwright.models.init import derive_seed
+from meshwright.plan.resolver import model_sizes
+from meshwright.train.config import LayoutConfig, ParallelConfig, RunConfig
+from meshwright.train.setup import make_setup
+from meshwright.train.trainer import Batch, Trainer
+
+__all__ = ["AuditTrainer", "Case", "local_part"]
+
+JITTER = 0.02
+"""Added to every drawn parameter, times a standard normal."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One audit: a configuration that is ready to run, and where its data are.
+
+    Attributes:
+        config: of the run; small enough for this machine.
+        store: directory of the token store.
+        steps: optimizer steps.
+    """
+
+    config: RunConfig
+    store: Path
+    steps: int
+
+    @property
+    def dtype(self) -> str:
+        """Of compute."""
+        return self.config.parallel.param_dtype or self.config.model.dtype
+
+    def on_one_process(self) -> "Case":
+        """The same model, data and arithmetic in one process, without any of the options that carry a layout out."""
+        kept = {name: getattr(self.config.parallel, name) for name in ("param_dtype", "output_dtype", "freeze")}
+        changed = {"layout": LayoutConfig(dp_shard=1), "parallel": ParallelConfig(**kept, reduce_dtype=None)}
+        return Case(self.config.model_copy(update=changed), self.store, self.steps)
+
+    def more_precise(self) -> "Case | None":
+        """The same in the next better arithmetic; ``None`` for float64."""
+        better = {"bfloat16": "float32", "float32": "float64"}.get(self.dtype)
+        if better is None:
+            return None
+        return Case(in_dtype(self.config, better, store=better), self.store, self.steps)
+
+
+def in_dtype(config: RunConfig, compute: str, store: str | None = None) -> RunConfig:
+    """A configuration that computes in a dtype, and stores in another if it is given."""
+    parallel = config.parallel
+    reduce = parallel.reduce_dtype if compute == "bfloat16" else compute
+    output = compute if parallel.output_dtype is not None else None
+    changed: dict[str, Any] = {
+        "parallel": parallel.model_copy(update={"param_dtype": compute, "reduce_dtype": reduce, "output_dtype": output})
+    }
+    if store is not None:
+        # The kernels for many experts at once have no float64.
+        experts = "eager" if compute == "float64" else config.model.experts_implementation
+        changed["model"] = config.model.model_copy(update={"dtype": store, "experts_implementation": experts})
+    return config.model_copy(update=changed)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class AuditTrainer(Trainer):
+    """The trainer of a case on this rank.
+
+    Attributes:
+        sequences: for each step, the digests of the sequences that this rank was fed.
+    """
+
+    loader_type = UnevenLoader
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.case = case
+        self.sequences: list[list[str]] = []
+        super().__init__(make_setup(case.config, dist.get_world_size()), TokenStore.open(case.store), device)
+
+    def build_mesh(self) -> ParallelMesh:
+        """One for all cases of a layout: the groups of a mesh have threads, and cannot be taken back."""
+        return _mesh(self.setup.layout, self.device.type)
+
+    def build_loader(self, store: TokenStore) -> TrainLoader:
+        """That of the audit; experts are to be left without a token now and then."""
+        loader = super().build_loader(store)
+        assert isinstance(loader, UnevenLoader)
+        loader.starves = bool(model_sizes(self.setup.spec, self.setup.model).experts)
+        return loader
+
+    def fill(self, device: torch.device) -> None:
+        """As a run does; a drawn model is jittered.
+
+        Biases that begin as zero, and norms that begin as one, would hide what is wrong with them and behind them.
+        """
+        super().fill(device)
+        if self.config.model.path is None:
+            _jitter(self.model, self.config.training.seed)
+
+    def arithmetic(self) -> AbstractContextManager[Any]:
+        """What the steps run in."""
+        return KeepFloat64() if self.case.dtype == "float64" else nullcontext()
+
+    def backward(self, batches: list[Batch], divisor: torch.Tensor) -> torch.Tensor:
+        """As a run does, with the data noted."""
+        self.sequences.append(sequence_digests(batches))
+        with self.arithmetic():
+            return super().backward(batches, divisor)
+
+    def run_steps(self) -> None:
+        """All optimizer steps of the case."""
+        while self.step < self.case.steps:
+            self.train_step()
+            self.step += 1
+
+
+@functools.cache
+def _mesh(layout: Layout, device_type: str) -> ParallelMesh:
+    return build_mesh(layout, device_type)
+
+
+@torch.no_grad()
+def _jitter(model: nn.Module, seed: int) -> None:
+    """Each parameter is drawn whole from a stream of its own, so that values do not depend on the layout."""
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator().manual_seed(derive_seed(seed, "jitter", name))
+        noise = (JITTER * torch.randn(parameter.shape, generator=generator)).to(parameter.device, parameter.dtype)
+        value = parameter.data
+        if isinstance(value, DTensor):
+            # src_data_rank=None: each rank slices its own copy; nothing is sent
+            noise = local_part(distribute_tensor(noise, value.device_mesh, value.placements, src_data_rank=None))
+        local_part(value).add_(noise)

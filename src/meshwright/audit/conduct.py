@@ -1,0 +1,267 @@
+"""Runs audits: a configuration made ready, one process for the reference, many for the layout, and the report."""
+
+import json
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from hashlib import sha256
+from pathlib import Path
+from types import TracebackType
+
+from meshwright.audit.case import Case, in_dtype
+from meshwright.audit.data import documents_of_run, draw_documents
+from meshwright.audit.diagnose import Finding, Kind, diagnose
+from meshwright.audit.pool import Pool
+from meshwright.audit.precision import TOLERANCES
+from meshwright.audit.ranks import RankResult, RankTrainer, audit_on_rank
+from meshwright.audit.reference import Reference, measure_noise, record_reference
+from meshwright.audit.report import AuditReport, Check, row_checks
+from meshwright.audit.shrink import Change, shrink
+from meshwright.distributed.parallelizer import check_supported
+from meshwright.errors import ConfigError
+from meshwright.plan.price import totals
+from meshwright.plan.resolver import model_sizes
+from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.train.config import CheckpointConfig, LaunchConfig, MetricsConfig, RunConfig, SampleConfig, ScheduleConfig
+from meshwright.train.launch import device_kind
+from meshwright.train.setup import RunSetup, make_setup
+
+__all__ = ["Auditor", "audit"]
+
+LEAST_RATE = 1e-3
+"""Learning rate of an audit, at least: a step has to be seen in the parameters."""
+
+
+def audit(
+    config: RunConfig,
+    *,
+    nproc: int | None = None,
+    steps: int = 3,
+    dtype: str = "float64",
+    full: bool = False,
+    drawn: bool = False,
+    patience: float = 30.0,
+) -> AuditReport:
+    """Audit a configuration: its layout on many processes against one process.
+
+    Args:
+        config: that `train` would take.
+        nproc: processes; ``None``: ``launch.nproc``, or as few as the layout needs.
+        steps: optimizer steps.
+        dtype: of compute: ``float64``, ``float32`` or ``bfloat16``.
+        full: audit the model as it is; otherwise a small one of the same kind.
+        drawn: feed drawn tokens, not documents of the run's source.
+        patience: seconds without progress on any rank that are a hang.
+
+    Raises:
+        HangError: the ranks wait for each other.
+        MeshwrightError: a configuration, or a layout, that `train` would refuse too.
+    """
+    if dtype not in TOLERANCES:
+        raise ConfigError(f"dtype={dtype!r}: legal are {', '.join(TOLERANCES)}")
+    if steps < 1:
+        raise ConfigError(f"steps={steps}: at least 1")
+    changes: tuple[Change, ...] = ()
+    if full:
+        small, world_size = config, nproc or config.launch.nproc or 2
+    else:
+        small, world_size, changes = shrink(config, nproc)
+    with tempfile.TemporaryDirectory(prefix="meshwright-audit-") as folder:
+        ready, more = make_ready(small, dtype, steps, Path(folder))
+        setup = make_setup(ready, world_size)
+        check_supported(setup.layout)
+        store = _store(config, setup, Path(folder), drawn)
+        if not model_sizes(setup.spec, setup.model).experts:
+            more = tuple(change for change in more if change.key != "model.experts_implementation")
+        with Auditor(device_kind(config, world_size), patience) as auditor:
+            return auditor.audit(Case(ready, store, steps), world_size, changes=(*changes, *more))
+
+
+def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple[RunConfig, tuple[Change, ...]]:
+    """A configuration that runs some steps in a dtype and writes nothing outside a folder; and what that changed."""
+    changed = in_dtype(config, dtype, store=None if dtype == "bfloat16" else dtype)
+    parallel, model, optimizer = changed.parallel, changed.model, config.optimizer
+    if dtype == "float64" and parallel.compile:
+        parallel = parallel.model_copy(update={"compile": False})
+    if (model.attn_implementation or "").startswith("flash"):
+        model = model.model_copy(update={"attn_implementation": "sdpa"})
+    if optimizer.lr < LEAST_RATE:
+        optimizer = optimizer.model_copy(update={"lr": LEAST_RATE})
+    ready = changed.model_copy(
+        update={
+            "output": str(folder / "run"),
+            "parallel": parallel,
+            "model": model,
+            "optimizer": optimizer,
+            "data": config.data.model_copy(update={"eval_fraction": 0.0, "eval_files": []}),
+            "schedule": ScheduleConfig(kind="constant"),
+            "training": config.training.model_copy(update={"steps": steps, "eval_every": 0, "on_nonfinite": "skip"}),
+            "checkpoint": CheckpointConfig(),
+            "metrics": MetricsConfig(jsonl=False, tensorboard=False),
+            "launch": LaunchConfig(),
+            "export": False,
+            "sample": SampleConfig(),
+        }
+    )
+    reasons = {
+        "model.dtype": "the arithmetic of the audit (--dtype)",
+        "model.attn_implementation": "flash kernels need a GPU and 16 bits",
+        "model.experts_implementation": "kernels for many experts at once have no float64",
+        "parallel.param_dtype": "the arithmetic of the audit (--dtype)",
+        "parallel.reduce_dtype": "the arithmetic of the audit (--dtype)",
+        "parallel.output_dtype": "the arithmetic of the audit (--dtype)",
+        "parallel.compile": "compiled code rounds by itself; --dtype float32 audits it",
+        "optimizer.lr": "steps have to be seen in the parameters",
+        "schedule.kind": "the first steps are to count",
+        "schedule.warmup_steps": "the first steps are to count",
+    }
+    before, after = config.model_dump(), ready.model_dump()
+    changes = []
+    for key, why in reasons.items():
+        section, _, field = key.partition(".")
+        if before[section][field] != after[section][field]:
+            changes.append(Change(key, before[section][field], after[section][field], why))
+    return ready, tuple(changes)
+
+
+def _store(config: RunConfig, setup: RunSetup, folder: Path, drawn: bool) -> Path:
+    vocabulary: int = setup.model.config.get_text_config().vocab_size
+    data, training = setup.config.data, setup.config.training
+    if drawn:
+        # Documents are about two fifths of a sequence long, so these last for all steps.
+        count = 4 * training.global_batch_size * training.steps
+        return draw_documents(vocabulary, data.sequence_length, count, training.seed, folder / "documents").directory
+    if problems := config.data.problems():
+        raise ConfigError([*problems, "--drawn audits with drawn tokens instead of the run's data"])
+    return documents_of_run(config, vocabulary, data.sequence_length, folder).directory
+
+
+class Auditor:
+    """Runs case after case on processes that are started once; a reference is computed once for all layouts of a model.
+
+    Args:
+        kind: of device, ``cpu`` or ``cuda``.
+        patience: seconds without progress on any rank that are a hang.
+    """
+
+    def __init__(self, kind: str = "cpu", patience: float = 30.0) -> None:
+        self.kind, self.patience = kind, patience
+        self._pools: dict[int, Pool] = {}
+        self._folder = Path(tempfile.mkdtemp(prefix="meshwright-references-"))
+        self._references: dict[str, tuple[Path, dict[str, float]]] = {}
+
+    def audit(
+        self,
+        case: Case,
+        world_size: int,
+        *,
+        changes: Sequence[Change] = (),
+        plants: Iterable[Callable[[RankTrainer], None]] = (),
+    ) -> AuditReport:
+        """Audit one case.
+
+        Args:
+            case: to run.
+            world_size: processes.
+            changes: to be reported.
+            plants: see :func:`~meshwright.audit.ranks.audit_on_rank`.
+        """
+        begun = time.perf_counter()
+        setup = make_setup(case.config, world_size)
+        check_supported(setup.layout)
+        folder, noise = self._reference(case)
+        ranks: list[RankResult] = self._pool(world_size).run(audit_on_rank, case, folder, noise, tuple(plants))
+        reference = Reference(folder)
+        findings = diagnose(setup.plan, reference, ranks, case.dtype)
+        rows = ranks[0].rows
+        return AuditReport(
+            family=setup.plan.family,
+            layout=str(setup.layout),
+            world_size=world_size,
+            dtype=case.dtype,
+            steps=case.steps,
+            microbatches=setup.plan.options.microbatches,
+            changes=tuple(changes),
+            counts=dict(ranks[0].counts),
+            bytes=dict(ranks[0].bytes),
+            rows=tuple(rows),
+            checks=(*row_checks(rows, case.steps), *_checks(setup.plan, reference, ranks, findings)),
+            findings=tuple(findings),
+            seconds=time.perf_counter() - begun,
+        )
+
+    def _reference(self, case: Case) -> tuple[Path, dict[str, float]]:
+        alone = case.on_one_process()
+        content = {**alone.config.model_dump(mode="json"), "output": "", "store": str(case.store), "steps": case.steps}
+        key = sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+        if key not in self._references:
+            folder = self._folder / key
+            pool = self._pool(1)
+            pool.run(record_reference, case, folder)
+            self._references[key] = (folder, pool.run(measure_noise, case, folder)[0])
+        return self._references[key]
+
+    def _pool(self, world_size: int) -> Pool:
+        """Processes of a world size; those of another, but the one for references, end: waiting costs gloo processor time."""
+        for other in [size for size in self._pools if size not in (1, world_size) and world_size != 1]:
+            self._pools.pop(other).close()
+        if world_size not in self._pools:
+            self._pools[world_size] = Pool(world_size, self.kind, self.patience)
+        return self._pools[world_size]
+
+    def close(self) -> None:
+        """End all processes and remove the references."""
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> "Auditor":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+
+def _checks(
+    plan: ShardingPlan, reference: Reference, ranks: Sequence[RankResult], findings: Sequence[Finding]
+) -> Iterator[Check]:
+    """The lines of the summary that are no comparisons of tensors."""
+    wrong = {finding.kind for finding in findings}
+
+    def relative(value: float, truth: float) -> float:
+        return abs(value - truth) / abs(truth) if truth else math.inf
+
+    first = ranks[0]
+    losses = max(relative(result.losses[0], reference.losses[0]) for result in ranks)
+    yield Check("loss", f"{first.losses[0]:.9g}", f"{losses:.1e}", Kind.LOSS not in wrong)
+    norms = max(relative(result.norms[0], reference.norms[0]) for result in ranks)
+    clipped = max(relative(result.clipped_norm, reference.clipped_norm) for result in ranks)
+    yield Check("gradient norm", f"{first.norms[0]:.9g}", f"{norms:.1e}", Kind.NORM not in wrong)
+    if reference.clip_norm is not None:
+        yield Check("norm after clipping", f"to {reference.clip_norm:.6g}", f"{clipped:.1e}", Kind.NORM not in wrong)
+    tensors = sum(map(len, first.digests.values()))
+    yield Check("replicas bitwise equal", f"{tensors} tensors on {len(ranks)} ranks", "", Kind.REPLICAS not in wrong)
+    frozen = sum(not row.trainable for row in plan.parameters)
+    yield Check("frozen parameters unmoved", str(frozen), "", Kind.FROZEN not in wrong)
+    tied = sum(bool(row.aliases) for row in plan.parameters)
+    yield Check("tied parameters are one", str(tied), "", Kind.TIES not in wrong)
+    sequences = sum(map(len, reference.sequences))
+    tokens = reference.microbatch_tokens
+    compared = (
+        f"{sequences} sequences; in the first step {min(tokens)} to {max(tokens)} valid tokens a microbatch, and "
+        f"{reference.boundaries} boundaries between documents"
+    )
+    yield Check("each rank was fed its share", compared, "", Kind.DATA not in wrong)
+    if reference.experts:
+        compared = f"{reference.idle_experts} of {reference.experts}, in the first step"
+        yield Check("experts without a token in a microbatch", compared, "", True)
+    yield Check("no random numbers drawn", "", "", Kind.RANDOM not in wrong)
+    planned = totals(plan).traffic
+    compared = (
+        f"{planned.all_gathers} all-gathers, {planned.reduce_scatters} reduce-scatters, {planned.all_reduces} all-reduces; "
+        f"{planned.all_gather_bytes + planned.reduce_scatter_bytes + planned.all_reduce_bytes:,} bytes"
+    )
+    yield Check("collectives as planned", compared, "", Kind.COLLECTIVES not in wrong)

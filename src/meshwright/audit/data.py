@@ -1,0 +1,119 @@
+"""What both sides of an audit are fed: real documents of the run, or drawn ones, packed so that documents meet in a sequence
+and with uneven numbers of valid tokens.
+
+How many labels of a sequence count depends on its number in the global stream, not on who reads it. So one process and many
+see the same, and a loss that is averaged over ranks or microbatches, instead of over tokens, cannot pass for right.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from meshwright.data.loader import TrainLoader
+from meshwright.data.packing import IGNORE, Integers
+from meshwright.data.store import TokenStore, prepare, write_documents
+from meshwright.data.tokenizer import build_tokenizer
+from meshwright.train.config import RunConfig
+
+__all__ = ["UnevenLoader", "documents_of_run", "draw_documents", "sequence_digests"]
+
+DOCUMENTS = 64
+"""Documents of a run's source that an audit reads, at most."""
+
+_GOLDEN = 0.6180339887  # its multiples modulo 1 are spread evenly, and never repeat
+
+
+class UnevenLoader(TrainLoader):
+    """The loader of a run, with the last labels of each sequence taken away: none of one, up to two thirds of another.
+
+    Attributes:
+        starves: every third microbatch repeats one token, which goes to the same few experts at every position, so that the
+            others have nothing to do.
+    """
+
+    starves = False
+
+    def _sequence(self, number: int) -> dict[str, Integers]:
+        found = super()._sequence(number)
+        kept = self.sequence_length - int(self.sequence_length * (number * _GOLDEN % 1) * 2 / 3)
+        labels = found["labels"].copy()
+        labels[kept:] = IGNORE
+        ids = found["input_ids"]
+        if self.starves and number // self.microbatch_size % 3 == 1:
+            ids = np.full_like(ids, ids[0])
+        return {**found, "input_ids": ids, "labels": labels}
+
+
+def sequence_digests(batches: list[dict[str, torch.Tensor]]) -> list[str]:
+    """A digest of each sequence in some microbatches, of everything that the model is given of it."""
+    digests = []
+    for batch in batches:
+        for row in range(len(batch["input_ids"])):
+            parts = [batch[name][row].cpu().numpy().tobytes() for name in sorted(batch)]
+            digests.append(hashlib.sha256(b"|".join(parts)).hexdigest()[:16])
+    return digests
+
+
+def documents_of_run(config: RunConfig, vocabulary: int, sequence_length: int, directory: Path) -> TokenStore:
+    """The first documents of a run's source, tokenized as the run does, cut to uneven lengths.
+
+    Args:
+        config: of the run, as it is.
+        vocabulary: of the model that is audited; ids beyond it, where the model was shrunk, start again from 0.
+        sequence_length: of the audit.
+        directory: to write in.
+
+    Raises:
+        MeshwrightError: what `train` would say of the source and of the tokenizer.
+    """
+    limit = min(config.data.max_documents or DOCUMENTS, DOCUMENTS)
+    few = config.data.model_copy(update={"max_documents": limit, "eval_fraction": 0.0, "eval_files": []})
+    tokenizer = build_tokenizer(
+        config.tokenizer,
+        few,
+        model_path=config.model.local or config.model.path,
+        default_vocab_size=(config.model.config or {}).get("vocab_size"),
+        trust_remote_code=config.model.trust_remote_code,
+        cache_dir=directory / "datasets-cache",
+    )
+    source = prepare(few, tokenizer, directory / "source", config.training.seed)
+    lengths = _uneven_lengths(sequence_length, config.training.seed)
+    tokens, masks = [], []
+    for begin, end in zip(source.offsets[:-1], source.offsets[1:], strict=True):
+        for first, last in _cuts(int(begin), int(end), lengths):
+            mask = None if source.loss_mask is None else np.asarray(source.loss_mask[first:last])
+            if mask is None or mask[1:].any():
+                tokens.append(np.asarray(source.tokens[first:last], dtype=np.int64) % vocabulary)
+                masks.append(mask)
+    return write_documents(
+        directory / "documents",
+        tokens,
+        None if source.loss_mask is None else [mask for mask in masks if mask is not None],
+        sequence_length=sequence_length,
+        pad_token_id=source.index.pad_token_id % vocabulary,
+    )
+
+
+def draw_documents(vocabulary: int, sequence_length: int, count: int, seed: int, directory: Path) -> TokenStore:
+    """Documents of random tokens, of uneven lengths."""
+    draw = np.random.default_rng(seed)
+    lengths = _uneven_lengths(sequence_length, seed)
+    tokens = [draw.integers(0, vocabulary, next(lengths), dtype=np.int64) for _ in range(count)]
+    return write_documents(directory, tokens, None, sequence_length=sequence_length)
+
+
+def _uneven_lengths(sequence_length: int, seed: int) -> Iterator[int]:
+    """Most documents are shorter than a sequence, so that they meet in it; some flow over into the next."""
+    draw = np.random.default_rng([seed, 1])
+    while True:
+        yield int(draw.integers(2, max(3, sequence_length * 4 // 5)))
+
+
+def _cuts(begin: int, end: int, lengths: Iterator[int]) -> Iterator[tuple[int, int]]:
+    while end - begin >= 2:
+        last = min(end, begin + next(lengths))
+        yield begin, last
+        begin = last

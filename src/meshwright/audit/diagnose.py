@@ -1,0 +1,447 @@
+"""From numbers to words: what is wrong, in the order of causes. The first finding is the verdict."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from meshwright.audit.compare import Row
+from meshwright.audit.precision import TOLERANCES
+from meshwright.audit.ranks import RankResult
+from meshwright.audit.reference import Reference
+from meshwright.layout import AXES, Layout
+from meshwright.plan.price import totals
+from meshwright.plan.sharding_plan import ShardingPlan
+
+__all__ = ["Finding", "Kind", "diagnose"]
+
+EXACT = 0.01
+"""A weight or ratio is said to be a number if it is this near to it."""
+
+
+class Kind(StrEnum):
+    """What can be wrong, causes before their consequences."""
+
+    VALUES = "values"
+    """The ranks began with other parameters than one process."""
+
+    DATA = "data"
+    """A rank was fed other sequences than its share."""
+
+    RANDOM = "random"
+    """Random numbers were drawn in the step: dropout, or routing with noise."""
+
+    TIES = "ties"
+    """Parameters that are one in the plan are several in the model."""
+
+    FROZEN = "frozen"
+    """A parameter that is not trained got a gradient or another value."""
+
+    UNREDUCED = "unreduced"
+    """A gradient was not summed over the ranks: each rank has only its own, or none has any."""
+
+    GRADIENT = "gradient"
+    """A gradient is wrong otherwise: a factor, a lost microbatch, a foreign part."""
+
+    REPLICAS = "replicas"
+    """Ranks that hold the same tensor hold different values."""
+
+    LOSS = "loss"
+    """The loss that is reported is not that of one process."""
+
+    NORM = "norm"
+    """The norm of the gradient, or what clipping made of it."""
+
+    STATE = "state"
+    """Parameters, optimizer state or buffers after the steps, though the gradients are right."""
+
+    COLLECTIVES = "collectives"
+    """Other collectives, or other bytes, than the plan promised."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong.
+
+    Attributes:
+        kind: of cause.
+        message: one sentence for people.
+        names: parameters, buffers or ranks that it is about.
+    """
+
+    kind: Kind
+    message: str
+    names: tuple[str, ...] = ()
+
+
+def diagnose(plan: ShardingPlan, reference: Reference, ranks: Sequence[RankResult], dtype: str) -> list[Finding]:
+    """Everything that is wrong, causes first; empty if the layout computes what one process does."""
+    rows = ranks[0].rows
+    found = [
+        *_values(rows),
+        *_data(plan.layout, reference, ranks),
+        *_random(ranks),
+        *_ties(ranks),
+        *_frozen(ranks),
+        *_gradients(plan, reference, rows, ranks),
+        *_replicas(plan, ranks),
+        *_loss(plan.layout, reference, ranks, TOLERANCES[dtype]),
+        *_norms(plan.layout, reference, ranks, rows, dtype),
+        *_state(rows),
+        *_collectives(plan, ranks),
+    ]
+    order = list(Kind)
+    return sorted(found, key=lambda finding: order.index(finding.kind))
+
+
+# -- before the gradient -----------------------------------------------------------------------------------------------------
+
+
+def _values(rows: Sequence[Row]) -> Iterator[Finding]:
+    wrong = [row for row in rows if row.what == "initial value" and not row.passed]
+    if wrong:
+        names = tuple(row.name for row in wrong)
+        yield Finding(
+            Kind.VALUES, f"the ranks begin with other values than one process: {_listed(names)}; nothing else can agree", names
+        )
+
+
+def _data(layout: Layout, reference: Reference, ranks: Sequence[RankResult]) -> Iterator[Finding]:
+    readers = layout.size("dp")
+    for step, truth in enumerate(reference.sequences):
+        share = len(truth) // readers
+        for result in ranks:
+            place = layout.coordinates(result.rank)
+            reader = place["dp_replicate"] * layout.size("dp_shard") + place["dp_shard"]
+            due = truth[reader * share : (reader + 1) * share]
+            fed = result.sequences[step] if step < len(result.sequences) else []
+            if fed == due:
+                continue
+            others = [
+                other for other in range(readers) if other != reader and fed == truth[other * share : (other + 1) * share]
+            ]
+            what = f"the data of data rank {others[0]}" if others else _strange(fed, due, truth)
+            yield Finding(
+                Kind.DATA,
+                f"rank {result.rank} was fed {what} in step {step + 1}; it is data rank {reader}",
+                (f"rank {result.rank}",),
+            )
+            return
+
+
+def _strange(fed: Sequence[str], due: Sequence[str], truth: Sequence[str]) -> str:
+    if len(fed) != len(due):
+        return f"{len(fed)} sequences where {len(due)} are due"
+    foreign = sum(digest not in truth for digest in fed)
+    return (
+        f"{foreign} sequences that are not in this step" if foreign else "its sequences in another order, or others' among them"
+    )
+
+
+def _random(ranks: Sequence[RankResult]) -> Iterator[Finding]:
+    drew = [result.rank for result in ranks if result.drew]
+    if drew:
+        yield Finding(
+            Kind.RANDOM,
+            f"{_ranks(drew)} drew random numbers in the step (dropout, or noise in a router): no two runs of it agree, and "
+            "ranks that share a sample do not either",
+            tuple(f"rank {rank}" for rank in drew),
+        )
+
+
+def _ties(ranks: Sequence[RankResult]) -> Iterator[Finding]:
+    for group in dict.fromkeys(group for result in ranks for group in result.come_apart):
+        yield Finding(
+            Kind.TIES,
+            f"tied parameters came apart: {' and '.join(group)} are one parameter in the plan, and several now",
+            group,
+        )
+
+
+def _frozen(ranks: Sequence[RankResult]) -> Iterator[Finding]:
+    names = tuple(dict.fromkeys(name for result in ranks for name in result.frozen_moved))
+    if names:
+        yield Finding(Kind.FROZEN, f"moved, or got a gradient, though frozen: {_listed(names)}", names)
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------------
+
+
+def _gradients(plan: ShardingPlan, reference: Reference, rows: Sequence[Row], ranks: Sequence[RankResult]) -> Iterator[Finding]:
+    """One finding for each way in which gradients are wrong, with all parameters that are wrong in that way."""
+    lacking = tuple(dict.fromkeys(name for result in ranks for name in result.without_gradient))
+    wrong = [row for row in rows if row.what == "gradient" and not row.passed]
+    arrived = [row for row in wrong if row.name not in lacking]
+    unarrived = tuple(row.name for row in wrong if row.name in lacking)
+    if unarrived:
+        where = [result.rank for result in ranks if set(unarrived) & set(result.without_gradient)]
+        yield Finding(
+            Kind.UNREDUCED,
+            f"no gradient of {_described(plan, unarrived)} arrived on {_ranks(where)}: it is never reduced",
+            unarrived,
+        )
+    ways: dict[tuple[Kind, str], list[str]] = {}
+    sharded = _sharded_over(plan)
+    for row in arrived:
+        pairs = _differing(plan.layout, sharded[row.name], row.name, "gradient", ranks)
+        way = (Kind.UNREDUCED, _apart(plan.layout, pairs)) if pairs else _way(plan, reference, row)
+        ways.setdefault(way, []).append(row.name)
+    for (kind, words), names in sorted(ways.items(), key=lambda item: -len(item[1])):
+        yield Finding(kind, f"the gradient of {_described(plan, names)} {words}", tuple(names))
+
+
+def _way(plan: ShardingPlan, reference: Reference, row: Row) -> tuple[Kind, str]:
+    """How one gradient is wrong."""
+    readers = plan.layout.size("dp")
+    weights = [weight for weight in row.weights if not math.isnan(weight)]
+    if len(weights) > 1:
+        if _alike(weights):
+            return Kind.GRADIENT, _factor(plan.layout, plan.options.microbatches, sum(weights) / len(weights))
+        by_rank = _by_rank(row.weights, readers)
+        if (one := _only(by_rank)) is not None:
+            return Kind.UNREDUCED, f"is that of data rank {one} alone: it is not summed over the ranks"
+        by_microbatch = _by_rank([row.weights[i] for i in _transposed(len(row.weights), readers)], len(row.weights) // readers)
+        if (one := _only(by_microbatch)) is not None:
+            return Kind.GRADIENT, f"is that of microbatch {one + 1} alone: those of the others are lost"
+        if lost := [index + 1 for index, group in enumerate(by_microbatch) if all(abs(w) < EXACT for w in group)]:
+            return Kind.GRADIENT, f"lacks microbatch {', '.join(map(str, lost))} of {len(by_microbatch)}"
+        if lost := [index for index, group in enumerate(by_rank) if all(abs(w) < EXACT for w in group)]:
+            return Kind.UNREDUCED, f"lacks what data {_ranks(lost)} computed: it is not summed over all ranks"
+        for what, average in _averages(reference, readers):
+            if _fits(row.weights, average):
+                return Kind.GRADIENT, f"is averaged over {what}, not over tokens"
+        shown = ", ".join("?" if math.isnan(weight) else f"{weight:.3f}" for weight in row.weights)
+        return Kind.GRADIENT, f"weighs the microbatches of the ranks by {shown}; each should weigh 1"
+    if row.residual < EXACT:
+        return Kind.GRADIENT, _factor(plan.layout, plan.options.microbatches, row.ratio)
+    if math.isinf(row.error):
+        return Kind.GRADIENT, "is not finite"
+    return (
+        Kind.GRADIENT,
+        "is not made of the gradients of the microbatches: something foreign is in it, or part of it is missing",
+    )
+
+
+def _factor(layout: Layout, microbatches: int, factor: float) -> str:
+    """A factor, and which number of the layout it is."""
+    sizes = {**{axis: layout.size(axis) for axis in (*AXES, "dp", "dp_cp", "ep")}, "the number of microbatches": microbatches}
+    said = f"is {factor:.4g} times that of one process, and right otherwise"
+    for verb, number in (("multiplied", factor), ("divided", 1 / factor if factor else math.nan)):
+        fitting = [name for name, size in sizes.items() if size > 1 and abs(number / size - 1) < EXACT]
+        if fitting:
+            return f"{said}: {verb} by {size_of(sizes, fitting)} once too often"
+    return said
+
+
+def size_of(sizes: dict[str, int], names: Sequence[str]) -> str:
+    """Names with their one size, as in ``2 (dp_shard, dp)``."""
+    return f"{sizes[names[0]]} ({', '.join(names)})"
+
+
+def _averages(reference: Reference, readers: int) -> Iterator[tuple[str, list[float]]]:
+    """Weights that the microbatches would have if the loss were an average of averages."""
+    tokens = reference.microbatch_tokens
+    total, count = sum(tokens), len(tokens)
+    each = count // readers
+    yield "microbatches", [total / (count * number) if number else math.nan for number in tokens]
+    by_rank = [sum(tokens[reader * each : (reader + 1) * each]) for reader in range(readers)]
+    yield (
+        "ranks",
+        [total / (readers * by_rank[index // each]) if by_rank[index // each] else math.nan for index in range(count)],
+    )
+
+
+def _alike(weights: Sequence[float]) -> bool:
+    return max(weights) - min(weights) < EXACT * max(map(abs, weights), default=0.0)
+
+
+def _by_rank(weights: Sequence[float], groups: int) -> list[list[float]]:
+    each = len(weights) // groups
+    parts = [weights[index * each : (index + 1) * each] for index in range(groups)]
+    return [[weight for weight in part if not math.isnan(weight)] for part in parts]
+
+
+def _transposed(count: int, readers: int) -> list[int]:
+    each = count // readers
+    return [reader * each + microbatch for microbatch in range(each) for reader in range(readers)]
+
+
+def _only(groups: Sequence[Sequence[float]]) -> int | None:
+    """The one group of weights that is there, where all others are 0."""
+    there = [index for index, group in enumerate(groups) if any(abs(weight) >= EXACT for weight in group)]
+    return there[0] if len(there) == 1 and len(groups) > 1 else None
+
+
+def _fits(weights: Sequence[float], expected: Sequence[float]) -> bool:
+    pairs = [(w, e) for w, e in zip(weights, expected, strict=True) if not math.isnan(w) and not math.isnan(e)]
+    return bool(pairs) and all(abs(w - e) < EXACT * abs(e) for w, e in pairs)
+
+
+# -- after the gradient ------------------------------------------------------------------------------------------------------
+
+
+def _replicas(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Finding]:
+    """Ranks that differ only on axes that a tensor is not sharded over must hold the same bits."""
+    sharded = _sharded_over(plan)
+    # Where a gradient was not summed over replicas, that is said already, and all that follows from it needs no words.
+    wrong = (row.name for row in ranks[0].rows if row.what == "gradient" and not row.passed)
+    reported = {name for name in wrong if _differing(plan.layout, sharded[name], name, "gradient", ranks)}
+    for what in dict.fromkeys(kind for result in ranks for kind in result.digests):
+        differing: dict[tuple[tuple[int, ...], ...], list[str]] = {}
+        for name in dict.fromkeys(name for result in ranks for name in result.digests.get(what, {})):
+            if name in reported:
+                continue
+            pairs = _differing(plan.layout, sharded.get(name, set()), name, what, ranks)
+            if pairs:
+                differing.setdefault(pairs, []).append(name)
+                reported.add(name)
+        for pairs, names in differing.items():
+            noun = {"parameter": "values", "gradient": "the gradient", "buffer": "the buffer"}.get(what, what)
+            yield Finding(
+                Kind.REPLICAS,
+                f"replicas differ: {noun} of {_described(plan, names)} {_apart(plan.layout, pairs)}",
+                tuple(names),
+            )
+
+
+def _sharded_over(plan: ShardingPlan) -> dict[str, set[str]]:
+    """Parameter name to the axes that shard it."""
+    return {row.name: {axis for axis, placement in row.placements if placement.startswith("Shard")} for row in plan.parameters}
+
+
+def _apart(layout: Layout, pairs: Sequence[Sequence[int]]) -> str:
+    """That some ranks hold different values of what should be the same, and over which axes it was not summed."""
+    axes = dict.fromkeys(axis for pair in pairs for axis in _axes_between(layout, pair))
+    shown = " and ".join(f"ranks {pair[0]} and {pair[1]}" for pair in pairs[:2])
+    return f"differs between {shown}, which should hold the same: it is not summed, or not kept in step, over {', '.join(axes)}"
+
+
+def _differing(
+    layout: Layout, sharded: set[str], name: str, what: str, ranks: Sequence[RankResult]
+) -> tuple[tuple[int, ...], ...]:
+    """Pairs of ranks that should hold the same of a tensor, and do not."""
+    holders: dict[tuple[int, ...], list[RankResult]] = {}
+    for result in ranks:
+        holders.setdefault(_share(layout, result.rank, sharded), []).append(result)
+    pairs = []
+    for group in holders.values():
+        first = group[0]
+        for other in group[1:]:
+            if first.digests.get(what, {}).get(name) != other.digests.get(what, {}).get(name):
+                pairs.append((first.rank, other.rank))
+    return tuple(pairs)
+
+
+def _share(layout: Layout, rank: int, sharded: set[str]) -> tuple[int, ...]:
+    """Which part of a tensor a rank holds: its coordinates on the axes that shard it, and its pipeline stage."""
+    place = {**layout.coordinates(rank), **layout.coordinates(rank, experts=True)}
+    place["dp_shard_cp"] = place["dp_shard"] * layout.size("cp") + place["cp"]
+    return (place["pp"], *(place[axis] for axis in sorted(sharded)))
+
+
+def _axes_between(layout: Layout, pair: Sequence[int]) -> list[str]:
+    first, second = (layout.coordinates(rank) for rank in pair)
+    return [axis for axis in AXES if first[axis] != second[axis]]
+
+
+def _loss(layout: Layout, reference: Reference, ranks: Sequence[RankResult], tolerance: float) -> Iterator[Finding]:
+    truth = reference.losses[0]
+    for result in ranks:
+        loss = result.losses[0] if result.losses else math.nan
+        if abs(loss - truth) <= tolerance * abs(truth):
+            continue
+        how = f"{loss / truth:.4g} times it"
+        tokens = sum(reference.microbatch_tokens)
+        for what, weights in _averages(reference, layout.size("dp")):
+            parts = zip(weights, reference.microbatch_losses, strict=True)
+            average = sum(weight * part for weight, part in parts if not math.isnan(weight)) / tokens
+            if abs(loss - average) <= max(tolerance, 1e-6) * abs(truth):
+                how = f"averaged over {what}, not over tokens"
+        yield Finding(Kind.LOSS, f"the loss on rank {result.rank} is {loss:.9g}, that of one process {truth:.9g}: {how}")
+        return
+
+
+def _norms(
+    layout: Layout, reference: Reference, ranks: Sequence[RankResult], rows: Sequence[Row], dtype: str
+) -> Iterator[Finding]:
+    gradients = [row for row in rows if row.what == "gradient"]
+    tolerance = max(TOLERANCES[dtype], *(row.tolerance for row in gradients)) if gradients else TOLERANCES[dtype]
+    right = all(row.passed for row in gradients)
+    for result in ranks:
+        for when, value, truth in (
+            ("before clipping", result.norms[0], reference.norms[0]),
+            ("after clipping", result.clipped_norm, reference.clipped_norm),
+        ):
+            if abs(value - truth) <= tolerance * truth:
+                continue
+            others = {round(other.norms[0], 12) for other in ranks}
+            why = ""
+            if right and value < truth and len(others) > 1:
+                why = "; the gradients are right and the ranks have different norms, each that of its own shards: not summed"
+            elif right:
+                why = "; the gradients are right, so it is the norm itself, or the scaling"
+            yield Finding(
+                Kind.NORM,
+                f"the norm of the gradient {when} is {value:.6g} on rank {result.rank}, {truth:.6g} in one process{why}",
+            )
+            return
+
+
+def _state(rows: Sequence[Row]) -> Iterator[Finding]:
+    """Only where the gradient of the parameter is right: otherwise it follows from that."""
+    blamed = {row.name for row in rows if row.what in ("gradient", "initial value") and not row.passed}
+    wrong: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.what not in ("gradient", "initial value") and not row.passed and row.name not in blamed:
+            wrong.setdefault(row.what, []).append(row)
+    for what, found in wrong.items():
+        worst = max(found, key=lambda row: row.error)
+        names = tuple(row.name for row in found)
+        noun = {"parameter": "the values", "buffer": "the buffers"}.get(what, f"the optimizer's {what}")
+        yield Finding(
+            Kind.STATE,
+            f"{noun} of {_listed(names)} differ after the steps (error {worst.error:.2g}), though their first gradients agree",
+            names,
+        )
+
+
+def _collectives(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Finding]:
+    planned = totals(plan).traffic
+    for result in ranks:
+        kinds = dict.fromkeys(["all_gather", "reduce_scatter", "all_reduce", *result.counts])
+        wrong = []
+        for kind in kinds:
+            due, due_bytes = getattr(planned, f"{kind}s", 0), getattr(planned, f"{kind}_bytes", 0)
+            if (result.counts[kind], result.bytes[kind]) != (due, due_bytes):
+                made = f"{result.counts[kind]} {kind} of {result.bytes[kind]:,} bytes"
+                wrong.append(f"{made} where the plan has {due} of {due_bytes:,}")
+        if wrong:
+            yield Finding(Kind.COLLECTIVES, f"rank {result.rank} made {'; '.join(wrong)}", tuple(kinds))
+            return
+
+
+# -- words -------------------------------------------------------------------------------------------------------------------
+
+
+def _described(plan: ShardingPlan, names: Sequence[str]) -> str:
+    """Parameters by their units, where those are wholly meant."""
+    if len(names) == 1:
+        return f"{names[0]} (unit {plan.unit(plan.parameter(names[0]).unit).label})"
+    trained = {row.name for row in plan.parameters if row.trainable}
+    if trained <= set(names):
+        return f"all {len(names)} parameters"
+    units = list(dict.fromkeys(plan.parameter(name).unit for name in names))
+    whole = all(set(plan.unit(unit).parameters) & trained <= set(names) for unit in units)
+    labels = [plan.unit(unit).label for unit in units]
+    if whole:
+        return f"all {len(names)} parameters of unit {_listed(labels)}"
+    return f"{len(names)} parameters ({_listed(names)}) of unit {_listed(labels)}"
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
+
+
+def _listed(names: Iterable[str], most: int = 4) -> str:
+    shown = list(names)
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")

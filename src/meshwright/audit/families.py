@@ -1,0 +1,60 @@
+"""The families that the support matrix covers: a tiny model of each, with what makes the family different from the others.
+
+A new family is a new entry: keys are those of its config in transformers.
+"""
+
+from typing import Any
+
+__all__ = ["FAMILIES", "TINY"]
+
+TINY: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Sizes that most families share. The vocabulary is no multiple of any number of ranks, so shards are uneven."""
+
+_HEADS = {**TINY, "head_dim": 8}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _HEADS,
+    "mistral": {**_HEADS, "sliding_window": 8},
+    "qwen2": {**TINY, "tie_word_embeddings": True},  # biases of queries, keys and values; tied
+    "qwen3": _HEADS,  # norms of queries and keys
+    "gemma3_text": {**_HEADS, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},  # tied
+    "gemma4_text": {
+        **_HEADS, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "global_head_dim": 16,
+    },
+    "phi3": {**TINY, "resid_pdrop": 0.0},  # one matrix for queries, keys and values
+    "olmo2": TINY,  # norms after the sublayers
+    "gpt2": {
+        "vocab_size": 67, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    },  # biases everywhere, learned positions, tied
+    "mixtral": {**_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        **TINY, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0],
+    },  # a dense layer, then experts
+    "gpt_oss": {
+        **_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "rope_theta": 1e4,
+            "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        },
+    },  # attention sinks, experts with biases
+    "deepseek_v3": {
+        **TINY, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
+        "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+        "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 16,
+    },  # latent attention, grouped routing, shared expert
+}  # fmt: skip
+"""``model_type`` to its config."""

@@ -1,0 +1,314 @@
+"""Where every rank of a group that hangs is, and which rank left the others waiting.
+
+A collective hangs because ranks disagree: about its kind, its size, its group, or whether there is one. No rank alone
+can tell. So each rank looks at itself (:func:`look`: what torch's flight recorder holds, and its Python stack), and
+:func:`describe` compares, group by group and collective by collective. A report says what the backend runs: for gloo a
+reduce-scatter is an all-reduce, and messages (send, recv) are recorded by NCCL only.
+"""
+
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.distributed import _torch_compat
+from meshwright.errors import WorkerError
+
+__all__ = [
+    "Collective",
+    "Frame",
+    "HangError",
+    "RankState",
+    "describe",
+    "disagreement",
+    "look",
+    "mismatch",
+    "pulse",
+    "stack_of_text",
+]
+
+SHOWN_FRAMES = 4
+SIZES_MAY_DIFFER = ("all_to_all", "gather", "scatter")
+"""Collectives in which ranks may bring tensors of different sizes; in every other a difference is an error."""
+
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_STANDARD = sysconfig.get_paths()["stdlib"]
+_WORKER = str(Path(__file__).with_name("worker.py"))
+_WRAPPERS = {"wrapper", "inner", "fsdp_hook_wrapper", "decorate_context", "_wrapped_call_impl", "_call_impl", "_fn"}
+_DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16"}
+_DTYPES |= {"Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8"}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One entry of the flight recorder: the collective with this number that a rank entered in a group."""
+
+    kind: str
+    number: int
+    group: str
+    description: str
+    ranks: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    finished: bool
+    time: int
+
+    @property
+    def place(self) -> str:
+        """Its group, by the mesh axis where torch knows it. An axis over all ranks shares the default group."""
+        axis = self.description.removeprefix("mesh_")
+        known = {"default_pg": "the default group", "undefined": f"group {self.group}", "": f"group {self.group}"}
+        return f"{known.get(axis, axis)} ({_ranks(self.ranks)})"
+
+    @property
+    def tensors(self) -> str:
+        """Shape and dtype of what this rank brought; empty for a barrier."""
+        if not self.shapes:
+            return ""
+        more = f" and {len(self.shapes) - 1} more" if len(self.shapes) > 1 else ""
+        shape = " x ".join(map(str, self.shapes[0])) or "scalar"
+        return f"{shape} {self.dtypes[0] if self.dtypes else ''}{more}"
+
+    @property
+    def agreement(self) -> tuple[Any, ...]:
+        """What must be equal on all ranks."""
+        if self.kind in SIZES_MAY_DIFFER:
+            return (self.kind,)
+        return (self.kind, tuple(prod(shape) for shape in self.shapes), self.dtypes)
+
+    def __str__(self) -> str:
+        return f"{self.kind} number {self.number} of {self.place}"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One level of a Python stack."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def of_torch(self) -> bool:
+        """Whether it is code of torch."""
+        return self.file.startswith(_TORCH)
+
+    @property
+    def foreign(self) -> bool:
+        """Whether it is code of torch or of Python's own library, which tells the user little."""
+        standard = self.file.startswith(_STANDARD) and "site-packages" not in self.file
+        return self.of_torch or standard or self.file.startswith("<") or self.file.endswith("typing_extensions.py")
+
+
+@dataclass(frozen=True)
+class RankState:
+    """Where a rank is.
+
+    Attributes:
+        rank: its number.
+        collectives: those it entered, in order; ``None`` where torch recorded none.
+        stack: the useful frames, innermost first: the function of torch that it is in, then code that is not torch's.
+        ending: how its work ended, such as ``has returned``; ``None`` while it runs.
+        broken: it ended because a collective failed.
+    """
+
+    rank: int
+    collectives: tuple[Collective, ...] | None = None
+    stack: tuple[Frame, ...] = ()
+    ending: str | None = None
+    broken: bool = False
+
+    @property
+    def waits(self) -> Collective | None:
+        """The collective that it waits in: of several in flight the first."""
+        return next((item for item in self.collectives or () if not item.finished), None)
+
+    @property
+    def last(self) -> Collective | None:
+        """The last collective that it finished."""
+        return next((item for item in reversed(self.collectives or ()) if item.finished), None)
+
+    @property
+    def position(self) -> str:
+        """Its stack in a few words."""
+        code = [frame for frame in self.stack if not frame.of_torch]
+        path = " <- ".join(f"{Path(item.file).name}:{item.line} {item.function}" for item in code[:SHOWN_FRAMES])
+        inner = self.stack[0].function if self.stack and self.stack[0].of_torch else ""
+        inner = f"in torch's {inner}" if inner and not (self.waits and inner == self.waits.kind) else ""
+        return ", ".join(part for part in (inner, path and f"called from {path}" if inner or self.waits else path) if part)
+
+    def __str__(self) -> str:
+        last = "; its last collective was " + ", ".join(filter(None, (str(self.last), self.last.tensors))) if self.last else ""
+        if self.ending:
+            return f"rank {self.rank} {self.ending}{last}"
+        if self.waits:
+            return ", ".join(filter(None, (f"rank {self.rank} waits in {self.waits}", self.waits.tensors, self.position)))
+        where = self.position or "at an unknown place"
+        where = where if where.startswith(("in ", "at ")) else f"at {where}"
+        return f"rank {self.rank} is {where if self.collectives is None else f'in no collective; it is {where}'}{last}"
+
+
+class HangError(WorkerError):
+    """Ranks that wait for each other. Its problems are the lines of :func:`describe`.
+
+    Args:
+        problems: the lines.
+        states: of the ranks.
+    """
+
+    def __init__(self, problems: str | Iterable[str], states: Sequence[RankState] = ()) -> None:
+        super().__init__(problems)
+        self.states = tuple(states)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Keep the states too."""
+        return (type(self), (self.problems, self.states))
+
+
+def describe(states: Sequence[RankState]) -> list[str]:
+    """The disagreement in one line, then one line for each rank."""
+    silent = [state.rank for state in states if state.collectives is None and state.ending is None]
+    unknown = "no rank goes on, and no recorded collective tells why (gloo does not record send and recv)"
+    if 0 < len(silent) < len(states):
+        unknown = f"no rank goes on, and {_ranks(silent)} did not answer"
+    return [disagreement(states) or unknown, *map(str, states)]
+
+
+def disagreement(states: Sequence[RankState]) -> str | None:
+    """What the ranks disagree about, or ``None`` if the recorded collectives do not tell.
+
+    The first difference (:func:`mismatch`). Failing that, a rank that never entered a collective in which others wait; of
+    several such ranks one that waits in none itself, since the others may wait for it.
+    """
+    known = {state.rank: state for state in states}
+    missing = [found for group in _by_group(states) for found in _never_entered(group, known)]
+    return mismatch(states) or (min(missing)[2] if missing else None)
+
+
+def mismatch(states: Sequence[RankState]) -> str | None:
+    """The first collective of a group that differs between its ranks, by kind, size or dtype."""
+    found = [difference for group in _by_group(states) if (difference := _first_difference(group))]
+    return min(found)[1] if found else None
+
+
+def _by_group(states: Sequence[RankState]) -> list[dict[int, dict[int, Collective]]]:
+    """For each group and each of its ranks that recorded, its collectives by number. NCCL numbers messages by themselves."""
+    known = [state.rank for state in states if state.collectives is not None]
+    table: dict[tuple[str, tuple[int, ...]], dict[int, dict[int, Collective]]] = {}
+    for state in states:
+        for item in state.collectives or ():
+            if item.kind.startswith(("send ", "recv ")):
+                continue
+            group = table.setdefault((item.group, item.ranks), {rank: {} for rank in item.ranks if rank in known})
+            group.setdefault(state.rank, {})[item.number] = item
+    return list(table.values())
+
+
+def _first_difference(group: dict[int, dict[int, Collective]]) -> tuple[int, str] | None:
+    for number in sorted(set().union(*group.values())):
+        here = {rank: entered[number] for rank, entered in group.items() if number in entered}
+        kinds: dict[tuple[Any, ...], list[int]] = {}
+        for rank, item in here.items():
+            kinds.setdefault(item.agreement, []).append(rank)
+        if len(kinds) > 1:
+            sides = [f"{_ranks(ranks)} {here[ranks[0]].kind} {here[ranks[0]].tensors}".strip() for ranks in kinds.values()]
+            first = next(iter(here.values()))
+            time = min(item.time for item in here.values())
+            return time, f"ranks disagree about collective {number} of {first.place}: {', '.join(sides)}"
+    return None
+
+
+def _never_entered(group: dict[int, dict[int, Collective]], known: dict[int, RankState]) -> list[tuple[bool, int, str]]:
+    """Ranks that others wait for: whether such a rank waits itself, since when it is missed, and the words."""
+    found = []
+    waiting: dict[int, list[Collective]] = {}
+    for rank, entered in group.items():
+        pending = [item for item in entered.values() if not item.finished]
+        if known[rank].broken and entered:  # the recorder calls the collective that failed finished
+            pending.append(entered[max(entered)])
+        if pending and (known[rank].ending is None or known[rank].broken):
+            waiting[rank] = pending
+    for absent, entered in group.items():
+        missed = {rank: item for rank, items in waiting.items() for item in items if item.number > max(entered, default=0)}
+        if missed:
+            first = min(missed.values(), key=lambda item: item.number)
+            ranks = tuple(rank for rank, item in missed.items() if item.number == first.number)
+            words = f"rank {absent} never entered {first}, in which {_ranks(ranks)} wait{'s' if len(ranks) == 1 else ''}"
+            own = known[absent].waits if known[absent].ending is None else None
+            found.append((own is not None, first.time, f"{words}; it waits in {own}" if own else words))
+    return found
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def look(rank: int, thread: int) -> RankState:
+    """The state of this process; asked by a thread other than ``thread``, whose stack is told."""
+    records, ranks = _torch_compat.flight_records(), _torch_compat.group_ranks()
+    entries = sorted((item for record in records or () for item in record.get("entries", ())), key=_created)
+    collectives = tuple(_collective(entry, ranks) for entry in entries)
+    # The pool's workers begin with an all-reduce, so that none at all means that nothing was recorded.
+    return RankState(rank, collectives or None, _useful(_frames(thread)))
+
+
+def _created(entry: dict[str, Any]) -> int:
+    return entry["time_created_ns"]
+
+
+def _collective(entry: dict[str, Any], ranks: dict[str, tuple[int, ...]]) -> Collective:
+    group, description = entry["process_group"]
+    return Collective(
+        kind=entry["profiling_name"].split(":")[-1].removeprefix("_").removesuffix("_base"),
+        number=entry["p2p_seq_id"] if entry.get("is_p2p") else entry["collective_seq_id"],
+        group=group,
+        description=description,
+        ranks=ranks.get(group, ()),
+        shapes=tuple(map(tuple, entry["input_sizes"])),
+        dtypes=tuple(_DTYPES.get(name, name.lower()) for name in entry.get("input_dtypes", ())),
+        finished=entry["retired"],
+        time=_created(entry),
+    )
+
+
+def pulse(thread: int) -> tuple[Any, ...]:
+    """A value that changes while the process goes on: collectives entered, and where the Python code of ``thread`` is.
+
+    The second is for pipelines, whose messages the recorder does not count, and for long work between two collectives.
+    """
+    records = _torch_compat.flight_records(collectives=False)
+    status = [record.get("pg_status") for record in records or ()]
+    return status, [(id(frame.f_code), frame.f_lasti) for frame in _walk(thread)]
+
+
+def _walk(thread: int) -> Iterable[Any]:
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _frames(thread: int) -> list[Frame]:
+    return [Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in _walk(thread)]
+
+
+def stack_of_text(text: str) -> tuple[Frame, ...]:
+    """The useful frames of what ``faulthandler`` wrote of one thread."""
+    found = re.findall(r'File "(.+)", line (\d+) in (.+)', text)
+    return _useful([Frame(file, int(line), function) for file, line, function in found])
+
+
+def _useful(frames: Sequence[Frame]) -> tuple[Frame, ...]:
+    """From the innermost out to the worker's own: torch's frames reduced to the call that entered torch."""
+    inside = list(takewhile(lambda frame: frame.file != _WORKER, frames))
+    inner = list(takewhile(lambda frame: frame.foreign, inside))
+    entrance = [frame for frame in inner if frame.of_torch and frame.function not in _WRAPPERS]
+    return (*entrance[-1:], *(frame for frame in inside if not frame.foreign))

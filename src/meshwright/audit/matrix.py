@@ -1,0 +1,279 @@
+"""The support matrix: every family on every layout that fits few processes, each audited under options that cover all pairs."""
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from meshwright.audit.case import Case
+from meshwright.audit.conduct import Auditor, make_ready
+from meshwright.audit.data import draw_documents
+from meshwright.audit.families import FAMILIES
+from meshwright.errors import ConfigError, MeshwrightError, UnsupportedError
+from meshwright.plan.options import SyncPolicy
+from meshwright.train.config import RunConfig
+
+__all__ = ["LAYOUTS", "VARIANTS", "Cell", "Outcome", "Variant", "family_case", "run_cell", "slice_of_matrix", "write_matrix"]
+
+STEPS = 2
+SEQUENCE_LENGTH = 32
+
+
+@dataclass(frozen=True)
+class Place:
+    """A layout of the matrix."""
+
+    label: str
+    world_size: int
+    sizes: Mapping[str, int]
+    experts: bool = False
+    """Only for families that have experts."""
+
+
+LAYOUTS = (
+    Place("shard 2", 2, {"dp_shard": 2}),
+    Place("shard 4", 4, {"dp_shard": 4}),
+    Place("shard 8", 8, {"dp_shard": 8}),
+    Place("replicate 2", 2, {"dp_replicate": 2, "dp_shard": 1}),
+    Place("replicate 4", 4, {"dp_replicate": 4, "dp_shard": 1}),
+    Place("2 x shard 2", 4, {"dp_replicate": 2, "dp_shard": 2}),
+    Place("2 x shard 4", 8, {"dp_replicate": 2, "dp_shard": 4}),
+    Place("4 x shard 2", 8, {"dp_replicate": 4, "dp_shard": 2}),
+    Place("tp 2", 2, {"dp_shard": 1, "tp": 2}),
+    Place("cp 2", 2, {"dp_shard": 1, "cp": 2}),
+    Place("pp 2", 2, {"dp_shard": 1, "pp": 2}),
+    Place("ep 2", 2, {"dp_shard": 2, "ep": 2}, experts=True),
+)
+"""The columns. ``2 x shard 4``: two replicas of four shards each (HSDP)."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Options that a cell is audited under."""
+
+    sync: SyncPolicy
+    dtype: str
+    microbatches: int
+    checkpointing: bool
+    offload: bool
+
+    def __str__(self) -> str:
+        """In words."""
+        plural = "microbatch" if self.microbatches == 1 else "microbatches"
+        extra = [name for name, on in (("checkpointing", self.checkpointing), ("offload", self.offload)) if on]
+        return ", ".join([self.sync, self.dtype, f"{self.microbatches} {plural}", *extra])
+
+
+VARIANTS = (
+    Variant(SyncPolicy.DEFER, "float64", 1, False, False),
+    Variant(SyncPolicy.DEFER, "float32", 3, True, False),
+    Variant(SyncPolicy.DEFER, "bfloat16", 3, False, True),
+    Variant(SyncPolicy.RESHARD_EACH, "float64", 3, True, True),
+    Variant(SyncPolicy.RESHARD_EACH, "float32", 1, False, True),
+    Variant(SyncPolicy.RESHARD_EACH, "bfloat16", 3, False, False),
+    Variant(SyncPolicy.REDUCE_EACH, "float64", 3, False, True),
+    Variant(SyncPolicy.REDUCE_EACH, "float32", 3, False, False),
+    Variant(SyncPolicy.REDUCE_EACH, "bfloat16", 1, True, False),
+)
+"""Every value of every option meets every value of every other one (a test sees to it)."""
+
+
+class Outcome(StrEnum):
+    """Of a family on a layout."""
+
+    WORKS = "works"
+    REFUSED = "refused"
+    NOT_YET = "not yet"
+    FAILS = "FAILS"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A family on a layout.
+
+    Attributes:
+        outcome: of all its variants together.
+        worst: largest error of a gradient, by dtype.
+        note: what a user would be told, or the verdict of the variant that failed.
+    """
+
+    outcome: Outcome
+    worst: Mapping[str, float]
+    note: str = ""
+
+
+def family_case(
+    family: str,
+    place: Place,
+    variant: Variant,
+    folder: Path,
+    *,
+    packing: str = "pack",
+    model: Mapping[str, Any] | None = None,
+    **parallel: Any,
+) -> Case:
+    """The case of a family, by its name in :data:`~meshwright.audit.families.FAMILIES`, on drawn documents.
+
+    Args:
+        family: ``model_type``.
+        place: the layout.
+        variant: the options.
+        folder: for the documents.
+        packing: of documents.
+        model: what its config has otherwise.
+        parallel: further options of the section ``parallel``.
+    """
+    config = {**FAMILIES[family], **(model or {})}
+    vocabulary = int(config["vocab_size"])
+    readers = place.sizes.get("dp_replicate", 1) * place.sizes["dp_shard"]
+    run = RunConfig.model_validate(
+        {
+            "output": str(folder),
+            "model": {"config": {"model_type": family, **config}},
+            "layout": dict(place.sizes),
+            "parallel": {
+                "sync": variant.sync,
+                "activation_checkpointing": "full" if variant.checkpointing else "none",
+                "cpu_offload": variant.offload,
+                **parallel,
+            },
+            "data": {"files": ["drawn"], "sequence_length": SEQUENCE_LENGTH, "eval_fraction": 0.0, "packing": packing},
+            "training": {"steps": STEPS, "global_batch_size": variant.microbatches * readers},
+        }
+    )
+    ready, _ = make_ready(run, variant.dtype, STEPS, folder)
+    store = folder / f"documents-{vocabulary}"
+    if not (store / "index.json").is_file():
+        draw_documents(vocabulary, SEQUENCE_LENGTH, 400, 0, store)
+    return Case(ready, store, STEPS)
+
+
+def run_cell(auditor: Auditor, family: str, place: Place, variants: Iterable[Variant], folder: Path) -> Cell:
+    """Audit a family on a layout under some options."""
+    worst: dict[str, float] = {}
+    note, packing = "", "pack"
+    for variant in variants:
+        try:
+            report = None
+            if packing == "pack":
+                try:
+                    report = auditor.audit(family_case(family, place, variant, folder), place.world_size)
+                except ConfigError as error:
+                    if "data.packing" not in str(error):
+                        raise
+                    note, packing = f"with data.packing=pad only: {error.problems[0]}", "pad"
+            if report is None:
+                report = auditor.audit(family_case(family, place, variant, folder, packing=packing), place.world_size)
+        except UnsupportedError as error:
+            return Cell(Outcome.NOT_YET, {}, error.problems[0])
+        except MeshwrightError as error:
+            if error.exit_code != 2:  # a worker that failed, or a hang: no refusal
+                return Cell(Outcome.FAILS, {}, f"{variant}: {error}")
+            return Cell(Outcome.REFUSED, {}, f"{variant}: {error.problems[0]}")
+        if not report.passed:
+            return Cell(Outcome.FAILS, {}, f"{variant}: {report.verdict}")
+        worst[variant.dtype] = max(worst.get(variant.dtype, 0.0), report.worst_gradient)
+    return Cell(Outcome.WORKS, worst, note)
+
+
+def slice_of_matrix() -> Iterator[tuple[str, Place, Variant]]:
+    """A part of the matrix that has every family, every layout and every variant at least once."""
+    families = list(FAMILIES)
+    for index in range(max(len(families), len(LAYOUTS), len(VARIANTS))):
+        place = LAYOUTS[index % len(LAYOUTS)]
+        family = families[index % len(families)]
+        if place.experts and "num_experts_per_tok" not in FAMILIES[family]:
+            family = "mixtral"
+        yield family, place, VARIANTS[index % len(VARIANTS)]
+
+
+def write_matrix(
+    output: Path,
+    say: Callable[[str], None],
+    families: Sequence[str] = tuple(FAMILIES),
+    places: Sequence[Place] = LAYOUTS,
+    variants: Sequence[Variant] = VARIANTS,
+) -> bool:
+    """Run the matrix and write its page.
+
+    Args:
+        output: the page.
+        say: takes a line for each layout.
+        families: rows.
+        places: columns.
+        variants: options of each cell.
+
+    Returns:
+        Whether nothing failed. A refusal is no failure.
+    """
+    begun = time.perf_counter()
+    cells: dict[tuple[str, str], Cell] = {}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with Auditor() as auditor, tempfile.TemporaryDirectory(prefix="meshwright-matrix-") as folder:
+        for place in places:
+            for family in families:
+                if place.experts and "num_experts_per_tok" not in FAMILIES[family]:
+                    continue
+                cells[family, place.label] = run_cell(auditor, family, place, variants, Path(folder))
+            outcomes = [cell.outcome for (_, label), cell in cells.items() if label == place.label]
+            counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in Outcome if outcome in outcomes)
+            say(f"{place.label}: {counts} ({time.perf_counter() - begun:.0f} s)")
+    output.write_text(_page(cells, families, places, variants))
+    return all(cell.outcome is not Outcome.FAILS for cell in cells.values())
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------------
+
+
+def _page(
+    cells: Mapping[tuple[str, str], Cell], families: Sequence[str], places: Sequence[Place], variants: Sequence[Variant]
+) -> str:
+    import torch
+    import transformers
+
+    notes: dict[str, int] = {}
+    header = ["family", *(place.label for place in places)]
+    lines = [
+        "# Support matrix",
+        "",
+        f"Written by `meshwright audit --matrix` with torch {torch.__version__}, transformers {transformers.__version__}. "
+        "Do not edit.",
+        "",
+        "Each cell is a tiny model of the family, trained on that many CPU processes and in one, and compared parameter by",
+        f"parameter ([how](audit.md)), under {len(variants)} combinations of options. A number is the largest error of a",
+        "gradient, relative to its largest entry, in float32; *not yet* and *refused* are what `meshwright train` says too.",
+        "`2 x shard 4`: two replicas of four shards (HSDP).",
+        "",
+        f"| {' | '.join(header)} |",
+        f"|{'---|' * len(header)}",
+    ]
+    for family in families:
+        row = [family]
+        for place in places:
+            cell = cells.get((family, place.label))
+            row.append("" if cell is None else _words(cell, notes))
+        lines.append(f"| {' | '.join(row)} |")
+    lines += ["", "## Options", "", "Every value of every option meets every value of every other one:", ""]
+    lines += [f"- {variant}" for variant in variants]
+    if notes:
+        lines += ["", "## Notes", ""]
+        lines += [f"{number}. {note}" for note, number in notes.items()]
+    worst: dict[str, float] = {}
+    for cell in cells.values():
+        for dtype, error in cell.worst.items():
+            worst[dtype] = max(worst.get(dtype, 0.0), error)
+    lines += ["", "## Largest errors", "", "Of a gradient, over all cells, against one process in the same arithmetic:", ""]
+    lines += [f"- {dtype}: {error:.1e}" for dtype, error in sorted(worst.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _words(cell: Cell, notes: dict[str, int]) -> str:
+    mark = f" [{notes.setdefault(cell.note, len(notes) + 1)}]" if cell.note else ""
+    if cell.outcome is Outcome.WORKS:
+        error = cell.worst.get("float32", max(cell.worst.values(), default=math.nan))
+        return f"{error:.0e}{mark}"
+    return f"{cell.outcome}{mark}"

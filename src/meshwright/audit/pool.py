@@ -1,0 +1,272 @@
+"""Worker processes that start once and run one function after another on every rank.
+
+The audit runs dozens of small steps, and starting costs more than a step. Each worker has a second thread that tells the
+parent whether its rank goes on, and on request where it is. So a step that hangs ends with a report of every rank.
+
+Two pipes join the parent to a worker: ``jobs`` for functions and how they ended, ``watch`` for the second thread.
+"""
+
+import os
+import pickle
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from meshwright.audit.hang import HangError, RankState, describe, mismatch, stack_of_text
+from meshwright.audit.worker import BEAT, Ending, Seat, work
+from meshwright.distributed.process_group import end_openmp_threads
+from meshwright.errors import ConfigError, MeshwrightError, UnsupportedError, WorkerError
+
+__all__ = ["Pool"]
+
+GRACE = 3.0
+"""Seconds without progress after which ranks that have not failed are taken to wait for those that have."""
+START = 120.0
+"""Seconds that starting may take: with GPUs every worker imports torch anew."""
+MOST_GROUPS = 24
+"""Process groups after which workers start afresh. Each has threads that wake a hundred times a second, and sockets; torch's
+caches keep old meshes in use, so that groups cannot be destroyed one by one."""
+MARGIN = 60.0
+"""Seconds that a collective may wait longer than the pool's patience, so that the report comes before torch's error."""
+
+
+@dataclass
+class _Worker:
+    process: BaseProcess
+    jobs: Connection
+    watch: Connection
+    seat: Seat
+    state: RankState | None = None
+
+    def listen(self) -> bool:
+        """Whether it reported progress, or its state."""
+        heard = False
+        try:
+            while self.watch.poll():
+                self.state = self.watch.recv() or self.state
+                heard = True
+        except (EOFError, OSError):
+            pass  # it died, which its ending tells
+        return heard
+
+    def ending(self) -> Ending | None:
+        """How its job ended, if it has."""
+        alive = self.process.is_alive()  # asked first: what it sent before it died is still read
+        try:
+            if self.jobs.poll():
+                return pickle.loads(self.jobs.recv_bytes())
+        except (EOFError, OSError):
+            self.process.join(5)
+            alive = False
+        except Exception as error:
+            reason = WorkerError(f"the result cannot be read: {type(error).__name__}: {error}")
+            return Ending(error=reason, time=time.monotonic())
+        return None if alive else self._death()
+
+    def _death(self) -> Ending:
+        code = self.process.exitcode or 0
+        name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        hint = " (the system kills with SIGKILL when memory runs out)" if name == "SIGKILL" else ""
+        return Ending(
+            error=WorkerError(f"ended with {name}{hint}"),
+            communication=name == "SIGABRT",  # gloo aborts a process that receives more bytes than it asked for
+            dead=True,
+            trace=self.stack(),
+            time=time.monotonic(),
+        )
+
+    def stack(self) -> str:
+        """What faulthandler wrote."""
+        return self.seat.stack_file.read_text() if self.seat.stack_file.exists() else ""
+
+
+class Pool:
+    """Processes that form one process group and wait for work. They start with the first job, and again after a failure.
+
+    Workers on the CPU are forked, so the process that makes a pool must not be in a process group itself, and they hold what
+    it held. A job starts no ``multiprocessing`` children, leaves the default group alone and returns tensors on the CPU.
+    Close the pool, or use it as a context manager.
+
+    Args:
+        world_size: how many processes.
+        kind: ``cpu`` for gloo, ``cuda`` for NCCL with a GPU for each rank.
+        patience: seconds without progress on any rank after which a job is taken to hang; that of one process never is.
+
+    Raises:
+        ConfigError: for no processes, or another kind.
+    """
+
+    def __init__(self, world_size: int, kind: str = "cpu", patience: float = 30.0) -> None:
+        if world_size < 1 or kind not in ("cpu", "cuda"):
+            raise ConfigError(f"a pool of {world_size} processes on {kind}: legal are 1 or more, on cpu or cuda")
+        self.world_size, self.kind, self.patience = world_size, kind, patience
+        self._workers: list[_Worker] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers, whatever they do."""
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join(5)
+            worker.jobs.close()
+            worker.watch.close()
+        self._workers = []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call ``function(device, *args)`` on every rank, which is that of the default process group.
+
+        Args:
+            function: at the top level of a module.
+            args: for every rank, copied.
+
+        Returns:
+            The results by rank.
+
+        Raises:
+            MeshwrightError: that all ranks raise alike, as it is; that some raise, with the rank in front.
+            WorkerError: any other exception, or a worker that died. The worker's traceback is a note of the error.
+            HangError: ranks that wait for each other, or whose collectives do not fit together.
+        """
+        job = pickle.dumps((function, args))
+        try:
+            if not all(worker.process.is_alive() for worker in self._workers):
+                self.close()
+            if not self._workers:
+                self._start()
+            for worker in self._workers:
+                with suppress(OSError):  # it died just now, which is found below
+                    worker.jobs.send_bytes(job)
+            endings = self._gather(self.patience if self.world_size > 1 else None)
+            error = self._error(endings)
+        except BaseException:
+            self.close()
+            raise
+        if max((ending.groups for ending in endings.values()), default=0) > MOST_GROUPS:
+            self.close()
+        if error is None:
+            return [endings[rank].value for rank in range(self.world_size)]
+        if not self._alike(endings):
+            self.close()
+        raise error
+
+    def _start(self) -> None:
+        if self.kind == "cpu":
+            if dist.is_initialized():
+                raise UnsupportedError("a pool of forked workers cannot start in a process that is in a process group")
+            import torch._dynamo  # noqa: F401 (FSDP's hooks need it; every forked worker has it then)
+
+            end_openmp_threads()
+        context: Any = get_context("fork" if self.kind == "cpu" else "spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="meshwright-audit-")
+        timeout = timedelta(seconds=self.patience + MARGIN)
+        # Ctrl-C reaches every process of a terminal. This one answers it; its workers never hear it, not even as they start.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            for rank in range(self.world_size):
+                seat = Seat(rank, self.world_size, self.kind, timeout, Path(self._folder.name))
+                (jobs, their_jobs), (watch, their_watch) = context.Pipe(), context.Pipe()
+                process = context.Process(target=work, args=(seat, their_jobs, their_watch), daemon=True)
+                process.start()
+                self._workers.append(_Worker(process, jobs, watch, seat))
+                their_jobs.close()
+                their_watch.close()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        error = self._error(self._gather(START))
+        if error is not None:
+            raise error
+
+    def _gather(self, patience: float | None) -> dict[int, Ending]:
+        """How the job ended on each rank, without those that still ran when nothing went on any more."""
+        endings: dict[int, Ending] = {}
+        moved = time.monotonic()
+        while len(endings) < self.world_size:
+            running = {rank: worker for rank, worker in enumerate(self._workers) if rank not in endings}
+            watched = [item for worker in running.values() for item in (worker.jobs, worker.watch, worker.process.sentinel)]
+            connection.wait(watched, timeout=BEAT)
+            for rank, worker in running.items():
+                heard, ending = worker.listen(), worker.ending()
+                if ending is not None:
+                    endings[rank] = ending
+                if heard or ending is not None:
+                    moved = time.monotonic()
+            now = time.monotonic()
+            failed = [ending.time for ending in endings.values() if ending.error]
+            died = [ending.time for ending in endings.values() if ending.dead]
+            if patience is not None and now > moved + (min(GRACE, patience) if failed else patience):
+                break
+            if (died and now > min(died) + BEAT) or (failed and now > min(failed) + self.patience):
+                break
+        return endings
+
+    def _alike(self, endings: dict[int, Ending]) -> bool:
+        """Whether all ranks refused the job in the same words, so that none waits and their collectives still fit."""
+        errors = [ending.error for ending in endings.values() if ending.error and not (ending.dead or ending.communication)]
+        return len(errors) == self.world_size and len({(type(error), error.problems) for error in errors}) == 1
+
+    def _error(self, endings: dict[int, Ending]) -> MeshwrightError | None:
+        """What to say of a job that did not end well: the failure that came first, or where the ranks hang."""
+        failed = {rank: ending for rank, ending in endings.items() if ending.error}
+        if not failed and len(endings) == self.world_size:
+            return None
+        # Communication fails where another rank failed, or did something else. Any other failure goes before it.
+        order = sorted(failed, key=lambda rank: (failed[rank].communication, not failed[rank].dead, failed[rank].time))
+        if not order or failed[order[0]].communication:
+            states = self._states(endings)
+            if not order or not failed[order[0]].dead or mismatch(states):
+                return HangError(describe(states), states)
+        rank, ending = order[0], failed[order[0]]
+        assert ending.error is not None
+        error = ending.error
+        if not (ending.own and self._alike(endings)):
+            error = type(error)([f"rank {rank}{' ' if ending.dead else ': '}{line}" for line in error.problems])
+        if ending.trace:
+            error.add_note(ending.trace)
+        return error
+
+    def _states(self, endings: dict[int, Ending]) -> list[RankState]:
+        """Where every rank is, in its own words, or by its Python stack if it does not answer."""
+        for worker in self._workers:
+            try:
+                worker.watch.send("where?")
+            except OSError:
+                worker.listen()  # dead; it may have spoken before
+        end = time.monotonic() + GRACE
+        while (silent := self._silent()) and time.monotonic() < end:
+            connection.wait([worker.watch for worker in silent], timeout=BEAT)
+            for worker in silent:
+                worker.listen()
+        for worker in silent:
+            os.kill(worker.process.pid or 0, signal.SIGUSR1)
+        time.sleep(BEAT if silent else 0)
+        states = []
+        for worker in self._workers:
+            rank, ending = worker.seat.rank, endings.get(worker.seat.rank)
+            state = worker.state or RankState(rank, stack=stack_of_text(worker.stack()))
+            broken = ending is not None and ending.communication
+            states.append(replace(state, ending=ending.words if ending else None, broken=broken))
+        return states
+
+    def _silent(self) -> list[_Worker]:
+        return [worker for worker in self._workers if worker.state is None and worker.process.is_alive()]

@@ -1,0 +1,42 @@
+"""Keeps a float64 audit in float64, and gives the tolerances that follow from the arithmetic.
+
+Models of transformers compute norms, softmaxes and routers in float32 "for precision". In a float64 model that throws
+precision away: a layout that orders sums differently would then differ by 1e-8, and an error of that size could hide there.
+"""
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["FLOORS", "TOLERANCES", "KeepFloat64"]
+
+TOLERANCES = {"float64": 1e-9, "float32": 2e-5, "bfloat16": 2e-5}
+"""Largest error of a gradient relative to its largest entry. A sum in another order stays far below them.
+
+Where float32 or bfloat16 arithmetic itself is further from the truth than that, for one parameter, its own noise counts: the
+distance between the gradient of one process in this arithmetic and in the next better one (:func:`..compare.tolerance`).
+"""
+
+FLOORS = {"float64": 1e-4, "float32": 1e-3, "bfloat16": 1e-3}
+"""A gradient's error is relative to its largest entry, or to this share of the largest entry of all gradients if that is more:
+some gradients are zero but for rounding (of a key's bias: softmax does not see it), and have no scale of their own.
+"""
+
+
+class KeepFloat64(TorchDispatchMode):
+    """Inside, a float64 tensor that is asked to become float32 stays what it is, in backward too.
+
+    It works below autograd: a mode of Python functions would be off in backward, where checkpointing recomputes.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Change the dtype that a conversion, or a function with a dtype of its own, asks for."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # DTensor takes it apart first; its operations come back here one by one
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if kwargs.get("dtype") is torch.float32 and isinstance(first, torch.Tensor) and first.dtype == torch.float64:
+            kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)

@@ -1,0 +1,253 @@
+"""The reference: the same step in one process, of the plain model. No FSDP unit, no mesh to speak of, no sync policy, no
+recomputation, no offload; mixed precision is stated here once more, in plain torch.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from meshwright.audit.case import AuditTrainer, Case
+from meshwright.audit.compare import compare
+from meshwright.audit.precision import FLOORS
+from meshwright.checkpoint import state
+from meshwright.distributed.grad_clip import total_grad_norm
+from meshwright.distributed.grad_sync import GradSync
+from meshwright.plan.resolver import model_sizes
+from meshwright.plan.sharding_plan import ShardingPlan, UnitRow
+from meshwright.train.loss import count_tokens
+from meshwright.train.trainer import Batch
+
+__all__ = ["Reference", "measure_noise", "record_reference"]
+
+MOST_BYTES_OF_PARTS = 2**30
+"""The gradient of each microbatch is kept apart where all of them are no more than this."""
+
+
+class Reference:
+    """What one process computed, read from disk tensor by tensor.
+
+    Attributes:
+        losses: of each step.
+        norms: of the gradient, before clipping, of each step.
+        clipped_norm: of the gradient after clipping, in the first step.
+        clip_norm: that it was clipped to; ``None`` where the run does not clip.
+        microbatch_losses: in the first step, summed over tokens and not divided by anything, and ``microbatch_tokens``.
+        sequences: for each step, the digests of its sequences.
+        largest_gradient: largest entry of all gradients of the first step.
+        boundaries: documents of the first step that begin within a sequence.
+        idle_experts: experts of a layer that got no token of a microbatch of the first step, counted over both, of
+            ``experts`` in all; 0 of 0 for a dense model.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        meta = json.loads((folder / "reference.json").read_text())
+        self.losses: list[float] = meta["losses"]
+        self.norms: list[float] = meta["norms"]
+        self.clipped_norm: float = meta["clipped_norm"]
+        self.clip_norm: float | None = meta["clip_norm"]
+        self.microbatch_losses: list[float] = meta["microbatch_losses"]
+        self.microbatch_tokens: list[int] = meta["microbatch_tokens"]
+        self.sequences: list[list[str]] = meta["sequences"]
+        self.largest_gradient: float = meta["largest_gradient"]
+        self.boundaries: int = meta["boundaries"]
+        self.idle_experts: int = meta["idle_experts"]
+        self.experts: int = meta["experts"]
+        self._file = safe_open(folder / "reference.safetensors", framework="pt")
+        self._names = set(self._file.keys())
+
+    def get(self, key: str) -> torch.Tensor | None:
+        """A tensor by key: ``initial.NAME``, ``gradient.NAME``, ``part.I.NAME``, ``final.NAME``, ``optimizer.NAME.STATE``,
+        ``buffer.NAME``. ``None`` where there is none.
+        """
+        return self._file.get_tensor(key) if key in self._names else None
+
+    def parts(self, name: str) -> list[torch.Tensor]:
+        """The gradient of each microbatch, or nothing where they were not kept."""
+        parts = [self.get(f"part.{index}.{name}") for index in range(len(self.microbatch_losses))]
+        return [part for part in parts if part is not None] if all(part is not None for part in parts) else []
+
+
+class ReferenceTrainer(AuditTrainer):
+    """Trains the plain model in one process, and keeps what it computes."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        super().__init__(case, device)
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.meta: dict[str, Any] = {"microbatch_losses": [], "microbatch_tokens": [], "losses": [], "norms": []}
+        copies = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+        self.keeps_parts = copies * self.loader.accumulation <= MOST_BYTES_OF_PARTS
+
+    def distribute(self, model: nn.Module) -> nn.Module:
+        """Only what is trained, and the dtypes, as the plan says."""
+        plan = self.setup.plan
+        for row in plan.parameters:
+            model.get_parameter(row.name).requires_grad_(row.trainable)
+        _compute_in_dtypes(model, plan)
+        return model
+
+    def build_sync(self) -> GradSync:
+        """Nothing to sync."""
+        return GradSync(self.model)
+
+    def backward(self, batches: list[Batch], divisor: torch.Tensor) -> torch.Tensor:
+        """One microbatch after another; in the first step each gradient is kept apart too."""
+        if self.step > 0:
+            return super().backward(batches, divisor)
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        total = torch.zeros((), device=self.device)
+        sequences: list[str] = []
+        self.meta["boundaries"] = sum(int((batch["position_ids"][:, 1:] == 0).sum()) for batch in batches)
+        for index, batch in enumerate(batches):
+            before = {name: parameter.grad for name, parameter in trained.items()}
+            for parameter in trained.values():
+                parameter.grad = None
+            loss = super().backward([batch], divisor)
+            total = total + loss
+            sequences += self.sequences.pop()
+            self.meta["microbatch_losses"].append(float(loss) * float(divisor))
+            self.meta["microbatch_tokens"].append(count_tokens([batch]))
+            for name, parameter in trained.items():
+                if parameter.grad is not None and self.keeps_parts:
+                    self.keep(f"part.{index}.{name}", parameter.grad)
+                if (sofar := before[name]) is not None:
+                    parameter.grad = sofar if parameter.grad is None else sofar + parameter.grad
+        self.sequences.append(sequences)
+        for name, parameter in trained.items():
+            if parameter.grad is not None:
+                self.keep(f"gradient.{name}", parameter.grad)
+        return total
+
+    def clip(self) -> torch.Tensor:
+        """A run that clips is to clip in its first step here, or clipping would not be compared."""
+        limit = self.config.training.clip_norm
+        if self.step == 0 and limit is not None:
+            limit = min(limit, float(total_grad_norm(self.model.parameters())) / 2)
+            training = self.config.training.model_copy(update={"clip_norm": limit})
+            self.config = self.config.model_copy(update={"training": training})
+        norm = super().clip()
+        if self.step == 0:
+            self.meta["clipped_norm"] = float(total_grad_norm(self.model.parameters()))
+            self.meta["clip_norm"] = limit
+        return norm
+
+    def keep(self, key: str, tensor: torch.Tensor) -> None:
+        """A copy of a tensor as it is now."""
+        self.tensors[key] = tensor.detach().cpu().clone().contiguous()
+
+    def _idle(self, key: str, gradient: torch.Tensor) -> list[bool]:
+        """For a matrix of all experts of a layer, whether each got no gradient from a microbatch; otherwise nothing."""
+        experts = model_sizes(self.setup.spec, self.setup.model).experts
+        if not experts or gradient.ndim != 3 or len(gradient) != experts or not key.endswith("down_proj"):
+            return []
+        return (gradient == 0).flatten(1).all(dim=1).tolist()
+
+    def record(self, folder: Path) -> None:
+        """Run all steps and write what they computed."""
+        for name, parameter in self.model.named_parameters():
+            self.keep(f"initial.{name}", parameter)
+        while self.step < self.case.steps:
+            metrics = self.train_step()
+            self.meta["losses"].append(metrics["loss"])
+            self.meta["norms"].append(metrics["gradient_norm"])
+            self.step += 1
+        for name, parameter in self.model.named_parameters():
+            self.keep(f"final.{name}", parameter)
+        for name, buffer in self.model.named_buffers():
+            self.keep(f"buffer.{name}", buffer)
+        for key, value in state.optimizer_tensors(self.model, self.optimizer).items():
+            self.keep(key, value)
+        self.meta["sequences"] = self.sequences
+        gradients = [tensor for key, tensor in self.tensors.items() if key.startswith("gradient.")]
+        self.meta["largest_gradient"] = max(float(tensor.abs().max()) for tensor in gradients if tensor.numel())
+        idle = [zeros for key, tensor in self.tensors.items() if key.startswith("part.") for zeros in self._idle(key, tensor)]
+        self.meta["experts"], self.meta["idle_experts"] = len(idle), sum(idle)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(self.tensors, folder / "reference.safetensors")
+        (folder / "reference.json").write_text(json.dumps(self.meta))
+
+
+def record_reference(device: torch.device, case: Case, folder: Path) -> None:
+    """Job of the one process: compute the reference of a case and write it."""
+    ReferenceTrainer(case.on_one_process(), device).record(folder)
+
+
+def measure_noise(device: torch.device, case: Case, folder: Path) -> dict[str, float]:
+    """Job of the one process: how far the gradients of a reference are from those of the next better arithmetic.
+
+    Returns:
+        Parameter name to the error of :func:`~meshwright.audit.compare.compare`; empty for float64.
+    """
+    better = case.more_precise()
+    if better is None:
+        return {}
+    reference = Reference(folder)
+    trainer = ReferenceTrainer(better.on_one_process(), device)
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            initial = reference.get(f"initial.{name}")
+            assert initial is not None
+            parameter.copy_(initial)
+    trainer.train_step()
+    floor = FLOORS[case.dtype] * reference.largest_gradient
+    noise = {}
+    for name, _ in trainer.model.named_parameters():
+        gradient = reference.get(f"gradient.{name}")
+        if gradient is not None:
+            noise[name] = compare(trainer.tensors.get(f"gradient.{name}"), gradient, floor)[0]
+    return noise
+
+
+# -- mixed precision, as the plan states it --------------------------------------------------------------------------------
+
+
+def _compute_in_dtypes(model: nn.Module, plan: ShardingPlan) -> None:
+    """Let the model compute with copies of its parameters in the dtypes of their units; gradients come back as stored.
+
+    And let every unit cast its floating inputs and outputs, which is what FSDP2's mixed precision does.
+    """
+    wanted = {name: plan.unit(row.unit).param_dtype for row in plan.parameters for name in (row.name, *row.aliases)}
+    places = [
+        (module, own, f"{prefix}.{own}" if prefix else own)
+        for prefix, module in model.named_modules()
+        for own, _ in module.named_parameters(recurse=False)
+    ]
+    stored: list[tuple[nn.Module, str, nn.Parameter]] = []
+
+    def swap_in(*_: Any) -> None:
+        copies: dict[int, torch.Tensor] = {}  # a tied parameter is cast once
+        for module, own, name in places:
+            parameter = module._parameters[own]
+            assert parameter is not None
+            stored.append((module, own, parameter))
+            if (dtype := wanted[name]) is not None:
+                copy = copies.setdefault(id(parameter), parameter.to(getattr(torch, dtype)))
+                module._parameters[own] = copy
+
+    def swap_out(*_: Any) -> None:
+        for module, own, parameter in stored:
+            module._parameters[own] = parameter
+        stored.clear()
+
+    model.register_forward_pre_hook(swap_in)
+    model.register_forward_hook(swap_out, always_call=True)
+    for unit in plan.units:
+        _cast_at_borders(model.get_submodule(unit.name), unit)
+
+
+def _cast_at_borders(module: nn.Module, unit: UnitRow) -> None:
+    def cast(dtype: str) -> Any:
+        target = getattr(torch, dtype)
+        return lambda item: item.to(target) if isinstance(item, torch.Tensor) and item.is_floating_point() else item
+
+    if (entering := unit.param_dtype) is not None:
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: (tree_map(cast(entering), args), tree_map(cast(entering), kwargs)), with_kwargs=True
+        )
+    if (leaving := unit.output_dtype) is not None:
+        module.register_forward_hook(lambda _, args, output: tree_map(cast(leaving), output))

@@ -1,0 +1,178 @@
+"""What an audit found: for people a table and a verdict, for programs JSON."""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from meshwright.audit.compare import Row
+from meshwright.audit.diagnose import Finding
+from meshwright.audit.shrink import Change
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+__all__ = ["AuditReport", "Check"]
+
+WORST = 8
+"""Rows of the table of parameters."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the summary: what was compared, how many of it, and how it went."""
+
+    what: str
+    compared: str
+    worst: str
+    passed: bool
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """The outcome of an audit.
+
+    Attributes:
+        family: of the model.
+        layout: in words, and ``world_size``.
+        dtype: of compute.
+        steps: optimizer steps that were compared.
+        microbatches: of a rank, in a step.
+        changes: what the audit changed of the configuration.
+        counts: collectives of rank 0 in the microbatches of the first step, by kind, and their ``bytes``.
+        rows: every comparison.
+        checks: the summary.
+        findings: what is wrong, causes first; empty: nothing.
+        seconds: that it took.
+    """
+
+    family: str
+    layout: str
+    world_size: int
+    dtype: str
+    steps: int
+    microbatches: int
+    changes: tuple[Change, ...]
+    counts: dict[str, int]
+    bytes: dict[str, int]
+    rows: tuple[Row, ...]
+    checks: tuple[Check, ...]
+    findings: tuple[Finding, ...]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the layout computes what one process does."""
+        return not self.findings
+
+    @property
+    def worst_gradient(self) -> float:
+        """The largest error of a gradient."""
+        return max((row.error for row in self.rows if row.what == "gradient"), default=math.inf)
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        where = f"{self.family}, {self.world_size} ranks ({self.layout}), {self.dtype}"
+        if self.findings:
+            more = f" (and {len(self.findings) - 1} more)" if len(self.findings) > 1 else ""
+            return f"FAIL: {self.findings[0].message}{more}"
+        gradients = sum(row.what == "gradient" for row in self.rows)
+        return f"PASS: {where}: {gradients} gradients as in one process, the worst off by {self.worst_gradient:.1e}"
+
+    def to_json(self) -> str:
+        """Everything; numbers that are not finite become null."""
+        content = {"passed": self.passed, "verdict": self.verdict, "worst_gradient": self.worst_gradient, **asdict(self)}
+        for item, row in zip(content["rows"], self.rows, strict=True):
+            item["passed"] = row.passed
+        return json.dumps(_finite(content), indent=1, default=str)
+
+    def explain(self) -> "Group":
+        """Changes, the worst parameters, the summary and what was found; the verdict is the caller's to print."""
+        from rich.console import Group
+
+        parts: list[Any] = []
+        if self.changes:
+            parts.append(_changes(self.changes))
+        parts.append(_worst(self.rows))
+        parts.append(_checks(self))
+        parts.extend(f"[red]{finding.kind}[/red]  {_plain(finding.message)}" for finding in self.findings)
+        return Group(*parts)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+def _table(title: str, columns: Sequence[str]) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in ("error", "ratio", "tolerance") else "left", overflow="fold")
+    return table
+
+
+def _changes(changes: Sequence[Change]) -> "Table":
+    table = _table("Changed for the audit", ["key", "before", "after", "why"])
+    for change in changes:
+        table.add_row(*(_plain(str(item)) for item in (change.key, _short(change.before), _short(change.after), change.why)))
+    return table
+
+
+def _short(value: Any, most: int = 40) -> str:
+    text = str(value)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _worst(rows: Sequence[Row]) -> "Table":
+    """The comparisons nearest to their tolerance, or furthest beyond it."""
+    table = _table("Worst comparisons", ["", "what", "name", "unit", "placements", "error", "ratio", "tolerance"])
+    judged = [row for row in rows if row.what not in ("initial value", "step") or not row.passed]
+    for row in sorted(judged, key=lambda row: (row.passed, -_sortable(row.severity)))[:WORST]:
+        mark = "[green]ok[/green]" if row.passed else "[red]FAIL[/red]"
+        error = "missing" if row.missing else f"{row.error:.1e}"
+        ratio = "" if math.isnan(row.ratio) else f"{row.ratio:.6f}"
+        place = _plain(row.placements)
+        table.add_row(mark, row.what, row.name, _plain(row.unit), place, error, ratio, f"{row.tolerance:.0e}")
+    return table
+
+
+def _sortable(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _checks(report: AuditReport) -> "Table":
+    table = _table("Checks", ["", "what", "compared", "worst"])
+    for check in report.checks:
+        mark = "[green]ok[/green]" if check.passed else "[red]FAIL[/red]"
+        table.add_row(mark, check.what, _plain(check.compared), _plain(check.worst))
+    return table
+
+
+def row_checks(rows: Sequence[Row], steps: int) -> Iterator[Check]:
+    """A line for each kind of comparison."""
+    plural = {
+        "initial value": "values before the first step",
+        "gradient": "gradients of the first step",
+        "parameter": f"parameters after {steps} steps",
+        "buffer": f"buffers after {steps} steps",
+    }
+    for what in dict.fromkeys(row.what for row in rows):
+        of_kind = [row for row in rows if row.what == what]
+        worst = max(of_kind, key=lambda row: _sortable(row.error))
+        name = plural.get(what, f"optimizer state {what} after {steps} steps")
+        yield Check(name, str(len(of_kind)), f"{worst.error:.1e} {worst.name}", all(row.passed for row in of_kind))

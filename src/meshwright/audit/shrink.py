@@ -1,0 +1,624 @@
+"""shrink(): from any run that `train` takes to one that a few CPU processes hold, with what matters to a proof of its layout.
+
+The layout keeps which axes are above 1, the model its classes, its parameter names and every kind of layer in their order,
+the batch its gradient accumulation. Only sizes go down; nothing grows. What makes it hold for families unknown here:
+
+- A layer's *kind* is read from the built model, on the meta device: classes, names, shapes, flags, its entries in the
+  config's lists, and what `parallel.freeze` and `parallel.sync_units` say of it. The first layer of each kind stays.
+- Numbers of the config become smaller by what their key means (:data:`_RULES`): heads, sizes, experts, windows, ids.
+- The small model is built too, and refused unless it has the classes, names, ties and kinds of layers of the large one.
+
+Patterns that number a layer ('model.layers.17.**') get the number of the layer of the same kind that stays. So every layer
+that stays is frozen, and synchronised, exactly where it was; patterns for which that cannot be had are refused.
+"""
+
+import math
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from meshwright.data.loader import check_batch_sizes
+from meshwright.errors import ConfigError, LayoutError, MeshwrightError, ModelError
+from meshwright.layout import AXES, Layout, ModelSizes, divisors
+from meshwright.models.build import build_on_meta, legal_keys, pretrained_config
+from meshwright.models.config import ModelConfig
+from meshwright.models.spec import spec_of
+from meshwright.plan.resolver import model_sizes
+from meshwright.plan.spec import ParallelSpec, generalize, match_names
+from meshwright.train.config import ParallelConfig, RunConfig
+from meshwright.train.setup import microbatches_per_step, vocabulary_defaults
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+__all__ = ["MAX_PROCESSES", "Change", "shrink"]
+
+MAX_PROCESSES = 8
+"""The most that shrink() chooses by itself."""
+
+SEQUENCE, HIDDEN, VOCABULARY, POSITIONS = 64, 64, 320, 128
+"""Sizes aimed at; a smaller original stays."""
+
+SMALL, LARGE = 1_000_000, 50_000_000
+"""Parameters of a model that stays as it is, and of one that is not small."""
+
+MOST_KINDS = 12
+"""Of layers. If there are more, every layer has some number of its own, and kinds are told without numbers."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What was changed of the configuration.
+
+    Args:
+        key: dotted, such as ``model.config.hidden_size``.
+        before: the value of the run.
+        after: the value of the audit.
+        why: short; may be empty.
+    """
+
+    key: str
+    before: Any
+    after: Any
+    why: str = ""
+
+
+def shrink(config: RunConfig, world_size: int | None = None) -> tuple[RunConfig, int, tuple[Change, ...]]:
+    """A small run with the structure of a large one. Reads no weights.
+
+    Args:
+        config: of any size.
+        world_size: processes of the audit; ``None``: ``launch.nproc`` if the layout resolves for it, otherwise the fewest
+            that keep every axis that is above 1 above 1; at most 8.
+
+    Returns:
+        The small configuration (its model has random weights), the number of processes, and what was changed.
+
+    Raises:
+        LayoutError: a layout that the model or the number of processes does not allow.
+        ConfigError: batch sizes or numbered patterns that cannot be kept.
+        ModelError: a model that cannot be built, or would lose something.
+    """
+    changes: list[Change] = []
+
+    def change(section: str, old: Any, new: Mapping[str, Any], why: str = "") -> Any:
+        """A section with new values, noted."""
+        pairs = [(key, getattr(old, key), after) for key, after in new.items()]
+        changes.extend(Change(f"{section}.{key}", before, after, why) for key, before, after in pairs if after != before)
+        return old.model_copy(update=dict(new))
+
+    source = config.model
+    if source.attn_implementation not in (None, "eager", "sdpa"):
+        source = change("model", source, {"attn_implementation": None}, "not for CPUs")
+    defaults = vocabulary_defaults(config, None)
+    large_config = pretrained_config(source, defaults)
+    large = build_on_meta(source, large_config)
+    spec = spec_of(large, config.parallel.param_dtype)
+
+    chosen, world, microbatches = _shrink_layout(config, world_size, model_sizes(spec, large))
+    layout = chosen.resolve(world)
+    length, unit = min(SEQUENCE, config.data.sequence_length), 2 * layout.size("cp")
+    if config.data.sequence_length % unit == 0:
+        length -= length % unit  # context parallel gives each of its ranks two pieces of a sequence
+    micro = min(config.training.microbatch_size, 2)
+    batch = {"microbatch_size": micro, "global_batch_size": micro * microbatches * layout.size("dp")}
+    sections = {
+        "layout": change("layout", config.layout, asdict(chosen)),
+        "training": change("training", config.training, batch),
+        "data": change("data", config.data, {"sequence_length": length}),
+    }
+    if source.path is not None:
+        changes.append(Change("model.path", source.path, None, "random weights"))
+    needs = _Needs(layout.size("tp"), layout.ep, layout.size("pp"), length)
+    model, patterns = _shrink_model(source, large, large_config, spec, defaults, needs, config.parallel, changes)
+    parallel = change("parallel", config.parallel, patterns, "numbers of the layers that stay")
+    return config.model_copy(update={**sections, "model": model, "parallel": parallel}), world, tuple(changes)
+
+
+# -- layout and batch -----------------------------------------------------------------------------------------------------
+
+
+def _shrink_layout(config: RunConfig, world_size: int | None, sizes: ModelSizes) -> tuple[Layout, int, int]:
+    """Sizes of the axes, number of processes, and microbatches in a step: at most 3, and above 1 if they were."""
+    original, nproc, training = config.layout.layout(), config.launch.nproc, config.training
+    if world_size is not None and world_size < 2:
+        raise LayoutError(f"--nproc={world_size}: an audit compares one process with at least 2")
+    known = {axis: size for axis in AXES if (size := getattr(original, axis)) not in (None, -1)}
+    free = [axis for axis in AXES if axis not in known]
+    whole = None
+    if not free or len(free) > 1 or min(*known.values(), original.ep) < 1:
+        whole = original.resolve(max(1, math.prod(known.values())), sizes)
+    elif problems := sizes.problems(replace(original, **{free[0]: 1})):
+        raise LayoutError(problems)  # what the model does not allow is not shrunk into something that it does
+    whole = whole or _resolved(original, nproc, sizes)
+    microbatches = microbatches_per_step(config, whole) if whole else None
+
+    if world_size is None and nproc is not None and 2 <= nproc <= MAX_PROCESSES and _resolved(original, nproc, sizes):
+        world_size = nproc
+    if world_size is not None and _resolved(original, world_size, sizes):
+        chosen = original
+    else:
+        # An inferred axis counts as above 1, unless the processes of the run say that it is 1.
+        least = 1 if free and whole and whole.world_size > 1 and whole.size(free[0]) == 1 else 2
+        tried = {*range(2, MAX_PROCESSES + 1), world_size or 2}
+        fits = {count: fit for count in sorted(tried) if (fit := _fitting(original, known, free, least, count, sizes))}
+        if world_size is None and fits:
+            world_size = min(fits, key=lambda count: (fits[count][0], count))
+        if world_size not in fits:
+            raise LayoutError(_too_few(original, known, least, world_size, list(fits)))
+        chosen = fits[world_size][1]
+
+    assert world_size is not None
+    if microbatches is None:
+        ranks = chosen.resolve(world_size).size("dp")
+        if training.global_batch_size < min(training.microbatch_size, 2) * ranks:
+            check_batch_sizes(training.global_batch_size, training.microbatch_size, ranks)
+        microbatches = max(1, training.global_batch_size // (training.microbatch_size * ranks))
+    return chosen, world_size, min(microbatches, 3)
+
+
+def _resolved(layout: Layout, world_size: int | None, sizes: ModelSizes) -> Layout | None:
+    try:
+        return layout.resolve(world_size, sizes) if world_size is not None else None
+    except LayoutError:
+        return None
+
+
+def _fitting(
+    original: Layout, known: Mapping[str, int], free: Sequence[str], least: int, world_size: int, sizes: ModelSizes
+) -> tuple[bool, Layout] | None:
+    """The best layout for a number of processes, and whether its experts lose FSDP (ep_shard is 1, and was more)."""
+    choices = {axis: _smaller(size, max(world_size, MAX_PROCESSES)) for axis, size in (*known.items(), ("ep", original.ep))}
+    inside = math.prod(known.get(axis, 0) for axis in ("dp_shard", "cp", "tp"))
+    found = []
+    for values in product(*choices.values()):
+        layout = replace(original, **dict(zip(choices, values, strict=True)))
+        resolved = _resolved(layout, world_size, sizes)
+        if resolved is not None and all(resolved.size(axis) >= least for axis in free):
+            loses = original.ep > 1 and inside != original.ep and resolved.ep_shard == 1
+            found.append((loses, sum(size > 2 for size in values), -resolved.size("dp_shard"), values, layout))
+    if not found:
+        return None
+    loses, *_, layout = min(found, key=lambda item: item[:4])
+    return loses, layout
+
+
+def _smaller(size: int, most: int) -> list[int]:
+    """What a size above 1 may shrink to: its divisors above 1, so that what it divides stays divisible."""
+    if size == 1:
+        return [1]
+    few = range(2, min(size, most) + 1)
+    return [part for part in divisors(size) if part in few] or list(few)
+
+
+def _too_few(original: Layout, known: Mapping[str, int], least: int, world_size: int | None, legal: list[int]) -> str:
+    above = [f"layout.{axis}" for axis in AXES if known.get(axis, least) > 1]
+    if not above:
+        return f"layout ({original}): nothing to compare; set an axis above 1, or dp_shard to null"
+    names = f"{', '.join(above)}: {'stays' if len(above) == 1 else 'stay'} above 1"
+    if legal:
+        shown = ", ".join(map(str, legal))
+        return f"--nproc={world_size}: {names}; the smallest legal --nproc is {legal[0]}, legal are {shown}"
+    fewest = math.prod(_smaller(known.get(axis, least), known.get(axis, least))[0] for axis in AXES)
+    return f"{names}, which needs at least {fewest} processes; ask for them with --nproc, or set one of them to 1"
+
+
+# -- the model ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """What layout and batch ask of the small model."""
+
+    tp: int
+    ep: int
+    stages: int
+    sequence: int
+
+
+def _shrink_model(
+    source: ModelConfig, large: "PreTrainedModel", large_config: "PretrainedConfig", spec: ParallelSpec,
+    defaults: Mapping[str, Any], needs: _Needs, parallel: ParallelConfig, changes: list[Change],
+) -> tuple[ModelConfig, dict[str, Any]]:  # fmt: skip
+    """The config of a small model of the same structure, and the patterns of `parallel` with its numbers."""
+    path, count = _layers(large, spec.layers)
+    everything = list(range(count))
+    stays = sum(parameter.numel() for parameter in large.parameters()) <= SMALL
+    kinds: list[Any] = (
+        everything if stays else _kinds(large, path, everything, _lists(large, count), _marks(parallel, large, path, count))
+    )
+    firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    more = [index for index in everything if index not in firsts]
+    firsts = sorted([*firsts, *more[: max(0, max(2, needs.stages) - len(firsts))]])
+    # Where the config says "every fourth layer", those that stay have to stand where they stood: all up to the last of them.
+    for kept in (firsts, everything[: firsts[-1] + 1]):
+        values, noted = _small_config(source, large_config, defaults, needs, kept, count, _ALWAYS if stays else _RULES)
+        model = source.model_copy(update={"path": None, "config": values})
+        try:
+            small = build_on_meta(model, pretrained_config(model))
+            lost = _lost(large, small, spec, path, kept)
+        except MeshwrightError as error:
+            lost = list(error.problems)
+        if not lost:
+            break
+    else:
+        raise ModelError([f"{type(large).__name__} cannot be shrunk: {line}; --full audits it as it is" for line in lost])
+    changes.extend(noted)
+    if len(kept) == count:
+        return model, {}
+    new_numbers = [kept.index(index if index in kept else kinds.index(kind)) for index, kind in enumerate(kinds)]
+    return model, _renumbered(parallel, large, small, path, kept, new_numbers)
+
+
+def _layers(model: nn.Module, patterns: Iterable[str]) -> tuple[str, int]:
+    """The list of the language model's layers (the one with most parameters), and its length."""
+    names = [name for name, _ in model.named_modules()]
+    parents = [name.rpartition(".")[0] for pattern in patterns for name in match_names(pattern, names)]
+    path = max(dict.fromkeys(parents), key=lambda path: sum(item.numel() for item in model.get_submodule(path).parameters()))
+    return path, parents.count(path)
+
+
+def _lists(model: "PreTrainedModel", count: int) -> list[str]:
+    """Keys of the config that have an entry for each layer."""
+    text = model.config.get_text_config().to_dict()
+    return [key for key, value in text.items() if isinstance(value, list) and len(value) == count and "token" not in key]
+
+
+def _kinds(
+    model: "PreTrainedModel", path: str, indices: Sequence[int], lists: Sequence[str], marks: Sequence[Hashable] = ()
+) -> list[Hashable]:
+    """What each layer is: with marks to tell the layers of a model apart, without to compare models of different sizes."""
+    text, sizes = model.config.get_text_config().to_dict(), bool(marks)
+    kinds: list[Hashable] = []
+    for index in indices:
+        rows: set[Hashable] = set()
+        for name, module in model.get_submodule(f"{path}.{index}").named_modules():
+            for key, value in vars(module).items():
+                if isinstance(value, (bool, str, int, type(None))) and not re.search(_NO_KIND, key):
+                    rows.add((generalize(name), type(module).__name__, key, _flag(value, sizes)))
+            for key, parameter in module.named_parameters(recurse=False):
+                rows.add((generalize(name), type(module).__name__, key, tuple(parameter.shape) if sizes else parameter.ndim))
+        kinds.append((frozenset(rows), tuple(_flag(text[key][index], sizes) for key in lists), marks[index] if marks else None))
+    if marks and len(set(kinds)) > MOST_KINDS:
+        return list(zip(_kinds(model, path, indices, lists), marks, strict=True))
+    return kinds
+
+
+_NO_KIND = r"^_|^training$|idx|index|layer_id|number"
+"""Attributes of modules that are no part of a layer's kind."""
+
+
+def _flag(value: Any, sizes: bool) -> Hashable:
+    """A value as part of a kind. Without sizes a number says only whether it is 0."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value if sizes else bool(value)
+    return value if isinstance(value, (bool, str, type(None))) else repr(value)
+
+
+def _lost(large: "PreTrainedModel", small: "PreTrainedModel", spec: ParallelSpec, path: str, kept: Sequence[int]) -> list[str]:
+    """What the small model lacks, or has that the large one has not."""
+    models, found = (large, small), []
+    classes = [{type(module).__name__ for module in model.modules()} for model in models]
+    names = [{generalize(name) for name, _ in model.named_parameters()} for model in models]
+    tied = [{" = ".join(dict.fromkeys(map(generalize, group))) for group in of.tied} for of in (spec, spec_of(small))]
+    for what, (old, new) in (("class", classes), ("parameter", names), ("tie", tied)):
+        found += [f"the {what} {name} would be lost" for name in sorted(old - new)]
+        found += [f"the {what} {name} would be new" for name in sorted(new - old)]
+    lists = _lists(large, sum(1 for _ in large.get_submodule(path).children()))
+    if (left := sum(1 for _ in small.get_submodule(path).children())) != len(kept):
+        return [*found, f"{left} layers would be left, not {len(kept)}"]
+    pairs = zip(kept, _kinds(large, path, kept, lists), _kinds(small, path, range(len(kept)), lists), strict=True)
+    found += [f"layer {index} would become another" for index, before, after in pairs if before != after]
+    if (total := sum(parameter.numel() for parameter in small.parameters())) > LARGE:
+        name, largest = max(small.named_parameters(), key=lambda item: item[1].numel())
+        found.append(f"{total:,} parameters would be left, the largest {name} of shape {tuple(largest.shape)}")
+    return found
+
+
+# -- patterns that number a layer -----------------------------------------------------------------------------------------
+
+
+def _decided(parallel: ParallelConfig, model: nn.Module) -> dict[str, Any]:
+    """What the patterns say: True for the name of a frozen parameter, a policy for the name of a module."""
+    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    modules = [name for name, _ in model.named_modules()]
+    decided: dict[str, Any] = {name: True for pattern in parallel.freeze for name in match_names(pattern, parameters)}
+    for pattern, policy in parallel.sync_units.items():  # a later one wins
+        decided.update(dict.fromkeys(match_names(pattern, modules), policy))
+    return decided
+
+
+def _marks(parallel: ParallelConfig, model: nn.Module, path: str, count: int) -> list[Hashable]:
+    """What the patterns say of each layer, in names inside it."""
+    decided = _decided(parallel, model)
+    starts = [f"{path}.{index}." for index in range(count)]
+    return [
+        frozenset((f"{name}.".removeprefix(start), what) for name, what in decided.items() if f"{name}.".startswith(start))
+        for start in starts
+    ]
+
+
+def _renumbered(
+    parallel: ParallelConfig, large: nn.Module, small: nn.Module, path: str, kept: Sequence[int], new_numbers: Sequence[int]
+) -> dict[str, Any]:
+    """The patterns with new numbers of layers, checked to say of every layer that stays what they said of it."""
+
+    def renumber(pattern: str) -> list[str]:
+        parts = pattern.split(".")
+        for place, part in enumerate(parts):
+            layer = re.search(r"\d", part) and match_names(".".join(parts[:place]), [path])
+            if numbers := match_names(part, map(str, range(len(new_numbers)))) if layer else []:
+                new = dict.fromkeys(new_numbers[int(number)] for number in numbers)
+                return [".".join([*parts[:place], str(number), *parts[place + 1 :]]) for number in new]
+        return [pattern]
+
+    def former(name: str) -> str:
+        match = re.match(rf"{re.escape(path)}\.(\d+)(?=\.|$)", name)
+        return f"{path}.{kept[int(match[1])]}{name[match.end() :]}" if match else name
+
+    result = {
+        "freeze": list(dict.fromkeys(new for pattern in parallel.freeze for new in renumber(pattern))),
+        "sync_units": {new: policy for pattern, policy in parallel.sync_units.items() for new in renumber(pattern)},
+    }
+    old, new = _decided(parallel, large), _decided(parallel.model_copy(update=result), small)
+    names, former_names = _names(small), _names(large)
+    wrong = [f"{former(name)!r} would be treated otherwise" for name in names if new.get(name) != old.get(former(name))]
+    for pattern in (*parallel.freeze, *parallel.sync_units):
+        if match_names(pattern, former_names) and not all(match_names(item, names) for item in renumber(pattern)):
+            wrong.append(f"{pattern!r} would match nothing")
+    if wrong:
+        raise ConfigError(
+            f"parallel.freeze, parallel.sync_units: only layers {', '.join(map(str, kept))} stay, and with the patterns "
+            f"renumbered for them {wrong[0]}; number layers as in '{path}.0.**', or audit the model as it is with --full"
+        )
+    return result
+
+
+def _names(model: nn.Module) -> list[str]:
+    return [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_modules())]
+
+
+# -- the config of the small model ----------------------------------------------------------------------------------------
+
+
+def _small_config(
+    source: ModelConfig, large: "PretrainedConfig", defaults: Mapping[str, Any], needs: _Needs, kept: Sequence[int],
+    count: int, rules: "_Rules",
+) -> tuple[dict[str, Any], list[Change]]:  # fmt: skip
+    """The run's model config, or that of its pretrained model, with smaller numbers. Only keys that the family knows."""
+    given = {**defaults, **source.config} if source.config is not None else large.to_diff_dict()
+    values = {"model_type": large.model_type, **_legal(type(large), given)}
+    text = large.get_text_config()
+    noted: list[Change] = []
+    _rewrite(large, values, _Numbers(text, needs, kept, count), rules, "model.config", noted)
+    return values, noted
+
+
+def _rewrite(
+    section: "PretrainedConfig", values: dict[str, Any], text: "_Numbers", rules: "_Rules", where: str, noted: list[Change]
+) -> None:
+    """Put the new numbers of a section of the config into ``values``, and those of its sections into theirs."""
+    from transformers import PretrainedConfig
+
+    complete = section.to_dict()
+    sized = any(type(section).attribute_map.get(name, name) in complete for name in ("hidden_size", "embed_dim"))
+    numbers = _Numbers(section, text.needs, text=text) if sized and section is not text.section else text
+    inside = {key: value for key, value in complete.items() if key in _INSIDE and where != "model.config"}
+    for key, before in {**_legal(type(section), complete), **inside}.items():
+        if isinstance(inner := vars(section).get(key), PretrainedConfig):
+            given: dict[str, Any] = values.get(key) or {}
+            kept = {name: value for name, value in given.items() if name in _INSIDE}
+            values[key] = {"model_type": inner.model_type, **kept, **_legal(type(inner), given)}
+            _rewrite(inner, values[key], text, rules, f"{where}.{key}", noted)
+            continue
+        after, why = numbers.new(key, before, rules)
+        if after != before:
+            values[key] = after
+            noted.append(Change(f"{where}.{key}", before, after, why))
+
+
+def _legal(kind: "type[PretrainedConfig]", values: Mapping[str, Any]) -> dict[str, Any]:
+    """What of some values is legal in a config of a kind, spelled as it is there."""
+    legal, spelled = legal_keys(kind), {}
+    for key in sorted(legal):
+        attribute = kind.attribute_map.get(key, key)
+        spelled[key] = spelled[attribute] = attribute if attribute in legal else key
+    return {spelled[key]: value for key, value in values.items() if key in spelled}
+
+
+_INSIDE = {"model_type", "per_layer_config"}
+"""Keys that inner sections may have beyond those of :func:`legal_keys`."""
+
+
+class _Numbers:
+    """New numbers of one section of a config (text, vision, ...), by what their keys mean.
+
+    Args:
+        section: of the config.
+        needs: what the layout asks.
+        kept: numbers of the layers that stay; ``None``: the first two.
+        count: layers of the language model.
+        text: the numbers of the language model, where this is another section.
+    """
+
+    def __init__(
+        self, section: "PretrainedConfig", needs: _Needs, kept: Sequence[int] | None = None, count: int = 0,
+        text: "_Numbers | None" = None,
+    ) -> None:  # fmt: skip
+        values, names = section.to_dict(), type(section).attribute_map
+
+        def number(*choices: str) -> int:
+            found = [values.get(names.get(name, name)) for name in choices]
+            return next((value for value in found if isinstance(value, int) and value), 0)
+
+        self.section, self.needs, self.text = section, needs, text
+        self.layers = count or number("num_hidden_layers", "depth")
+        self.kept = range(min(2, self.layers)) if kept is None else kept
+        self.rotary = "rope_parameters" in values
+        self.ids: dict[int, int] = text.ids if text else {}
+        self.heads = number("num_attention_heads", "num_heads") or 1
+        self.kv = number("num_key_value_heads", "num_kv_heads") or self.heads
+        if self.kv in (1, self.heads):
+            self.new_heads = _least(self.heads, 4, needs.tp)
+            self.new_kv = 1 if self.kv == 1 else self.new_heads
+        else:
+            self.new_kv = _least(self.kv, 2, needs.tp)
+            self.new_heads = min(self.heads, 2 * self.new_kv)
+        # Where the heads fill the hidden size (times Mamba's expansion) they go on doing so; elsewhere the two stay different.
+        self.hidden, expand = number("hidden_size", "embed_dim") or HIDDEN, number("expand") or 1
+        self.head_dim = number("head_dim") or max(1, self.hidden // self.heads)
+        fills = self.hidden * expand == self.heads * self.head_dim
+        self.new_head_dim = min(self.head_dim, 16 if (self.new_heads <= 4) == fills else 8)
+        self.new_hidden = self.new_heads * self.new_head_dim // expand if fills else min(self.hidden, HIDDEN)
+        # A group of experts has at least two of them; some groups, not all, are routed to.
+        self.groups, limit = number("n_group", "num_expert_group") or 1, number("topk_group") or 1
+        self.new_limit = min(limit, 2)
+        self.new_groups = min(self.groups, 2 * self.new_limit) if self.groups > limit else self.new_limit
+        self.words, unit = number("vocab_size"), math.lcm(8, needs.tp)
+        fewer = math.ceil(VOCABULARY / unit) * unit + self.words % 8
+        self.new_words: int = text.new_words if text else fewer if self.words > 2 * VOCABULARY else self.words
+
+    def new(self, key: str, value: Any, rules: "_Rules") -> tuple[Any, str]:
+        """The new value of a key, and why."""
+        if isinstance(value, (list, tuple)) and rules is _RULES:
+            return self.listed(key, list(value))
+        if key == "per_layer_config" and rules is _RULES:  # number of a layer, with leading zeros, to what differs there
+            entries = {str(self.kept.index(int(old))): entry for old, entry in value.items() if int(old) in self.kept}
+            return {
+                new: {name: self.new(name, item, rules)[0] for name, item in entry.items()} for new, entry in entries.items()
+            }, ""
+        if key in ("rope_parameters", "rope_scaling") and rules is _RULES:
+            return self.rope(key, value), ""
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+            for pattern, rule, why in rules:
+                if re.fullmatch(pattern, key) and (isinstance(value, int) or rule is _zero):
+                    return rule(self, key, value), why
+        return value, ""
+
+    def listed(self, key: str, value: list[Any]) -> tuple[list[Any], str]:
+        numbers = all(isinstance(item, int) and not isinstance(item, bool) for item in value)
+        if key == "attention_types":  # GPT-Neo: [[[kinds], repeats], ...]
+            kinds = [kind for block, times in value for _ in range(times) for kind in block]
+            return [[[kinds[index] for index in self.kept], 1]], ""
+        if re.search(r"(layers|layer_ids|idxs|indexes)$", key) and numbers and value == sorted(set(value)):
+            return [new for new, index in enumerate(self.kept) if index in value], "numbers of the layers that stay"
+        if self.layers and len(value) == self.layers and "token" not in key:
+            value = [value[index] for index in self.kept]
+        return [self.new(key, item, _RULES)[0] for item in value] if numbers else value, ""
+
+    def rope(self, key: str, value: Any) -> Any:
+        """Of rope_parameters, which may hold one dictionary for each type of layer."""
+        if isinstance(value, dict):
+            return {name: self.rope(name, item) for name, item in value.items()}
+        if isinstance(value, list):  # by rotary frequency, of which there are fewer: factors, or counts that add up
+            if key.endswith("section"):
+                total = sum(value) * self.new_head_dim // self.head_dim
+                parts = [item * total // sum(value) for item in value]
+                return [total - sum(parts[1:]), *parts[1:]]
+            length = max(1, len(value) * self.new_head_dim // self.head_dim)
+            return [value[index * len(value) // length] for index in range(length)]
+        if key == "partial_rotary_factor" and ((rotated := int(self.new_head_dim * value)) % 2 or not rotated):
+            return max(2, rotated - 1) / self.new_head_dim
+        return value
+
+    # Rules: of a key and its value, which is above 0, the new value.
+
+    def window(self, key: str, value: int) -> int:
+        return value if self.text else min(value, max(2, self.needs.sequence // 4))
+
+    def vocabulary(self, key: str, value: int) -> int:
+        return self.new_words if value == self.words else min(value, self.new_words)
+
+    def token(self, key: str, value: int) -> int:
+        """The last ids, one each: equal ones stay equal, and others different."""
+        return value if value < self.new_words else self.ids.setdefault(value, self.new_words - 1 - len(self.ids))
+
+    def positions(self, key: str, value: int) -> int:
+        """A table of learned positions. Rotary ones are functions of the number, which stays."""
+        return value if self.rotary else min(value, POSITIONS)
+
+    def all_layers(self, key: str, value: int) -> int:
+        return len(self.kept) if value == self.layers else value
+
+    def first_layers(self, key: str, value: int) -> int:
+        return sum(index < value for index in self.kept)
+
+    def last_layers(self, key: str, value: int) -> int:
+        return sum(index >= self.layers - value for index in self.kept)
+
+    def experts(self, key: str, value: int) -> int:
+        return _least(value, max(4, 2 * self.new_groups if self.groups > 1 else 4), math.lcm(self.needs.ep, self.new_groups))
+
+    def expert_groups(self, key: str, value: int) -> int:
+        return self.new_limit if key == "topk_group" else self.new_groups
+
+    def head_size(self, key: str, value: int) -> int:
+        return _least(value, value * self.new_head_dim // self.head_dim, 8)
+
+    def head_count(self, key: str, value: int) -> int:
+        if value in (1, self.heads):
+            return 1 if value == 1 else self.new_heads
+        if value == self.kv or "kv" in key or "key_value" in key:
+            return min(value, self.new_kv)
+        return max(1, value * self.new_heads // self.heads)
+
+    def size(self, key: str, value: int) -> int:
+        """In proportion to the hidden size, and a multiple of 8 (grouped_mm wants strides of 16 bytes) and of tp."""
+        inner = re.search(r"intermediate|ffn|inner|ff", key)
+        for numbers in (self, self.text):
+            if numbers and value == numbers.hidden and not inner:
+                return numbers.new_hidden
+        if value == self.heads * self.head_dim and not inner:
+            return self.new_heads * self.new_head_dim
+        if value <= 16:
+            return value
+        unit = math.lcm(8, self.needs.tp)
+        new = _least(value, min(2 * HIDDEN, max(16, value * self.new_hidden // self.hidden)), unit)
+        return new if new != self.new_hidden else _least(value, new + 1, unit)
+
+
+def _least(value: int, at_least: int, unit: int) -> int:
+    """The smallest multiple of a unit that is at least something; the value itself if that is smaller."""
+    return min(value, max(1, math.ceil(at_least / unit)) * unit)
+
+
+def _zero(numbers: _Numbers, key: str, value: float) -> float:
+    return 0.0
+
+
+def _at_most(most: int) -> Callable[[_Numbers, str, int], int]:
+    return lambda numbers, key, value: min(value, most)
+
+
+_Rules = tuple[tuple[str, Callable[[_Numbers, str, Any], Any], str], ...]
+"""Pattern of the key, rule, why. The first that matches counts."""
+
+_ALWAYS: _Rules = (
+    (r".*(dropout|pdrop|layerdrop|drop_path|jitter).*", _zero, "masks of one process cannot be those of N"),
+    (r".*(sliding_window|window_size|local_attention|attention_chunk_size|index_topk)", _Numbers.window, "below the sequence"),
+)
+"""Of every model."""
+
+_RULES: _Rules = (
+    *_ALWAYS,
+    (r".*vocab_size.*", _Numbers.vocabulary, "the same remainder modulo 8"),
+    (r".*_token_(id|ids|index)", _Numbers.token, "inside the vocabulary"),
+    (r".*position_embeddings|n_positions|n_ctx|max_seq_len", _Numbers.positions, ""),
+    (r"first_k_dense_replace|num_dense_layers|max_window_layers|moe_layer_start_index", _Numbers.first_layers, ""),
+    (r"num_kv_shared_layers", _Numbers.last_layers, ""),
+    (r"(.*_)?layers?(_per_stack)?|num_blocks|depth", _Numbers.all_layers, "every kind of layer"),
+    (r"topk_group|n_group|num_expert_group", _Numbers.expert_groups, ""),
+    (r".*experts_per_tok(en)?|moe_k|moe_top_?k|top_k_experts|.*shared_experts|.*n_groups", _at_most(2), ""),
+    (r".*experts|zero_expert_num", _Numbers.experts, ""),
+    (r".*(head_dim|head_size|kv_channels|d_kv|d_head|dim_head|rotary_dim)", _Numbers.head_size, ""),
+    (r".*heads(_per_layer)?|n_head", _Numbers.head_count, ""),
+    (r".*rank", _at_most(8), ""),
+    (r".*(d_state|state_size|chunk_size)|block_size", _at_most(16), ""),
+    (r"(hidden|intermediate|ffn|embed|shared_|moe_|expert).*|.*_(intermediate|ffn|hidden)_.*|.*(d_ff|dff|n_inner|d_inner|n_embd"
+     r"|d_model|_dim|_width)", _Numbers.size, ""),
+)  # fmt: skip
+"""Of a model that is shrunk."""

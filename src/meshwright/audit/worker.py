@@ -1,0 +1,203 @@
+"""What a worker process of :mod:`meshwright.audit.pool` runs: jobs in the main thread, and a second thread that watches it."""
+
+import ctypes
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.audit.hang import RankState, look, pulse
+from meshwright.distributed import _torch_compat
+from meshwright.errors import MeshwrightError, UnsupportedError, WorkerError
+
+__all__ = ["BEAT", "Ending", "Seat", "work"]
+
+BEAT = 0.5
+"""Seconds between two looks of a worker at itself."""
+BUSY = 0.05
+"""Share of a beat that the main thread computes, from which on its rank counts as going on."""
+RECORDED = "2000"
+"""Collectives that torch's flight recorder keeps."""
+_KEPT: list[Any] = []
+"""What C code calls back."""
+
+
+@dataclass
+class Ending:
+    """How the work of one rank ended: with a value, an error, or the death of its process.
+
+    Attributes:
+        value: what the job returned.
+        error: what it raised, in words of Meshwright.
+        own: the job itself raised a ``MeshwrightError``.
+        communication: a collective failed, which may be an echo of what another rank did, or did not do.
+        dead: the process ended.
+        trace: the worker's traceback.
+        time: of the failure, on the clock that all processes of a machine share.
+        groups: process groups that the worker is in by now.
+    """
+
+    value: Any = None
+    error: MeshwrightError | None = None
+    own: bool = False
+    communication: bool = False
+    dead: bool = False
+    trace: str = ""
+    time: float = 0.0
+    groups: int = 0
+
+    @property
+    def words(self) -> str:
+        """For a report, after the rank."""
+        if self.error is None:
+            return "has returned"
+        return str(self.error) if self.dead else f"failed: {str(self.error).partition(chr(10))[0][:160]}"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A worker's place in its group.
+
+    Attributes:
+        rank: its number.
+        world_size: how many there are.
+        kind: ``cpu`` or ``cuda``.
+        timeout: of every collective.
+        folder: shared by all, for the rendezvous and for Python stacks.
+    """
+
+    rank: int
+    world_size: int
+    kind: str
+    timeout: timedelta
+    folder: Path
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU, or the rank's own GPU."""
+        return torch.device("cpu") if self.kind == "cpu" else torch.device("cuda", self.rank % torch.cuda.device_count())
+
+    @property
+    def stack_file(self) -> Path:
+        """Where the process writes its Python stack when it crashes, or on SIGUSR1, also while it holds the GIL."""
+        return self.folder / f"stack-{self.rank}"
+
+
+def work(seat: Seat, jobs: Connection, watch: Connection) -> None:
+    """Join the group, then carry out one job after another until the parent ends it all."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handlers came along in the fork
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    rank = str(seat.rank)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(seat.world_size), TORCH_FR_BUFFER_SIZE=RECORDED)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // seat.world_size))
+    stack_file = seat.stack_file.open("w")
+    faulthandler.enable(stack_file)
+    faulthandler.register(signal.SIGUSR1, stack_file, all_threads=False)
+    lock, main = threading.Lock(), threading.get_ident()
+
+    def say(state: RankState | None) -> None:
+        with lock:
+            watch.send(state)
+
+    _on_abort(lambda: say(look(seat.rank, main)))
+    threading.Thread(target=_watch, args=(seat, main, watch, say, os.getppid()), daemon=True).start()
+    try:
+        jobs.send_bytes(_attempt(_join, seat))
+        while True:
+            jobs.send_bytes(_attempt(_call, seat, jobs.recv_bytes()))
+            sys.stdout.flush()
+    except (EOFError, OSError):
+        os._exit(0)  # the parent is gone
+
+
+def _join(seat: Seat) -> None:
+    if seat.kind == "cuda":
+        if torch.cuda.device_count() == 0:
+            raise UnsupportedError("workers on cuda: there is no GPU on this machine")
+        torch.cuda.set_device(seat.device)
+    dist.init_process_group(
+        "gloo" if seat.kind == "cpu" else "cpu:gloo,cuda:nccl",
+        init_method=f"file://{seat.folder / 'store'}",
+        rank=seat.rank,
+        world_size=seat.world_size,
+        timeout=seat.timeout,
+    )
+    dist.all_reduce(torch.zeros(1))  # with gloo; the first entry of the recorder, if it records
+
+
+def _call(seat: Seat, job: bytes) -> Any:
+    function, args = pickle.loads(job)
+    return function(seat.device, *args)
+
+
+def _attempt(function: Callable[..., Any], *args: Any) -> bytes:
+    """An :class:`Ending`, pickled by value: torch's shared memory would end with this process."""
+    try:
+        ending = Ending(value=function(*args))
+    except BaseException as error:
+        own = isinstance(error, MeshwrightError)
+        ending = Ending(
+            error=error if isinstance(error, MeshwrightError) else WorkerError(f"{type(error).__name__}: {error}"),
+            own=own,
+            communication=isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error)),
+            trace=traceback.format_exc(),
+            time=time.monotonic(),
+        )
+    ending.groups = len(_torch_compat.group_ranks())
+    try:
+        return pickle.dumps(ending)
+    except Exception as error:
+        what = "result" if ending.error is None else "error"
+        reason = WorkerError(f"the {what} cannot be pickled: {type(error).__name__}: {error}")
+        return pickle.dumps(Ending(error=reason, trace=ending.trace, time=time.monotonic()))
+
+
+def _watch(seat: Seat, main: int, watch: Connection, say: Callable[[RankState | None], None], parent: int) -> None:
+    """Say nothing but ``None`` while the main thread goes on, and where it is when asked; die with the parent."""
+    clock = _cpu_clock(main) if seat.kind == "cpu" else lambda: 0.0  # a wait for a GPU spins
+    before, spent = None, 0.0
+    try:
+        while os.getppid() == parent:
+            if watch.poll(BEAT):
+                watch.recv()
+                say(look(seat.rank, main))
+            now, used = pulse(main), clock()
+            if now != before or used > spent + BUSY * BEAT:
+                say(None)
+            before, spent = now, used
+    except (EOFError, OSError):
+        pass
+    os._exit(1)
+
+
+def _cpu_clock(thread: int) -> Callable[[], float]:
+    """The seconds that a thread has computed, where the system tells."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return lambda: 0.0
+    clock = time.pthread_getcpuclockid(thread)
+    return lambda: time.clock_gettime(clock)
+
+
+def _on_abort(speak: Callable[[], None]) -> None:
+    """Have a process speak before it aborts.
+
+    gloo aborts the process of a rank that receives more bytes than it asked for, from a thread of its own, and with it the
+    only record of what that rank had asked for. Python's own handlers run too late: they wait for the main thread.
+    """
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: speak())
+    _KEPT.append(handler)
+    ctypes.CDLL(None).signal(int(signal.SIGABRT), handler)

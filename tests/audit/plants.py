@@ -1,0 +1,174 @@
+"""Bugs of the kinds that were found in the wild, planted into the trainer of a rank. As top-level functions they travel."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.audit.ranks import RankTrainer
+from meshwright.distributed import _torch_compat
+from meshwright.distributed.fsdp import fsdp_units
+from meshwright.train.loss import count_tokens
+
+UNIT = "model.layers.1"
+
+
+def unit(trainer: RankTrainer) -> Any:
+    return fsdp_units(trainer.model)[UNIT]
+
+
+def around_backward(trainer: RankTrainer, before: Callable[..., tuple[Any, Any]] | None = None) -> None:
+    inner = trainer.backward
+
+    def backward(batches: Any, divisor: Any) -> Any:
+        return inner(*before(batches, divisor)) if before else inner(batches, divisor)
+
+    trainer.backward = backward  # type: ignore[method-assign]
+
+
+def divided_twice(trainer: RankTrainer) -> None:
+    """The classic: FSDP averages what is divided by all tokens already. Here in one unit only."""
+    unit(trainer).set_gradient_divide_factor(float(dist.get_world_size()))
+    unit(trainer).set_force_sum_reduction_for_comms(False)
+
+
+def never_reduced(trainer: RankTrainer) -> None:
+    inner = trainer.sync.begin_microbatch
+
+    def begin(*, last: bool) -> None:
+        inner(last=last)
+        unit(trainer).set_requires_gradient_sync(False, recurse=False)
+
+    trainer.sync.begin_microbatch = begin  # type: ignore[method-assign]
+
+
+def replicas_not_synchronised(trainer: RankTrainer) -> None:
+    """The unit's all-reduce goes over a group of this rank alone."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    alone = groups[dist.get_rank()]
+    for group in _torch_compat.param_groups(unit(trainer)):
+        group.mesh_info = copy.copy(group.mesh_info)
+        group.mesh_info.replicate_process_group = alone
+
+
+def tie_came_apart(trainer: RankTrainer) -> None:
+    """What materialising a meta model does if nobody ties it again. FSDP itself puts shared weights back, unless it forgets."""
+    head = trainer.model.lm_head
+    assert isinstance(head.weight, DTensor)
+    for group in _torch_compat.param_groups(trainer.model):
+        for fsdp_param in group.fsdp_params:
+            fsdp_param._module_info.shared_modules.clear()
+            fsdp_param._module_info.shared_param_names.clear()
+    head.weight = nn.Parameter(head.weight.full_tensor().detach().clone())  # type: ignore[assignment]
+
+
+def averaged_by_rank(trainer: RankTrainer) -> None:
+    """Each rank divides by its own tokens, and the mean over ranks is taken."""
+
+    def before(batches: Any, divisor: torch.Tensor) -> Any:
+        return batches, torch.tensor(count_tokens(batches) * dist.get_world_size(), dtype=divisor.dtype)
+
+    around_backward(trainer, before)
+
+
+def lost_microbatch(trainer: RankTrainer) -> None:
+    """Somebody calls zero_grad between microbatches, and only the last is left."""
+    inner = trainer.sync.begin_microbatch
+
+    def begin(*, last: bool) -> None:
+        if last:
+            trainer.sync.abandon()
+        inner(last=last)
+
+    trainer.sync.begin_microbatch = begin  # type: ignore[method-assign]
+
+
+def local_clipping(trainer: RankTrainer) -> None:
+    """Each rank clips by the norm of its own shards."""
+    from meshwright.distributed.grad_clip import total_grad_norm
+
+    def clip() -> torch.Tensor:
+        shards = [p.grad.to_local() for p in trainer.model.parameters() if isinstance(p.grad, DTensor)]
+        norm = torch.nn.utils.get_total_norm(shards)
+        torch._foreach_mul_(shards, (trainer.config.training.clip_norm / norm).clamp(max=1.0))  # type: ignore[operator]
+        if trainer.step == 0:
+            trainer.result.clipped_norm = float(total_grad_norm(trainer.model.parameters()))
+        return norm
+
+    trainer.clip = clip  # type: ignore[method-assign]
+
+
+def dropout_on_rank_1(trainer: RankTrainer) -> None:
+    if trainer.rank == 1:
+        layer = trainer.model.get_submodule(UNIT)
+        layer.mlp.act_fn = nn.Sequential(layer.mlp.act_fn, nn.Dropout(0.1))
+
+
+def data_of_rank_0_on_rank_1(trainer: RankTrainer) -> None:
+    if trainer.rank == 1:
+        trainer.loader.data_rank = 0
+
+
+def other_seed_on_rank_1(trainer: RankTrainer) -> None:
+    if trainer.rank == 1:
+        trainer.loader.seed += 1
+        trainer.loader._epochs.clear()
+
+
+def frozen_moves(trainer: RankTrainer) -> None:
+    frozen = next(p for name, p in trainer.named.items() if not trainer.planned[name].trainable)
+
+    def after_step(*_: Any) -> None:
+        with torch.no_grad():
+            frozen.data.to_local().mul_(1.001)
+
+    trainer.optimizer.register_step_post_hook(after_step)
+
+
+def other_values_on_rank_1(trainer: RankTrainer) -> None:
+    if trainer.rank == 1:
+        with torch.no_grad():
+            for parameter in _torch_compat.owned_parameters(unit(trainer)):
+                parameter.to_local().mul_(1.001)
+
+
+def other_rate_on_rank_1(trainer: RankTrainer) -> None:
+    """The optimizer of one rank steps twice as far, so replicas part."""
+
+    def before_step(optimizer: Any, *_: Any) -> None:
+        if trainer.rank == 1:
+            for group in optimizer.param_groups:
+                group["lr"] *= 2
+
+    trainer.optimizer.register_step_pre_hook(before_step)
+
+
+def decays_vectors(trainer: RankTrainer) -> None:
+    for group in trainer.optimizer.param_groups:
+        group["weight_decay"] = 0.5
+
+
+def gathers_again(trainer: RankTrainer) -> None:
+    """Correct, and wasteful: every unit is resharded and gathered in every microbatch, though the plan defers."""
+    inner = trainer.sync.begin_microbatch
+
+    def begin(*, last: bool) -> None:
+        trainer.sync._reshard()
+        inner(last=last)
+
+    trainer.sync.begin_microbatch = begin  # type: ignore[method-assign]
+
+
+def another_collective_on_rank_1(trainer: RankTrainer) -> None:
+    if trainer.rank == 1:
+        layer = trainer.model.get_submodule(UNIT)
+        layer.register_forward_pre_hook(lambda *_: dist.all_reduce(torch.ones(7)))
+
+
+def rank_1_leaves(trainer: RankTrainer) -> None:
+    if trainer.rank == 1:
+        raise SystemError("no CUDA-capable device is detected")

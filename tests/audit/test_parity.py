@@ -1,0 +1,159 @@
+"""Gradients, steps and collectives of every data-parallel layout against one process: a row for each composition.
+
+A new axis, family or option adds a row here, or a line to the tables of :mod:`meshwright.audit.matrix`.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.audit.conduct import Auditor
+from meshwright.audit.families import FAMILIES
+from meshwright.audit.matrix import (
+    LAYOUTS,
+    VARIANTS,
+    Outcome,
+    Place,
+    Variant,
+    family_case,
+    run_cell,
+    slice_of_matrix,
+    write_matrix,
+)
+from meshwright.audit.report import AuditReport
+from meshwright.layout import AXES
+from meshwright.plan.options import SyncPolicy
+
+ONE = Place("one process", 1, {"dp_shard": 1})
+DATA_PARALLEL = [ONE, *(place for place in LAYOUTS if not {"tp", "cp", "pp", "ep"} & place.sizes.keys())]
+FOUR = [place for place in DATA_PARALLEL if place.world_size == 4]
+SHARD_2 = LAYOUTS[0]
+
+
+@pytest.fixture(scope="module")
+def auditor() -> Iterator[Auditor]:
+    with Auditor() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("parity")
+
+
+def audited(
+    auditor: Auditor, folder: Path, place: Place, variant: Variant, family: str = "llama", **options: Any
+) -> AuditReport:
+    report = auditor.audit(family_case(family, place, variant, folder, **options), place.world_size)
+    assert report.passed, report.verdict
+    return report
+
+
+@pytest.mark.parametrize("place", DATA_PARALLEL, ids=lambda place: place.label.replace(" ", "-"))
+def test_every_layout_and_policy(auditor: Auditor, folder: Path, place: Place) -> None:
+    for sync, microbatches in product(SyncPolicy, (1, 3) if place.world_size < 8 else (3,)):
+        report = audited(auditor, folder, place, Variant(sync, "float64", microbatches, False, False))
+        assert report.worst_gradient < 1e-12
+
+
+SLICE = list(slice_of_matrix())
+
+
+@pytest.mark.parametrize(
+    ("family", "place", "variant"), SLICE, ids=[f"{f}-{p.label}-{v.dtype}".replace(" ", "-") for f, p, v in SLICE]
+)
+def test_a_slice_of_the_support_matrix(auditor: Auditor, folder: Path, family: str, place: Place, variant: Variant) -> None:
+    cell = run_cell(auditor, family, place, [variant], folder)
+    planned_only = {"tp", "cp", "pp", "ep"} & place.sizes.keys()
+    assert cell.outcome is (Outcome.NOT_YET if planned_only else Outcome.WORKS), cell.note
+
+
+def test_the_slice_has_everything_once_and_the_variants_all_pairs() -> None:
+    families, places, variants = (set(column) for column in zip(*((f, p.label, str(v)) for f, p, v in SLICE), strict=True))
+    assert families == set(FAMILIES)
+    assert places == {place.label for place in LAYOUTS}
+    assert variants == {str(variant) for variant in VARIANTS}
+    columns = {"sync": set(SyncPolicy), "dtype": {"float64", "float32", "bfloat16"}, "microbatches": {1, 3}}
+    columns |= {"checkpointing": {False, True}, "offload": {False, True}}
+    for one, other in product(columns, columns):
+        if one != other:
+            met = {(getattr(variant, one), getattr(variant, other)) for variant in VARIANTS}
+            assert met == set(product(columns[one], columns[other])), (one, other)
+    assert set(AXES) >= {axis for place in LAYOUTS for axis in place.sizes} - {"ep"}
+
+
+def test_collectives_of_five_units_and_four_microbatches(auditor: Auditor, folder: Path) -> None:
+    """5 and 5 with ``defer``; every peer makes 44 to 52 all-gathers."""
+    found = {}
+    for sync, microbatches in product(SyncPolicy, (1, 4)):
+        variant = Variant(sync, "float32", microbatches, False, False)
+        counts = audited(auditor, folder, SHARD_2, variant, model={"num_hidden_layers": 4}).counts
+        found[f"{sync} {microbatches}"] = (counts["all_gather"], counts["reduce_scatter"])
+    assert found == {
+        "defer 1": (5, 5),
+        "defer 4": (5, 5),
+        "reshard_each 1": (8, 5),  # the last layer and the root keep their parameters between forward and backward
+        "reshard_each 4": (32, 5),
+        "reduce_each 1": (8, 5),
+        "reduce_each 4": (32, 20),
+    }
+
+
+@pytest.mark.parametrize("place", FOUR, ids=lambda place: place.label.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sync_units": {"model.layers.0": "reduce_each", "model.layers.1": "reshard_each"}},
+        {"sync": "reduce_each", "all_reduce_once": False},
+        {"sync": "reduce_each", "reshard_after_forward": False},
+        {"freeze": ["model.embed_tokens.*", "model.layers.0.**"]},
+        {"freeze": ["model.embed_tokens.*", "model.layers.0.**"], "sync": "reduce_each"},
+        {"freeze": ["lm_head.*", "model.layers.1.**"], "sync": "reduce_each"},
+        {"freeze": ["model.layers.*.self_attn.**"], "activation_checkpointing": "full"},
+    ],
+    ids=str,
+)
+def test_policies_by_unit_frozen_parameters_and_all_reduce_each(
+    auditor: Auditor, folder: Path, place: Place, options: dict[str, Any]
+) -> None:
+    audited(auditor, folder, place, Variant(SyncPolicy.DEFER, "float64", 3, False, False), **options)
+
+
+def test_shards_that_are_uneven_or_empty(auditor: Auditor, folder: Path) -> None:
+    """Two rows of keys, five of a norm and a vocabulary of 29, over four and eight ranks."""
+    narrow = {"hidden_size": 6, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 2, "vocab_size": 29}
+    for label in ("shard 4", "shard 8", "2 x shard 2"):
+        place = next(place for place in LAYOUTS if place.label == label)
+        audited(auditor, folder, place, Variant(SyncPolicy.DEFER, "float64", 1, False, False), model=narrow)
+
+
+def test_bf16_differs_from_one_process_in_bf16_by_much_less_than_from_fp32(auditor: Auditor, folder: Path) -> None:
+    """A microbatch is computed with the same roundings in one process and on many; fp32 sums differ in their last bits."""
+    for place in FOUR:
+        report = audited(auditor, folder, place, Variant(SyncPolicy.REDUCE_EACH, "bfloat16", 3, False, False))
+        assert report.worst_gradient < 1e-6
+        rounding = max(row.tolerance for row in report.rows if row.what == "gradient")
+        assert 1e-3 < rounding < 0.5  # it did compute in bf16
+
+
+def test_experts_are_left_without_a_token(auditor: Auditor, folder: Path) -> None:
+    report = audited(auditor, folder, SHARD_2, Variant(SyncPolicy.DEFER, "float64", 3, False, False), "mixtral")
+    idle = next(check for check in report.checks if check.what.startswith("experts without a token"))
+    assert int(idle.compared.split()[0]) > 0
+
+
+def test_the_page_of_the_matrix(tmp_path: Path) -> None:
+    """A refusal is told in the user's words, and what fails is not hidden."""
+    said: list[str] = []
+    page = tmp_path / "docs" / "matrix.md"
+    assert write_matrix(page, said.append, ["gpt2", "gpt_oss"], [SHARD_2, LAYOUTS[8]], VARIANTS[:1])
+    text = page.read_text()
+    assert [line.partition(" (")[0] for line in said] == ["shard 2: 2 works", "tp 2: 2 not yet"]
+    row = next(line for line in text.splitlines() if line.startswith("| gpt2"))
+    assert float(row.split("|")[2]) < 1e-9
+    assert "not yet [1]" in row
+    assert "1. tp=2: tensor parallel is planned but not carried out by this version" in text
+    assert "with data.packing=pad only: data.packing=pack: in GptOssForCausalLM" in text

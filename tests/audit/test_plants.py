@@ -1,0 +1,83 @@
+"""The audit must be able to fail: each kind of bug is planted, and gets its own words."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.audit.case import Case
+from meshwright.audit.conduct import Auditor
+from meshwright.audit.diagnose import Kind
+from meshwright.audit.hang import HangError
+from meshwright.audit.matrix import LAYOUTS, Variant, family_case
+from meshwright.audit.report import AuditReport
+from meshwright.plan.options import SyncPolicy
+from tests.audit import plants
+
+PLACES = {place.label: place for place in LAYOUTS}
+
+
+@pytest.fixture(scope="module")
+def auditor() -> Iterator[Auditor]:
+    with Auditor() as found:
+        yield found
+
+
+def case(folder: Path, place: str = "shard 2", family: str = "llama", microbatches: int = 2, **parallel: Any) -> Case:
+    variant = Variant(SyncPolicy.DEFER, "float64", microbatches, False, False)
+    return family_case(family, PLACES[place], variant, folder, **parallel)
+
+
+def planted(auditor: Auditor, folder: Path, plant: Callable[..., None], place: str = "shard 2", **options: Any) -> AuditReport:
+    return auditor.audit(case(folder, place, **options), PLACES[place].world_size, plants=[plant])
+
+
+def test_nothing_planted_nothing_found(auditor: Auditor, tmp_path: Path) -> None:
+    for place in ("shard 2", "2 x shard 2", "replicate 2"):
+        report = auditor.audit(case(tmp_path, place), PLACES[place].world_size)
+        assert report.passed, report.findings
+        assert report.worst_gradient < 1e-12
+        assert {row.what for row in report.rows} >= {"gradient", "parameter", "exp_avg", "exp_avg_sq", "buffer"}
+
+
+@pytest.mark.parametrize(
+    ("plant", "place", "options", "kind", "words"),
+    [
+        (plants.divided_twice, "shard 2", {}, Kind.GRADIENT, "of unit model.layers.1 is 0.5 times that of one process, and right otherwise: divided by 2 (dp_shard"),
+        (plants.divided_twice, "shard 4", {}, Kind.GRADIENT, "is 0.25 times that of one process, and right otherwise: divided by 4 (dp_shard"),
+        (plants.never_reduced, "shard 2", {}, Kind.UNREDUCED, "of unit model.layers.1 arrived on ranks 0, 1: it is never reduced"),
+        (plants.replicas_not_synchronised, "2 x shard 2", {}, Kind.UNREDUCED, "of unit model.layers.1 differs between ranks 0 and 2 and ranks 1 and 3, which should hold the same: it is not summed, or not kept in step, over dp_replicate"),
+        (plants.tie_came_apart, "shard 2", {"family": "qwen2"}, Kind.TIES, "tied parameters came apart: model.embed_tokens.weight and lm_head.weight"),
+        (plants.averaged_by_rank, "shard 2", {}, Kind.GRADIENT, "all 21 parameters is averaged over ranks, not over tokens"),
+        (plants.lost_microbatch, "shard 2", {}, Kind.GRADIENT, "is that of microbatch 2 alone: those of the others are lost"),
+        (plants.local_clipping, "shard 2", {}, Kind.NORM, "each that of its own shards: not summed"),
+        (plants.dropout_on_rank_1, "shard 2", {}, Kind.RANDOM, "rank 1 drew random numbers in the step (dropout"),
+        (plants.data_of_rank_0_on_rank_1, "shard 2", {}, Kind.DATA, "rank 1 was fed the data of data rank 0 in step 1; it is data rank 1"),
+        (plants.other_seed_on_rank_1, "shard 2", {}, Kind.DATA, "rank 1 was fed"),
+        (plants.frozen_moves, "shard 2", {"freeze": ["model.embed_tokens.*"]}, Kind.FROZEN, "though frozen: model.embed_tokens.weight"),
+        (plants.other_values_on_rank_1, "shard 2", {}, Kind.VALUES, "the ranks begin with other values than one process: model.layers.1."),
+        (plants.other_rate_on_rank_1, "replicate 2", {}, Kind.REPLICAS, "replicas differ: values of all 21 parameters differs between ranks 0 and 1"),
+        (plants.decays_vectors, "shard 2", {}, Kind.STATE, "differ after the steps"),
+        (plants.gathers_again, "shard 2", {}, Kind.COLLECTIVES, "where the plan has 3 of"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)  # fmt: skip
+def test_each_bug_gets_its_own_verdict(
+    auditor: Auditor, tmp_path: Path, plant: Callable[..., None], place: str, options: dict[str, Any], kind: Kind, words: str
+) -> None:
+    report = planted(auditor, tmp_path, plant, place, **options)
+    assert not report.passed
+    first = report.findings[0]
+    assert (first.kind, words in first.message) == (kind, True), [finding.message for finding in report.findings]
+    assert report.verdict.startswith("FAIL: ")
+
+
+def test_a_rank_in_another_collective_is_a_report_not_a_hang(tmp_path: Path) -> None:
+    with Auditor(patience=4) as auditor, pytest.raises(HangError) as error:
+        planted(auditor, tmp_path, plants.another_collective_on_rank_1)
+    text = str(error.value)
+    assert "all_reduce" in text
+    assert "all_gather" in text
+    assert "rank 0" in text
+    assert "rank 1" in text
