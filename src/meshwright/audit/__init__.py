@@ -1,1 +1,24 @@
-"""One process against many, parameter by parameter."""
+"""One process against many, parameter by parameter.
+
+Names are imported on first use.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "AuditReport": "report",
+    "Auditor": "conduct",
+    "Case": "case",
+    "HangError": "hang",
+    "Pool": "pool",
+    "audit": "conduct",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'meshwright.audit' has no attribute {name!r}")
+    return getattr(import_module(f"meshwright.audit.{_HOMES[name]}"), name)

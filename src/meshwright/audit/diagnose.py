@@ -9,7 +9,7 @@ from meshwright.audit.compare import Row
 from meshwright.audit.precision import TOLERANCES
 from meshwright.audit.ranks import RankResult
 from meshwright.audit.reference import Reference
-from meshwright.layout import AXES, Layout
+from meshwright.layout import AXES, FLATTENED, Layout
 from meshwright.plan.price import totals
 from meshwright.plan.sharding_plan import ShardingPlan
 
@@ -59,6 +59,20 @@ class Kind(StrEnum):
     """Other collectives, or other bytes, than the plan promised."""
 
 
+_AFTER_GRADIENTS = (Kind.REPLICAS, Kind.NORM, Kind.STATE)
+_ALL_NUMBERS = (Kind.UNREDUCED, Kind.GRADIENT, Kind.LOSS, *_AFTER_GRADIENTS)
+_CONSEQUENCES = {
+    Kind.VALUES: _ALL_NUMBERS,
+    Kind.DATA: _ALL_NUMBERS,
+    Kind.RANDOM: _ALL_NUMBERS,
+    Kind.TIES: _ALL_NUMBERS,
+    Kind.UNREDUCED: _AFTER_GRADIENTS,
+    Kind.GRADIENT: _AFTER_GRADIENTS,
+    Kind.NORM: (Kind.STATE,),
+}
+"""What is bound to be wrong too, and is not worth words. The rows of the report still have all numbers."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """Something that is wrong.
@@ -75,7 +89,7 @@ class Finding:
 
 
 def diagnose(plan: ShardingPlan, reference: Reference, ranks: Sequence[RankResult], dtype: str) -> list[Finding]:
-    """Everything that is wrong, causes first; empty if the layout computes what one process does."""
+    """What is wrong, causes first and without what follows from them; empty if the layout computes what one process does."""
     rows = ranks[0].rows
     found = [
         *_values(rows),
@@ -90,8 +104,10 @@ def diagnose(plan: ShardingPlan, reference: Reference, ranks: Sequence[RankResul
         *_state(rows),
         *_collectives(plan, ranks),
     ]
+    there = {finding.kind for finding in found}
+    follows = {kind for cause in there for kind in _CONSEQUENCES.get(cause, ())}
     order = list(Kind)
-    return sorted(found, key=lambda finding: order.index(finding.kind))
+    return sorted((item for item in found if item.kind not in follows), key=lambda finding: order.index(finding.kind))
 
 
 # -- before the gradient -----------------------------------------------------------------------------------------------------
@@ -224,18 +240,14 @@ def _way(plan: ShardingPlan, reference: Reference, row: Row) -> tuple[Kind, str]
 
 def _factor(layout: Layout, microbatches: int, factor: float) -> str:
     """A factor, and which number of the layout it is."""
-    sizes = {**{axis: layout.size(axis) for axis in (*AXES, "dp", "dp_cp", "ep")}, "the number of microbatches": microbatches}
+    sizes = {**{axis: layout.size(axis) for axis in (*AXES, "ep")}, "the number of microbatches": microbatches}
+    products = {name: layout.size(name) for name in FLATTENED}
     said = f"is {factor:.4g} times that of one process, and right otherwise"
     for verb, number in (("multiplied", factor), ("divided", 1 / factor if factor else math.nan)):
-        fitting = [name for name, size in sizes.items() if size > 1 and abs(number / size - 1) < EXACT]
-        if fitting:
-            return f"{said}: {verb} by {size_of(sizes, fitting)} once too often"
+        for named in (sizes, products):
+            if fitting := [name for name, size in named.items() if size > 1 and abs(number / size - 1) < EXACT]:
+                return f"{said}: {verb} by {named[fitting[0]]} ({' or '.join(fitting)}) once too often"
     return said
-
-
-def size_of(sizes: dict[str, int], names: Sequence[str]) -> str:
-    """Names with their one size, as in ``2 (dp_shard, dp)``."""
-    return f"{sizes[names[0]]} ({', '.join(names)})"
 
 
 def _averages(reference: Reference, readers: int) -> Iterator[tuple[str, list[float]]]:
