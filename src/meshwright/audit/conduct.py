@@ -18,7 +18,8 @@ from meshwright.audit.precision import TOLERANCES
 from meshwright.audit.ranks import RankResult, RankTrainer, audit_on_rank
 from meshwright.audit.reference import Reference, measure_noise, record_reference
 from meshwright.audit.report import AuditReport, Check, row_checks
-from meshwright.audit.shrink import Change, shrink
+from meshwright.audit.shrink import shrink
+from meshwright.audit.small_config import Change
 from meshwright.distributed.parallelizer import check_supported
 from meshwright.errors import ConfigError
 from meshwright.plan.price import totals

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.audit.compare import Row
 from meshwright.audit.diagnose import Finding
-from meshwright.audit.shrink import Change
+from meshwright.audit.small_config import Change
 
 if TYPE_CHECKING:
     from rich.console import Group
