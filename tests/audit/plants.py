@@ -172,3 +172,97 @@ def another_collective_on_rank_1(trainer: RankTrainer) -> None:
 def rank_1_leaves(trainer: RankTrainer) -> None:
     if trainer.rank == 1:
         raise SystemError("no CUDA-capable device is detected")
+
+
+def slower_on_every_rank(trainer: RankTrainer) -> None:
+    """The learning rate is a tenth off: no replica differs, and every gradient of the first step is right."""
+
+    def before_step(optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+
+    trainer.optimizer.register_step_pre_hook(before_step)
+
+
+def stands_still_in_step_2(trainer: RankTrainer) -> None:
+    def before_step(optimizer: Any, *_: Any) -> None:
+        if trainer.step == 1:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+
+    trainer.optimizer.register_step_pre_hook(before_step)
+
+
+def norm_without_optimizer(trainer: RankTrainer) -> None:
+    norm = trainer.named["model.norm.weight"]
+    for group in trainer.optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if parameter is not norm]
+    trainer.optimizer.state.pop(norm)
+
+
+def second_moment_lost(trainer: RankTrainer) -> None:
+    def after_step(optimizer: Any, *_: Any) -> None:
+        for state in optimizer.state.values():
+            state["exp_avg_sq"].zero_()
+
+    trainer.optimizer.register_step_post_hook(after_step)
+
+
+def gradient_a_percent_off(trainer: RankTrainer) -> None:
+    inner = trainer.sync.finish
+
+    def finish() -> None:
+        inner()
+        for parameter in _torch_compat.owned_parameters(unit(trainer)):
+            assert isinstance(parameter.grad, DTensor)
+            parameter.grad.to_local().mul_(1.01)
+
+    trainer.sync.finish = finish  # type: ignore[method-assign]
+
+
+def buffer_on_rank_1(trainer: RankTrainer) -> None:
+    if trainer.rank == 1:
+        next(trainer.model.buffers()).mul_(1.5)
+
+
+def buffer_on_rank_1_in_the_end(trainer: RankTrainer) -> None:
+    def after_step(*_: Any) -> None:
+        if trainer.rank == 1:
+            next(trainer.model.buffers()).mul_(1.5)
+
+    trainer.optimizer.register_step_post_hook(after_step)
+
+
+def parameter_by_another_name(trainer: RankTrainer) -> None:
+    def after_step(*_: Any) -> None:
+        norm = trainer.model.get_submodule("model.norm")
+        norm._parameters["gain"] = norm._parameters.pop("weight")
+
+    trainer.optimizer.register_step_post_hook(lambda *_: after_step() if trainer.step == trainer.case.steps - 1 else None)
+
+
+def evaluation_mode_on_rank_1(trainer: RankTrainer) -> None:
+    if trainer.rank == 1:
+        trainer.model.get_submodule(UNIT).eval()
+
+
+def half_the_loss_from_step_2(trainer: RankTrainer) -> None:
+    """Only the number that is reported."""
+    inner = trainer.backward
+
+    def backward(batches: Any, divisor: Any) -> Any:
+        loss = inner(batches, divisor)
+        return loss / 2 if trainer.step > 0 else loss
+
+    trainer.backward = backward  # type: ignore[method-assign]
+
+
+def gathers_again_in_step_2(trainer: RankTrainer) -> None:
+    inner = trainer.sync.begin_microbatch
+
+    def begin(*, last: bool) -> None:
+        if trainer.step == 1:
+            trainer.sync._reshard()
+        inner(last=last)
+
+    trainer.sync.begin_microbatch = begin  # type: ignore[method-assign]

@@ -60,6 +60,12 @@ def test_nothing_planted_nothing_found(auditor: Auditor, tmp_path: Path) -> None
         (plants.other_rate_on_rank_1, "replicate 2", {}, Kind.REPLICAS, "replicas differ: values of all 21 parameters differs between ranks 0 and 1"),
         (plants.decays_vectors, "shard 2", {}, Kind.STATE, "differ after the steps"),
         (plants.gathers_again, "shard 2", {}, Kind.COLLECTIVES, "where the plan has 3 of"),
+        (plants.gathers_again_in_step_2, "shard 2", {}, Kind.COLLECTIVES, "rank 0 in step 2 made"),
+        (plants.buffer_on_rank_1, "shard 2", {}, Kind.VALUES, "ranks 0 and 1 begin with different values of model.rotary_emb.inv_freq"),
+        (plants.buffer_on_rank_1_in_the_end, "shard 2", {}, Kind.REPLICAS, "replicas differ: the buffer of model.rotary_emb.inv_freq"),
+        (plants.parameter_by_another_name, "shard 2", {}, Kind.LOST, "only one process or only the ranks have, after the steps: model.norm.gain, model.norm.weight"),
+        (plants.evaluation_mode_on_rank_1, "shard 2", {}, Kind.MODE, "rank 1 has"),
+        (plants.half_the_loss_from_step_2, "shard 2", {}, Kind.LATER, "in step 2 is"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )  # fmt: skip
@@ -71,6 +77,30 @@ def test_each_bug_gets_its_own_verdict(
     first = report.findings[0]
     assert (first.kind, words in first.message) == (kind, True), [finding.message for finding in report.findings]
     assert report.verdict.startswith("FAIL: ")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("plant", "kind", "words"),
+    [
+        (plants.gradient_a_percent_off, Kind.GRADIENT, "is 1.01 times that of one process"),
+        (plants.slower_on_every_rank, Kind.STATE, "ratio 0.9"),
+        (plants.stands_still_in_step_2, Kind.STATE, "the values of"),
+        (plants.norm_without_optimizer, Kind.STATE, "model.norm.weight differ after the steps"),
+        (plants.second_moment_lost, Kind.STATE, "the optimizer's exp_avg_sq"),
+        (plants.decays_vectors, Kind.STATE, "the values of"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_small_bugs_are_not_taken_for_rounding_in_any_dtype(
+    auditor: Auditor, tmp_path: Path, plant: Callable[..., None], kind: Kind, words: str, dtype: str
+) -> None:
+    variant = Variant(SyncPolicy.DEFER, dtype, 2, False, False)
+    built = family_case("llama", PLACES["shard 2"], variant, tmp_path)
+    report = auditor.audit(built, 2, plants=[plant])
+    messages = [finding.message for finding in report.findings]
+    assert any(finding.kind is kind and words in finding.message for finding in report.findings), messages
+    assert report.findings[0].kind is kind
 
 
 def test_a_rank_in_another_collective_is_a_report_not_a_hang(tmp_path: Path) -> None:

@@ -510,6 +510,18 @@ def test_numbered_patterns_name_the_layer_of_the_same_kind_that_stays() -> None:
     assert patterns(moe, freeze=["model.layers.3.**"]) == (["model.layers.3.**"], {}, 4)
 
 
+def test_layers_that_are_recomputed_otherwise_stay() -> None:
+    modes = {"model.layers.*": "selective", "model.layers.0": "none", "model.layers.31": "full"}
+    small, _ = shrunk(LLAMA, parallel={"activation_checkpointing_layers": modes, "sync_units": {"model.layers.5": "defer"}})
+    assert small.parallel.activation_checkpointing_layers == {
+        "model.layers.*": "selective", "model.layers.0": "none", "model.layers.3": "full"
+    }  # fmt: skip
+    assert small.parallel.sync_units == {"model.layers.2": "defer"}
+    assert [make_setup(small, 2).plan.unit(f"model.layers.{index}").activation_checkpointing for index in range(4)] == [
+        "none", "selective", "selective", "full"
+    ]  # fmt: skip
+
+
 def test_patterns_of_other_lists_keep_their_numbers() -> None:
     assert patterns(FAMILIES["mamba2"], freeze=["backbone.layers.63.mixer.conv1d.*"])[0] == ["backbone.layers.1.mixer.conv1d.*"]
     assert patterns(FAMILIES["opt"], freeze=["model.decoder.layers.*.fc1.*"])[0] == ["model.decoder.layers.*.fc1.*"]

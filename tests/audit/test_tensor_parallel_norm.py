@@ -17,6 +17,7 @@ from meshwright.audit.matrix import LAYOUTS, Variant, family_case
 from meshwright.audit.pool import Pool
 from meshwright.audit.ranks import RankResult, RankTrainer
 from meshwright.audit.reference import Reference, record_reference
+from meshwright.audit.tolerance import Tolerances
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.plan.options import SyncPolicy
 from meshwright.train.setup import make_setup
@@ -102,7 +103,8 @@ def case_and_reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, 
 def findings(case: Case, folder: Path, trainer: type[RankTrainer]) -> list[Finding]:
     with Pool(2) as pool:
         ranks = pool.run(run, case, folder, trainer)
-    found = diagnose(make_setup(case.config, 2).plan, Reference(folder), ranks, "float64")
+    plan, reference = make_setup(case.config, 2).plan, Reference(folder)
+    found = diagnose(plan, reference, ranks, Tolerances(plan, "float64", reference, {}, case.steps))
     return [finding for finding in found if finding.kind is not Kind.COLLECTIVES]  # made by hand, so they are not planned
 
 

@@ -33,13 +33,15 @@ def _train_and_ask(rank: int, config: RunConfig, store: Path) -> list[list[float
     return logits.tolist()
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[*MODELS, "llama, tp 2", "tied llama, tp 2"])
 def trained(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, corpus: Path
 ) -> tuple[RunConfig, torch.Tensor]:
     """A run on two ranks, and what its model answered while it was sharded."""
-    override = f"model.config={json.dumps(MODELS[request.param])}"
-    config = tiny_run(tmp_path_factory.mktemp("trained"), corpus, override, "training.steps=3")
+    name = request.param.removesuffix(", tp 2")
+    layout = ("layout.tp=2", "layout.dp_shard=1") if name != request.param else ()
+    override = f"model.config={json.dumps(MODELS[name])}"
+    config = tiny_run(tmp_path_factory.mktemp("trained"), corpus, override, "training.steps=3", *layout)
     _, _, store = prepare_run(config, 2)
     return config, torch.tensor(run_ranks(_train_and_ask, 2, config, store.directory)[0])
 

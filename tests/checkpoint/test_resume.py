@@ -90,12 +90,45 @@ def test_metrics_have_each_step_once_after_resuming(llama: RunConfig, tiny: Tiny
         (2, ("layout.dp_replicate=2",)),
         (4, ("training.microbatch_size=1", "parallel.sync=reduce_each")),
         (2, ("parallel.cpu_offload=true",)),
+        (2, ("layout.dp_shard=1", "layout.tp=2")),
+        (4, ("layout.tp=2",)),
     ],
 )
 def test_other_layouts_continue_to_rounding(llama: RunConfig, tiny: Tiny, ranks: int, overrides: tuple[str, ...]) -> None:
     copy = cut_off(llama, tiny, *EVERY, *overrides)
     assert train(copy, ranks) == pytest.approx(losses(llama), rel=1e-5)
     assert [row["step"] for row in rows(copy) if "loss" in row] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("ranks", "overrides"), [(1, ()), (2, ()), (2, ("layout.dp_shard=1", "layout.tp=2")), (4, ())])
+@pytest.mark.parametrize(
+    "first", [(2, ("layout.dp_shard=1", "layout.tp=2")), (4, ("layout.tp=2",))], ids=["tp 2", "tp 2 x shard 2"]
+)
+def test_from_tensor_parallel_to_any_layout(
+    llama: RunConfig, tiny: Tiny, first: tuple[int, tuple[str, ...]], ranks: int, overrides: tuple[str, ...]
+) -> None:
+    begun = tiny(*EVERY, *first[1], name="begun")
+    train(begun, first[0])
+    copy = tiny(*EVERY, *overrides, name="copy")
+    shutil.copytree(begun.directory, copy.directory)
+    shutil.rmtree(Paths(copy.directory).checkpoints / "step-00000006")
+    assert train(copy, ranks) == pytest.approx(losses(llama), rel=1e-5)
+
+
+def test_packed_experts_from_tensor_parallel_to_one_rank_and_back(tiny: Tiny) -> None:
+    """DCP cannot describe a slice of each of two matrices that are stored as one."""
+    mixtral = (
+        "model.config={model_type: mixtral, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
+        "num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 64, num_local_experts: 4}"
+    )
+    parallel = (mixtral, "layout.tp=2", *EVERY)
+    begun = tiny(*parallel, name="begun")
+    expected = train(begun, 4)
+    for ranks, overrides in ((1, (mixtral, *EVERY)), (4, parallel)):
+        copy = tiny(*overrides, name=f"copy{ranks}")
+        shutil.copytree(begun.directory, copy.directory)
+        shutil.rmtree(Paths(copy.directory).checkpoints / "step-00000006")
+        assert train(copy, ranks) == pytest.approx(expected, rel=1e-5)
 
 
 def test_from_one_rank_to_two(llama: RunConfig, tiny: Tiny) -> None:

@@ -83,7 +83,7 @@ def test_a_hang_ends_with_1_and_says_who_waits_where(meshwright, config: str, tm
     ("arguments", "words"),
     [
         (["--dtype", "float16"], "dtype='float16': legal are float64, float32, bfloat16"),
-        (["layout.tp=2"], "tp=2: tensor parallel is planned but not carried out by this version"),
+        (["layout.cp=2"], "cp=2: context parallel is planned but not carried out by this version"),
         (["layout.dp_replicate=3", "--nproc", "2", "--full"], "dp_replicate=3"),
         (["data.files=[nowhere/*.txt]"], "glob matches no file"),
         (["data.files=[nowhere/*.txt]"], "--drawn audits with drawn tokens"),

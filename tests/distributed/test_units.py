@@ -15,7 +15,7 @@ from meshwright.distributed.mesh import build_mesh
 from meshwright.distributed.parallelizer import apply_fsdp2_sharding_recursively, parallelize, unshard_fsdp2_model
 from meshwright.errors import LayoutError, PlanError, UnsupportedError
 from meshwright.layout import Layout
-from meshwright.plan.options import ParallelOptions, SyncPolicy
+from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.plan.spec import ParallelSpec
@@ -36,7 +36,7 @@ def all_sharded(model: nn.Module) -> bool:
     return not any(_torch_compat.is_unsharded(unit) for unit in fsdp_units(model).values())
 
 
-@pytest.mark.parametrize("axes", [{"tp": 2}, {"cp": 2}, {"pp": 2}, {"ep": 2}, {"tp": 2, "cp": 2}])
+@pytest.mark.parametrize("axes", [{"cp": 2}, {"pp": 2}, {"ep": 2}, {"pp": 2, "cp": 2}])
 def test_axes_that_are_only_planned_are_refused_by_name(axes: dict[str, int]) -> None:
     def on_rank(rank: int) -> None:
         model, _ = make("plain", meta=True)
@@ -320,7 +320,7 @@ def test_manager_builds_the_mesh_and_shards() -> None:
             model = manager.parallelize(make("llama")[0])
             assert len(fsdp_units(model)) == 3
             assert manager.plan is not None
-            assert manager.plan.unit("model.layers.0").activation_checkpointing
+            assert manager.plan.unit("model.layers.0").activation_checkpointing is ActivationCheckpointing.FULL
             data = batches(4)
             summed_loss(model, data[rank]).backward()
             # torch's default: the average over data ranks of each rank's own loss
@@ -330,8 +330,8 @@ def test_manager_builds_the_mesh_and_shards() -> None:
                 torch.testing.assert_close(whole(ours.grad), theirs.grad, rtol=1e-4, atol=1e-6)
         with pytest.raises(LayoutError, match="dp_replicate_size=3: must divide dp_size=4"):
             FSDP2Manager(dp_size=4, dp_replicate_size=3)
-        with pytest.raises(UnsupportedError, match="tp=2"):
-            FSDP2Manager(tp_size=2)
+        with pytest.raises(UnsupportedError, match="cp=2"):
+            FSDP2Manager(cp_size=2)
         with pytest.raises(UnsupportedError, match="sequence_parallel"):
             FSDP2Manager(sequence_parallel=True)
 

@@ -43,6 +43,8 @@ def problems(path: Path, *overrides: str) -> tuple[str, ...]:
         ("parallel.cpu_offload=true", True),
         ("parallel.sync=reduce_each", "reduce_each"),
         ("parallel.sync_units={'model.layers.*': defer}", {"model.layers.*": "defer"}),
+        ("parallel.activation_checkpointing_layers={'model.layers.0': none}", {"model.layers.0": "none"}),
+        ("parallel.activation_checkpointing_save=[aten.mm.default]", ["aten.mm.default"]),
         ("parallel.freeze=[lm_head.weight]", ["lm_head.weight"]),
         ("optimizer.betas=[0.8, 0.9]", (0.8, 0.9)),
         ("metrics.wandb=my=project", "my=project"),

@@ -20,6 +20,9 @@ LAYOUTS = {
     "2x2, a microbatch a rank": (4, ("layout.dp_replicate=2",)),
     "shard 2, microbatches of 1, reduce each": (2, ("training.microbatch_size=1", "parallel.sync=reduce_each")),
     "replicate 2, microbatches of 1": (2, ("layout.dp_replicate=2", "training.microbatch_size=1")),
+    "tp 2": (2, ("layout.dp_shard=1", "layout.tp=2")),
+    "tp 2 x shard 2": (4, ("layout.tp=2",)),
+    "2 replicas x tp 2": (4, ("layout.dp_shard=1", "layout.dp_replicate=2", "layout.tp=2")),
     "one rank, one microbatch": (1, ("training.microbatch_size=8",)),
 }
 
@@ -53,7 +56,8 @@ def test_same_losses_on_every_layout(tiny: Tiny, reference: RunConfig, name: str
 def test_options_that_change_no_value(tiny: Tiny) -> None:
     """Recomputing, offloading and compiling without fusion are the same arithmetic: the same bits, or almost."""
     plain = train(tiny(name="plain"), 2)
-    assert train(tiny("parallel.activation_checkpointing=full", name="recompute"), 2) == plain
+    for mode in ("full", "submodule", "selective"):
+        assert train(tiny(f"parallel.activation_checkpointing={mode}", name=mode), 2) == plain
     assert train(tiny("parallel.cpu_offload=true", name="offload"), 2) == pytest.approx(plain, rel=1e-6)
     compiled = tiny("parallel.compile=true", "parallel.compile_backend=aot_eager", name="compiled")
     assert train(compiled, 2) == pytest.approx(plain, rel=1e-5)
@@ -64,8 +68,9 @@ def test_activation_checkpointing_draws_the_same_dropout(tiny: Tiny) -> None:
 
     plain = train(tiny(GPT2_WITH_DROPOUT, name="plain"), 2)
     assert plain != train(tiny(GPT2_WITH_DROPOUT.replace("pdrop: 0.2", "pdrop: 0.0"), name="without"), 2)  # it does act
-    recomputed = tiny(GPT2_WITH_DROPOUT, "parallel.activation_checkpointing=full", name="recomputed")
-    assert train(recomputed, 2) == plain
+    for mode in ("full", "submodule", "selective"):
+        recomputed = tiny(GPT2_WITH_DROPOUT, f"parallel.activation_checkpointing={mode}", name=mode)
+        assert train(recomputed, 2) == plain, mode
 
 
 def test_bf16_learns(tiny: Tiny) -> None:

@@ -60,6 +60,17 @@ def test_first_loss_is_that_of_the_plain_model(tiny: Tiny, tmp_path: Path, name:
     assert found[1] < found[0]
 
 
+@pytest.mark.parametrize("name", ["llama", "tied llama", "qwen3", "mixtral"])
+def test_tensor_parallel_reads_the_same(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    family, changes = MODELS.get(name, (name, {}))
+    model = saved(tmp_path / "model", family, **changes)
+    config = tiny(*overrides(tmp_path / "model"), "training.steps=2", "layout.tp=2")
+    expected = first_loss(model, config, prepare_run(config, 4)[2])
+    found = train(config, 4)
+    assert found[0] == pytest.approx(expected, rel=1e-5)
+    assert found[1] < found[0]
+
+
 def test_its_own_tokenizer_is_used(tiny: Tiny, tmp_path: Path) -> None:
     other = tiny("tokenizer.vocab_size=280", name="other")
     prepare_run(other, 1)

@@ -1,6 +1,7 @@
 """What is audited, and the trainer that both sides share: the one that `train` uses, on the audit's data."""
 
 import functools
+import re
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,10 @@ from meshwright.train.config import LayoutConfig, ParallelConfig, RunConfig
 from meshwright.train.setup import make_setup
 from meshwright.train.trainer import Batch, Trainer
 
-__all__ = ["AuditTrainer", "Case", "local_part"]
+__all__ = ["AuditTrainer", "Case", "in_dtype", "local_part", "modules_in_evaluation"]
+
+DROPOUT = r"dropout|pdrop|layerdrop|drop_path|jitter"
+"""Of names of probabilities."""
 
 JITTER = 0.02
 """Added to every drawn parameter, times a standard normal."""
@@ -82,6 +86,24 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def modules_in_evaluation(model: nn.Module) -> list[str]:
+    """Names of the modules that are in evaluation mode."""
+    return [name for name, module in model.named_modules() if not module.training]
+
+
+def silence_dropout(model: nn.Module) -> None:
+    """Set every probability of dropout to 0, in modules and in the configs that they read: masks of one process cannot be those
+    of several. A model that was shrunk has none any more.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for holder in (module, getattr(module, "config", None)):
+            for name, value in list(vars(holder).items()) if holder is not None else ():
+                if isinstance(value, float) and re.search(DROPOUT, name):
+                    setattr(holder, name, 0.0)
+
+
 class AuditTrainer(Trainer):
     """The trainer of a case on this rank.
 
@@ -94,7 +116,9 @@ class AuditTrainer(Trainer):
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case = case
         self.sequences: list[list[str]] = []
-        super().__init__(make_setup(case.config, dist.get_world_size()), TokenStore.open(case.store), device)
+        setup = make_setup(case.config, dist.get_world_size())
+        silence_dropout(setup.model)
+        super().__init__(setup, TokenStore.open(case.store), device)
 
     def build_mesh(self) -> ParallelMesh:
         """One for all cases of a layout: the groups of a mesh have threads, and cannot be taken back."""

@@ -14,15 +14,14 @@ from meshwright.audit.case import Case, in_dtype
 from meshwright.audit.data import documents_of_run, draw_documents
 from meshwright.audit.diagnose import Finding, Kind, diagnose
 from meshwright.audit.pool import Pool
-from meshwright.audit.precision import TOLERANCES
 from meshwright.audit.ranks import RankResult, RankTrainer, audit_on_rank
 from meshwright.audit.reference import Reference, measure_noise, record_reference
 from meshwright.audit.report import AuditReport, Check, row_checks
-from meshwright.audit.shrink import shrink
+from meshwright.audit.shrink import MAX_PROCESSES, shrink
 from meshwright.audit.small_config import Change
+from meshwright.audit.tolerance import TOLERANCES, Tolerances
 from meshwright.distributed.parallelizer import check_supported
-from meshwright.errors import ConfigError
-from meshwright.plan.price import totals
+from meshwright.errors import ConfigError, LayoutError
 from meshwright.plan.resolver import model_sizes
 from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.train.config import CheckpointConfig, LaunchConfig, MetricsConfig, RunConfig, SampleConfig, ScheduleConfig
@@ -33,6 +32,11 @@ __all__ = ["Auditor", "audit"]
 
 LEAST_RATE = 1e-3
 """Learning rate of an audit, at least: a step has to be seen in the parameters."""
+
+SMOOTH_EPS = 1e-3
+"""Adam's eps in float32 and bfloat16, at least. It divides a gradient by its own size: with a small eps the sign of what is
+nothing but rounding moves a weight by the whole learning rate, which the next gradient feels.
+"""
 
 
 def audit(
@@ -66,7 +70,7 @@ def audit(
         raise ConfigError(f"steps={steps}: at least 1")
     changes: tuple[Change, ...] = ()
     if full:
-        small, world_size = config, nproc or config.launch.nproc or 2
+        small, world_size = config, nproc or config.launch.nproc or _fewest(config)
     else:
         small, world_size, changes = shrink(config, nproc)
     with tempfile.TemporaryDirectory(prefix="meshwright-audit-") as folder:
@@ -80,6 +84,17 @@ def audit(
             return auditor.audit(Case(ready, store, steps), world_size, changes=(*changes, *more))
 
 
+def _fewest(config: RunConfig) -> int:
+    """The fewest processes that the layout of a run resolves for, at least 2."""
+    for count in range(2, MAX_PROCESSES + 1):
+        try:
+            config.layout.layout().resolve(count)
+        except LayoutError:
+            continue
+        return count
+    return 2  # whose refusal says what is legal
+
+
 def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple[RunConfig, tuple[Change, ...]]:
     """A configuration that runs some steps in a dtype and writes nothing outside a folder; and what that changed."""
     changed = in_dtype(config, dtype, store=None if dtype == "bfloat16" else dtype)
@@ -88,8 +103,8 @@ def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple
         parallel = parallel.model_copy(update={"compile": False})
     if (model.attn_implementation or "").startswith("flash"):
         model = model.model_copy(update={"attn_implementation": "sdpa"})
-    if optimizer.lr < LEAST_RATE:
-        optimizer = optimizer.model_copy(update={"lr": LEAST_RATE})
+    smooth = {"eps": max(optimizer.eps, SMOOTH_EPS)} if dtype != "float64" else {}
+    optimizer = optimizer.model_copy(update={"lr": max(optimizer.lr, LEAST_RATE), **smooth})
     ready = changed.model_copy(
         update={
             "output": str(folder / "run"),
@@ -115,6 +130,7 @@ def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple
         "parallel.output_dtype": "the arithmetic of the audit (--dtype)",
         "parallel.compile": "compiled code rounds by itself; --dtype float32 audits it",
         "optimizer.lr": "steps have to be seen in the parameters",
+        "optimizer.eps": "rounding is not to decide the sign of an update",
         "schedule.kind": "the first steps are to count",
         "schedule.warmup_steps": "the first steps are to count",
     }
@@ -175,7 +191,8 @@ class Auditor:
         folder, noise = self._reference(case)
         ranks: list[RankResult] = self._pool(world_size).run(audit_on_rank, case, folder, noise, tuple(plants))
         reference = Reference(folder)
-        findings = diagnose(setup.plan, reference, ranks, case.dtype)
+        tolerances = Tolerances(setup.plan, case.dtype, reference, noise, case.steps)
+        findings = diagnose(setup.plan, reference, ranks, tolerances)
         rows = ranks[0].rows
         return AuditReport(
             family=setup.plan.family,
@@ -185,8 +202,10 @@ class Auditor:
             steps=case.steps,
             microbatches=setup.plan.options.microbatches,
             changes=tuple(changes),
-            counts=dict(ranks[0].counts),
-            bytes=dict(ranks[0].bytes),
+            losses=tuple(ranks[0].losses),
+            norms=tuple(ranks[0].norms),
+            counts={axis: dict(counts) for axis, counts in next(iter(ranks[0].counts), {}).items()},
+            bytes={axis: dict(sizes) for axis, sizes in next(iter(ranks[0].bytes), {}).items()},
             rows=tuple(rows),
             checks=(*row_checks(rows, case.steps), *_checks(setup.plan, reference, ranks, findings)),
             findings=tuple(findings),
@@ -236,11 +255,14 @@ def _checks(
         return abs(value - truth) / abs(truth) if truth else math.inf
 
     first = ranks[0]
-    losses = max(relative(result.losses[0], reference.losses[0]) for result in ranks)
-    yield Check("loss", f"{first.losses[0]:.9g}", f"{losses:.1e}", Kind.LOSS not in wrong)
-    norms = max(relative(result.norms[0], reference.norms[0]) for result in ranks)
+    losses = max(relative(*pair) for result in ranks for pair in zip(result.losses, reference.losses, strict=True))
+    yield Check(
+        "loss of every step", ", ".join(f"{loss:.6g}" for loss in first.losses), f"{losses:.1e}", Kind.LOSS not in wrong
+    )
+    norms = max(relative(*pair) for result in ranks for pair in zip(result.norms, reference.norms, strict=True))
     clipped = max(relative(result.clipped_norm, reference.clipped_norm) for result in ranks)
-    yield Check("gradient norm", f"{first.norms[0]:.9g}", f"{norms:.1e}", Kind.NORM not in wrong)
+    shown_norms = ", ".join(f"{norm:.6g}" for norm in first.norms)
+    yield Check("gradient norm of every step", shown_norms, f"{norms:.1e}", Kind.NORM not in wrong)
     if reference.clip_norm is not None:
         yield Check("norm after clipping", f"to {reference.clip_norm:.6g}", f"{clipped:.1e}", Kind.NORM not in wrong)
     tensors = sum(map(len, first.digests.values()))
@@ -259,10 +281,11 @@ def _checks(
     if reference.experts:
         compared = f"{reference.idle_experts} of {reference.experts}, in the first step"
         yield Check("experts without a token in a microbatch", compared, "", True)
-    yield Check("no random numbers drawn", "", "", Kind.RANDOM not in wrong)
-    planned = totals(plan).traffic
-    compared = (
-        f"{planned.all_gathers} all-gathers, {planned.reduce_scatters} reduce-scatters, {planned.all_reduces} all-reduces; "
-        f"{planned.all_gather_bytes + planned.reduce_scatter_bytes + planned.all_reduce_bytes:,} bytes"
-    )
-    yield Check("collectives as planned", compared, "", Kind.COLLECTIVES not in wrong)
+    yield Check("no random numbers drawn, modules in training mode", "", "", not {Kind.RANDOM, Kind.MODE} & wrong)
+    yield Check("nothing lost", "parameters and buffers", "", Kind.LOST not in wrong)
+    shown = []
+    for axis, counts in next(iter(first.counts), {}).items():
+        kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        shown.append(f"{axis}: {kinds} of {sum(first.bytes[0][axis].values()):,} bytes")
+    compared = "; ".join(shown) or ("none" if first.counts else "not counted: layers are compiled")
+    yield Check("collectives of every step's microbatches as planned", compared, "", Kind.COLLECTIVES not in wrong)

@@ -1,16 +1,17 @@
 """From numbers to words: what is wrong, in the order of causes. The first finding is the verdict."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from meshwright.audit.compare import Row
-from meshwright.audit.precision import TOLERANCES
 from meshwright.audit.ranks import RankResult
 from meshwright.audit.reference import Reference
+from meshwright.audit.tolerance import Tolerances
 from meshwright.layout import AXES, FLATTENED, Layout
-from meshwright.plan.price import totals
+from meshwright.plan.price import tensor_parallel_counts, totals
 from meshwright.plan.sharding_plan import ShardingPlan
 
 __all__ = ["Finding", "Kind", "diagnose"]
@@ -31,8 +32,14 @@ class Kind(StrEnum):
     RANDOM = "random"
     """Random numbers were drawn in the step: dropout, or routing with noise."""
 
+    MODE = "mode"
+    """Modules are in evaluation mode where one process trains, or the reverse."""
+
     TIES = "ties"
     """Parameters that are one in the plan are several in the model."""
+
+    LOST = "lost"
+    """Parameters or buffers that only one side has."""
 
     FROZEN = "frozen"
     """A parameter that is not trained got a gradient or another value."""
@@ -55,20 +62,26 @@ class Kind(StrEnum):
     STATE = "state"
     """Parameters, optimizer state or buffers after the steps, though the gradients are right."""
 
+    LATER = "later"
+    """The loss or the norm of a later step, though everything else is right."""
+
     COLLECTIVES = "collectives"
     """Other collectives, or other bytes, than the plan promised."""
 
 
-_AFTER_GRADIENTS = (Kind.REPLICAS, Kind.NORM, Kind.STATE)
+_AFTER_GRADIENTS = (Kind.REPLICAS, Kind.NORM, Kind.STATE, Kind.LATER)
 _ALL_NUMBERS = (Kind.UNREDUCED, Kind.GRADIENT, Kind.LOSS, *_AFTER_GRADIENTS)
 _CONSEQUENCES = {
     Kind.VALUES: _ALL_NUMBERS,
     Kind.DATA: _ALL_NUMBERS,
     Kind.RANDOM: _ALL_NUMBERS,
-    Kind.TIES: _ALL_NUMBERS,
+    Kind.LOST: _ALL_NUMBERS,
+    Kind.TIES: (*_ALL_NUMBERS, Kind.LOST),
     Kind.UNREDUCED: _AFTER_GRADIENTS,
     Kind.GRADIENT: _AFTER_GRADIENTS,
-    Kind.NORM: (Kind.STATE,),
+    Kind.REPLICAS: (Kind.LATER,),
+    Kind.NORM: (Kind.STATE, Kind.LATER),
+    Kind.STATE: (Kind.LATER,),
 }
 """What is bound to be wrong too, and is not worth words. The rows of the report still have all numbers."""
 
@@ -88,19 +101,21 @@ class Finding:
     names: tuple[str, ...] = ()
 
 
-def diagnose(plan: ShardingPlan, reference: Reference, ranks: Sequence[RankResult], dtype: str) -> list[Finding]:
+def diagnose(plan: ShardingPlan, reference: Reference, ranks: Sequence[RankResult], tolerances: Tolerances) -> list[Finding]:
     """What is wrong, causes first and without what follows from them; empty if the layout computes what one process does."""
     rows = ranks[0].rows
     found = [
-        *_values(rows),
+        *_values(plan, rows, ranks),
         *_data(plan.layout, reference, ranks),
         *_random(ranks),
         *_ties(ranks),
         *_frozen(ranks),
         *_gradients(plan, reference, rows, ranks),
         *_replicas(plan, ranks),
-        *_loss(plan.layout, reference, ranks, TOLERANCES[dtype]),
-        *_norms(plan.layout, reference, ranks, rows, dtype),
+        *_modes(reference, ranks),
+        *_lost(ranks),
+        *_loss(plan.layout, reference, ranks, tolerances),
+        *_norms(reference, ranks, rows, tolerances),
         *_state(rows),
         *_collectives(plan, ranks),
     ]
@@ -113,7 +128,12 @@ def diagnose(plan: ShardingPlan, reference: Reference, ranks: Sequence[RankResul
 # -- before the gradient -----------------------------------------------------------------------------------------------------
 
 
-def _values(rows: Sequence[Row]) -> Iterator[Finding]:
+def _values(plan: ShardingPlan, rows: Sequence[Row], ranks: Sequence[RankResult]) -> Iterator[Finding]:
+    sharded = _sharded_over(plan)
+    for name in dict.fromkeys(name for result in ranks for name in result.digests.get("initial value", {})):
+        if pairs := _differing(plan.layout, sharded.get(name, set()), name, "initial value", ranks):
+            (first, other), *_ = pairs
+            yield Finding(Kind.VALUES, f"ranks {first} and {other} begin with different values of {name}", (name,))
     wrong = [row for row in rows if row.what == "initial value" and not row.passed]
     if wrong:
         names = tuple(row.name for row in wrong)
@@ -163,6 +183,22 @@ def _random(ranks: Sequence[RankResult]) -> Iterator[Finding]:
             "ranks that share a sample do not either",
             tuple(f"rank {rank}" for rank in drew),
         )
+
+
+def _modes(reference: Reference, ranks: Sequence[RankResult]) -> Iterator[Finding]:
+    for result in ranks:
+        if other := sorted(set(result.evaluating) ^ set(reference.evaluating)):
+            names = tuple(name or "(root)" for name in other)
+            yield Finding(
+                Kind.MODE, f"rank {result.rank} has {len(names)} modules in another mode (train, eval): {_listed(names)}", names
+            )
+            return
+
+
+def _lost(ranks: Sequence[RankResult]) -> Iterator[Finding]:
+    names = tuple(dict.fromkeys(name for result in ranks for name in result.lost))
+    if names:
+        yield Finding(Kind.LOST, f"only one process or only the ranks have, after the steps: {_listed(names)}", names)
 
 
 def _ties(ranks: Sequence[RankResult]) -> Iterator[Finding]:
@@ -298,7 +334,7 @@ def _replicas(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Findi
     # Where a gradient was not summed over replicas, that is said already, and all that follows from it needs no words.
     wrong = (row.name for row in ranks[0].rows if row.what == "gradient" and not row.passed)
     reported = {name for name in wrong if _differing(plan.layout, sharded[name], name, "gradient", ranks)}
-    for what in dict.fromkeys(kind for result in ranks for kind in result.digests):
+    for what in dict.fromkeys(kind for result in ranks for kind in result.digests if kind != "initial value"):
         differing: dict[tuple[tuple[int, ...], ...], list[str]] = {}
         for name in dict.fromkeys(name for result in ranks for name in result.digests.get(what, {})):
             if name in reported:
@@ -318,7 +354,7 @@ def _replicas(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Findi
 
 def _sharded_over(plan: ShardingPlan) -> dict[str, set[str]]:
     """Parameter name to the axes that shard it."""
-    return {row.name: {axis for axis, placement in row.placements if placement.startswith("Shard")} for row in plan.parameters}
+    return {row.name: {axis for axis, placement in row.placements if "Shard" in placement} for row in plan.parameters}
 
 
 def _apart(layout: Layout, pairs: Sequence[Sequence[int]]) -> str:
@@ -356,47 +392,49 @@ def _axes_between(layout: Layout, pair: Sequence[int]) -> list[str]:
     return [axis for axis in AXES if first[axis] != second[axis]]
 
 
-def _loss(layout: Layout, reference: Reference, ranks: Sequence[RankResult], tolerance: float) -> Iterator[Finding]:
-    truth = reference.losses[0]
-    for result in ranks:
-        loss = result.losses[0] if result.losses else math.nan
-        if abs(loss - truth) <= tolerance * abs(truth):
-            continue
-        how = f"{loss / truth:.4g} times it"
-        tokens = sum(reference.microbatch_tokens)
-        for what, weights in _averages(reference, layout.size("dp")):
-            parts = zip(weights, reference.microbatch_losses, strict=True)
-            average = sum(weight * part for weight, part in parts if not math.isnan(weight)) / tokens
-            if abs(loss - average) <= max(tolerance, 1e-6) * abs(truth):
-                how = f"averaged over {what}, not over tokens"
-        yield Finding(Kind.LOSS, f"the loss on rank {result.rank} is {loss:.9g}, that of one process {truth:.9g}: {how}")
-        return
-
-
-def _norms(
-    layout: Layout, reference: Reference, ranks: Sequence[RankResult], rows: Sequence[Row], dtype: str
-) -> Iterator[Finding]:
-    gradients = [row for row in rows if row.what == "gradient"]
-    tolerance = max(TOLERANCES[dtype], *(row.tolerance for row in gradients)) if gradients else TOLERANCES[dtype]
-    right = all(row.passed for row in gradients)
-    for result in ranks:
-        for when, value, truth in (
-            ("before clipping", result.norms[0], reference.norms[0]),
-            ("after clipping", result.clipped_norm, reference.clipped_norm),
-        ):
-            if abs(value - truth) <= tolerance * truth:
+def _loss(layout: Layout, reference: Reference, ranks: Sequence[RankResult], tolerances: Tolerances) -> Iterator[Finding]:
+    for step, truth in enumerate(reference.losses):
+        for result in ranks:
+            loss = result.losses[step]
+            if _near(loss, truth, tolerances.scalar("loss", step)):
                 continue
-            others = {round(other.norms[0], 12) for other in ranks}
+            how = f"{loss / truth:.4g} times it"
+            tokens = sum(reference.microbatch_tokens)
+            for what, weights in _averages(reference, layout.size("dp")) if step == 0 else ():
+                parts = zip(weights, reference.microbatch_losses, strict=True)
+                average = sum(weight * part for weight, part in parts if not math.isnan(weight)) / tokens
+                if _near(loss, average, max(tolerances.scalar("loss", step), 1e-6)):
+                    how = f"averaged over {what}, not over tokens"
+            where = f"rank {result.rank} in step {step + 1}"
+            kind = Kind.LATER if step else Kind.LOSS
+            yield Finding(kind, f"the loss on {where} is {loss:.9g}, that of one process {truth:.9g}: {how}")
+            return
+
+
+def _norms(reference: Reference, ranks: Sequence[RankResult], rows: Sequence[Row], tolerances: Tolerances) -> Iterator[Finding]:
+    right = all(row.passed for row in rows if row.what == "gradient")
+    compared = [(0, "after clipping", [result.clipped_norm for result in ranks], reference.clipped_norm)]
+    for step, truth in enumerate(reference.norms):
+        compared.insert(step, (step, "before clipping", [result.norms[step] for result in ranks], truth))
+    for step, when, values, truth in compared:
+        for result, value in zip(ranks, values, strict=True):
+            if _near(value, truth, tolerances.scalar("norm", step)):
+                continue
             why = ""
-            if right and value < truth and len(others) > 1:
+            if right and step == 0 and value < truth and len({round(other, 12) for other in values}) > 1:
                 why = "; the gradients are right and the ranks have different norms, each that of its own shards: not summed"
-            elif right:
+            elif right and step == 0:
                 why = "; the gradients are right, so it is the norm itself, or the scaling"
             yield Finding(
-                Kind.NORM,
-                f"the norm of the gradient {when} is {value:.6g} on rank {result.rank}, {truth:.6g} in one process{why}",
+                Kind.LATER if step else Kind.NORM,
+                f"the norm of the gradient {when} is {value:.6g} on rank {result.rank} in step {step + 1}, {truth:.6g} in one "
+                f"process{why}",
             )
             return
+
+
+def _near(value: float, truth: float, tolerance: float) -> bool:
+    return abs(value - truth) <= tolerance * abs(truth)
 
 
 def _state(rows: Sequence[Row]) -> Iterator[Finding]:
@@ -407,28 +445,40 @@ def _state(rows: Sequence[Row]) -> Iterator[Finding]:
         if row.what not in ("gradient", "initial value") and not row.passed and row.name not in blamed:
             wrong.setdefault(row.what, []).append(row)
     for what, found in wrong.items():
-        worst = max(found, key=lambda row: row.error)
-        names = tuple(row.name for row in found)
+        found.sort(key=lambda row: -row.severity)
+        worst, names = found[0], tuple(row.name for row in found)
         noun = {"parameter": "the values", "buffer": "the buffers"}.get(what, f"the optimizer's {what}")
         yield Finding(
             Kind.STATE,
-            f"{noun} of {_listed(names)} differ after the steps (error {worst.error:.2g}), though their first gradients agree",
+            f"{noun} of {_listed(names)} differ after the steps, the worst first (error {worst.error:.2g}, ratio "
+            f"{worst.ratio:.4g}), though the first gradients agree",
             names,
         )
 
 
 def _collectives(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Finding]:
-    planned = totals(plan).traffic
-    for result in ranks:
-        kinds = dict.fromkeys(["all_gather", "reduce_scatter", "all_reduce", *result.counts])
+    traffic = totals(plan).traffic
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+    due = {"dp": Counter({kind: getattr(traffic, f"{kind}s") for kind in kinds})}
+    due_bytes = {"dp": Counter({kind: getattr(traffic, f"{kind}_bytes") for kind in kinds})}
+    exact = all(row.trainable for row in plan.parameters) and not any(unit.activation_checkpointing for unit in plan.units)
+    if exact:
+        due["tp"] = tensor_parallel_counts(plan)
+    for step, result in [(step, of_rank) for of_rank in ranks for step in range(len(of_rank.counts))]:
         wrong = []
-        for kind in kinds:
-            due, due_bytes = getattr(planned, f"{kind}s", 0), getattr(planned, f"{kind}_bytes", 0)
-            if (result.counts[kind], result.bytes[kind]) != (due, due_bytes):
-                made = f"{result.counts[kind]} {kind} of {result.bytes[kind]:,} bytes"
-                wrong.append(f"{made} where the plan has {due} of {due_bytes:,}")
+        for axis in dict.fromkeys([*due, *result.counts[step]]):
+            if axis == "tp" and not exact:
+                continue
+            made, made_bytes = (of[step].get(axis, Counter()) for of in (result.counts, result.bytes))
+            for kind in dict.fromkeys([*due.get(axis, ()), *made]):
+                count, size = due.get(axis, Counter())[kind], due_bytes.get(axis, made_bytes)[kind]
+                # The plan is that of the rank with the widest slices, which is the first on tp.
+                fits = made_bytes[kind] == size or (made_bytes[kind] < size and plan.layout.coordinates(result.rank)["tp"] > 0)
+                if made[kind] != count or not fits:
+                    what = f"{made[kind]} {kind} of {made_bytes[kind]:,} bytes over {axis}"
+                    wrong.append(f"{what} where the plan has {count}" + (f" of {size:,}" if axis in due_bytes else ""))
         if wrong:
-            yield Finding(Kind.COLLECTIVES, f"rank {result.rank} made {'; '.join(wrong)}", tuple(kinds))
+            yield Finding(Kind.COLLECTIVES, f"rank {result.rank} in step {step + 1} made {'; '.join(wrong)}", kinds)
             return
 
 
@@ -436,7 +486,9 @@ def _collectives(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Fi
 
 
 def _described(plan: ShardingPlan, names: Sequence[str]) -> str:
-    """Parameters by their units, where those are wholly meant."""
+    """Parameters by their units, where those are wholly meant. Other names, of buffers, as they are."""
+    if not set(names) <= {row.name for row in plan.parameters}:
+        return _listed(names)
     if len(names) == 1:
         return f"{names[0]} (unit {plan.unit(plan.parameter(names[0]).unit).label})"
     trained = {row.name for row in plan.parameters if row.trainable}

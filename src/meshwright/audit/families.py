@@ -39,12 +39,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size": 67, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64,
         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
     },  # biases everywhere, learned positions, tied
-    "mixtral": {**_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {**_HEADS, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {
-        **TINY, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": [0],
+        **TINY, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0],
     },  # a dense layer, then experts
     "gpt_oss": {
-        **_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
+        **_HEADS, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {
             "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "rope_theta": 1e4,
@@ -54,7 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         **TINY, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8,
         "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
-        "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 16,
+        "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 32,
     },  # latent attention, grouped routing, shared expert
 }  # fmt: skip
 """``model_type`` to its config."""

@@ -1,8 +1,4 @@
-"""Keeps a float64 audit in float64, and gives the tolerances that follow from the arithmetic.
-
-Models of transformers compute norms, softmaxes and routers in float32 "for precision". In a float64 model that throws
-precision away: a layout that orders sums differently would then differ by 1e-8, and an error of that size could hide there.
-"""
+"""Keeps a float64 audit in float64."""
 
 from typing import Any
 
@@ -10,14 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FLOORS", "TOLERANCES", "KeepFloat64"]
-
-TOLERANCES = {"float64": 1e-9, "float32": 2e-5, "bfloat16": 2e-5}
-"""Largest error of a gradient relative to its largest entry. A sum in another order stays far below them.
-
-Where float32 or bfloat16 arithmetic itself is further from the truth than that, for one parameter, its own noise counts: the
-distance between the gradient of one process in this arithmetic and in the next better one (:func:`..compare.tolerance`).
-"""
+__all__ = ["FLOORS", "KeepFloat64"]
 
 FLOORS = {"float64": 1e-4, "float32": 1e-3, "bfloat16": 1e-3}
 """A gradient's error is relative to its largest entry, or to this share of the largest entry of all gradients if that is more:
@@ -28,6 +17,8 @@ some gradients are zero but for rounding (of a key's bias: softmax does not see 
 class KeepFloat64(TorchDispatchMode):
     """Inside, a float64 tensor that is asked to become float32 stays what it is, in backward too.
 
+    Models of transformers compute norms, softmaxes and routers in float32 "for precision". In a float64 model that throws
+    precision away: a layout that sums in another order would differ by 1e-8, and an error of that size could hide there.
     It works below autograd: a mode of Python functions would be off in backward, where checkpointing recomputes.
     """
 

@@ -3,7 +3,7 @@
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from meshwright.audit.case import AuditTrainer, Case, local_part
+from meshwright.audit.case import AuditTrainer, Case, local_part, modules_in_evaluation
 from meshwright.audit.compare import Row, compare, weights_of_parts
-from meshwright.audit.precision import FLOORS, TOLERANCES
+from meshwright.audit.precision import FLOORS
 from meshwright.audit.reference import Reference
+from meshwright.audit.tolerance import TOLERANCES, Tolerances
 from meshwright.checkpoint import state
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.grad_clip import total_grad_norm
@@ -22,9 +23,6 @@ from meshwright.plan.sharding_plan import ParameterRow
 from meshwright.train.trainer import Batch
 
 __all__ = ["RankResult", "RankTrainer", "audit_on_rank"]
-
-NOISE_FACTOR = 2.0
-"""A gradient may be this many times as far from its reference as rounding alone takes the reference from the truth."""
 
 
 @dataclass
@@ -36,12 +34,16 @@ class RankResult:
         losses: of each step, over all ranks, as this rank reports it, and ``norms`` before clipping.
         clipped_norm: of the whole gradient after clipping, in the first step.
         sequences: for each step, the digests of the sequences that this rank was fed.
-        digests: ``gradient``, ``parameter``, an optimizer state or ``buffer`` to name to digest of what this rank holds.
+        digests: ``initial value``, ``gradient``, ``parameter``, an optimizer state or ``buffer`` to name to digest of what this
+            rank holds.
         without_gradient: trained parameters that got none in the first step.
         frozen_moved: parameters that are not trained, and yet have a gradient or another value.
         come_apart: groups of names that are one parameter in the plan, and several in the model after the steps.
+        lost: parameters and buffers that one side has and the other has not, after the steps.
+        evaluating: modules that were in evaluation mode in the first step.
         drew: whether forward or backward drew random numbers.
-        counts: collectives of the microbatches of the first step, by kind, and their ``bytes``.
+        counts: for each step, axis to collectives of the microbatches by kind, and ``bytes`` alike. FSDP's axes are one,
+            ``dp``; a group that is no axis has its ranks for a name. Empty where layers are compiled.
         seconds: that the steps took, comparisons included.
     """
 
@@ -55,9 +57,11 @@ class RankResult:
     without_gradient: list[str] = field(default_factory=list)
     frozen_moved: list[str] = field(default_factory=list)
     come_apart: list[tuple[str, ...]] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    evaluating: list[str] = field(default_factory=list)
     drew: bool = False
-    counts: Counter[str] = field(default_factory=Counter)
-    bytes: Counter[str] = field(default_factory=Counter)
+    counts: list[dict[str, Counter[str]]] = field(default_factory=list)
+    bytes: list[dict[str, Counter[str]]] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -77,6 +81,7 @@ class RankTrainer(AuditTrainer):
         self.result = RankResult(self.rank)
         self.planned = {row.name: row for row in self.setup.plan.parameters}
         self.named = {name: parameter for name, parameter in self.model.named_parameters() if name in self.planned}
+        self.tolerances = Tolerances(self.setup.plan, case.dtype, reference, noise, case.steps)
         self.scales: dict[str, float] = {}
         training = case.config.training.model_copy(update={"clip_norm": reference.clip_norm})
         self.config = self.config.model_copy(update={"training": training})
@@ -86,34 +91,54 @@ class RankTrainer(AuditTrainer):
         begun = time.perf_counter()
         for name, parameter in self.named.items():
             self._row("initial value", name, parameter, self.reference.get(f"initial.{name}"), tolerance=0.0)
+        held = {**self.named, **dict(self.model.named_buffers())}
+        self.result.digests["initial value"] = {name: digest(tensor) for name, tensor in held.items()}
         frozen = {name: digest(p) for name, p in self.named.items() if not self.planned[name].trainable}
         while self.step < self.case.steps:
             metrics = self.train_step()
             self.result.losses.append(metrics["loss"])
             self.result.norms.append(metrics["gradient_norm"])
             self.step += 1
+        names = {name for name, _ in self.model.named_parameters()} ^ self.planned.keys()
+        buffers = {name for name, _ in self.model.named_buffers()} ^ set(self.reference.names("buffer"))
+        self.result.lost = sorted({*names, *buffers})
         self._compare_after_steps()
         self.result.sequences = self.sequences
         moved = [name for name, before in frozen.items() if digest(self.named[name]) != before]
         self.result.frozen_moved = sorted({*self.result.frozen_moved, *moved})
+        found = dict(self.model.named_parameters(remove_duplicate=False))
         self.result.come_apart = [
             (row.name, *row.aliases)
             for row in self.planned.values()
-            if any(self.model.get_parameter(alias) is not self.model.get_parameter(row.name) for alias in row.aliases)
+            if row.aliases and len({id(found.get(name)) for name in (row.name, *row.aliases)}) > 1
         ]
         self.result.seconds = time.perf_counter() - begun
 
     def backward(self, batches: list[Batch], divisor: torch.Tensor) -> torch.Tensor:
-        """As a run does; in the first step collectives are counted and gradients compared."""
-        if self.step > 0:
-            return super().backward(batches, divisor)
+        """As a run does; collectives are counted, and in the first step gradients compared."""
         generators = self._generators()
-        with CommCounter() as counter:
-            loss = super().backward(batches, divisor)
-        self.result.drew = self._generators() != generators
-        self.result.counts, self.result.bytes = counter.counts, counter.bytes
-        self._compare_gradients()
+        if self.step == 0:
+            self.result.evaluating = modules_in_evaluation(self.model)
+        if any(unit.compile for unit in self.setup.plan.units):
+            loss = super().backward(batches, divisor)  # under the counter's mode nothing would be compiled
+        else:
+            with CommCounter() as counter:
+                loss = super().backward(batches, divisor)
+            self.result.counts.append(self._by_axis(counter.counts_of))
+            self.result.bytes.append(self._by_axis(counter.bytes_of))
+        self.result.drew |= self._generators() != generators
+        if self.step == 0:
+            self._compare_gradients()
         return loss
+
+    def _by_axis(self, of_groups: Mapping[tuple[int, ...], Counter[str]]) -> dict[str, Counter[str]]:
+        layout = self.setup.layout
+        names = {tuple(layout.group("tp", self.rank)): "tp"}
+        names.update((tuple(layout.group(axis, self.rank)), "dp") for axis in ("dp_replicate", "dp_shard", "dp_shard_cp"))
+        found: dict[str, Counter[str]] = {}
+        for ranks, counts in of_groups.items():
+            found.setdefault(names.get(ranks, str(ranks)), Counter()).update(counts)
+        return found
 
     def clip(self) -> torch.Tensor:
         """As a run does, and measured again afterwards."""
@@ -142,32 +167,56 @@ class RankTrainer(AuditTrainer):
             if truth is None:  # it takes no part in the loss
                 truth = torch.zeros(self.planned[name].shape)
             self.scales[name] = max(float(truth.abs().max()) if truth.numel() else 0.0, floor)
-            self._row("gradient", name, gradients.get(name), truth, self._tolerance(name), floor)
+            tolerance = self.tolerances.gradient(name, self.scales[name])
+            self._row("gradient", name, gradients.get(name), truth, tolerance, floor)
 
     @torch.no_grad()
     def _compare_after_steps(self) -> None:
-        """Adam divides a gradient by its own size: where that is not far above rounding, the update is any number up to the
-        learning rate, in the reference too. So every entry may be off by what the tolerance of its gradient can move it.
-        """
-        states = self._optimizer_states()
+        states, settings = self._optimizer_states(), self.config.optimizer
+        share = {"exp_avg": 1 - settings.betas[0], "exp_avg_sq": 1 - settings.betas[1]}
+        # What the optimizer saw was clipped.
+        clipped = min(1.0, self.reference.clipped_norm / self.reference.norms[0]) if self.reference.norms[0] else 1.0
         for name, parameter in self.named.items():
-            tolerance = max(self._tolerance(name), self._storage_tolerance(name))
-            slack = self._slack(name, tolerance) if self.planned[name].trainable else None
-            self._row("parameter", name, parameter, self.reference.get(f"final.{name}"), tolerance, slack=slack)
-        for kind, named in states.items():
-            for name, value in named.items():
+            if not self.planned[name].trainable:
+                self._row("parameter", name, parameter, self.reference.get(f"final.{name}"), tolerance=0.0)
+                continue
+            gradient = self.tolerances.gradient(name, self.scales[name])
+            tolerance, scale = self.tolerances.state(name, gradient), clipped * self.scales[name]
+            self._compare_movement(name, parameter, tolerance, gradient * scale)
+            kinds = {*states, *(key.rpartition(".")[2] for key in self.reference.names(f"optimizer.{name}"))}
+            for kind in sorted(kinds):
                 truth = self.reference.get(f"optimizer.{name}.{kind}")
-                share = {"exp_avg": 1 - self.config.optimizer.betas[0], "exp_avg_sq": 1 - self.config.optimizer.betas[1]}
-                size = self.scales[name] ** (2 if kind == "exp_avg_sq" else 1)
-                tolerance = max(self._tolerance(name), self._storage_tolerance(name))
-                self._row(kind, name, value, truth, tolerance, floor=share.get(kind, 0.0) * size)
+                floor = share.get(kind, 0.0) * (scale**2 if kind == "exp_avg_sq" else scale)
+                allowed = {"step": 0.0, "exp_avg_sq": 2 * tolerance}.get(kind, tolerance)
+                self._row(kind, name, states.get(kind, {}).get(name), truth, allowed, floor)
         for name, buffer in self.model.named_buffers():
-            tolerance = TOLERANCES[self.case.dtype]
-            self._row("buffer", name, buffer, self.reference.get(f"buffer.{name}"), tolerance)
+            self._row("buffer", name, buffer, self.reference.get(f"buffer.{name}"), TOLERANCES[self.case.dtype])
         self.result.digests["parameter"] = {name: digest(parameter) for name, parameter in self.named.items()}
         self.result.digests["buffer"] = {name: digest(buffer) for name, buffer in self.model.named_buffers()}
         for kind, named in states.items():
             self.result.digests[kind] = {name: digest(value) for name, value in named.items()}
+
+    def _compare_movement(self, name: str, parameter: torch.Tensor, tolerance: float, off: float) -> None:
+        """A parameter after the steps, relative to how far it moved in one process.
+
+        Adam divides a gradient by its own size: where that is not far above rounding, the update is any number up to the
+        learning rate, in one process too. So an entry may also be off by what a gradient that is ``off`` can move it, and by
+        what storing it rounds.
+        """
+        before, after = self.reference.get(f"initial.{name}"), self.reference.get(f"final.{name}")
+        variance, settings, steps = self.reference.get(f"optimizer.{name}.exp_avg_sq"), self.config.optimizer, self.case.steps
+        slack = None
+        if before is None or after is None or variance is None:
+            after = None
+        else:
+            size = (variance.double() / (1 - settings.betas[1] ** steps)).sqrt() + settings.eps
+            slack = settings.lr * steps * (off / size).clamp(max=2.0)
+            slack = (slack + 4 * steps * self.tolerances.storage_eps(name) * float(after.abs().max())) / tolerance
+        whole = _whole(parameter)
+        moved = None if before is None or after is None else after.double() - before.double()
+        self._row(
+            "parameter", name, None if before is None else whole.double().cpu() - before.double(), moved, tolerance, slack=slack
+        )
 
     def _optimizer_states(self) -> dict[str, dict[str, torch.Tensor]]:
         found: dict[str, dict[str, torch.Tensor]] = {}
@@ -175,22 +224,6 @@ class RankTrainer(AuditTrainer):
             name, _, kind = key.removeprefix("optimizer.").rpartition(".")
             found.setdefault(kind, {})[name] = value
         return found
-
-    def _tolerance(self, name: str) -> float:
-        return max(TOLERANCES[self.case.dtype], NOISE_FACTOR * self.noise.get(name, 0.0))
-
-    def _storage_tolerance(self, name: str) -> float:
-        """Two units in the last place of what is stored."""
-        return 2 * torch.finfo(getattr(torch, self.planned[name].dtype)).eps
-
-    def _slack(self, name: str, tolerance: float) -> torch.Tensor | None:
-        """How far each entry may be moved by a gradient that is off by the tolerance, in units of the tolerance."""
-        variance = self.reference.get(f"optimizer.{name}.exp_avg_sq")
-        if variance is None:
-            return None
-        settings, steps = self.config.optimizer, self.case.steps
-        size = (variance.double() / (1 - settings.betas[1] ** steps)).sqrt() + settings.eps
-        return settings.lr * steps * (tolerance * self.scales[name] / size).clamp(max=2.0) / tolerance
 
     def _row(
         self,
@@ -202,10 +235,7 @@ class RankTrainer(AuditTrainer):
         floor: float = 0.0,
         slack: torch.Tensor | None = None,
     ) -> None:
-        if value is not None:
-            value = value.detach()
-        if isinstance(value, DTensor):
-            value = value.full_tensor()
+        value = None if value is None else _whole(value)
         if self.rank != 0:
             return
         planned = self.planned.get(name)
@@ -224,6 +254,12 @@ class RankTrainer(AuditTrainer):
 
     def _generators(self) -> list[bytes]:
         return [value.cpu().numpy().tobytes() for value in state.rng_tensors(self.rank, self.device).values()]
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The global values of a tensor; all ranks take part."""
+    value = tensor.detach()
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _placements(row: ParameterRow) -> str:

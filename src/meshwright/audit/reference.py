@@ -3,6 +3,7 @@ recomputation, no offload; mixed precision is stated here once more, in plain to
 """
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from meshwright.audit.case import AuditTrainer, Case
+from meshwright.audit.case import AuditTrainer, Case, modules_in_evaluation
 from meshwright.audit.compare import compare
 from meshwright.audit.precision import FLOORS
 from meshwright.checkpoint import state
@@ -40,6 +41,7 @@ class Reference:
         microbatch_losses: in the first step, summed over tokens and not divided by anything, and ``microbatch_tokens``.
         sequences: for each step, the digests of its sequences.
         largest_gradient: largest entry of all gradients of the first step.
+        evaluating: modules that were in evaluation mode in the first step.
         boundaries: documents of the first step that begin within a sequence.
         idle_experts: experts of a layer that got no token of a microbatch of the first step, counted over both, of
             ``experts`` in all; 0 of 0 for a dense model.
@@ -56,10 +58,15 @@ class Reference:
         self.sequences: list[list[str]] = meta["sequences"]
         self.largest_gradient: float = meta["largest_gradient"]
         self.boundaries: int = meta["boundaries"]
+        self.evaluating: list[str] = meta["evaluating"]
         self.idle_experts: int = meta["idle_experts"]
         self.experts: int = meta["experts"]
         self._file = safe_open(folder / "reference.safetensors", framework="pt")
         self._names = set(self._file.keys())
+
+    def names(self, kind: str) -> list[str]:
+        """Names of the tensors of a kind, such as ``optimizer`` or ``buffer``, as in their keys."""
+        return sorted(key.removeprefix(f"{kind}.") for key in self._names if key.startswith(f"{kind}."))
 
     def get(self, key: str) -> torch.Tensor | None:
         """A tensor by key: ``initial.NAME``, ``gradient.NAME``, ``part.I.NAME``, ``final.NAME``, ``optimizer.NAME.STATE``,
@@ -102,6 +109,7 @@ class ReferenceTrainer(AuditTrainer):
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         total = torch.zeros((), device=self.device)
         sequences: list[str] = []
+        self.meta["evaluating"] = modules_in_evaluation(self.model)
         self.meta["boundaries"] = sum(int((batch["position_ids"][:, 1:] == 0).sum()) for batch in batches)
         for index, batch in enumerate(batches):
             before = {name: parameter.grad for name, parameter in trained.items()}
@@ -181,7 +189,8 @@ def measure_noise(device: torch.device, case: Case, folder: Path) -> dict[str, f
     """Job of the one process: how far the gradients of a reference are from those of the next better arithmetic.
 
     Returns:
-        Parameter name to the error of :func:`~meshwright.audit.compare.compare`; empty for float64.
+        Parameter name to the error of :func:`~meshwright.audit.compare.compare`, at least that of the median parameter, for
+        a small tensor may be lucky; empty for float64.
     """
     better = case.more_precise()
     if better is None:
@@ -200,7 +209,8 @@ def measure_noise(device: torch.device, case: Case, folder: Path) -> dict[str, f
         gradient = reference.get(f"gradient.{name}")
         if gradient is not None:
             noise[name] = compare(trainer.tensors.get(f"gradient.{name}"), gradient, floor)[0]
-    return noise
+    typical = statistics.median(noise.values())
+    return {name: max(own, typical) for name, own in noise.items()}
 
 
 # -- mixed precision, as the plan states it --------------------------------------------------------------------------------

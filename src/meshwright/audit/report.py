@@ -41,7 +41,9 @@ class AuditReport:
         steps: optimizer steps that were compared.
         microbatches: of a rank, in a step.
         changes: what the audit changed of the configuration.
-        counts: collectives of rank 0 in the microbatches of the first step, by kind, and their ``bytes``.
+        losses: that rank 0 reports, of each step, and ``norms`` of the gradient before clipping.
+        counts: axis (``dp``: those of FSDP) to collectives of rank 0 in the microbatches of the first step, by kind, and
+            ``bytes`` alike.
         rows: every comparison.
         checks: the summary.
         findings: what is wrong, causes first; empty: nothing.
@@ -55,8 +57,10 @@ class AuditReport:
     steps: int
     microbatches: int
     changes: tuple[Change, ...]
-    counts: dict[str, int]
-    bytes: dict[str, int]
+    losses: tuple[float, ...]
+    norms: tuple[float, ...]
+    counts: dict[str, dict[str, int]]
+    bytes: dict[str, dict[str, int]]
     rows: tuple[Row, ...]
     checks: tuple[Check, ...]
     findings: tuple[Finding, ...]
@@ -168,7 +172,7 @@ def row_checks(rows: Sequence[Row], steps: int) -> Iterator[Check]:
     plural = {
         "initial value": "values before the first step",
         "gradient": "gradients of the first step",
-        "parameter": f"parameters after {steps} steps",
+        "parameter": f"movement of parameters in {steps} steps",
         "buffer": f"buffers after {steps} steps",
     }
     for what in dict.fromkeys(row.what for row in rows):

@@ -4,12 +4,13 @@ The layout keeps which axes are above 1, the model its classes, its parameter na
 the batch its gradient accumulation. Only sizes go down; nothing grows. What makes it hold for families unknown here:
 
 - A layer's *kind* is read from the built model, on the meta device: classes, names, shapes, flags, its entries in the
-  config's lists, and what `parallel.freeze` and `parallel.sync_units` say of it. The first layer of each kind stays.
+  config's lists, and what the patterns of `parallel` (freeze, sync_units, activation_checkpointing_layers) say of it. The
+  first layer of each kind stays.
 - Numbers of the config become smaller by what their key means (`small_config.py`): heads, sizes, experts, windows, ids.
 - The small model is built too, and refused unless it has the classes, names, ties and kinds of layers of the large one.
 
 Patterns that number a layer ('model.layers.17.**') get the number of the layer of the same kind that stays. So every layer
-that stays is frozen, and synchronised, exactly where it was; patterns for which that cannot be had are refused.
+that stays is frozen, synchronised and recomputed exactly where it was; patterns for which that cannot be had are refused.
 """
 
 import math
@@ -295,15 +296,24 @@ def _lost(large: "PreTrainedModel", small: "PreTrainedModel", spec: ParallelSpec
 
 # -- patterns that number a layer -----------------------------------------------------------------------------------------
 
+_BY_MODULE = ("sync_units", "activation_checkpointing_layers")
+"""Keys of `parallel` that map patterns of module names to choices."""
 
-def _decided(parallel: ParallelConfig, model: nn.Module) -> dict[str, Any]:
-    """What the patterns say: True for the name of a frozen parameter, a policy for the name of a module."""
+
+def _decided(parallel: ParallelConfig, model: nn.Module) -> dict[str, Hashable]:
+    """What the patterns say of a name: that of a frozen parameter, or of a module with a policy or a mode."""
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     modules = [name for name, _ in model.named_modules()]
-    decided: dict[str, Any] = {name: True for pattern in parallel.freeze for name in match_names(pattern, parameters)}
-    for pattern, policy in parallel.sync_units.items():  # a later one wins
-        decided.update(dict.fromkeys(match_names(pattern, modules), policy))
-    return decided
+    decided: dict[tuple[str, str], str] = {}  # of two patterns the later one wins
+    for pattern in parallel.freeze:
+        decided.update({(name, "freeze"): "yes" for name in match_names(pattern, parameters)})
+    for key in _BY_MODULE:
+        for pattern, choice in getattr(parallel, key).items():
+            decided.update({(name, key): choice for name in match_names(pattern, modules)})
+    found: dict[str, list[tuple[str, str]]] = {}
+    for (name, key), choice in sorted(decided.items()):
+        found.setdefault(name, []).append((key, choice))
+    return {name: tuple(choices) for name, choices in found.items()}
 
 
 def _marks(parallel: ParallelConfig, model: nn.Module, path: str, count: int) -> list[Hashable]:
@@ -334,19 +344,20 @@ def _renumbered(
         match = re.match(rf"{re.escape(path)}\.(\d+)(?=\.|$)", name)
         return f"{path}.{kept[int(match[1])]}{name[match.end() :]}" if match else name
 
-    result = {
+    result: dict[str, Any] = {
         "freeze": list(dict.fromkeys(new for pattern in parallel.freeze for new in renumber(pattern))),
-        "sync_units": {new: policy for pattern, policy in parallel.sync_units.items() for new in renumber(pattern)},
     }
+    for key in _BY_MODULE:
+        result[key] = {new: choice for pattern, choice in getattr(parallel, key).items() for new in renumber(pattern)}
     old, new = _decided(parallel, large), _decided(parallel.model_copy(update=result), small)
     names, former_names = _names(small), _names(large)
     wrong = [f"{former(name)!r} would be treated otherwise" for name in names if new.get(name) != old.get(former(name))]
-    for pattern in (*parallel.freeze, *parallel.sync_units):
+    for pattern in (*parallel.freeze, *parallel.sync_units, *parallel.activation_checkpointing_layers):
         if match_names(pattern, former_names) and not all(match_names(item, names) for item in renumber(pattern)):
             wrong.append(f"{pattern!r} would match nothing")
     if wrong:
         raise ConfigError(
-            f"parallel.freeze, parallel.sync_units: only layers {', '.join(map(str, kept))} stay, and with the patterns "
+            f"patterns of parallel: only layers {', '.join(map(str, kept))} stay, and with the patterns "
             f"renumbered for them {wrong[0]}; number layers as in '{path}.0.**', or audit the model as it is with --full"
         )
     return result

@@ -103,7 +103,7 @@ def work(seat: Seat, jobs: Connection, watch: Connection) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     rank = str(seat.rank)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(seat.world_size), TORCH_FR_BUFFER_SIZE=RECORDED)
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // seat.world_size))
+    torch.set_num_threads(1)  # of every pool alike: some kernels sum in another order with more
     stack_file = seat.stack_file.open("w")
     faulthandler.enable(stack_file)
     faulthandler.register(signal.SIGUSR1, stack_file, all_threads=False)

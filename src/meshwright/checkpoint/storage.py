@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from meshwright.distributed import _torch_compat
 from meshwright.errors import CheckpointError
 
 __all__ = ["contents", "read", "reason", "write", "write_in_background"]
@@ -77,14 +79,16 @@ def write(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
         CheckpointError: on all ranks, if one could not write.
     """
     try:
-        dcp.save(tensors, storage_writer=_writer(directory), no_dist=not dist.is_initialized())
+        dcp.save(_plain(tensors), storage_writer=_writer(directory), no_dist=not dist.is_initialized())
     except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
         raise CheckpointError(f"{directory}: not written: {reason(error)}") from error
 
 
 def write_in_background(directory: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> Any:
     """Copy tensors aside and write them in a thread; returns a future. Collective over ``group`` (gloo)."""
-    return dcp.async_save(tensors, storage_writer=_writer(directory), process_group=group, no_dist=not dist.is_initialized())
+    return dcp.async_save(
+        _plain(tensors), storage_writer=_writer(directory), process_group=group, no_dist=not dist.is_initialized()
+    )
 
 
 def read(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -100,9 +104,27 @@ def read(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is to be here
-            dcp.load(tensors, storage_reader=_Reader(directory), no_dist=not dist.is_initialized())
+            plain = _plain(tensors)
+            dcp.load(plain, storage_reader=_Reader(directory), no_dist=not dist.is_initialized())
+            for name, tensor in tensors.items():
+                held_as = plain[name]
+                if held_as is not tensor and isinstance(tensor, DTensor) and isinstance(held_as, DTensor):
+                    whole = held_as.full_tensor()
+                    again = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+                    tensor.to_local().copy_(again.to_local())
     except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
         raise CheckpointError(f"{directory}: cannot be read: {reason(error)}") from error
+
+
+def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors that DCP can describe: a packed matrix under tensor parallel is laid out anew, the rest is as it was."""
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) and (placements := _torch_compat.plain_placements(tensor)) is not None:
+            mesh = tensor.device_mesh
+            with torch.no_grad():
+                found[name] = distribute_tensor(tensor.full_tensor(), mesh, placements, src_data_rank=None)
+    return found
 
 
 def _writer(directory: Path) -> dcp.FileSystemWriter:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -131,7 +132,7 @@ def audit(
 
     Exit code 0: the layout computes what one process does. 1: it does not, and the last line says what is wrong.
     """
-    from meshwright.errors import ConfigError
+    from meshwright.errors import ConfigError, WorkerError
 
     if matrix:
         if config is not None:
@@ -148,11 +149,15 @@ def audit(
     from meshwright.train.config import load_config
 
     run = load_config(config, overrides or [])
+    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
+        raise ConfigError(f"--json={json_file}: is a directory, or in none")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and temporary files end with this one
     try:
         report = run_audit(run, nproc=nproc, steps=steps, dtype=dtype, full=full, drawn=drawn, patience=timeout)
-    except HangError as error:
+    except WorkerError as error:
         if json_file is not None:
-            content = {"passed": False, "verdict": f"HANG: {error.problems[0]}", "hang": list(error.problems)}
+            kind = "HANG" if isinstance(error, HangError) else "ERROR"
+            content = {"passed": False, "verdict": f"{kind}: {error.problems[0]}", "problems": list(error.problems)}
             json_file.write_text(json.dumps(content))
         raise
     Console(width=None if sys.stdout.isatty() else 160).print(report.explain())

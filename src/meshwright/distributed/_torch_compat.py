@@ -17,6 +17,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.errors import UnsupportedError
 
@@ -25,19 +27,27 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MINIMUM_TORCH",
+    "alias",
     "check",
     "concatenate_meshes",
     "flatten_mesh",
     "flight_records",
     "fsdp_state",
+    "group_of_call",
     "group_ranks",
+    "is_decomposed",
     "is_unsharded",
     "left_unreduced",
+    "memory_of",
+    "operator_names",
+    "operator_schema",
     "owned_parameters",
     "param_groups",
+    "plain_placements",
     "replicate_module",
     "reset_iteration",
     "reshards_after_forward",
+    "strided_shard",
 ]
 
 MINIMUM_TORCH = (2, 11)
@@ -52,6 +62,25 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """One mesh with the axes of several submeshes of the same root; no new process groups."""
     return DeviceMesh._concatenate(list(meshes))
+
+
+def strided_shard(dim: int, pieces: int) -> Placement:
+    """The placement of a dimension that holds several tensors one after another, each of which is sharded."""
+    return _StridedShard(dim, split_factor=pieces)
+
+
+def plain_placements(tensor: DTensor) -> tuple[Placement, ...] | None:
+    """Placements without strides that only slice a packed dimension; ``None`` where there are none of these.
+
+    FSDP's own strides stay: they stand for a dimension that a later axis of the mesh shards too, and DCP knows them.
+    """
+    found = list(tensor.placements)
+    for axis, placement in enumerate(found):
+        if isinstance(placement, _StridedShard):
+            later = [other for other in found[axis + 1 :] if isinstance(other, Shard) and other.dim == placement.dim]
+            if not later:
+                found[axis] = Shard(placement.dim)
+    return tuple(found) if found != list(tensor.placements) else None
 
 
 def replicate_module(
@@ -127,6 +156,37 @@ def reset_iteration(module: nn.Module | FSDPModule) -> None:
                 fsdp_param._unsharded_param.grad = None
 
 
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Inside a dispatch mode: another tensor over the same memory, unknown to autograd, that has the same version counter."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """A number that tensors over the same memory share, while one of them is alive; of a DTensor, that of its local part."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata
+
+
+def operator_names() -> list[str]:
+    """All operators that are registered now, as ``aten.mm.default``."""
+    found = []
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, rest = name.partition("::")
+        operator, _, overload = rest.partition(".")
+        found.append(f"{space}.{operator}.{overload or 'default'}")
+    return found
+
+
+def is_decomposed(operator: torch._ops.OpOverload) -> bool:
+    """Whether an operator is taken apart into others above autograd, so that nothing below ever sees it: ``aten.linear``."""
+    return operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+def operator_schema(operator: Any) -> Any:
+    """Arguments, returns and mutability of an operator; ``None`` for a higher-order one, such as flex attention."""
+    return getattr(operator, "_schema", None)
+
+
 def flight_records(*, collectives: bool = True) -> list[dict[str, Any]] | None:
     """What torch's flight recorders hold of this process, one for gloo and one for NCCL; any thread may ask.
 
@@ -152,6 +212,18 @@ def group_ranks() -> dict[str, tuple[int, ...]]:
     return {name: tuple(sorted(ranks[group])) for group, name in list(names.items()) if group in ranks}
 
 
+def group_of_call(args: Sequence[Any]) -> tuple[int, ...]:
+    """The global ranks of the group of a collective, from the arguments that its operator was called with.
+
+    Those of ``c10d`` hold the group in a box, as the first of its kind; the functional ones its name, as the last text.
+    """
+    box = next((item for item in args if isinstance(item, torch.ScriptObject)), None)
+    if box is not None:
+        return tuple(distributed_c10d.get_process_group_ranks(distributed_c10d.ProcessGroup.unbox(box)))
+    name = next((item for item in reversed(args) if isinstance(item, str)), "")
+    return group_ranks().get(name, ())
+
+
 def check() -> None:
     """Refuse a torch that lacks a name used here.
 
@@ -173,6 +245,9 @@ def check() -> None:
         (FSDPParamGroup, "wait_for_unshard"),
         (FSDPParamGroup, "_reshard_after_forward"),
         (FSDPState, "_fsdp_param_group"),
+        (torch._C, "_dispatch_get_all_op_names"),
+        (torch._C, "_SetExcludeDispatchKeyGuard"),
+        (torch._ops.OpOverload, "has_kernel_for_dispatch_key"),
     ):
         if not hasattr(owner, name):
             found.append(f"torch {torch.__version__} has no {owner.__name__}.{name}")

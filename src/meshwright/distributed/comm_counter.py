@@ -1,12 +1,14 @@
 """Counts collectives and their bytes. torch's ``CommDebugMode`` breaks when a module runs forward twice; this does not."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from meshwright.distributed._torch_compat import group_of_call
 
 __all__ = ["CommCounter"]
 
@@ -38,12 +40,15 @@ class CommCounter(TorchDispatchMode):
     Attributes:
         counts: kind (``all_gather``, ``reduce_scatter``, ``all_reduce``, ...) to number of calls.
         bytes: kind to bytes of the larger of the call's input and output buffers.
+        counts_of: ranks of a group to the counts in it, and ``bytes_of``.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
+        self.counts_of: defaultdict[tuple[int, ...], Counter[str]] = defaultdict(Counter)
+        self.bytes_of: defaultdict[tuple[int, ...], Counter[str]] = defaultdict(Counter)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Count calls of the two namespaces that collectives live in, and run every call."""
@@ -53,14 +58,16 @@ class CommCounter(TorchDispatchMode):
         namespace, _, name = func._schema.name.partition("::")
         if namespace in ("c10d", "_c10d_functional") and name in _NAMES:
             kind = _NAMES[name]
-            self.counts[kind] += 1
-            self.bytes[kind] += max(_tensor_bytes(args), _tensor_bytes(result), *map(_tensor_bytes, args), 0)
+            size, ranks = max(_tensor_bytes(args), _tensor_bytes(result), *map(_tensor_bytes, args), 0), group_of_call(args)
+            for counts, sizes in ((self.counts, self.bytes), (self.counts_of[ranks], self.bytes_of[ranks])):
+                counts[kind] += 1
+                sizes[kind] += size
         return result
 
     def reset(self) -> None:
         """Start counting anew."""
-        self.counts.clear()
-        self.bytes.clear()
+        for counter in (self.counts, self.bytes, self.counts_of, self.bytes_of):
+            counter.clear()
 
 
 def _tensor_bytes(value: Any) -> int:

@@ -36,7 +36,7 @@ class FSDP2Manager:
         sequence_parallel: needs tensor parallel, which this version does not carry out.
         mp_policy: dtypes; ``None``: bf16 compute, fp32 reduction.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards in host memory.
-        activation_checkpointing: recompute the activations of each layer in backward.
+        activation_checkpointing: what of each layer is recomputed in backward; ``True``: all of it (``full``).
         defer_fsdp_grad_sync: reduce gradients only in the last microbatch of a step (see
             :class:`~meshwright.distributed.grad_sync.GradSync`, whose default policy this sets).
         backend: of the process group, where it has to be started; ``None``: gloo, and NCCL for tensors on a GPU.
@@ -59,7 +59,7 @@ class FSDP2Manager:
     sequence_parallel: bool = False
     mp_policy: MixedPrecisionPolicy | None = None
     offload_policy: OffloadPolicy | None = None
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | ActivationCheckpointing = False
     defer_fsdp_grad_sync: bool = True
     backend: str | None = None
     mesh: ParallelMesh = field(init=False)
@@ -120,9 +120,7 @@ class FSDP2Manager:
             output_dtype=_name(policy.output_dtype),
             sync=SyncPolicy.RESHARD_EACH if self.defer_fsdp_grad_sync else SyncPolicy.REDUCE_EACH,
             cpu_offload=isinstance(offload, CPUOffloadPolicy),
-            activation_checkpointing=(
-                ActivationCheckpointing.FULL if self.activation_checkpointing else ActivationCheckpointing.NONE
-            ),
+            activation_checkpointing=_mode(self.activation_checkpointing),
             gradient_reduction=GradientReduction.MEAN,
         )
         if spec is None:
@@ -132,6 +130,12 @@ class FSDP2Manager:
             spec = spec_of(model, options.param_dtype)
         self.plan = resolve(spec, model, self.mesh.layout, options)
         return parallelize(model, self.plan, self.mesh)
+
+
+def _mode(chosen: bool | ActivationCheckpointing) -> ActivationCheckpointing:
+    if isinstance(chosen, bool):
+        return ActivationCheckpointing.FULL if chosen else ActivationCheckpointing.NONE
+    return chosen
 
 
 def _name(dtype: torch.dtype | None) -> str | None:

@@ -12,20 +12,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 from meshwright.distributed import _torch_compat
-from meshwright.distributed.activation_checkpointing import checkpoint_forward
+from meshwright.distributed.activation_checkpointing import checkpoint_layer, find_operators
 from meshwright.distributed.fsdp import apply_units, gathered, shard_unit
 from meshwright.distributed.mesh import ParallelMesh
+from meshwright.distributed.tensor_parallel import apply_tensor_parallel
 from meshwright.errors import PlanError, UnsupportedError
 from meshwright.layout import Layout
+from meshwright.plan.options import ActivationCheckpointing
 from meshwright.plan.sharding_plan import ShardingPlan
-from meshwright.plan.spec import last_of_each_container
+from meshwright.plan.spec import last_of_each_container, match_names
 
-__all__ = ["apply_fsdp2_sharding_recursively", "check_supported", "parallelize", "unshard_fsdp2_model"]
+__all__ = [
+    "apply_fsdp2_sharding_recursively",
+    "check_supported",
+    "get_lm_ac_layers",
+    "parallelize",
+    "unshard_fsdp2_model",
+]
 
 _NOT_YET = {
     "pp": "pipeline parallel",
     "cp": "context parallel",
-    "tp": "tensor parallel",
     "ep": "expert parallel",
 }
 
@@ -64,10 +71,14 @@ def parallelize(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.
     _torch_compat.check()
     check_supported(plan.layout)
     _check_belongs(model, plan, mesh)
+    kept = find_operators(plan.options.activation_checkpointing_save)
 
+    if plan.tensor_parallel:
+        apply_tensor_parallel(model, plan, mesh["tp"])
     for unit in plan.units:
-        if unit.activation_checkpointing:
-            checkpoint_forward(model.get_submodule(unit.name))
+        checkpoint_layer(model.get_submodule(unit.name), unit.activation_checkpointing, kept)
+    if any(unit.activation_checkpointing is not ActivationCheckpointing.NONE for unit in plan.units):
+        _without_cache(model)
     parameters = dict(model.named_parameters())
     for row in plan.parameters:
         parameters[row.name].requires_grad_(row.trainable)
@@ -77,6 +88,13 @@ def parallelize(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.
             module = model.get_submodule(unit.name)
             module.forward = torch.compile(module.forward, backend=plan.options.compile_backend)
     return model
+
+
+def _without_cache(model: nn.Module) -> None:
+    """Models of transformers fill a cache of keys and values unless told not to; a recomputed layer would fill it twice."""
+    for module in model.modules():
+        if getattr(getattr(module, "config", None), "use_cache", False):
+            module.config.use_cache = False  # type: ignore[union-attr]
 
 
 def _check_belongs(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> None:
@@ -135,6 +153,18 @@ def apply_fsdp2_sharding_recursively(
 
 def _is_container(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def get_lm_ac_layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated layers of a model of transformers, in its order: what activation checkpointing applies to.
+
+    Raises:
+        ModelError: a model that does not declare its layers.
+    """
+    from meshwright.models.spec import spec_of
+
+    patterns = spec_of(model).layers
+    return [module for name, module in model.named_modules() if any(match_names(pattern, [name]) for pattern in patterns)]
 
 
 def unshard_fsdp2_model(model: nn.Module) -> AbstractContextManager[nn.Module]:

@@ -83,7 +83,7 @@ def _units(plan: ShardingPlan, full: bool) -> Table:
             "yes" if unit.reshard_after_forward and unit.sync is not SyncPolicy.DEFER else "no",
             f"{_short(unit.param_dtype or 'stored')}/{_short(unit.reduce_dtype or 'same')}",
             str(unit.sync),
-            "full" if unit.activation_checkpointing else "no",
+            str(unit.activation_checkpointing),
             human_bytes(gathered),
             str(traffic.all_gathers),
             str(max(traffic.reduce_scatters, traffic.all_reduces)),

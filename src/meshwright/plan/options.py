@@ -26,13 +26,21 @@ class SyncPolicy(StrEnum):
 
 
 class ActivationCheckpointing(StrEnum):
-    """Which activations are recomputed in backward instead of kept."""
+    """Which activations of a layer are recomputed in backward instead of kept."""
 
     NONE = "none"
     """Keep all."""
 
     FULL = "full"
-    """Keep the input of each layer, recompute the rest of it."""
+    """Keep the layer's input, recompute the rest in one go: the least memory, a second forward of the whole layer."""
+
+    SUBMODULE = "submodule"
+    """Keep the inputs of its attention, its MLP and its norms, and recompute these one by one: more is kept between them, and
+    less is held at once in backward."""
+
+    SELECTIVE = "selective"
+    """Keep the layer's input and the results of the operators that are dear to repeat: attention, communication, the routing of
+    experts and every second matrix product. Recompute the cheap rest."""
 
 
 class GradientReduction(StrEnum):
@@ -62,6 +70,9 @@ class ParallelOptions:
         microbatches: forward-backward passes in an optimizer step; only prices depend on it.
         cpu_offload: keep sharded parameters, gradients and optimizer state in host memory.
         activation_checkpointing: what is recomputed in backward.
+        activation_checkpointing_layers: pattern of layer names to mode; a later entry wins over an earlier one.
+        activation_checkpointing_save: the operators whose results ``selective`` keeps instead of its own choice, such as
+            ``aten.mm.default``.
         compile: ``torch.compile`` each layer.
         compile_backend: backend for it.
         freeze: patterns of parameter names that are not trained.
@@ -79,6 +90,8 @@ class ParallelOptions:
     microbatches: int = 1
     cpu_offload: bool = False
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
+    activation_checkpointing_layers: Mapping[str, ActivationCheckpointing] = field(default_factory=dict)
+    activation_checkpointing_save: tuple[str, ...] = ()
     compile: bool = False
     compile_backend: str = "inductor"
     freeze: tuple[str, ...] = ()
@@ -102,14 +115,16 @@ class ParallelOptions:
                 object.__setattr__(self, name, choices(getattr(self, name)))
             except ValueError:
                 found.append(f"{name}={getattr(self, name)!r}: legal are {', '.join(choices)}")
-        policies = {}
-        for pattern, policy in self.sync_units.items():
-            try:
-                policies[pattern] = SyncPolicy(policy)
-            except ValueError:
-                found.append(f"sync_units[{pattern!r}]={policy!r}: legal are {', '.join(SyncPolicy)}")
-        object.__setattr__(self, "sync_units", policies)
-        object.__setattr__(self, "freeze", tuple(self.freeze))
+        for name, choices in (("sync_units", SyncPolicy), ("activation_checkpointing_layers", ActivationCheckpointing)):
+            chosen = {}
+            for pattern, value in getattr(self, name).items():
+                try:
+                    chosen[pattern] = choices(value)
+                except ValueError:
+                    found.append(f"{name}[{pattern!r}]={value!r}: legal are {', '.join(choices)}")
+            object.__setattr__(self, name, chosen)
+        for name in ("freeze", "activation_checkpointing_save"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             if getattr(self, name) not in (None, *DTYPES):
                 found.append(f"{name}={getattr(self, name)!r}: legal are {', '.join(DTYPES)}")
@@ -121,4 +136,10 @@ class ParallelOptions:
     def to_dict(self) -> dict[str, object]:
         """Plain values, for JSON."""
         plain = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {**plain, "sync_units": dict(self.sync_units), "freeze": list(self.freeze)}
+        return {
+            **plain,
+            "sync_units": dict(self.sync_units),
+            "activation_checkpointing_layers": dict(self.activation_checkpointing_layers),
+            "activation_checkpointing_save": list(self.activation_checkpointing_save),
+            "freeze": list(self.freeze),
+        }

@@ -1,12 +1,13 @@
 """What a plan costs a rank: bytes held, and collectives and bytes of one optimizer step. Plain arithmetic over its rows."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshwright.plan.options import SyncPolicy
 from meshwright.plan.sharding_plan import ShardingPlan, UnitRow
 
-__all__ = ["Totals", "UnitTraffic", "totals", "unit_traffic"]
+__all__ = ["Totals", "UnitTraffic", "tensor_parallel_counts", "totals", "unit_traffic"]
 
 ADAMW_STATES = 2
 """Tensors that AdamW keeps for a parameter (both moments), in the dtype and placement of the parameter."""
@@ -68,6 +69,34 @@ def unit_traffic(plan: ShardingPlan, unit: UnitRow, stage: int | None = None) ->
     if replicas > 1:
         all_reduces = min(reductions, 1) if plan.options.all_reduce_once else reductions
     return UnitTraffic(gathers, gathers * gathered, scatters, scatters * reduced, all_reduces, all_reduces * reduced // shards)
+
+
+_TP_COUNTS = {
+    "colwise": {"all_reduce": 1},
+    "packed_colwise": {"all_reduce": 1},
+    "colwise_gather_output": {"all_reduce": 1, "all_gather": 1},
+    "colwise_rep": {"all_reduce": 1, "all_gather": 1},
+    "rowwise": {"all_reduce": 1},
+    "rowwise_split_input": {"all_reduce": 1, "all_gather": 1},
+    "rowwise_rep": {"all_reduce": 1, "all_gather": 1},
+    "embedding_rowwise": {"all_reduce": 1},
+    "embedding_colwise": {"all_gather": 1},
+    "replicated_with_grad_allreduce": {"all_reduce": 1},
+    "moe_tp_experts": {"all_reduce": 3},
+}
+"""Collectives of a module in one forward and backward over ``tp``, by its style."""
+
+
+def tensor_parallel_counts(plan: ShardingPlan) -> Counter[str]:
+    """Collectives over ``tp`` of one optimizer step on one rank, by kind. Their bytes depend on the batch.
+
+    Where everything is trained and nothing recomputed: a module that no gradient flows through makes fewer, recomputation more.
+    """
+    found: Counter[str] = Counter()
+    for row in plan.tensor_parallel:
+        for kind, count in _TP_COUNTS[row.style].items():
+            found[kind] += count * plan.options.microbatches
+    return found
 
 
 def totals(plan: ShardingPlan) -> Totals:

@@ -7,18 +7,24 @@ from math import ceil, prod
 from torch import nn
 
 from meshwright.errors import LayoutError, PlanError
-from meshwright.layout import Layout, ModelSizes
+from meshwright.layout import Layout, ModelSizes, divisors
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
-from meshwright.plan.sharding_plan import ROOT, ParameterRow, ShardingPlan, UnitRow, itemsize
+from meshwright.plan.recompute import checkpointing_modes
+from meshwright.plan.sharding_plan import ROOT, ParameterRow, ShardingPlan, TensorParallelRow, UnitRow, itemsize
 from meshwright.plan.spec import ParallelSpec, generalize, last_of_each_container, match_names
 
 __all__ = ["model_sizes", "resolve"]
 
 TP_DIMS = {
-    "colwise": 0, "colwise_gather_output": 0, "colwise_rep": 0, "packed_colwise": -2, "embedding_rowwise": 0,
-    "rowwise": 1, "rowwise_split_input": 1, "rowwise_rep": 1, "packed_rowwise": -1, "embedding_colwise": 1,
+    "colwise": -2, "colwise_gather_output": -2, "colwise_rep": -2, "packed_colwise": -2, "embedding_rowwise": -2,
+    "rowwise": -1, "rowwise_split_input": -1, "rowwise_rep": -1, "embedding_colwise": -1,
+    "replicated_with_grad_allreduce": None, "moe_tp_experts": None, "replicate": None,
 }  # fmt: skip
-"""Dimension of the weight that a tensor parallel style shards; other styles replicate it. Biases: dim 0 of colwise only."""
+"""Tensor parallel styles that are carried out, with the dimension of the weight that they slice. Of biases, which have one
+dimension, those of the first row are sliced."""
+
+PACKED = {"packed_colwise": 2}
+"""Styles of matrices that hold several others one after another (gate and up): each of them is sliced."""
 
 
 def resolve(
@@ -65,7 +71,9 @@ def resolve(
     if frozen and all(claim.name in frozen or not claim.requires_grad for claim in claims):
         problems.append(f"freeze={list(options.freeze)}: leaves no parameter to train")
     _assign_sync(drafts, options, problems)
-    tp_styles = _styles("tp_styles", spec.tp_styles, claims, problems)
+    layers = tuple(draft.name for draft in drafts.values() if draft.kind == "layer")
+    modes = checkpointing_modes(options, model, layers, problems)
+    tp_styles, tp_modules = _tensor_parallel(spec, model, layout, claims, problems)
     ep_styles = _styles("ep_styles", spec.ep_styles, claims, problems)
     if problems:
         raise PlanError(problems)
@@ -78,16 +86,15 @@ def resolve(
             layout,
             trainable=claim.requires_grad and claim.name not in frozen,
             stage=stages[claim.name],
-            tp_style=tp_styles.get(claim.name) if layout.size("tp") > 1 else None,
+            tp_style=tp_styles.get(claim.name),
             is_expert=layout.ep > 1 and ep_styles.get(claim.name) == "grouped_gemm",
         )
         for claim in claims
     )
     default = options.sync or _affordable_policy(drafts, rows, options)
-    units = _unit_rows(drafts, rows, options, default)
+    units = _unit_rows(drafts, rows, options, default, modes)
     _check_units(units, rows)
-    layers = tuple(draft.name for draft in drafts.values() if draft.kind == "layer")
-    return ShardingPlan(spec.family, layout, options, layers, rows, units)
+    return ShardingPlan(spec.family, layout, options, layers, rows, units, tp_modules)
 
 
 def model_sizes(spec: ParallelSpec, model: nn.Module) -> ModelSizes:
@@ -250,6 +257,61 @@ def _styles(where: str, patterns: Mapping[str, str], claims: Sequence[_Claim], p
     return styles
 
 
+def _tensor_parallel(
+    spec: ParallelSpec, model: nn.Module, layout: Layout, claims: Sequence[_Claim], problems: list[str]
+) -> tuple[dict[str, str], tuple[TensorParallelRow, ...]]:
+    """Style of each parameter and of each module; the first pattern that matches counts."""
+    of_parameters = _styles("tp_styles", spec.tp_styles, claims, problems)
+    if layout.size("tp") == 1:
+        return {}, ()
+    if not spec.tp_styles:
+        problems.append(
+            f"tp={layout.size('tp')}: {spec.family} declares no tensor parallel styles (tp_styles of its ParallelSpec, or "
+            "base_model_tp_plan of its config); the legal value is 1"
+        )
+    for pattern, style in spec.tp_styles.items():
+        if style not in TP_DIMS:
+            problems.append(
+                f"tp={layout.size('tp')}: the style {style!r} of {pattern!r} is not carried out; legal are {', '.join(TP_DIMS)}"
+            )
+    of_modules: dict[str, str] = {}
+    names = [name for name, _ in model.named_modules()]
+    for pattern, style in spec.tp_styles.items():
+        for name in match_names(pattern, names):
+            of_modules.setdefault(name, style)
+    order = {name: index for index, name in enumerate(names)}
+    rows = (TensorParallelRow(name, style) for name, style in sorted(of_modules.items(), key=lambda item: order[item[0]]))
+    for claim in claims:
+        own = of_parameters.get(claim.name)
+        if (cut := _tp_dim(own, claim)) is not None:
+            size, pieces = claim.shape[cut], PACKED.get(own or "", 1)
+            if size % pieces or _empty_slices(size // pieces, layout.size("tp")):
+                problems.append(f"tp={layout.size('tp')}: {claim.name!r} has {size} entries to slice, too few for each rank")
+            if pieces > 1 and (size // pieces) % layout.size("tp"):
+                problems.append(
+                    f"tp={layout.size('tp')}: {claim.name!r} holds {pieces} matrices of {size // pieces} rows; legal are "
+                    f"{', '.join(map(str, divisors(size // pieces)))}"
+                )
+            if pieces > 1 and cut == 0 and layout.size("dp_shard_cp") > 1:
+                problems.append(f"tp={layout.size('tp')}: {claim.name!r} is packed along the dimension that FSDP shards")
+    return of_parameters, tuple(row for row in rows if row.style != "replicate")
+
+
+def _empty_slices(size: int, ranks: int) -> bool:
+    """Whether slices of one width leave a rank with nothing."""
+    return -(-size // ranks) * (ranks - 1) >= size
+
+
+def _tp_dim(style: str | None, claim: _Claim) -> int | None:
+    """The dimension of a parameter that a style slices."""
+    dim = TP_DIMS.get(style or "")
+    if dim is None:
+        return None
+    if len(claim.shape) == 1:
+        return 0 if dim == -2 else None
+    return dim % len(claim.shape)
+
+
 def _stages(layout: Layout, drafts: Mapping[str, _Draft], claims: Sequence[_Claim]) -> dict[str, int]:
     """Pipeline stage of each parameter: layers cut evenly, what precedes them on the first stage, the rest on the last."""
     count = layout.size("pp")
@@ -284,12 +346,10 @@ def _parameter_row(
     else:
         shard_axis = "dp_shard" if layout.size("cp") == 1 else "dp_shard_cp"
         shards = layout.size("dp_shard_cp")
-        dim = TP_DIMS.get(tp_style or "")
-        is_bias = claim.name.endswith("bias") and len(local) == 1
-        if dim is not None and not (is_bias and dim in (1, -1)):
-            dim = 0 if is_bias else dim % len(local)
+        if (dim := _tp_dim(tp_style, claim)) is not None:
+            pieces = PACKED.get(tp_style or "")
             local[dim] = ceil(local[dim] / layout.size("tp"))
-            placements.append(("tp", f"Shard({dim})"))
+            placements.append(("tp", f"StridedShard({dim}, {pieces})" if pieces else f"Shard({dim})"))
     # FSDP shards dim 0 of what the other axes left, and pads its rows to a multiple of the shards.
     rest = prod(local[1:])
     gathered_rows = ceil(local[0] / shards) * shards
@@ -335,12 +395,15 @@ def _affordable_policy(drafts: Mapping[str, _Draft], rows: Sequence[ParameterRow
 
 
 def _unit_rows(
-    drafts: Mapping[str, _Draft], rows: Sequence[ParameterRow], options: ParallelOptions, default_sync: SyncPolicy
+    drafts: Mapping[str, _Draft],
+    rows: Sequence[ParameterRow],
+    options: ParallelOptions,
+    default_sync: SyncPolicy,
+    modes: Mapping[str, ActivationCheckpointing],
 ) -> tuple[UnitRow, ...]:
     units = []
     in_backward = _gathered_in_backward(list(drafts), rows)
     for draft in drafts.values():
-        is_layer = draft.kind == "layer"
         units.append(
             UnitRow(
                 name=draft.name,
@@ -351,8 +414,8 @@ def _unit_rows(
                 reduce_dtype=draft.reduce_dtype,
                 output_dtype=draft.output_dtype,
                 sync=draft.sync or default_sync,
-                activation_checkpointing=is_layer and options.activation_checkpointing is ActivationCheckpointing.FULL,
-                compile=is_layer and options.compile,
+                activation_checkpointing=modes.get(draft.name, ActivationCheckpointing.NONE),
+                compile=draft.kind == "layer" and options.compile,
                 gathers_in_backward=draft.name in in_backward,
             )
         )

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from meshwright.layout import Layout
-from meshwright.plan.options import DTYPES, ParallelOptions, SyncPolicy
+from meshwright.plan.options import DTYPES, ActivationCheckpointing, ParallelOptions, SyncPolicy
 
-__all__ = ["ROOT", "ParameterRow", "PlanDifference", "ShardingPlan", "UnitRow"]
+__all__ = ["ROOT", "ParameterRow", "PlanDifference", "ShardingPlan", "TensorParallelRow", "UnitRow"]
 
 ROOT = ""
 """Name of the root unit: the model itself."""
@@ -69,7 +69,7 @@ class UnitRow:
         reduce_dtype: dtype of reduction. ``None``: that of the gradient.
         output_dtype: dtype that its outputs are cast to. ``None``: no cast.
         sync: what it does between microbatches.
-        activation_checkpointing: whether its activations are recomputed in backward.
+        activation_checkpointing: which of its activations are recomputed in backward; only layers have a mode.
         compile: whether it is compiled.
         gathers_in_backward: whether a gradient flows through it, so that backward needs its parameters.
     """
@@ -82,7 +82,7 @@ class UnitRow:
     reduce_dtype: str | None
     output_dtype: str | None
     sync: SyncPolicy
-    activation_checkpointing: bool
+    activation_checkpointing: ActivationCheckpointing
     compile: bool
     gathers_in_backward: bool
 
@@ -90,6 +90,24 @@ class UnitRow:
     def label(self) -> str:
         """The name for people."""
         return self.name or "(root)"
+
+
+@dataclass(frozen=True)
+class TensorParallelRow:
+    """How one module computes under tensor parallel.
+
+    Attributes:
+        module: its name.
+        style: in the words of transformers; see `distributed/tensor_parallel.py`.
+    """
+
+    module: str
+    style: str
+
+    @property
+    def name(self) -> str:
+        """That of the module."""
+        return self.module
 
 
 @dataclass(frozen=True)
@@ -125,6 +143,7 @@ class ShardingPlan:
         layers: names of the layers, in forward order.
         parameters: one row each, in the order of the model.
         units: one row each, in the order of the model; the root is first.
+        tensor_parallel: one row for each module that computes with slices; empty where ``tp`` is 1.
     """
 
     family: str
@@ -133,6 +152,7 @@ class ShardingPlan:
     layers: tuple[str, ...]
     parameters: tuple[ParameterRow, ...]
     units: tuple[UnitRow, ...]
+    tensor_parallel: tuple[TensorParallelRow, ...] = ()
 
     def unit(self, name: str) -> UnitRow:
         """The row of a unit by name."""
@@ -154,6 +174,7 @@ class ShardingPlan:
             "layers": list(self.layers),
             "parameters": [asdict(row) for row in self.parameters],
             "units": [asdict(row) for row in self.units],
+            "tensor_parallel": [asdict(row) for row in self.tensor_parallel],
             "totals": asdict(totals(self)),
         }
         return json.dumps(content, indent=1)
@@ -175,7 +196,8 @@ class ShardingPlan:
             options=ParallelOptions(**content["options"]),
             layers=tuple(content["layers"]),
             parameters=tuple(row(ParameterRow, item) for item in content["parameters"]),
-            units=tuple(row(UnitRow, {**item, "sync": SyncPolicy(item["sync"])}) for item in content["units"]),
+            units=tuple(row(UnitRow, {**item, **_choices(item)}) for item in content["units"]),
+            tensor_parallel=tuple(row(TensorParallelRow, item) for item in content.get("tensor_parallel", [])),
         )
 
     def diff(self, other: "ShardingPlan") -> list[PlanDifference]:
@@ -184,9 +206,9 @@ class ShardingPlan:
             *_field_differences("layout", self.layout, other.layout),
             *_field_differences("options", self.options, other.options),
         ]
-        for kind in ("parameter", "unit"):
-            left = {row.name: row for row in getattr(self, f"{kind}s")}
-            right = {row.name: row for row in getattr(other, f"{kind}s")}
+        for kind, where in (("parameter", "parameters"), ("unit", "units"), ("tensor parallel", "tensor_parallel")):
+            left = {row.name: row for row in getattr(self, where)}
+            right = {row.name: row for row in getattr(other, where)}
             for name in (*left, *(name for name in right if name not in left)):
                 label = f"{kind} {name or '(root)'}"
                 if name not in right or name not in left:
@@ -194,6 +216,12 @@ class ShardingPlan:
                 else:
                     found.extend(_field_differences(label, left[name], right[name]))
         return found
+
+
+def _choices(unit: dict[str, Any]) -> dict[str, Any]:
+    """The closed choices of a unit, which JSON holds as text."""
+    mode = unit["activation_checkpointing"]
+    return {"sync": SyncPolicy(unit["sync"]), "activation_checkpointing": ActivationCheckpointing(mode)}
 
 
 def _field_differences(label: str, left: Any, right: Any) -> Iterator[PlanDifference]:

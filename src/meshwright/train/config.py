@@ -95,7 +95,19 @@ class ParallelConfig(_Section):
     )
     cpu_offload: bool = Field(default=False, description="Keep shards, gradients and optimizer state in host memory.")
     activation_checkpointing: ActivationCheckpointing = Field(
-        default=ActivationCheckpointing.NONE, description="'full': recompute each layer's activations in backward."
+        default=ActivationCheckpointing.NONE,
+        description="What is recomputed in backward instead of kept. 'full': each layer, from its input (least memory). "
+        "'submodule': its attention, MLP and norms, one by one. 'selective': each layer, but the results of attention, "
+        "communication, expert routing and every second matrix product are kept.",
+    )
+    activation_checkpointing_layers: dict[str, ActivationCheckpointing] = Field(
+        default={},
+        description="Modes for some layers, by pattern of their names; a later one wins, as in {'model.layers.*': selective, "
+        "'model.layers.0': none}.",
+    )
+    activation_checkpointing_save: list[str] = Field(
+        default=[],
+        description="What 'selective' keeps instead: names of operators, as in [aten.mm.default, aten.addmm.default].",
     )
     compile: bool = Field(default=False, description="torch.compile each layer.")
     compile_backend: str = Field(default="inductor", description="Backend of torch.compile.")
@@ -109,7 +121,7 @@ class ParallelConfig(_Section):
         """As options of the plan."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
         budget = int(values.pop("sync_budget_gib") * 2**30)
-        return ParallelOptions(**{**values, "freeze": tuple(self.freeze)}, sync_budget=budget, microbatches=microbatches)
+        return ParallelOptions(**values, sync_budget=budget, microbatches=microbatches)
 
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]

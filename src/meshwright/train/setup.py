@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import ConfigError, LayoutError, MeshwrightError
+from meshwright.errors import ConfigError, LayoutError, MeshwrightError, PlanError
 from meshwright.layout import Layout
 from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.plan.spec import ParallelSpec
@@ -135,6 +135,13 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
         microbatches = microbatches_per_step(config, layout)
     except (LayoutError, ConfigError) as error:
         problems.append(error)
+    if config.parallel.activation_checkpointing_save:
+        from meshwright.distributed.activation_checkpointing import find_operators
+
+        try:
+            find_operators(config.parallel.activation_checkpointing_save)
+        except PlanError as error:
+            problems.append(error)
     problems.extend(_length_problems(config, model))
     if tokenizer is not None:
         problems.extend(_vocabulary_problems(config, model, len(tokenizer)))

@@ -1,0 +1,80 @@
+"""What may differ between one process and many.
+
+Two things decide what may differ. Data parallelism computes each microbatch exactly as one process does, in any dtype; only
+sums are made in another order, in the dtype of reduction. Tensor, context and expert parallel compute other products and other
+partial sums, so there the rounding of the dtype itself counts, and it is measured: the distance between the gradient of one
+process in this dtype and in the next better one.
+
+After the first step each side goes on from weights of its own, and differences grow. Optimizer states, parameters, and what
+later steps report have tolerances of their own for that, relative to how far a parameter moved.
+"""
+
+import torch
+
+from meshwright.audit.reference import Reference
+from meshwright.plan.sharding_plan import ShardingPlan
+
+__all__ = ["TOLERANCES", "Tolerances"]
+
+TOLERANCES = {"float64": 1e-9, "float32": 2e-5, "bfloat16": 2e-5}
+"""Of a gradient, a loss and a norm of the first step, relative to the largest entry. Sums in another order stay far below."""
+
+STATE_TOLERANCES = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 1e-2}
+"""For each step, of an optimizer state relative to its largest entry, and of a parameter relative to how far it moved."""
+
+ROUNDED_SCALARS = {"loss": 1e-3, "norm": 1e-2}
+"""In bfloat16 under model parallelism: averages over tokens, and over entries, of what has eight bits."""
+
+NOISE_FACTOR = 4.0
+"""A gradient may be this many times as far from its reference as rounding takes the reference from the truth: both distances
+are draws from much the same distribution, and the one that was measured may have been lucky."""
+
+HALF_EPS = 2.0**-8
+"""Relative rounding of bfloat16."""
+
+
+class Tolerances:
+    """What may differ in a case.
+
+    Args:
+        plan: of the layout.
+        dtype: of compute.
+        reference: of the case.
+        noise: of each gradient in one process, by name.
+        steps: that are compared.
+    """
+
+    def __init__(self, plan: ShardingPlan, dtype: str, reference: Reference, noise: dict[str, float], steps: int) -> None:
+        self.plan, self.dtype, self.reference, self.steps = plan, dtype, reference, steps
+        self.same_arithmetic = all(plan.layout.size(axis) == 1 for axis in ("pp", "cp", "tp", "ep"))
+        self.noise = {} if self.same_arithmetic else noise
+        self.rows = {row.name: row for row in plan.parameters}
+        self.half = {name for name in self.rows if self._sums_in_half(name)}
+
+    def gradient(self, name: str, scale: float) -> float:
+        """Of the gradient of a parameter whose largest entry is ``scale``."""
+        found = max(TOLERANCES[self.dtype], NOISE_FACTOR * self.noise.get(name, 0.0))
+        if name in self.half and scale > 0:
+            parts = self.reference.parts(name)
+            largest = float(sum(part.double().abs() for part in parts).max()) if parts else 4 * scale  # type: ignore[union-attr]
+            found = max(found, 2 * HALF_EPS * largest / scale)
+        return found
+
+    def state(self, name: str, gradient: float) -> float:
+        """Of optimizer state and movement after the steps, for a parameter whose gradient may be off by ``gradient``."""
+        return max(self.steps * STATE_TOLERANCES[self.dtype], gradient, 4 * self.steps * self.storage_eps(name))
+
+    def storage_eps(self, name: str) -> float:
+        """Relative rounding of what is stored."""
+        return torch.finfo(getattr(torch, self.rows[name].dtype)).eps
+
+    def scalar(self, what: str, step: int) -> float:
+        """Of ``loss`` or ``norm`` in a step, counted from 0."""
+        rounded = self.dtype == "bfloat16" and (not self.same_arithmetic or (what == "norm" and bool(self.half)))
+        first = ROUNDED_SCALARS[what] if rounded else TOLERANCES[self.dtype]
+        return first if step == 0 else max(first, step * STATE_TOLERANCES[self.dtype])
+
+    def _sums_in_half(self, name: str) -> bool:
+        row = self.rows[name]
+        unit = self.plan.unit(row.unit)
+        return "bfloat16" in (row.dtype, unit.reduce_dtype or unit.param_dtype or row.dtype)
