@@ -286,18 +286,32 @@ def pulse(thread: int) -> tuple[Any, ...]:
     """
     records = _torch_compat.flight_records(collectives=False)
     status = [record.get("pg_status") for record in records or ()]
-    return status, [(id(frame.f_code), frame.f_lasti) for frame in _walk(thread)]
+    return status, [(code, instruction) for code, instruction, _ in _walk(thread)]
 
 
-def _walk(thread: int) -> Iterable[Any]:
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def _walk(thread: int) -> list[tuple[Any, int, int]]:
+    """Code, instruction and line of each frame of a thread, innermost first.
+
+    The thread may go on meanwhile, and its frames end under our hands (in Python 3.11 even f_back of one that has ended is no
+    frame at times). So this one asks for a long turn, and what it could not follow counts as having moved.
+    """
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1.0)
+    found = []
+    try:
+        frame = sys._current_frames().get(thread)
+        while frame is not None:
+            found.append((frame.f_code, frame.f_lasti, frame.f_lineno))
+            frame = frame.f_back
+    except AttributeError:
+        pass
+    finally:
+        sys.setswitchinterval(interval)
+    return found
 
 
 def _frames(thread: int) -> list[Frame]:
-    return [Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) for frame in _walk(thread)]
+    return [Frame(code.co_filename, line, code.co_name) for code, _, line in _walk(thread)]
 
 
 def stack_of_text(text: str) -> tuple[Frame, ...]:
