@@ -9,8 +9,6 @@ After the first step each side goes on from weights of its own, and differences 
 later steps report have tolerances of their own for that, relative to how far a parameter moved.
 """
 
-import statistics
-
 import torch
 
 from meshwright.audit.reference import Reference
@@ -64,8 +62,7 @@ class Tolerances:
 
     def state(self, name: str, gradient: float) -> float:
         """Of optimizer state and movement after the steps, for a parameter whose gradient may be off by ``gradient``."""
-        rounding = gradient if self.same_arithmetic else self.steps * gradient  # each step's is felt by the next
-        return max(self.steps * STATE_TOLERANCES[self.dtype], rounding, 4 * self.steps * self.storage_eps(name))
+        return max(self.steps * STATE_TOLERANCES[self.dtype], gradient, 4 * self.steps * self.storage_eps(name))
 
     def storage_eps(self, name: str) -> float:
         """Relative rounding of what is stored."""
@@ -75,8 +72,6 @@ class Tolerances:
         """Of ``loss`` or ``norm`` in a step, counted from 0."""
         rounded = self.dtype == "bfloat16" and (not self.same_arithmetic or (what == "norm" and bool(self.half)))
         first = ROUNDED_SCALARS[what] if rounded else TOLERANCES[self.dtype]
-        if what == "norm" and self.noise:  # it is no better than the gradients in it
-            first = max(first, NOISE_FACTOR * statistics.median(self.noise.values()))
         return first if step == 0 else max(first, step * STATE_TOLERANCES[self.dtype])
 
     def _sums_in_half(self, name: str) -> bool:
