@@ -150,12 +150,6 @@ class AuditTrainer(Trainer):
         with self.arithmetic():
             return super().backward(batches, divisor)
 
-    def run_steps(self) -> None:
-        """All optimizer steps of the case."""
-        while self.step < self.case.steps:
-            self.train_step()
-            self.step += 1
-
 
 @functools.cache
 def _mesh(layout: Layout, device_type: str) -> ParallelMesh:
