@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from meshwright.errors import ModelError
+from meshwright.models.decoder import structure_of
 from meshwright.plan.spec import ParallelSpec, UnitRule, generalize, match_names
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def spec_of(model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelS
         tp_styles=_matching(declared.tp, model),
         ep_styles=_matching(declared.ep, model),
         sizes=_sizes(model),
+        structure=structure_of(type(model).__name__, model.config),
     )
 
 

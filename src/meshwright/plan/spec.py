@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from meshwright.plan.options import SyncPolicy
 
-__all__ = ["ParallelSpec", "UnitRule", "generalize", "last_of_each_container", "match_names"]
+__all__ = ["ParallelSpec", "Structure", "UnitRule", "generalize", "last_of_each_container", "match_names"]
 
 
 @lru_cache(maxsize=4096)
@@ -59,6 +59,34 @@ class UnitRule:
 
 
 @dataclass(frozen=True)
+class Structure:
+    """What is known of the inside of a family's layers: what tensor parallel needs beyond styles.
+
+    Args:
+        styles: tensor parallel styles written for the family; empty: the model's own are as good.
+        regions: patterns of the modules of a layer that mix tokens or features, such as its attention and its MLP. Each takes
+            the hidden state [batch, sequence, features] as its first argument or as ``hidden_states``, and what is inside it gets
+            activations only from there. All else in a layer treats each token alone.
+        tokenwise: modules outside of the layers, behind them, that treat each token alone: the last norm.
+        head: the module that makes logits of hidden states.
+        kv_projections: the matrices of keys and of values, where the attention can do with one head of them for several ranks.
+        fused: pattern of a fused matrix to the rows of each of its parts (``fused_colwise``).
+        heads_from_config: patterns of attentions that read head counts from their config instead of shapes; inside them each
+            rank sees its own.
+        no_sequence_parallel: why the family cannot shard its residual stream over the sequence; empty: it can.
+    """
+
+    styles: Mapping[str, str] = field(default_factory=dict)
+    regions: tuple[str, ...] = ()
+    tokenwise: tuple[str, ...] = ()
+    head: str | None = None
+    kv_projections: tuple[str, ...] = ()
+    fused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    heads_from_config: tuple[str, ...] = ()
+    no_sequence_parallel: str = ""
+
+
+@dataclass(frozen=True)
 class ParallelSpec:
     """What a family declares of itself.
 
@@ -68,9 +96,10 @@ class ParallelSpec:
         units: further FSDP units, inside or outside the layers.
         fp32: patterns of modules that compute in fp32 whatever the parameter dtype of the rest.
         tied: groups of parameter names that are one tensor.
-        tp_styles: parameter or module pattern to tensor parallel style, in the words of transformers.
+        tp_styles: parameter or module pattern to tensor parallel style, in the words of transformers, as the model declares it.
         ep_styles: the same for expert parallel.
         sizes: field of :class:`~meshwright.layout.ModelSizes` to the attribute of the model's config that holds it.
+        structure: of its layers; ``None``: unknown.
     """
 
     family: str
@@ -81,3 +110,4 @@ class ParallelSpec:
     tp_styles: Mapping[str, str] = field(default_factory=dict)
     ep_styles: Mapping[str, str] = field(default_factory=dict)
     sizes: Mapping[str, str] = field(default_factory=dict)
+    structure: Structure | None = None

@@ -109,6 +109,21 @@ class ParallelConfig(_Section):
         default=[],
         description="What 'selective' keeps instead: names of operators, as in [aten.mm.default, aten.addmm.default].",
     )
+    sequence_parallel: bool = Field(
+        default=False,
+        description="With tp: between attention and MLP each rank holds its part of the sequence. Less activation memory; a "
+        "gather and a scatter for each all-reduce. Sequences are padded to a multiple of tp.",
+    )
+    loss_parallel: bool | None = Field(
+        default=None,
+        description="With tp: logits stay sharded over the vocabulary, and the loss is computed there. null: wherever the "
+        "model's output head is known.",
+    )
+    tp_plan: dict[str, str] | str | None = Field(
+        default=None,
+        description="Tensor parallel styles that win over the family's and the model's own: {pattern of modules: style}, or "
+        "the import path of such a dict or of a function that returns one.",
+    )
     compile: bool = Field(default=False, description="torch.compile each layer.")
     compile_backend: str = Field(default="inductor", description="Backend of torch.compile.")
     freeze: list[str] = Field(
