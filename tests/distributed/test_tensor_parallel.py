@@ -16,7 +16,7 @@ from meshwright.plan.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.plan.spec import ParallelSpec
-from meshwright.plan.tensor_parallel import STYLES as CARRIED_OUT
+from meshwright.plan.tp_styles import STYLES as CARRIED_OUT
 from tests.harness import run_ranks
 from tests.tiny import make, whole
 

@@ -42,7 +42,6 @@ def _phi3(config: Any) -> Structure:
         styles={**_MATRICES, qkv: "fused_colwise", "model.layers.*.mlp.gate_up_proj": "packed_colwise"},
         kv_projections=(),
         fused={qkv: (heads, kv_heads, kv_heads)},
-        heads_from_config=(qkv,),
     )
 
 

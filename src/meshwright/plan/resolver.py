@@ -12,7 +12,8 @@ from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, Sy
 from meshwright.plan.recompute import checkpointing_modes
 from meshwright.plan.sharding_plan import ROOT, ParameterRow, ShardingPlan, UnitRow, itemsize
 from meshwright.plan.spec import ParallelSpec, generalize, last_of_each_container, match_names
-from meshwright.plan.tensor_parallel import resolve_tensor_parallel, styles_of_parameters, tp_dim, tp_placement
+from meshwright.plan.tensor_parallel import resolve_tensor_parallel
+from meshwright.plan.tp_styles import styles_of_parameters, tp_dim, tp_placement
 
 __all__ = ["model_sizes", "resolve"]
 

@@ -64,15 +64,14 @@ class Structure:
 
     Args:
         styles: tensor parallel styles written for the family; empty: the model's own are as good.
-        regions: patterns of the modules of a layer that mix tokens or features, such as its attention and its MLP. Each takes
-            the hidden state [batch, sequence, features] as its first argument or as ``hidden_states``, and what is inside it gets
-            activations only from there. All else in a layer treats each token alone.
+        regions: patterns of the modules of a layer that mix tokens or features, such as its attention and its MLP. Each
+            takes the hidden state [batch, sequence, features] as its first argument or as ``hidden_states``, and what is
+            inside it gets activations only from there. All else in a layer treats each token alone.
         tokenwise: modules outside of the layers, behind them, that treat each token alone: the last norm.
         head: the module that makes logits of hidden states.
         kv_projections: the matrices of keys and of values, where the attention can do with one head of them for several ranks.
-        fused: pattern of a fused matrix to the rows of each of its parts (``fused_colwise``).
-        heads_from_config: patterns of attentions that read head counts from their config instead of shapes; inside them each
-            rank sees its own.
+        fused: pattern of a fused matrix of queries, keys and values to the rows of each (``fused_colwise``). An attention with
+            one reads head counts from its config to take them apart, so that it is given those of its rank.
         no_sequence_parallel: why the family cannot shard its residual stream over the sequence; empty: it can.
     """
 
@@ -82,7 +81,6 @@ class Structure:
     head: str | None = None
     kv_projections: tuple[str, ...] = ()
     fused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    heads_from_config: tuple[str, ...] = ()
     no_sequence_parallel: str = ""
 
 
