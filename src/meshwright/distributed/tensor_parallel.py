@@ -191,7 +191,7 @@ def _features(module: nn.Module, row: TensorParallelRow) -> int:
 
 def _sharded_vocabulary(logits: torch.Tensor, words: int, mesh: DeviceMesh) -> DTensor:
     shape = torch.Size((*logits.shape[:-1], words))
-    stride = torch.empty(shape, device="meta").stride()
+    stride = tuple(shape[index + 1 :].numel() for index in range(len(shape)))
     return DTensor.from_local(logits, mesh, [Shard(len(shape) - 1)], run_check=False, shape=shape, stride=stride)
 
 

@@ -6,7 +6,8 @@ from torch import nn
 
 from meshwright.errors import ModelError
 from meshwright.models.decoder import structure_of
-from meshwright.plan.spec import ParallelSpec, UnitRule, generalize, match_names
+from meshwright.plan.spec import ParallelSpec, UnitRule, generalize, match_names, under_prefix
+from meshwright.plan.tp_styles import canonical
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,6 +33,8 @@ def spec_of(model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelS
     Raises:
         ModelError: if it is no model of transformers, or does not declare its layers; the message says what to declare.
     """
+    if (wrapped := _base_of_peft(model)) is not None:
+        return under_prefix(spec_of(wrapped, param_dtype), "base_model.model.")
     if not _is_transformers(model):
         raise ModelError(
             f"{type(model).__name__} is not a model of transformers, so nothing is known of it: "
@@ -70,6 +73,14 @@ def _is_transformers(model: nn.Module) -> bool:
     return isinstance(model, PreTrainedModel)
 
 
+def _base_of_peft(model: nn.Module) -> nn.Module | None:
+    """The model that a ``PeftModel`` holds; ``None`` where there is none."""
+    inner = getattr(getattr(model, "base_model", None), "model", None)
+    return (
+        inner if hasattr(model, "peft_config") and hasattr(model, "get_base_model") and isinstance(inner, nn.Module) else None
+    )
+
+
 def _patterns(names: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(generalize(name) for name in names))
 
@@ -90,7 +101,7 @@ def _tied_groups(tied: dict[str, str]) -> tuple[tuple[str, ...], ...]:
 
 def _matching(styles: dict[str, str], model: nn.Module) -> dict[str, str]:
     """The declared styles that name something here: transformers declares for all variants of a family at once."""
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    names = [canonical(name) for name, _ in model.named_parameters(remove_duplicate=False)]
     candidates = {*names, *(name.rpartition(".")[0] for name in names)}
     return {pattern: style for pattern, style in styles.items() if match_names(pattern, candidates)}
 

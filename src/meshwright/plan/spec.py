@@ -2,12 +2,16 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import TypeVar
 
 from meshwright.plan.options import SyncPolicy
 
-__all__ = ["ParallelSpec", "Structure", "UnitRule", "generalize", "last_of_each_container", "match_names"]
+__all__ = ["ParallelSpec", "Structure", "UnitRule", "generalize", "last_of_each_container", "match_names", "under_prefix"]
+
+
+T = TypeVar("T")
 
 
 @lru_cache(maxsize=4096)
@@ -109,3 +113,34 @@ class ParallelSpec:
     ep_styles: Mapping[str, str] = field(default_factory=dict)
     sizes: Mapping[str, str] = field(default_factory=dict)
     structure: Structure | None = None
+
+
+def under_prefix(spec: ParallelSpec, prefix: str) -> ParallelSpec:
+    """The spec of a model that stands inside another one, under names that begin with ``prefix``."""
+
+    def all_of(patterns: Iterable[str]) -> tuple[str, ...]:
+        return tuple(prefix + pattern for pattern in patterns)
+
+    def keys(named: Mapping[str, T]) -> dict[str, T]:
+        return {prefix + pattern: value for pattern, value in named.items()}
+
+    known = spec.structure
+    return replace(
+        spec,
+        layers=all_of(spec.layers),
+        units=tuple(replace(rule, pattern=prefix + rule.pattern) for rule in spec.units),
+        fp32=all_of(spec.fp32),
+        tied=tuple(all_of(names) for names in spec.tied),
+        tp_styles=keys(spec.tp_styles),
+        ep_styles=keys(spec.ep_styles),
+        structure=known
+        and replace(
+            known,
+            styles=keys(known.styles),
+            regions=all_of(known.regions),
+            tokenwise=all_of(known.tokenwise),
+            head=None if known.head is None else prefix + known.head,
+            kv_projections=all_of(known.kv_projections),
+            fused=keys(known.fused),
+        ),
+    )
