@@ -8,7 +8,8 @@ Attention stays whole on every rank. Its norms of queries and keys (`rms_norm_ac
 heads of a token together. With heads split over ranks each rank would norm its own heads by themselves: no error, plausible
 losses, and another function than the one that was trained.
 
-Under bf16, give integer timesteps: floating inputs of a unit are cast, and bf16 tells 999 from 1000 no more.
+Under bf16, FSDP casts the floating inputs of a unit. So give integer timesteps: in bf16, 999 is 1000. The angles of the rotary
+embedding are cast too, as they are in language models.
 """
 
 from torch import nn
@@ -63,6 +64,6 @@ class WanParallelizationStrategy(ParallelizationStrategy):
             layers=("blocks.*",),
             # First in forward and last in backward: not to be held gathered all the time between, as the root is.
             units=(UnitRule("condition_embedder"),),
-            fp32=tuple(pattern for pattern in _FP32 if match_names(pattern, held)),
+            fp32=tuple(pattern for pattern in _FP32 if match_names(pattern, held) and param_dtype != "float64"),
             tp_styles={**_TP_STYLES, **image},
         )
