@@ -151,5 +151,5 @@ def test_what_cannot_be_split_is_an_error() -> None:
     with pytest.raises(PlanError, match=r"tp=4: 'blocks\.0\.ffn\.net\.0\.proj\.weight' has 5 entries to slice"):
         resolve(spec_of(model), model, Layout(tp=4, dp_shard=1))
     model.blocks[0].attn1.fuse_projections()
-    with pytest.raises(ModelError, match=r"blocks\.0\.attn1: has fused projections.*unfuse_projections"):
+    with pytest.raises(ModelError, match=r"blocks\.0\.attn1: holds its projections twice.*unfuse_projections"):
         spec_of(model)

@@ -121,4 +121,3 @@ class FSDP2Manager:
         spec = spec or strategy.spec(model, options.param_dtype)
         self.plan = resolve(spec, model, self.mesh.layout, options)
         return strategy.carry_out(model, self.plan, self.mesh)
-

@@ -111,8 +111,8 @@ def adopt_mesh(
 ) -> ParallelMesh:
     """The mesh of a layout that somebody else's mesh means, over the same ranks. Collective over all ranks.
 
-    A mesh with the five axes of Meshwright, such as :attr:`FSDP2Manager.device_mesh`, is taken as it is; of another one the groups
-    are made anew.
+    A mesh with the five axes of Meshwright, such as :attr:`FSDP2Manager.device_mesh`, is taken as it is; of another one the
+    groups are made anew.
 
     Args:
         device_mesh: any.

@@ -1,8 +1,8 @@
 """Strategies: how a family of models is parallelized, and which family a model belongs to.
 
 A strategy says two things of a family: its spec, and (rarely) a step that has to be carried out otherwise than the conductor in
-:mod:`~meshwright.distributed.parallelizer` does it. Everything that parallelizes a model asks for its strategy here: the trainer,
-`plan`, `audit`, :class:`~meshwright.distributed.fsdp2.FSDP2Manager`, and the functions of the reference interface.
+:mod:`~meshwright.distributed.parallelizer` does it. Everything that parallelizes a model asks for its strategy here: the
+trainer, `plan`, `audit`, :class:`~meshwright.distributed.fsdp2.FSDP2Manager`, and the functions of the reference interface.
 
 A family is found by the name of the model's class, so that it can be declared without importing the library that has the class.
 This room knows no family: those that come with Meshwright are in `models/families.py`, and register themselves as anyone's do.
@@ -131,8 +131,8 @@ def register_parallel_strategy(*names: str, name: str | None = None) -> Callable
 def register_parallel_strategy(*names: Any, name: str | None = None) -> Any:
     """Class decorator: models whose class has one of these names, and models of their subclasses, get this strategy.
 
-    ``@register_parallel_strategy("MyModel", "MyModelForCausalLM")``, or ``name="MyModel"``. Bare, the name is that of the strategy
-    without the ending ``ParallelizationStrategy`` or ``Strategy``: ``MyModelStrategy`` is for ``MyModel``.
+    ``@register_parallel_strategy("MyModel", "MyModelForCausalLM")``, or ``name="MyModel"``. Bare, the name is that of the
+    strategy without the ending ``ParallelizationStrategy`` or ``Strategy``: ``MyModelStrategy`` is for ``MyModel``.
 
     To register a strategy again is no error, also after its module was reloaded or its notebook cell was run again.
 

@@ -1,4 +1,4 @@
-"""spec_of(): the ParallelSpec of a model. Of any model of transformers it can be derived from what the model declares of itself."""
+"""spec_of(): the ParallelSpec of a model. For a model of transformers it is derived from what the model declares of itself."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +56,8 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
     if not _is_transformers(model):
         raise ModelError(
             f"{type(model).__name__} is not a model of transformers, so nothing is known of it: "
-            "pass a ParallelSpec that names its layers, such as ParallelSpec(family='mine', layers=('blocks.*',)), or register a "
-            "strategy for its class (docs/adding-a-family.md)"
+            "pass a ParallelSpec that names its layers, such as ParallelSpec(family='mine', layers=('blocks.*',)), or register "
+            "a strategy for its class (docs/adding-a-family.md)"
         )
     from meshwright.models import _transformers_compat as compat
 

@@ -1,8 +1,8 @@
 """Wan: the video transformer of diffusers, which is no model of transformers and declares nothing that a spec could come from.
 
-Tensor parallel splits the pairs of matrices with an elementwise function between them: the feed-forward of every block, the text
-and time embedders, and that of the image where there is one. `time_proj` and `proj_out` stand alone: their neighbours need whole
-tensors, so each is split along the dimension of which less has to be sent.
+Tensor parallel splits the pairs of matrices with an elementwise function between them: the feed-forward of every block, the
+text and time embedders, and that of the image where there is one. `time_proj` and `proj_out` stand alone: their neighbours need
+whole tensors, so each is split along the dimension of which less has to be sent.
 
 Attention stays whole on every rank. Its norms of queries and keys (`rms_norm_across_heads`) take the root mean square over all
 heads of a token together. With heads split over ranks each rank would norm its own heads by themselves: no error, plausible
@@ -43,8 +43,8 @@ _FP32 = (
     "condition_embedder.image_embedder.norm1",
     "condition_embedder.image_embedder.norm2",
 )
-"""What `_keep_in_fp32_modules` of the class names, where it holds parameters. It names the tables of shifts and scales too; these
-are bare parameters of their blocks, which FSDP cannot cast apart, so they compute in the dtype of the block.
+"""What `_keep_in_fp32_modules` of the class names, where it holds parameters. It names the tables of shifts and scales too;
+these are bare parameters of their blocks, which FSDP cannot cast apart, so they compute in the dtype of the block.
 """
 
 
@@ -56,7 +56,7 @@ class WanParallelizationStrategy(ParallelizationStrategy):
         """The spec of a model of this class, of any size, from text or from an image."""
         modules = dict(model.named_modules())
         if fused := [name for name, module in modules.items() if getattr(module, "fused_projections", False)]:
-            raise ModelError(f"{fused[0]}: has fused projections beside the ones they come from; call unfuse_projections() first")
+            raise ModelError(f"{fused[0]}: holds its projections twice, fused and not; call unfuse_projections() first")
         held = [name for name, module in modules.items() if any(True for _ in module.parameters())]
         image = {pattern: style for pattern, style in _IMAGE_TP_STYLES.items() if match_names(pattern, held)}
         return ParallelSpec(
