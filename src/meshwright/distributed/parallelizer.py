@@ -166,7 +166,7 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def get_lm_ac_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers of a model of transformers, in its order: what activation checkpointing applies to.
+    """The repeated layers of a model, in its order: what activation checkpointing applies to.
 
     Raises:
         ModelError: a model that does not declare its layers.
