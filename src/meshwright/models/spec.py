@@ -1,9 +1,10 @@
-"""spec_of(): the ParallelSpec of a model of transformers, derived from what the model declares of itself."""
+"""spec_of(): the ParallelSpec of a model. For a model of transformers it is derived from what the model declares of itself."""
 
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from meshwright.distributed.strategy import ParallelizationStrategy, get_parallelization_strategy
 from meshwright.errors import ModelError
 from meshwright.models.decoder import structure_of
 from meshwright.plan.spec import ParallelSpec, UnitRule, generalize, match_names, under_prefix
@@ -12,7 +13,7 @@ from meshwright.plan.tp_styles import canonical
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["spec_of"]
+__all__ = ["DefaultParallelizationStrategy", "derived_spec", "spec_of"]
 
 _SIZES = {
     "layers": ("num_hidden_layers",),
@@ -24,6 +25,27 @@ _SIZES = {
 
 
 def spec_of(model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
+    """The spec of a model: what the strategy of its class says, which is derived unless its family has one of its own.
+
+    Args:
+        model: on any device.
+        param_dtype: dtype of compute.
+
+    Raises:
+        ModelError: a model of which nothing is known; the message says what to declare.
+    """
+    return get_parallelization_strategy(model).spec(model, param_dtype)
+
+
+class DefaultParallelizationStrategy(ParallelizationStrategy):
+    """Of every model of transformers whose family has no strategy of its own: the spec is derived."""
+
+    def spec(self, model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
+        """See :func:`derived_spec`."""
+        return derived_spec(model, param_dtype)
+
+
+def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
     """Derive the spec of a model of transformers.
 
     Args:
@@ -38,7 +60,8 @@ def spec_of(model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelS
     if not _is_transformers(model):
         raise ModelError(
             f"{type(model).__name__} is not a model of transformers, so nothing is known of it: "
-            "pass a ParallelSpec that names its layers, such as ParallelSpec(family='mine', layers=('blocks.*',))"
+            "pass a ParallelSpec that names its layers, such as ParallelSpec(family='mine', layers=('blocks.*',)), or register "
+            "a strategy for its class (docs/adding-a-family.md)"
         )
     from meshwright.models import _transformers_compat as compat
 

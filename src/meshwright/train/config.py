@@ -222,6 +222,12 @@ class RunConfig(_Section):
     """A whole run."""
 
     output: str = Field(description="Directory of the run: checkpoints, metrics, tokenizer, tokens, export.")
+    imports: list[str] = Field(
+        default=[],
+        description="Modules to import before the model is built, in every process, such as [my_family]: files that register a "
+        "parallelization strategy or a model (docs/adding-a-family.md). Found as by `python -m`; the working directory is "
+        "looked into last.",
+    )
     model: ModelConfig = Field(description="Which model.")
     layout: LayoutConfig = Field(default=LayoutConfig(), description="Sizes of the mesh axes.")
     parallel: ParallelConfig = Field(default=ParallelConfig(), description="How the layout is carried out.")

@@ -18,7 +18,7 @@ from meshwright.distributed.fsdp import move_buffers
 from meshwright.distributed.grad_clip import clip_grad_norm_
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import ParallelMesh, build_mesh
-from meshwright.distributed.parallelizer import parallelize
+from meshwright.distributed.strategy import get_parallelization_strategy
 from meshwright.errors import CheckpointError, NonFiniteError
 from meshwright.models.build import materialize
 from meshwright.models.init import derive_seed, initialize_buffers
@@ -111,7 +111,7 @@ class Trainer:
 
     def distribute(self, model: nn.Module) -> nn.Module:
         """Carry the plan out on the model, which has no values yet."""
-        return parallelize(model, self.setup.plan, self.mesh)
+        return get_parallelization_strategy(model).carry_out(model, self.setup.plan, self.mesh)
 
     def fill(self, device: torch.device) -> None:
         """Give parameters and buffers their first values, on the device that shards live on."""
