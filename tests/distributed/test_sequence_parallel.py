@@ -1,4 +1,4 @@
-"""Sequence and loss parallel: what moves, what no rank ever holds, and what is refused. Gradients: tests/audit/test_parity.py."""
+"""Sequence and loss parallel: what moves, what no rank ever holds, what is refused. Gradients: tests/audit/test_parity.py."""
 
 from collections import Counter
 from typing import Any
@@ -48,8 +48,8 @@ def counted(family: str, layers: int, **options: Any) -> tuple[Counter[str], Cou
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
 def test_collectives_of_a_layer_are_those_of_the_textbook(family: str) -> None:
-    """Two gathers and two scatters forward, the same backward (Korthikanti et al. 2022, figure 5); and in backward an all-reduce
-    of each weight that all ranks hold and use in part: the layer's norms, those of queries and keys, the router."""
+    """Two gathers and two scatters forward, the same backward (Korthikanti et al. 2022, figure 5); and in backward an
+    all-reduce of each weight that all ranks hold and use in part: the layer's norms, those of queries and keys, the router."""
 
     def on_rank(rank: int) -> Any:
         return [counted(family, layers, sequence_parallel=True) for layers in (2, 3)]

@@ -21,7 +21,7 @@ from meshwright.distributed.strategy import (
     register_parallel_strategy,
     registered_strategies,
 )
-from meshwright.errors import ConfigError, LayoutError, ModelError, UnsupportedError
+from meshwright.errors import ConfigError, LayoutError, ModelError, PlanError
 from meshwright.layout import AXES, Layout
 from meshwright.models.nemotron_h import NemotronHParallelizationStrategy
 from meshwright.models.spec import DefaultParallelizationStrategy, spec_of
@@ -224,12 +224,13 @@ def test_what_the_reference_signature_refuses() -> None:
         found = get_parallelization_strategy(model)
         with pytest.raises(LayoutError, match=r"'stages': 2.*legal here are 'dp_replicate', 'dp_shard_cp', 'tp'"):
             found.parallelize(model, init_device_mesh("cpu", (2,), mesh_dim_names=("stages",)))
-        mesh = build_mesh(Layout(), "cpu").root
-        for keywords in ({"sequence_parallel": True}, {"tp_shard_plan": {"head": "colwise"}}):
-            with pytest.raises(UnsupportedError, match=r"sequence_parallel|tp_shard_plan"):
-                found.parallelize(model, mesh, **keywords)
+        mesh = build_mesh(Layout(tp=2), "cpu").root
+        with pytest.raises(PlanError, match="sequence_parallel=True: nothing is known of the regions of plain"):
+            found.parallelize(model, mesh, sequence_parallel=True, tp_shard_plan={"head": "colwise_rep"})
+        with pytest.raises(PlanError, match="tp_plan pattern 'nowhere' matches no parameter"):
+            found.parallelize(model, mesh, tp_shard_plan={"nowhere": "colwise"})
         nemotron = tiny_model("nemotron_h", meta=True)
-        with pytest.raises(UnsupportedError, match="Mamba blocks of NemotronH carry a state"):
+        with pytest.raises(PlanError, match="sequence_parallel=True: Mamba blocks carry a state"):
             get_parallelization_strategy(nemotron).parallelize(nemotron, mesh, sequence_parallel=True)
         assert not any(isinstance(module, dist.fsdp.FSDPModule) for module in model.modules())
 

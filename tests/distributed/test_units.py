@@ -332,8 +332,6 @@ def test_manager_builds_the_mesh_and_shards() -> None:
             FSDP2Manager(dp_size=4, dp_replicate_size=3)
         with pytest.raises(UnsupportedError, match="cp=2"):
             FSDP2Manager(cp_size=2)
-        with pytest.raises(UnsupportedError, match="sequence_parallel"):
-            FSDP2Manager(sequence_parallel=True)
 
     run_ranks(on_rank, 4)
 

@@ -7,7 +7,7 @@ import pytest
 from meshwright.audit.conduct import Auditor
 from meshwright.audit.matrix import LAYOUTS, VARIANTS, Outcome, run_cell
 from meshwright.distributed.parallelizer import get_lm_ac_layers
-from meshwright.distributed.strategy import get_parallelization_strategy
+from meshwright.errors import PlanError
 from meshwright.layout import Layout
 from meshwright.models.spec import derived_spec, spec_of
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions
@@ -53,8 +53,9 @@ def test_what_is_derived_stays() -> None:
     assert (found.layers, found.fp32, found.tied, found.ep_styles) == (
         derived.layers, derived.fp32, derived.tied, derived.ep_styles,
     )  # fmt: skip
-    assert derived.tp_styles.items() < found.tp_styles.items()
-    assert "Mamba" in str(get_parallelization_strategy(model).sequence_parallel_refusal)
+    assert derived.tp_styles.items() < found.structure.styles.items()
+    with pytest.raises(PlanError, match=r"sequence_parallel=True: Mamba blocks carry a state.*the legal value is False"):
+        resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions(sequence_parallel=True))
 
 
 def test_checkpointing_applies_block_by_block() -> None:

@@ -88,7 +88,9 @@ def test_a_llama_that_declares_nothing_gets_the_generic_styles_and_no_other_mode
     with pytest.raises(PlanError, match=r"generic: model.layers.\*.self_attn holds k_norm.*a Llama's holds k_proj, o_proj"):
         resolve(replace(spec, tp_styles={}), model, TP2, ParallelOptions())
     mine = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(4, 4)])})
-    with pytest.raises(PlanError, match=r"generic: blocks.\* has no self_attn, so it is not the layer of a Llama; the legal"):
+    with pytest.raises(
+        PlanError, match=r"generic: blocks.\* has no self_attn, so it is not the layer of a Llama; the legal value of tp is 1"
+    ):
         resolve(ParallelSpec("mine", layers=("blocks.*",)), mine, TP2, ParallelOptions())
 
 

@@ -1,6 +1,8 @@
 """FSDP2Manager: sizes and policies in one object, which builds the mesh and shards a model."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from meshwright.distributed.mesh import ParallelMesh, build_mesh
 from meshwright.distributed.parallelizer import check_supported
 from meshwright.distributed.policies import options_of_policies
 from meshwright.distributed.strategy import get_parallelization_strategy
-from meshwright.errors import LayoutError, UnsupportedError
+from meshwright.errors import LayoutError
 from meshwright.layout import Layout
 from meshwright.plan.options import ActivationCheckpointing, SyncPolicy
 from meshwright.plan.resolver import resolve
@@ -35,7 +37,12 @@ class FSDP2Manager:
         cp_size: context parallel ranks.
         pp_size: pipeline stages.
         ep_size: expert parallel ranks.
-        sequence_parallel: needs tensor parallel, which this version does not carry out.
+        sequence_parallel: with ``tp``, hold each rank's part of the sequence between attention and MLP. Every sequence must
+            have a length that ``tp`` divides.
+        loss_parallel: with ``tp``, the model returns its logits as a DTensor that is sharded over the vocabulary, for
+            :func:`~meshwright.distributed.loss_parallel.cross_entropy_sum`, or torch's ``loss_parallel()``.
+        tp_plan: tensor parallel styles that win over all others: a dict of module patterns to styles (of torch, or names), or
+            the import path of one or of a function that returns one.
         mp_policy: dtypes; ``None``: bf16 compute, fp32 reduction.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards in host memory.
         activation_checkpointing: what of each layer is recomputed in backward; ``True``: all of it (``full``).
@@ -59,6 +66,8 @@ class FSDP2Manager:
     pp_size: int | None = 1
     ep_size: int | None = 1
     sequence_parallel: bool = False
+    loss_parallel: bool = False
+    tp_plan: Mapping[str, Any] | str | None = None
     mp_policy: MixedPrecisionPolicy | None = None
     offload_policy: OffloadPolicy | None = None
     activation_checkpointing: bool | ActivationCheckpointing = False
@@ -69,8 +78,6 @@ class FSDP2Manager:
 
     def __post_init__(self) -> None:
         """Check the sizes and build the mesh; starts the process group if torchrun's variables are there and none is."""
-        if self.sequence_parallel:
-            raise UnsupportedError("sequence_parallel=True: needs tensor parallel, which this version does not carry out")
         if not dist.is_initialized():
             dist.init_process_group(self.backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"))
         layout = self._layout().resolve(dist.get_world_size())
@@ -116,6 +123,9 @@ class FSDP2Manager:
             self.activation_checkpointing,
             self.mesh.device_type,
             sync=SyncPolicy.RESHARD_EACH if self.defer_fsdp_grad_sync else SyncPolicy.REDUCE_EACH,
+            sequence_parallel=self.sequence_parallel,
+            loss_parallel=self.loss_parallel,
+            tp_plan=self.tp_plan,
         )
         strategy = get_parallelization_strategy(model)
         spec = spec or strategy.spec(model, options.param_dtype)

@@ -4,19 +4,29 @@ Tensor and expert parallel -> context parallel -> activation checkpointing -> tr
 FSDP units inside out -> root -> compile.
 """
 
-from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.activation_checkpointing import checkpoint_layer, find_operators
-from meshwright.distributed.fsdp import apply_units, gathered, shard_unit
+from meshwright.distributed.fsdp import apply_units
 from meshwright.distributed.mesh import ParallelMesh
+from meshwright.distributed.reference import (
+    _get_parallel_plan,
+    apply_fsdp2_sharding_recursively,
+    fsdp2_strategy_parallelize,
+    get_hf_tp_shard_plan,
+    get_lm_ac_layers,
+    import_class_from_path,
+    import_classes_from_paths,
+    translate_to_torch_parallel_style,
+    unshard_fsdp2_model,
+    validate_tp_mesh,
+)
 from meshwright.distributed.strategy import (
     ParallelizationStrategy,
     get_parallelization_strategy,
@@ -27,17 +37,23 @@ from meshwright.errors import PlanError, UnsupportedError
 from meshwright.layout import Layout
 from meshwright.plan.options import ActivationCheckpointing
 from meshwright.plan.sharding_plan import ShardingPlan
-from meshwright.plan.spec import last_of_each_container, match_names
 
 __all__ = [
     "ParallelizationStrategy",
+    "_get_parallel_plan",
     "apply_fsdp2_sharding_recursively",
     "check_supported",
+    "fsdp2_strategy_parallelize",
+    "get_hf_tp_shard_plan",
     "get_lm_ac_layers",
     "get_parallelization_strategy",
+    "import_class_from_path",
+    "import_classes_from_paths",
     "parallelize",
     "register_parallel_strategy",
+    "translate_to_torch_parallel_style",
     "unshard_fsdp2_model",
+    "validate_tp_mesh",
 ]
 
 _NOT_YET = {
@@ -124,61 +140,7 @@ def _check_belongs(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> 
         raise PlanError(sorted(found))
 
 
-# -- the reference interface (docs/architecture.md, "Names from NeMo AutoModel") --------------------------------------------
-
-
-def apply_fsdp2_sharding_recursively(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    mp_policy: MixedPrecisionPolicy | None,
-    offload_policy: OffloadPolicy | None = None,
-    *,
-    reshard_after_forward: bool | None = None,
-) -> None:
-    """Make the entries of every list (or dict) of layers FSDP units; what is outside them is left to the caller's root.
-
-    A container inside a container recurses and is no unit. The last entry of a flat container keeps its parameters
-    after forward, because backward starts there.
-
-    Args:
-        module: root of the search, changed in place.
-        mesh: 1-D mesh (shard) or 2-D mesh (replicate, shard).
-        mp_policy: dtypes; ``None``: bf16 compute, fp32 reduction.
-        offload_policy: ``None``: no offload.
-        reshard_after_forward: if given, for all units, the last ones included.
-    """
-    policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    modules = dict(module.named_modules())
-    entries = [
-        name
-        for name, entry in modules.items()
-        if name and _is_container(modules[name.rpartition(".")[0]]) and not _is_container(entry)
-    ]
-    nested = {name.rpartition(".")[0] for name, entry in modules.items() if name and _is_container(entry)}
-    keeping = last_of_each_container(name for name in entries if name.rpartition(".")[0] not in nested)
-    for name in reversed(entries):  # parents come first in named_modules(), so this is inside out
-        reshard = name not in keeping if reshard_after_forward is None else reshard_after_forward
-        shard_unit(modules[name], mesh, policy, offload_policy or OffloadPolicy(), reshard)
-
-
-def _is_container(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList | nn.ModuleDict)
-
-
-def get_lm_ac_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers of a model, in its order: what activation checkpointing applies to.
-
-    Raises:
-        ModelError: a model that does not declare its layers.
-    """
-    patterns = get_parallelization_strategy(model).spec(model).layers
-    return [module for name, module in model.named_modules() if any(match_names(pattern, [name]) for pattern in patterns)]
-
-
-def unshard_fsdp2_model(model: nn.Module) -> AbstractContextManager[nn.Module]:
-    """Inside, every FSDP unit of the model is gathered; afterwards all are resharded, also after an exception."""
-    return gathered(model)
-
+# -- the names of NeMo AutoModel; what they do is in `reference.py` and in the families ---------------------------------------
 
 _FAMILIES = {
     "DefaultParallelizationStrategy": "spec",

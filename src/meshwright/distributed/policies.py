@@ -1,5 +1,7 @@
 """torch's policy objects, which the reference interface takes, as the options of a plan."""
 
+from typing import Any
+
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
@@ -15,6 +17,7 @@ def options_of_policies(
     activation_checkpointing: bool | ActivationCheckpointing,
     device_type: str,
     sync: SyncPolicy,
+    **others: Any,
 ) -> ParallelOptions:
     """The options that policies mean. Gradients are averaged over data ranks: torch's default.
 
@@ -24,6 +27,7 @@ def options_of_policies(
         activation_checkpointing: ``True``: every layer, from its input.
         device_type: of the mesh.
         sync: when gradients are reduced.
+        others: fields of the options that no policy speaks of.
 
     Raises:
         UnsupportedError: a field of a policy that is not carried out.
@@ -41,6 +45,7 @@ def options_of_policies(
         cpu_offload=isinstance(offload_policy, CPUOffloadPolicy),
         activation_checkpointing=_mode(activation_checkpointing),
         gradient_reduction=GradientReduction.MEAN,
+        **others,
     )
 
 

@@ -10,9 +10,10 @@ This room knows no family: those that come with Meshwright are in `models/famili
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from meshwright.errors import ConfigError, UnsupportedError
+from meshwright.errors import ConfigError
 from meshwright.plan.spec import ParallelSpec
 
 if TYPE_CHECKING:
@@ -27,13 +28,7 @@ __all__ = ["ParallelizationStrategy", "get_parallelization_strategy", "register_
 
 
 class ParallelizationStrategy(ABC):
-    """How the models of a family are parallelized.
-
-    Attributes:
-        sequence_parallel_refusal: why the models of this family cannot be sequence parallel; ``None``: they can.
-    """
-
-    sequence_parallel_refusal: str | None = None
+    """How the models of a family are parallelized."""
 
     @abstractmethod
     def spec(self, model: "nn.Module", param_dtype: str | None = "bfloat16") -> ParallelSpec:
@@ -84,33 +79,40 @@ class ParallelizationStrategy(ABC):
             device_mesh: with axes of these names; those it lacks count as 1, and others must have size 1.
             mp_policy: dtypes; ``None``: bf16 compute, fp32 reduction.
             offload_policy: ``CPUOffloadPolicy()`` keeps shards in host memory.
-            sequence_parallel: not carried out by this version.
+            sequence_parallel: shard the residual stream over the sequence, whose length ``tp`` must divide.
             activation_checkpointing: recompute every layer in backward.
-            tp_shard_plan: not carried out by this version.
+            tp_shard_plan: tensor parallel styles that win over all others: a dict of module patterns to styles (of torch, or
+                names), or the import path of one or of a function that returns one. Where its style of the output head leaves
+                logits sharded (``Shard(-1)``, or ``colwise``), the model returns them as a DTensor; otherwise whole.
             dp_replicate_mesh_name: axis of the replicas.
             dp_shard_cp_mesh_name: axis that parameters are sharded over; a flattened one may be meant.
             tp_mesh_name: axis of tensor parallel.
 
         Raises:
             LayoutError: a mesh whose axes have another meaning.
+            PlanError: a plan that does not fit the model; a family that cannot be sequence parallel.
             UnsupportedError: an axis or option that is not carried out.
         """
         from meshwright.distributed.mesh import adopt_mesh
         from meshwright.distributed.policies import options_of_policies
+        from meshwright.plan.given_styles import leaves_logits_sharded
         from meshwright.plan.options import SyncPolicy
         from meshwright.plan.resolver import resolve
 
         mesh = adopt_mesh(device_mesh, dp_replicate_mesh_name, dp_shard_cp_mesh_name, tp_mesh_name)
         options = options_of_policies(
-            mp_policy, offload_policy, activation_checkpointing, mesh.device_type, sync=SyncPolicy.REDUCE_EACH
+            mp_policy,
+            offload_policy,
+            activation_checkpointing,
+            mesh.device_type,
+            sync=SyncPolicy.REDUCE_EACH,
+            sequence_parallel=sequence_parallel,
+            tp_plan=tp_shard_plan,
         )
-        # LEAD: wire here. sequence_parallel and tp_shard_plan become ParallelOptions.sequence_parallel and .tp_plan.
-        if sequence_parallel and self.sequence_parallel_refusal:
-            raise UnsupportedError(f"sequence_parallel=True: {self.sequence_parallel_refusal}; the legal value is False")
-        if sequence_parallel or tp_shard_plan is not None:
-            what = "sequence_parallel=True" if sequence_parallel else "tp_shard_plan"
-            raise UnsupportedError(f"{what}: is not carried out by this version; leave it out")
-        plan = resolve(self.spec(model, options.param_dtype), model, mesh.layout, options)
+        spec = self.spec(model, options.param_dtype)
+        if tp_shard_plan is not None and leaves_logits_sharded(spec, tp_shard_plan, model):
+            options = replace(options, loss_parallel=True)
+        plan = resolve(spec, model, mesh.layout, options)
         return self.carry_out(model, plan, mesh)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from meshwright.distributed.strategy import ParallelizationStrategy, register_parallel_strategy
 from meshwright.models.spec import derived_spec
-from meshwright.plan.spec import ParallelSpec, match_names
+from meshwright.plan.spec import ParallelSpec, Structure, match_names
 
 __all__ = ["NemotronHParallelizationStrategy"]
 
@@ -30,10 +30,6 @@ _TP_STYLES = {
 class NemotronHParallelizationStrategy(ParallelizationStrategy):
     """Of ``NemotronHForCausalLM`` of transformers. Every block is a unit, and a layer to activation checkpointing."""
 
-    sequence_parallel_refusal = (
-        "the Mamba blocks of NemotronH carry a state from token to token, so that each rank needs the whole sequence"
-    )
-
     def spec(self, model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
         """What the model declares of itself, with the styles that it leaves out."""
         derived = derived_spec(model, param_dtype)
@@ -41,4 +37,9 @@ class NemotronHParallelizationStrategy(ParallelizationStrategy):
         styles = {pattern: style for pattern, style in _TP_STYLES.items() if match_names(pattern, modules)}
         # Attention is whole on every rank, so its heads do not limit tp.
         sizes = {field: attribute for field, attribute in derived.sizes.items() if field not in ("heads", "kv_heads")}
-        return replace(derived, tp_styles={**derived.tp_styles, **styles}, sizes=sizes)
+        structure = Structure(
+            styles={**derived.tp_styles, **styles},
+            head="lm_head",
+            no_sequence_parallel="Mamba blocks carry a state from token to token, so that each rank needs the whole sequence",
+        )
+        return replace(derived, sizes=sizes, structure=structure)

@@ -16,7 +16,7 @@ from torch import nn
 
 from meshwright.distributed.strategy import ParallelizationStrategy, register_parallel_strategy
 from meshwright.errors import ModelError
-from meshwright.plan.spec import ParallelSpec, UnitRule, match_names
+from meshwright.plan.spec import ParallelSpec, Structure, UnitRule, match_names
 
 __all__ = ["WanParallelizationStrategy"]
 
@@ -64,6 +64,9 @@ class WanParallelizationStrategy(ParallelizationStrategy):
             layers=("blocks.*",),
             # First in forward and last in backward: not to be held gathered all the time between, as the root is.
             units=(UnitRule("condition_embedder"),),
-            fp32=tuple(pattern for pattern in _FP32 if match_names(pattern, held) and param_dtype != "float64"),
-            tp_styles={**_TP_STYLES, **image},
+            fp32=tuple(pattern for pattern in _FP32 if match_names(pattern, held)),
+            structure=Structure(
+                styles={**_TP_STYLES, **image},
+                no_sequence_parallel="its tokens are patches of a video, and its attention stays whole on every rank",
+            ),
         )

@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.plan.spec import match_names
+from meshwright.plan.spec import ParallelSpec, match_names
 
-__all__ = ["import_object", "load_styles", "style_name"]
+__all__ = ["import_object", "leaves_logits_sharded", "load_styles", "style_name"]
 
 
 def import_object(path: str) -> Any:
@@ -75,6 +75,15 @@ def load_styles(
         except PlanError as error:
             problems.append(f"tp_plan[{pattern!r}]: {error}")
     return found
+
+
+def leaves_logits_sharded(spec: ParallelSpec, given: Mapping[str, Any] | str, model: nn.Module) -> bool:
+    """Whether a given plan has the output head leave its logits sharded over the vocabulary."""
+    head = spec.structure.head if spec.structure else None
+    styles = load_styles(given, model, True, [])
+    return (
+        head is not None and next((style for pattern, style in styles.items() if match_names(pattern, [head])), "") == "colwise"
+    )
 
 
 def style_name(style: Any, *, is_embedding: bool = False) -> str:

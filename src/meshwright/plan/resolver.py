@@ -152,8 +152,8 @@ def _draft_units(spec: ParallelSpec, model: nn.Module, options: ParallelOptions,
 
     for pattern in spec.fp32:
         for name in _match("fp32", pattern, names, problems):
-            if options.param_dtype in (None, "float32"):
-                continue  # one dtype anyway: no unit needed
+            if options.param_dtype in (None, "float32", "float64"):
+                continue  # no less precise anyway: no unit needed
             if name not in drafts:
                 claim(name, "fp32", f"fp32 pattern {pattern!r}", True)
             drafts[name] = replace(drafts[name], param_dtype="float32", output_dtype=options.param_dtype)

@@ -17,7 +17,7 @@ from meshwright.plan.spec import ParallelSpec, generalize, match_names
 from meshwright.plan.tp_rows import Rows
 from meshwright.plan.tp_styles import STYLES, Claim, styles_of_parameters, tp_dim
 
-__all__ = ["TensorParallelChoice", "resolve_tensor_parallel"]
+__all__ = ["TensorParallelChoice", "choose_styles", "resolve_tensor_parallel"]
 
 
 GENERIC = {
@@ -72,7 +72,7 @@ def resolve_tensor_parallel(
         if options.tp_plan is None:  # a model's own declaration is checked on the laptop, not first on the cluster
             styles_of_parameters("tp_styles", spec.tp_styles, claims, problems)
         return TensorParallelChoice()
-    level, styles, passed_over = _choose(spec, model, options, tp, problems)
+    level, styles, passed_over = choose_styles(spec, model, options, problems)
     for pattern, style in styles.items():
         if style not in STYLES and style != "sequence_parallel":
             problems.append(f"tp={tp}: the style {style!r} of {pattern!r} is not carried out; legal are {', '.join(STYLES)}")
@@ -85,10 +85,17 @@ def resolve_tensor_parallel(
     return TensorParallelChoice(level, tuple(passed_over), builder.of_parameters, builder.sorted_rows())
 
 
-def _choose(
-    spec: ParallelSpec, model: nn.Module, options: ParallelOptions, tp: int, problems: list[str]
+def choose_styles(
+    spec: ParallelSpec, model: nn.Module, options: ParallelOptions, problems: list[str]
 ) -> tuple[str, Mapping[str, str], list[tuple[str, str]]]:
-    """The first level that has styles, and why those above have not."""
+    """The first level that has styles, its styles, and why those above have not.
+
+    Args:
+        spec: what is declared.
+        model: to read names from.
+        options: ``tp_plan`` and ``sequence_parallel`` are read.
+        problems: what is wrong is added to it.
+    """
     passed_over: list[tuple[str, str]] = []
     if options.tp_plan is not None:
         return "given", load_styles(options.tp_plan, model, options.sequence_parallel, problems), passed_over
@@ -105,9 +112,7 @@ def _choose(
         return "generic", {pattern: style for pattern, style in GENERIC.items() if match_names(pattern, names)}, passed_over
     passed_over.append(("generic", unfit))
     problems.append(
-        f"tp={tp}: no tensor parallel styles: "
-        + "; ".join(f"{name}: {why}" for name, why in passed_over)
-        + "; the legal value is 1"
+        "tp: there are no styles; " + "; ".join(f"{name}: {why}" for name, why in passed_over) + "; the legal value of tp is 1"
     )
     return "", {}, passed_over
 
@@ -125,6 +130,11 @@ def _not_generic(spec: ParallelSpec, model: nn.Module) -> str:
             if found != matrices:
                 held, wanted = (", ".join(sorted(names)) for names in (found, matrices))
                 return f"{generalize(layer)}.{part} holds {held}; a Llama's holds {wanted}"
+        counting = [
+            name for name in ("num_heads", "num_attention_heads") if isinstance(getattr(module.self_attn, name, None), int)
+        ]
+        if counting:
+            return f"{generalize(layer)}.self_attn counts heads by itself ({counting[0]}), and would not see that it has fewer"
     return "" if layers else "there are no layers"
 
 

@@ -1,0 +1,267 @@
+"""The functions of the NeMo AutoModel interface, by their names there, thin over the machinery (docs/from-automodel.md).
+
+They are imported from :mod:`meshwright.distributed.parallelizer`, whose name the reference fixes.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+
+from meshwright.distributed.fsdp import gathered, shard_unit
+from meshwright.distributed.strategy import get_parallelization_strategy
+from meshwright.errors import LayoutError, PlanError
+from meshwright.layout import Layout
+from meshwright.plan.given_styles import import_object
+from meshwright.plan.options import ParallelOptions
+from meshwright.plan.resolver import model_sizes
+from meshwright.plan.spec import ParallelSpec, generalize, last_of_each_container, match_names
+from meshwright.plan.tensor_parallel import choose_styles
+from meshwright.plan.tp_styles import HEAD
+
+__all__ = [
+    "_get_parallel_plan",
+    "apply_fsdp2_sharding_recursively",
+    "fsdp2_strategy_parallelize",
+    "get_hf_tp_shard_plan",
+    "get_lm_ac_layers",
+    "import_class_from_path",
+    "import_classes_from_paths",
+    "translate_to_torch_parallel_style",
+    "unshard_fsdp2_model",
+    "validate_tp_mesh",
+]
+
+
+# -- sharding ----------------------------------------------------------------------------------------------------------------
+
+
+def fsdp2_strategy_parallelize(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    sequence_parallel: bool = False,
+    activation_checkpointing: bool = False,
+    tp_shard_plan: Mapping[str, ParallelStyle | str] | str | None = None,
+    dp_replicate_mesh_name: str = "dp_replicate",
+    dp_shard_cp_mesh_name: str = "dp_shard_cp",
+    tp_mesh_name: str = "tp",
+) -> nn.Module:
+    """Parallelize a model over a mesh that is there, as the strategy of its family says.
+
+    All arguments are those of :meth:`~meshwright.distributed.strategy.ParallelizationStrategy.parallelize`.
+    """
+    return get_parallelization_strategy(model).parallelize(
+        model,
+        device_mesh,
+        mp_policy,
+        offload_policy,
+        sequence_parallel,
+        activation_checkpointing,
+        tp_shard_plan,
+        dp_replicate_mesh_name,
+        dp_shard_cp_mesh_name,
+        tp_mesh_name,
+    )
+
+
+def apply_fsdp2_sharding_recursively(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy | None,
+    offload_policy: OffloadPolicy | None = None,
+    *,
+    reshard_after_forward: bool | None = None,
+) -> None:
+    """Make the entries of every list (or dict) of layers FSDP units; what is outside them is left to the caller's root.
+
+    A container inside a container recurses and is no unit. The last entry of a flat container keeps its parameters
+    after forward, because backward starts there.
+
+    Args:
+        module: root of the search, changed in place.
+        mesh: 1-D mesh (shard) or 2-D mesh (replicate, shard).
+        mp_policy: dtypes; ``None``: bf16 compute, fp32 reduction.
+        offload_policy: ``None``: no offload.
+        reshard_after_forward: if given, for all units, the last ones included.
+    """
+    policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    modules = dict(module.named_modules())
+    entries = [
+        name
+        for name, entry in modules.items()
+        if name and _is_container(modules[name.rpartition(".")[0]]) and not _is_container(entry)
+    ]
+    nested = {name.rpartition(".")[0] for name, entry in modules.items() if name and _is_container(entry)}
+    keeping = last_of_each_container(name for name in entries if name.rpartition(".")[0] not in nested)
+    for name in reversed(entries):  # parents come first in named_modules(), so this is inside out
+        reshard = name not in keeping if reshard_after_forward is None else reshard_after_forward
+        shard_unit(modules[name], mesh, policy, offload_policy or OffloadPolicy(), reshard)
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict)
+
+
+def get_lm_ac_layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated layers of a model, in its order: what activation checkpointing applies to.
+
+    Raises:
+        ModelError: a model that does not declare its layers.
+    """
+    patterns = get_parallelization_strategy(model).spec(model).layers
+    return [module for name, module in model.named_modules() if any(match_names(pattern, [name]) for pattern in patterns)]
+
+
+def unshard_fsdp2_model(model: nn.Module) -> AbstractContextManager[nn.Module]:
+    """Inside, every FSDP unit of the model is gathered; afterwards all are resharded, also after an exception."""
+    return gathered(model)
+
+
+# -- tensor parallel plans ---------------------------------------------------------------------------------------------------
+
+PlanOfStyles = dict[str, ParallelStyle | str]
+"""Pattern of module names to a style of torch, or to the name of one that torch has not."""
+
+
+def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
+    """The style of torch that a name stands for.
+
+    Raises:
+        ValueError: a name that is unknown, or whose style torch does not have; it names the legal ones.
+    """
+    found: dict[str, ParallelStyle] = {
+        "colwise": ColwiseParallel(),
+        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+        "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
+        "rowwise": RowwiseParallel(),
+        "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
+        "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
+        "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
+        "embedding_colwise": ColwiseParallel(output_layouts=Replicate()),
+        "sequence_parallel": SequenceParallel(),
+    }
+    if style not in found:
+        raise ValueError(f"style {style!r}: torch has no such style; legal are {', '.join(found)}")
+    return found[style]
+
+
+def get_hf_tp_shard_plan(model: nn.Module) -> PlanOfStyles:
+    """The tensor parallel plan that a model of transformers declares, its submodels included, as styles of torch.
+
+    The output head leaves its logits sharded over the vocabulary, as a DTensor, for a loss that takes them so. Styles
+    that torch does not have (packed matrices, experts, norms of queries and keys) stay names, which every ``tp_shard_plan``
+    here takes.
+
+    Raises:
+        PlanError: a model that declares none.
+    """
+    spec = get_parallelization_strategy(model).spec(model)
+    if not spec.tp_styles:
+        raise PlanError(f"{type(model).__name__}: declares no tensor parallel plan (base_model_tp_plan of its config)")
+    return _as_torch(spec, spec.tp_styles, sequence_parallel=False)
+
+
+def _get_parallel_plan(
+    model: nn.Module,
+    sequence_parallel: bool = False,
+    tp_shard_plan: Mapping[str, ParallelStyle | str] | str | None = None,
+) -> PlanOfStyles:
+    """The plan that :func:`fsdp2_strategy_parallelize` would take: given > written for the family > the model's own > generic.
+
+    Args:
+        model: to choose for.
+        sequence_parallel: say which hidden states are sharded over the sequence (``Shard(1)``), and name the norms between.
+        tp_shard_plan: a plan to take instead; a dict, or an import path to one or to a function that returns one.
+
+    Raises:
+        PlanError: no plan, or a given one that cannot be read; it says why for each level.
+    """
+    spec, problems = get_parallelization_strategy(model).spec(model), list[str]()
+    options = ParallelOptions(tp_plan=tp_shard_plan, sequence_parallel=sequence_parallel)
+    _, styles, _ = choose_styles(spec, model, options, problems)
+    if sequence_parallel and (spec.structure is None or spec.structure.no_sequence_parallel or not spec.structure.regions):
+        why = spec.structure.no_sequence_parallel if spec.structure else "nothing is known of the inside of its layers"
+        problems.append(f"sequence_parallel=True: {why}; the legal value is False")
+    if problems:
+        raise PlanError(problems)
+    plan = _as_torch(spec, styles, sequence_parallel)
+    if sequence_parallel:
+        plan.update((pattern, SequenceParallel()) for pattern in _norms(spec, model) if pattern not in plan)
+    return plan
+
+
+def _as_torch(spec: ParallelSpec, styles: Mapping[str, str], sequence_parallel: bool) -> PlanOfStyles:
+    sharded = Shard(1)
+    head = spec.structure.head if spec.structure else None
+    found: PlanOfStyles = {}
+    for pattern, style in styles.items():
+        if pattern == head and style in HEAD:
+            entry = sharded if sequence_parallel else Replicate()
+            found[pattern] = ColwiseParallel(input_layouts=entry, output_layouts=Shard(-1), use_local_output=False)
+        elif sequence_parallel and style == "rowwise":
+            found[pattern] = RowwiseParallel(output_layouts=sharded)
+        elif sequence_parallel and style == "embedding_rowwise":
+            found[pattern] = RowwiseParallel(input_layouts=Replicate(), output_layouts=sharded)
+        else:
+            try:
+                found[pattern] = translate_to_torch_parallel_style(style)
+            except ValueError:
+                found[pattern] = style
+    return found
+
+
+def _norms(spec: ParallelSpec, model: nn.Module) -> list[str]:
+    """Patterns of the modules on the residual stream that have parameters."""
+    assert spec.structure is not None
+    modules = dict(model.named_modules())
+    names = [name for name, module in modules.items() if any(True for _ in module.parameters(recurse=False))]
+    regions = [name for pattern in spec.structure.regions for name in match_names(pattern, modules)]
+    layers = [name for pattern in spec.layers for name in match_names(pattern, modules)]
+
+    def inside(name: str, of: list[str]) -> bool:
+        return any(name == other or name.startswith(f"{other}.") for other in of)
+
+    between = [generalize(name) for name in names if inside(name, layers) and not inside(name, regions)]
+    return list(dict.fromkeys([*between, *spec.structure.tokenwise]))
+
+
+def validate_tp_mesh(model: nn.Module, tp_mesh: DeviceMesh) -> None:
+    """Check that the heads of a model can be shared by the ranks of a mesh.
+
+    Raises:
+        LayoutError: counts of heads that cannot, with the legal sizes.
+    """
+    problems = model_sizes(get_parallelization_strategy(model).spec(model), model).problems(
+        Layout(dp_shard=1, tp=tp_mesh.size())
+    )
+    if problems:
+        raise LayoutError(problems)
+
+
+# -- names -------------------------------------------------------------------------------------------------------------------
+
+
+def import_class_from_path(name: str) -> Any:
+    """The class (or function) at a dotted path, such as ``torch.optim.AdamW``.
+
+    Raises:
+        ImportError: nothing is there.
+    """
+    return import_object(name)
+
+
+def import_classes_from_paths(class_paths: list[str]) -> list[Any]:
+    """Those of several paths, in their order.
+
+    Raises:
+        ImportError: nothing is at one of them.
+    """
+    return [import_class_from_path(path) for path in class_paths]
