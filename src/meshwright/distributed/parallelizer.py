@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.activation_checkpointing import checkpoint_layer, find_operators
 from meshwright.distributed.fsdp import apply_units, gathered, shard_unit
+from meshwright.distributed.megatron_fsdp import HAVE_NVFSDP, nvfsdp_strategy_parallelize
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.distributed.tensor_parallel import apply_tensor_parallel
 from meshwright.errors import PlanError, UnsupportedError
@@ -23,9 +24,11 @@ from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.plan.spec import last_of_each_container, match_names
 
 __all__ = [
+    "HAVE_NVFSDP",
     "apply_fsdp2_sharding_recursively",
     "check_supported",
     "get_lm_ac_layers",
+    "nvfsdp_strategy_parallelize",
     "parallelize",
     "unshard_fsdp2_model",
 ]
