@@ -87,11 +87,11 @@ def same(one: Result, other: Result) -> bool:
 # -- one process ----------------------------------------------------------------------------------------------------------
 
 
-def measured(family: str, mode: ActivationCheckpointing) -> tuple[Result, dict[str, int]]:
+def measured(family: str, mode: ActivationCheckpointing, **changes: Any) -> tuple[Result, dict[str, int]]:
     """Loss and gradients of three microbatches; of the first: bytes that autograd was given to save, that were held after
     forward, that were held after backward; matrix products of forward and of backward.
     """
-    model, _ = make(family)
+    model, _ = make(family, **changes)
     checkpointed(model, get_lm_ac_layers(model), mode)
     parameters = Watch(model).model
     saved: dict[int, int] = {}
@@ -142,6 +142,26 @@ def test_the_same_bits_with_fewer_bytes(family: str) -> None:
     again = {mode: found[mode]["backward"] - found[NONE]["backward"] for mode in MODES}
     assert {numbers["forward"] for numbers in found.values()} == {found[NONE]["forward"]}
     assert 0 < again[SELECTIVE] <= -(-again[FULL] // 2)
+
+
+def test_what_one_layer_more_holds() -> None:
+    """To the byte, for a Llama: none > selective > submodule > full. At a larger size: `benchmarks/activation_bytes.py`."""
+    hidden, middle, heads, groups, tokens = 64, 176, 8, 4, 4 * 24
+    sizes = {"hidden_size": hidden, "intermediate_size": middle, "num_attention_heads": heads, "num_key_value_heads": groups}
+
+    def check() -> dict[ActivationCheckpointing, int]:
+        def held(mode: ActivationCheckpointing, layers: int) -> int:
+            return measured("llama", mode, **sizes, head_dim=hidden // heads, num_hidden_layers=layers)[1]["held"]
+
+        return {mode: held(mode, 3) - held(mode, 2) for mode in ActivationCheckpointing}
+
+    found = alone(check)
+    assert found[NONE] > found[SELECTIVE] > found[SUBMODULE] > found[FULL]
+    assert found[FULL] == 4 * tokens * hidden
+    assert found[SUBMODULE] == 4 * 4 * tokens * hidden  # the inputs of two norms, attention and MLP
+    # Its input; the result of attention and its normalizers; of the products the 1st, 3rd, 5th and 7th: q, v, gate, down.
+    products = hidden + hidden * groups // heads + middle + hidden
+    assert found[SELECTIVE] == 4 * tokens * (hidden + hidden + heads + products)
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

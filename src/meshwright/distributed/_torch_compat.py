@@ -50,6 +50,7 @@ __all__ = [
     "replicate_module",
     "reset_iteration",
     "reshards_after_forward",
+    "settle",
     "strided_shard",
 ]
 
@@ -129,6 +130,13 @@ def is_unsharded(module: nn.Module | FSDPModule) -> bool:
     return any(group.is_unsharded for group in param_groups(module))
 
 
+def settle(module: nn.Module | FSDPModule) -> None:
+    """Finish an all-gather that was started ahead and that nothing has used; the unit is gathered then."""
+    for group in param_groups(module):
+        if group._all_gather_result is not None:
+            group.wait_for_unshard()
+
+
 def reshards_after_forward(module: nn.Module | FSDPModule, *, is_root: bool) -> bool:
     """Whether a unit frees its gathered parameters after forward, as it is set now.
 
@@ -156,8 +164,8 @@ def reset_iteration(module: nn.Module | FSDPModule) -> None:
         group._training_state = _RESTING
         group._post_forward_indices.clear()
         group._partial_reduce_output = None
-        if group._all_gather_result is not None:  # gathered ahead, and never used
-            group.wait_for_unshard()
+    settle(module)
+    for group in param_groups(module):
         for fsdp_param in group.fsdp_params:
             fsdp_param.unsharded_accumulated_grad = None
             if hasattr(fsdp_param, "_unsharded_param"):

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.plan.options import GradientReduction
+from meshwright.plan.prefetch import prefetch_targets
 from meshwright.plan.sharding_plan import ParameterRow, ShardingPlan, UnitRow
 
 __all__ = ["apply_units", "fsdp_units", "gathered", "move_buffers", "shard_unit"]
@@ -35,6 +36,16 @@ def apply_units(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> Non
             module.set_gradient_divide_factor(1.0)
             # A plain sum on every backend: NCCL's and gloo's premultiplied sums have gaps.
             module.set_force_sum_reduction_for_comms(True)
+    _prefetch(model, plan)
+
+
+def _prefetch(model: nn.Module, plan: ShardingPlan) -> None:
+    """Tell units which others to gather ahead of their use, where the options say how many."""
+    forward, backward = prefetch_targets(plan)
+    for targets, where in ((forward, "forward"), (backward, "backward")):
+        for name, ahead in targets.items():
+            set_modules = getattr(model.get_submodule(name), f"set_modules_to_{where}_prefetch")
+            set_modules([model.get_submodule(other) for other in ahead])
 
 
 def shard_unit(

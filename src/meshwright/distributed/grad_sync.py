@@ -142,6 +142,7 @@ class GradSync:
 
     def _reshard(self) -> None:
         for unit in self._units.values():
+            _torch_compat.settle(unit.module)  # gathered ahead for a turn that did not come: it would serve old weights
             if _torch_compat.is_unsharded(unit.module):
                 unit.module.reshard()
 

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.activation_checkpointing import checkpoint_layer, find_operators
 from meshwright.distributed.fsdp import apply_units
+from meshwright.distributed.megatron_fsdp import HAVE_NVFSDP, nvfsdp_strategy_parallelize
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.distributed.reference import (
     _get_parallel_plan,
@@ -39,6 +40,7 @@ from meshwright.plan.options import ActivationCheckpointing
 from meshwright.plan.sharding_plan import ShardingPlan
 
 __all__ = [
+    "HAVE_NVFSDP",
     "ParallelizationStrategy",
     "_get_parallel_plan",
     "apply_fsdp2_sharding_recursively",
@@ -49,6 +51,7 @@ __all__ = [
     "get_parallelization_strategy",
     "import_class_from_path",
     "import_classes_from_paths",
+    "nvfsdp_strategy_parallelize",
     "parallelize",
     "register_parallel_strategy",
     "translate_to_torch_parallel_style",

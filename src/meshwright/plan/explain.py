@@ -55,7 +55,7 @@ def _summary(plan: ShardingPlan) -> Table:
         (f"gradients, {where}", human_bytes(found.gradient_bytes), "shards"),
         (f"optimizer state, {where}", human_bytes(found.optimizer_bytes), "AdamW, two moments"),
         ("largest gathered unit", human_bytes(found.largest_unit_bytes), found.largest_unit),
-        ("gathered at the peak", human_bytes(found.gathered_peak_bytes), "unsharded parameters that a rank holds"),
+        ("gathered at the peak", human_bytes(found.gathered_peak_bytes), f"parameters that a rank holds{_ahead(plan)}"),
         (
             "unsharded gradients at the peak",
             human_bytes(found.unsharded_gradient_peak_bytes),
@@ -71,6 +71,13 @@ def _summary(plan: ShardingPlan) -> Table:
     ):
         table.add_row(*line)
     return table
+
+
+def _ahead(plan: ShardingPlan) -> str:
+    """How far ahead is gathered, where the options say it."""
+    chosen = (("forward", plan.options.prefetch_forward), ("backward", plan.options.prefetch_backward))
+    said = [f"{number} ahead in {where}" for where, number in chosen if number is not None]
+    return "".join(f", {item}" for item in said)
 
 
 def _units(plan: ShardingPlan, full: bool) -> Table:

@@ -69,6 +69,8 @@ class ParallelOptions:
         sync_units: pattern of unit names to policy; a later entry wins over an earlier one.
         all_reduce_once: with ``reduce_each`` and replicas, all-reduce across them only in the last microbatch.
         microbatches: forward-backward passes in an optimizer step; only prices depend on it.
+        prefetch_forward: how many layers ahead all-gathers are started in forward; ``None``: as FSDP2 does by itself.
+        prefetch_backward: the same in backward; 0: none.
         cpu_offload: keep sharded parameters, gradients and optimizer state in host memory.
         activation_checkpointing: what is recomputed in backward.
         activation_checkpointing_layers: pattern of layer names to mode; a later entry wins over an earlier one.
@@ -94,6 +96,8 @@ class ParallelOptions:
     sync_units: Mapping[str, SyncPolicy] = field(default_factory=dict)
     all_reduce_once: bool = True
     microbatches: int = 1
+    prefetch_forward: int | None = None
+    prefetch_backward: int | None = None
     cpu_offload: bool = False
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
     activation_checkpointing_layers: Mapping[str, ActivationCheckpointing] = field(default_factory=dict)
@@ -139,6 +143,12 @@ class ParallelOptions:
                 found.append(f"{name}={getattr(self, name)!r}: legal are {', '.join(DTYPES)}")
         if self.microbatches < 1:
             found.append(f"microbatches={self.microbatches}: must be at least 1")
+        if self.prefetch_forward is not None and self.prefetch_forward < 1:
+            found.append(
+                f"prefetch_forward={self.prefetch_forward}: must be at least 1; FSDP2 cannot be kept from running ahead"
+            )
+        if self.prefetch_backward is not None and self.prefetch_backward < 0:
+            found.append(f"prefetch_backward={self.prefetch_backward}: must be at least 0")
         if found:
             raise PlanError(found)
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshwright.plan.options import SyncPolicy
+from meshwright.plan.prefetch import gathered_peak
 from meshwright.plan.sharding_plan import Move, ShardingPlan, UnitRow
 
 __all__ = ["Totals", "UnitTraffic", "tensor_parallel_counts", "totals", "unit_traffic"]
@@ -35,8 +36,7 @@ class Totals:
         gradient_bytes: its shard of the gradients.
         optimizer_bytes: its shard of AdamW's state.
         largest_unit: name of the unit with the most gathered bytes, ``largest_unit_bytes``.
-        gathered_peak_bytes: gathered parameters held at once at the peak: all units that keep theirs, and of the others
-            the two largest (one computes while the next is prefetched).
+        gathered_peak_bytes: gathered parameters held at once at the peak (see :mod:`meshwright.plan.prefetch`).
         unsharded_gradient_peak_bytes: unsharded gradients held at the peak.
         traffic: collectives of one optimizer step for the data axes, under the sync policies of the units.
     """
@@ -112,8 +112,6 @@ def totals(plan: ShardingPlan) -> Totals:
 def _stage_totals(plan: ShardingPlan, stage: int) -> Totals:
     rows = [row for row in plan.parameters if row.stage == stage]
     gathered = {unit.name: _unit_bytes(plan, unit, stage)[0] for unit in plan.units}
-    kept = sum(gathered[unit.name] for unit in plan.units if _keeps_parameters(unit))
-    passing = sorted((gathered[unit.name] for unit in plan.units if not _keeps_parameters(unit)), reverse=True)
     accumulating = plan.options.microbatches > 1
     held, largest = 0, 0
     for unit in plan.units:
@@ -132,14 +130,10 @@ def _stage_totals(plan: ShardingPlan, stage: int) -> Totals:
         optimizer_bytes=ADAMW_STATES * sum(row.bytes_per_rank for row in rows if row.trainable),
         largest_unit=plan.unit(largest_name).label,
         largest_unit_bytes=gathered[largest_name],
-        gathered_peak_bytes=kept + sum(passing[:2]),
+        gathered_peak_bytes=gathered_peak(plan, gathered),
         unsharded_gradient_peak_bytes=held + largest,
         traffic=UnitTraffic(*(_total(traffic, name) for name in UnitTraffic.__dataclass_fields__)),
     )
-
-
-def _keeps_parameters(unit: UnitRow) -> bool:
-    return unit.sync is SyncPolicy.DEFER or not unit.reshard_after_forward
 
 
 def _unit_bytes(plan: ShardingPlan, unit: UnitRow, stage: int | None) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from torch import nn
 from meshwright.errors import LayoutError, PlanError
 from meshwright.layout import Layout, ModelSizes
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
+from meshwright.plan.prefetch import prefetch_problems
 from meshwright.plan.recompute import checkpointing_modes
 from meshwright.plan.sharding_plan import ROOT, ParameterRow, ShardingPlan, UnitRow, itemsize
 from meshwright.plan.spec import ParallelSpec, generalize, last_of_each_container, match_names
@@ -62,6 +63,7 @@ def resolve(
     if frozen and all(claim.name in frozen or not claim.requires_grad for claim in claims):
         problems.append(f"freeze={list(options.freeze)}: leaves no parameter to train")
     _assign_sync(drafts, options, problems)
+    problems += prefetch_problems(options, layout, [draft.sync for draft in drafts.values()])
     layers = tuple(draft.name for draft in drafts.values() if draft.kind == "layer")
     modes = checkpointing_modes(options, model, layers, problems)
     sharing = resolve_tensor_parallel(spec, model, layout, options, sizes, claims, problems)
@@ -317,8 +319,8 @@ def _reduce_dtype(unit: _Draft, stored: str) -> str:
 
 
 def _affordable_policy(drafts: Mapping[str, _Draft], rows: Sequence[ParameterRow], options: ParallelOptions) -> SyncPolicy:
-    """``defer`` where all that it would keep unsharded through a step fits the budget, and resharding is not asked for."""
-    if options.reshard_after_forward:
+    """``defer`` where all that it would keep unsharded through a step fits the budget, and gathering anew is not asked for."""
+    if options.reshard_after_forward or options.prefetch_backward is not None:
         return SyncPolicy.REDUCE_EACH
     undecided = [row for row in rows if drafts[row.unit].sync is None]
     kept = sum(row.gathered_bytes for row in undecided)
@@ -335,7 +337,7 @@ def _unit_rows(
     modes: Mapping[str, ActivationCheckpointing],
 ) -> tuple[UnitRow, ...]:
     units = []
-    in_backward = _gathered_in_backward(list(drafts), rows)
+    in_backward = _gathered_in_backward(list(drafts), rows, implicit=options.prefetch_backward is None)
     for draft in drafts.values():
         units.append(
             UnitRow(
@@ -355,10 +357,11 @@ def _unit_rows(
     return tuple(units)
 
 
-def _gathered_in_backward(names: Sequence[str], rows: Sequence[ParameterRow]) -> set[str]:
+def _gathered_in_backward(names: Sequence[str], rows: Sequence[ParameterRow], *, implicit: bool) -> set[str]:
     """Units whose parameters backward gathers: a gradient flows through those that hold or follow something trainable.
 
-    And one more: before it runs the backward of a unit, FSDP prefetches the one that finished forward before it.
+    And one more, if it is left to FSDP (``implicit``): before it runs the backward of a unit, it prefetches the one that
+    finished forward before it.
     """
     last_row = {row.unit: index for index, row in enumerate(rows)}
     first_trainable = next((index for index, row in enumerate(rows) if row.trainable), len(rows))
@@ -370,7 +373,8 @@ def _gathered_in_backward(names: Sequence[str], rows: Sequence[ParameterRow]) ->
         running.append(name)
     finishing.extend(reversed(running))
     flows = [first_trainable <= last_row.get(name, -1) for name in finishing]
-    return {name for name, flow, next_flows in zip(finishing, flows, [*flows[1:], False], strict=True) if flow or next_flows}
+    following = [implicit and flow for flow in (*flows[1:], False)]
+    return {name for name, flow, ahead in zip(finishing, flows, following, strict=True) if flow or ahead}
 
 
 def _check_units(units: Sequence[UnitRow], rows: Sequence[ParameterRow]) -> None:

@@ -93,6 +93,18 @@ class ParallelConfig(_Section):
         default=True,
         description="With reduce_each and replicas: all-reduce across replicas only in the last microbatch.",
     )
+    prefetch_forward: int | None = Field(
+        default=None,
+        ge=1,
+        description="How many layers ahead all-gathers are started in forward; each holds one layer more. null: FSDP2's own "
+        "way, which overlaps one where the CPU runs ahead of the GPU.",
+    )
+    prefetch_backward: int | None = Field(
+        default=None,
+        ge=0,
+        description="The same in backward; 0: none. null: FSDP2's own way, one ahead. A number excludes sync=defer, under "
+        "which backward gathers nothing.",
+    )
     cpu_offload: bool = Field(default=False, description="Keep shards, gradients and optimizer state in host memory.")
     activation_checkpointing: ActivationCheckpointing = Field(
         default=ActivationCheckpointing.NONE,

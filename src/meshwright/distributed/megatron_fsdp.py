@@ -1,0 +1,310 @@
+"""Megatron-FSDP, NVIDIA's ZeRO, as an alternative engine: the names and arguments that people know as nvFSDP.
+
+The library was published as nvFSDP and is now `megatron-fsdp`. Every argument of the reference reaches it, or is refused by
+name. What is refused was found in version 0.6.1, by reading it and by running it over gloo with its CUDA streams replaced:
+
+- `overlap_grad_reduce=False` reduces twice (`no_shard`: gradients times the ranks; `optim`: wrong), or is set to true.
+- `overlap_param_gather=False` leaves weights as they were before the optimizer step, or is set to true.
+- `disable_bucketing` changes nothing: no bucket size is set that it could take away.
+- Tensor parallel: a weight that is sliced along its inputs (`RowwiseParallel`) gets a local shape that is not its own, and the
+  library's check of it fails.
+- Its own `fully_shard` gives all parameters the optimizer's defaults, and makes one step with zero gradients on them: AdamW
+  decays the weights and begins to count at 2. Here groups keep their settings, and the optimizer begins as it was.
+"""
+
+import importlib
+import inspect
+from dataclasses import dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from meshwright.distributed import _torch_compat
+from meshwright.distributed.megatron_fsdp_checks import model_problems, optimizer_problems, unit_classes
+from meshwright.errors import UnsupportedError
+
+__all__ = ["HAVE_NVFSDP", "nvfsdp_strategy_parallelize"]
+
+HAVE_NVFSDP = find_spec("megatron_fsdp") is not None
+"""Whether the library can be imported. It is imported on first use only: it takes seconds."""
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""What is sharded. The reference's page also says `params` and `grads_params`, which no version of the library knew."""
+
+
+def nvfsdp_strategy_parallelize(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    optimizer: Optimizer | None = None,
+    nvfsdp_unit_modules: list[str] | None = None,
+    tp_shard_plan: dict[str, Any] | None = None,
+    data_parallel_sharding_strategy: str = "optim_grads_params",
+    init_nvfsdp_with_meta_device: bool = False,
+    grad_reduce_in_fp32: bool = False,
+    preserve_fp32_weights: bool = False,
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    check_for_nan_in_grad: bool = True,
+    average_in_collective: bool = False,
+    disable_bucketing: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache_when_using_custom_fsdp: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
+    dp_mesh_name: str = "dp",
+    cp_mesh_name: str = "cp",
+    tp_mesh_name: str = "tp",
+) -> tuple[nn.Module, Optimizer | None]:
+    """Shard a model, and its optimizer, with Megatron-FSDP. Needs NVIDIA GPUs and `pip install 'meshwright[megatron]'`.
+
+    Args:
+        model: materialised with the same values on every rank, or on the meta device (see ``init_nvfsdp_with_meta_device``).
+            It is wrapped; the wrapper's ``module`` is the model itself.
+        device_mesh: has the three axes named below, of size 1 where they are not used, and spans them alone.
+        optimizer: of the model's parameters, without state yet. It goes on to hold their shards, group by group.
+        nvfsdp_unit_modules: class names, or dotted paths of classes, whose instances are gathered as one. ``None``: the layers
+            that the model declares.
+        tp_shard_plan: legal is ``None``; :class:`~meshwright.distributed.fsdp2.FSDP2Manager` carries tensor parallel out.
+        data_parallel_sharding_strategy: ``no_shard``, ``optim``, ``optim_grads`` or ``optim_grads_params``: what is sharded.
+        init_nvfsdp_with_meta_device: materialise the model's meta parameters unit by unit, by each module's own
+            ``reset_parameters()``. Every rank draws for itself: seed them alike.
+        grad_reduce_in_fp32: gradients travel in fp32; with ``preserve_fp32_weights`` they are accumulated in it, too.
+        preserve_fp32_weights: the optimizer updates an fp32 copy of each shard.
+        overlap_grad_reduce: legal is true.
+        overlap_param_gather: legal is true; with ``no_shard`` nothing is gathered, and both are.
+        check_for_nan_in_grad: raise ``ValueError`` at a NaN or infinite gradient, before it is reduced. Waits for the GPU at
+            each parameter.
+        average_in_collective: NCCL averages, instead of a sum of gradients that were divided before.
+        disable_bucketing: legal is false.
+        calculate_per_token_loss: add gradients over the data ranks instead of averaging them.
+        keep_fp8_transpose_cache_when_using_custom_fsdp: for models with layers of TransformerEngine.
+        nccl_ub: register buffers with NCCL; needs Megatron Core's or Apex's allocator. Double buffers come with it.
+        fsdp_double_buffer: two persistent buffers for what is gathered and reduced; needs units of one size.
+        dp_mesh_name: axis of the data ranks.
+        cp_mesh_name: axis of the ranks that share a sequence. Parameters are sharded over it, too; cutting the sequences is the
+            caller's part.
+        tp_mesh_name: axis of tensor parallel, which the library wants to see; of size 1.
+
+    Returns:
+        The wrapped model, and the optimizer (``None`` where none was given).
+
+    Raises:
+        UnsupportedError: everything that is missing or cannot be done, in one report, before anything was changed.
+    """
+    given = dict(locals())
+    _torch_compat.check()
+    settings = _Settings(**{item.name: given[item.name] for item in fields(_Settings)})
+    problems = [*_machine_problems(device_mesh), *settings.problems(model)]
+    sizes = _axis_sizes(device_mesh, (dp_mesh_name, cp_mesh_name, tp_mesh_name), problems)
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        problems.append("the model has FSDP units already")
+    problems += model_problems(model, init_nvfsdp_with_meta_device)
+    same_size = "nccl_ub" if nccl_ub else "fsdp_double_buffer" if fsdp_double_buffer else None
+    units = unit_classes(model, nvfsdp_unit_modules, problems, same_size)
+    if tp_shard_plan is not None or sizes.get(tp_mesh_name, 1) > 1:
+        problems.append(
+            f"tp_shard_plan and {tp_mesh_name}={sizes.get(tp_mesh_name, 1)}: megatron-fsdp cannot hold weights that are sliced "
+            "along their inputs; legal are None and 1"
+        )
+    names = optimizer_problems(model, optimizer, problems)
+    if problems:
+        raise UnsupportedError(problems)
+    library = importlib.import_module("megatron_fsdp")
+    if problems := _library_problems(library, settings):
+        raise UnsupportedError(problems)
+
+    shard_mesh, shard_name = device_mesh[dp_mesh_name], dp_mesh_name
+    if sizes[cp_mesh_name] > 1:
+        shard_name = f"{dp_mesh_name}_{cp_mesh_name}"
+        shard_mesh = _torch_compat.flatten_mesh(device_mesh[dp_mesh_name, cp_mesh_name], shard_name)
+    mesh = _torch_compat.concatenate_meshes([shard_mesh, device_mesh[tp_mesh_name]])
+    wrapped = library.fully_shard_model(
+        model,
+        **settings.library(),
+        mixed_precision_policy=library.MixedPrecisionPolicy(**settings.precision()),
+        device_mesh=mesh,
+        dp_shard_dim=shard_name,
+        tp_dim=tp_mesh_name,
+        expt_device_mesh=mesh,  # experts that are not spread have the groups of everything else
+        fsdp_unit_modules=units,
+        device=_device(),
+    )
+    if optimizer is not None:
+        _rebind(optimizer, names, wrapped, library)
+    return wrapped, optimizer
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """The arguments that are switches of the library, under the names of the reference."""
+
+    data_parallel_sharding_strategy: str
+    init_nvfsdp_with_meta_device: bool
+    grad_reduce_in_fp32: bool
+    preserve_fp32_weights: bool
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    check_for_nan_in_grad: bool
+    average_in_collective: bool
+    disable_bucketing: bool
+    calculate_per_token_loss: bool
+    keep_fp8_transpose_cache_when_using_custom_fsdp: bool
+    nccl_ub: bool
+    fsdp_double_buffer: bool
+
+    def library(self) -> dict[str, Any]:
+        """Under the names of the library."""
+        return {
+            "zero_dp_strategy": self.data_parallel_sharding_strategy,
+            "init_model_with_meta_device": self.init_nvfsdp_with_meta_device,
+            "overlap_grad_reduce": self.overlap_grad_reduce,
+            "overlap_param_gather": self.overlap_param_gather,
+            "report_nan_in_param_grad": self.check_for_nan_in_grad,
+            "average_in_collective": self.average_in_collective,
+            "disable_bucketing": self.disable_bucketing,
+            "calculate_per_token_loss": self.calculate_per_token_loss,
+            "keep_fp8_transpose_cache": self.keep_fp8_transpose_cache_when_using_custom_fsdp,
+            "nccl_ub": self.nccl_ub,
+            "fsdp_double_buffer": self.fsdp_double_buffer,
+        }
+
+    def precision(self) -> dict[str, torch.dtype | None]:
+        """Fields of the library's policy. ``None``: the dtype of the parameter."""
+        fp32 = torch.float32
+        return {
+            "main_params_dtype": fp32 if self.preserve_fp32_weights else None,
+            # An fp32 buffer of gradients needs fp32 weights: the library hangs it on them as it is.
+            "main_grads_dtype": fp32 if self.grad_reduce_in_fp32 and self.preserve_fp32_weights else None,
+            "grad_comm_dtype": fp32 if self.grad_reduce_in_fp32 else None,
+        }
+
+    def problems(self, model: nn.Module) -> list[str]:
+        """Values that the library cannot honour, for this model."""
+        strategy, found = self.data_parallel_sharding_strategy, []
+        if strategy not in STRATEGIES:
+            found.append(f"data_parallel_sharding_strategy={strategy!r}: legal are {', '.join(STRATEGIES)}")
+        if self.init_nvfsdp_with_meta_device and strategy == "no_shard":
+            found.append("init_nvfsdp_with_meta_device=True: not with no_shard; legal is False, or another strategy")
+        if not self.overlap_grad_reduce:
+            found.append("overlap_grad_reduce=False: megatron-fsdp reduces twice then, or overlaps all the same; legal is True")
+        if not self.overlap_param_gather and strategy != "no_shard":
+            found.append(
+                "overlap_param_gather=False: megatron-fsdp goes on with the weights of before the optimizer step then, or "
+                "overlaps all the same; legal is True, or data_parallel_sharding_strategy='no_shard'"
+            )
+        if self.average_in_collective and self.calculate_per_token_loss:
+            found.append("average_in_collective=True: calculate_per_token_loss=True adds gradients up; legal is one of the two")
+        if self.disable_bucketing:
+            found.append("disable_bucketing=True: megatron-fsdp has one bucket a unit with both values; legal is False")
+        if self.keep_fp8_transpose_cache_when_using_custom_fsdp and not _has_transformer_engine(model):
+            found.append(
+                "keep_fp8_transpose_cache_when_using_custom_fsdp=True: the model has no layers of TransformerEngine, so there "
+                "is no such cache; legal is False"
+            )
+        if self.nccl_ub and not (_importable("megatron.core.nccl_allocator") or _importable("apex.contrib.nccl_allocator")):
+            found.append("nccl_ub=True: needs the NCCL allocator of megatron-core or apex, not installed here; legal is False")
+        for name in ("nccl_ub", "fsdp_double_buffer"):
+            if getattr(self, name) and strategy in ("no_shard", "optim"):
+                found.append(
+                    f"{name}=True: {strategy} gathers and scatters in place, so there is nothing to buffer; legal is False"
+                )
+        return found
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _machine_problems(mesh: DeviceMesh) -> list[str]:
+    found = []
+    if not HAVE_NVFSDP:
+        found.append("megatron-fsdp is not installed: pip install 'meshwright[megatron]'")
+    if not torch.cuda.is_available():
+        found.append("no CUDA device here: megatron-fsdp runs on NVIDIA GPUs alone; fsdp2_strategy_parallelize runs anywhere")
+    elif mesh.device_type != "cuda":
+        found.append(f"device_mesh: is of {mesh.device_type!r}; legal is 'cuda'")
+    return found
+
+
+def _axis_sizes(mesh: DeviceMesh, names: tuple[str, str, str], problems: list[str]) -> dict[str, int]:
+    """Sizes of the three axes, which together must be the whole mesh: over any other, gradients would not be reduced."""
+    sizes = {}
+    for name, argument in zip(names, ("dp_mesh_name", "cp_mesh_name", "tp_mesh_name"), strict=True):
+        try:
+            sizes[name] = mesh[name].size()
+        except (KeyError, RuntimeError):
+            known = ", ".join(mesh.mesh_dim_names or ())
+            problems.append(
+                f"{argument}={name!r}: device_mesh has no such axis; it has {known or 'no names'}; its size may be 1"
+            )
+    if len(sizes) == len(names):
+        total = 1
+        for size in sizes.values():
+            total *= size
+        if total != mesh.size():
+            shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
+            problems.append(f"device_mesh: {shown} are {total} of its {mesh.size()} ranks; legal are axes that span it all")
+    elif len(set(names)) < len(names):
+        problems.append(f"dp_mesh_name, cp_mesh_name, tp_mesh_name: {', '.join(names)} must be three axes")
+    return sizes
+
+
+def _library_problems(library: ModuleType, settings: _Settings) -> list[str]:
+    """Arguments that this release of the library does not take."""
+    try:
+        release = f"megatron-fsdp {version('megatron-fsdp')}"
+    except PackageNotFoundError:
+        release = "megatron-fsdp"
+    needed = {
+        "fully_shard_model": {
+            *settings.library(),
+            *("device_mesh", "dp_shard_dim", "tp_dim", "expt_device_mesh", "fsdp_unit_modules", "device"),
+            "mixed_precision_policy",
+        },
+        "MixedPrecisionPolicy": set(settings.precision()),
+        "fully_shard_optimizer": set(),
+    }
+    found = []
+    for name, arguments in needed.items():
+        if not hasattr(library, name):
+            found.append(f"{release} has no {name}; the tests ran with 0.6.1")
+            continue
+        missing = arguments - inspect.signature(getattr(library, name)).parameters.keys()
+        found += [f"{release}: {name} takes no {argument}; the tests ran with 0.6.1" for argument in sorted(missing)]
+    return found
+
+
+def _has_transformer_engine(model: nn.Module) -> bool:
+    return any(type(module).__module__.partition(".")[0] == "transformer_engine" for module in model.modules())
+
+
+def _importable(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _rebind(optimizer: Optimizer, names: list[list[str]], wrapped: nn.Module, library: ModuleType) -> None:
+    """Let the groups of an optimizer hold the shards of their parameters, and the library drive it."""
+    shards = dict(wrapped.module.named_parameters())  # type: ignore[union-attr]
+    rates = []
+    for group, group_names in zip(optimizer.param_groups, names, strict=True):
+        rest = {key: value for key, value in group.items() if key != "params"}
+        rates.append(rest["lr"])
+        group.clear()
+        group["params"] = [shards[name] for name in group_names]  # first: the library takes the first key for it
+        group.update(rest)
+        # The library makes a step on zero gradients to have the state allocated. At this rate it moves no weight.
+        group["lr"] = torch.zeros_like(rest["lr"]) if isinstance(rest["lr"], torch.Tensor) else 0.0
+    library.fully_shard_optimizer(optimizer)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    optimizer.state.clear()  # it has counted that step

@@ -1,0 +1,151 @@
+"""What Megatron-FSDP can take: models, units and optimizers, checked before it is asked."""
+
+import pkgutil
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from meshwright.errors import ModelError
+
+__all__ = ["model_problems", "optimizer_problems", "unit_classes"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of gradients that the library has buffers for."""
+
+
+def model_problems(model: nn.Module, from_meta: bool) -> list[str]:
+    """Parameters that the library cannot hold, and, if it is to materialise the model, modules that cannot do it."""
+    named = dict(model.named_parameters())
+    found = [
+        f"parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}; legal for a trained one are float32, bfloat16, "
+        "float16"
+        for name, parameter in named.items()
+        if parameter.requires_grad and parameter.dtype not in DTYPES
+    ]
+    on_meta = [name for name, parameter in named.items() if parameter.is_meta]
+    if not from_meta:
+        if on_meta:
+            found.append(
+                f"init_nvfsdp_with_meta_device=False: {on_meta[0]!r} is on the meta device, and {len(on_meta) - 1} others; "
+                "legal is True, or a model that was materialised"
+            )
+        return found
+    if not on_meta:
+        found.append("init_nvfsdp_with_meta_device=True: no parameter is on the meta device; legal is False")
+    silent, owned = [], set()
+    for name, module in model.named_modules():
+        if not any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+            continue
+        owned |= {id(buffer) for buffer in module.buffers(recurse=False)}
+        if not (hasattr(module, "reset_parameters") or hasattr(module, "_reset_parameters")):
+            silent.append(f"{name or '(root)'} ({type(module).__name__})")
+    if silent:
+        found.append(
+            f"init_nvfsdp_with_meta_device=True: {silent[0]} has no reset_parameters(), nor have {len(silent) - 1} others; "
+            "materialise the model, and pass False"
+        )
+    lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and id(buffer) not in owned]
+    if lost:
+        found.append(f"init_nvfsdp_with_meta_device=True: nothing would fill the buffer {lost[0]!r}; materialise the model")
+    tied = _names_by_parameter(model)
+    shared = next((names for names in tied.values() if len(names) > 1 and named[names[0]].is_meta), None)
+    if shared:
+        found.append(f"init_nvfsdp_with_meta_device=True: {' and '.join(shared)} are one parameter, and would be two then")
+    return found
+
+
+def _names_by_parameter(model: nn.Module) -> dict[int, list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
+def unit_classes(
+    model: nn.Module, names: Sequence[str] | None, problems: list[str], same_size: str | None = None
+) -> list[type[nn.Module]]:
+    """The classes of the units.
+
+    Args:
+        model: that has instances of them.
+        names: class names, or dotted paths of classes; ``None``: the classes of the layers that the model declares.
+        problems: gets a line for each name that is no class of the model, for units inside units, and units of several sizes.
+        same_size: the argument that needs units of one size; ``None``: there is none.
+    """
+    modules = dict(model.named_modules())
+    found: dict[type[nn.Module], None] = {}
+    if names is None:
+        from meshwright.distributed.parallelizer import get_lm_ac_layers
+
+        try:
+            found = dict.fromkeys(type(layer) for layer in get_lm_ac_layers(model))
+        except ModelError as error:
+            problems.append(f"nvfsdp_unit_modules=None: {'; '.join(error.problems)}; or name the classes of the units")
+    else:
+        if not names:
+            problems.append("nvfsdp_unit_modules=[]: legal are class names of the model, or None")
+        known: dict[type[nn.Module], None] = dict.fromkeys(type(module) for module in modules.values())
+        for name in names:
+            matched = [kind for kind in known if issubclass(kind, _resolved(name))] if "." in name else []
+            matched = matched or [kind for kind in known if kind.__name__ == name]
+            if not matched:
+                some = sorted({kind.__name__ for kind in known})
+                problems.append(f"nvfsdp_unit_modules: {name!r} is the class of no module; there are {', '.join(some)}")
+            found.update(dict.fromkeys(matched))
+    units = [name for name, module in modules.items() if isinstance(module, tuple(found))]
+    inside = next((name for name in units if any(_within(name, other) for other in units)), None)
+    if inside is not None:
+        around = next(other for other in units if _within(inside, other))
+        problems.append(
+            f"nvfsdp_unit_modules: {inside!r} ({type(modules[inside]).__name__}) lies in {around or '(root)'!r} "
+            f"({type(modules[around]).__name__}), which is gathered as one; name one of the two"
+        )
+    sizes = {name: sorted((str(p.dtype), p.numel()) for p in modules[name].parameters()) for name in units}
+    other = next((name for name in units if sizes[name] != sizes[units[0]]), None)
+    if same_size and other is not None:
+        problems.append(
+            f"{same_size}=True: needs units of one size, and {units[0]!r} and {other!r} differ; legal is False, or other units"
+        )
+    return list(found)
+
+
+def _resolved(path: str) -> type:
+    """The class at a dotted path; one that no module is an instance of, where there is none."""
+    try:
+        kind = pkgutil.resolve_name(path)
+    except (ImportError, AttributeError, ValueError):
+        kind = None
+    return kind if isinstance(kind, type) and issubclass(kind, nn.Module) else _NoModule
+
+
+class _NoModule:
+    """No module is of this class."""
+
+
+def _within(name: str, other: str) -> bool:
+    return name != other and (not other or name.startswith(f"{other}."))
+
+
+def optimizer_problems(model: nn.Module, optimizer: Optimizer | None, problems: list[str]) -> list[list[str]]:
+    """Names of the parameters of each group; lines go to ``problems`` if the optimizer cannot be taken over."""
+    if optimizer is None:
+        return []
+    names = {key: found[0] for key, found in _names_by_parameter(model).items()}
+    groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+    if strangers := sum(not name for name in _flat(groups)):
+        problems.append(f"optimizer: {strangers} of its parameters are not the model's")
+    if not all(groups):
+        problems.append("optimizer: has a group without parameters")
+    if optimizer.state:
+        problems.append("optimizer: has made steps already; pass one without state, and load the state afterwards")
+    if not all("lr" in group for group in optimizer.param_groups):
+        problems.append(f"optimizer: {type(optimizer).__name__} has no lr, which megatron-fsdp's first step needs to be 0")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        problems.append("optimizer: LBFGS calls the loss itself, and megatron-fsdp steps without it")
+    return groups
+
+
+def _flat(groups: Iterable[Iterable[str]]) -> list[str]:
+    return [name for group in groups for name in group]

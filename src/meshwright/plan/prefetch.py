@@ -1,0 +1,133 @@
+"""Which units are gathered ahead of their use, and what is held at once because of it.
+
+Without options FSDP2 decides: in forward the next unit's all-gather runs beside the current one's compute, because the CPU is
+ahead of the GPU; in backward each unit starts the all-gather of the one that finished forward before it. With
+`prefetch_forward` and `prefetch_backward` every unit, as its own turn comes, starts those of the next so many.
+
+The turns: a layer, with the units inside it, is one; so is a unit outside the layers. A unit that has layers in it, such as
+the root, is no turn: it is gathered all the while that they run.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.layout import Layout
+from meshwright.plan.options import ParallelOptions, SyncPolicy
+from meshwright.plan.sharding_plan import ROOT, ShardingPlan, UnitRow
+
+__all__ = ["Turns", "gathered_peak", "prefetch_problems", "prefetch_targets", "turns"]
+
+IMPLICIT = 1
+"""How many turns ahead FSDP2 gathers where nothing is said."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The units of a plan by when they are needed.
+
+    Attributes:
+        around: units that have layers in them; the root is the first.
+        turns: the others, in forward order: the units of one turn, the outer one first.
+    """
+
+    around: tuple[UnitRow, ...]
+    turns: tuple[tuple[UnitRow, ...], ...]
+
+
+def turns(plan: ShardingPlan) -> Turns:
+    """Divide the units of a plan."""
+    around: list[UnitRow] = []
+    found: list[list[UnitRow]] = []
+    for unit in plan.units:  # in the order of the model, parents first
+        prefix = f"{unit.name}."
+        if unit.name == ROOT or any(layer.startswith(prefix) for layer in plan.layers):
+            around.append(unit)
+        elif found and unit.name.startswith(f"{found[-1][0].name}."):
+            found[-1].append(unit)
+        else:
+            found.append([unit])
+    return Turns(tuple(around), tuple(map(tuple, found)))
+
+
+def prefetch_targets(plan: ShardingPlan) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
+    """For each unit the units whose all-gathers it starts in forward, and in backward, in this order.
+
+    Units that are not named keep to FSDP2's own ways. In backward these would prefetch, so every unit is named there, with
+    itself (which is gathered then) if it is to start no other.
+    """
+    options, parts = plan.options, turns(plan)
+    forward: dict[str, tuple[str, ...]] = {}
+    backward: dict[str, tuple[str, ...]] = {}
+    if options.prefetch_forward is not None:
+        ahead = options.prefetch_forward
+        forward[ROOT] = _names(parts.turns[:ahead])
+        for index, turn in enumerate(parts.turns):
+            forward[turn[0].name] = _names(parts.turns[index + 1 : index + 1 + ahead])
+    if options.prefetch_backward is not None:
+        ahead = options.prefetch_backward
+        order = [[unit for unit in reversed(turn) if unit.gathers_in_backward] for turn in reversed(parts.turns)]
+        backward = {unit.name: (unit.name,) for unit in plan.units}
+        backward[ROOT] = _names(order[:ahead]) or (ROOT,)
+        for index, turn in enumerate(reversed(parts.turns)):
+            backward[turn[0].name] = _names(order[index + 1 : index + 1 + ahead]) or (turn[0].name,)
+    return {name: names for name, names in forward.items() if names}, backward
+
+
+def _names(turns: Iterable[Sequence[UnitRow]]) -> tuple[str, ...]:
+    return tuple(unit.name for turn in turns for unit in turn)
+
+
+def gathered_peak(plan: ShardingPlan, gathered: Mapping[str, int]) -> int:
+    """Bytes of gathered parameters that a rank holds at the worst moment of a forward and backward.
+
+    Args:
+        plan: says what is freed after forward, and what is gathered ahead.
+        gathered: bytes of each unit, by its name.
+    """
+    parts, options = turns(plan), plan.options
+    forward = IMPLICIT if options.prefetch_forward is None else options.prefetch_forward
+    backward = IMPLICIT if options.prefetch_backward is None else options.prefetch_backward
+    whole = sum(gathered[unit.name] for unit in parts.around)
+    deferred = [sum(gathered[unit.name] for unit in turn if unit.sync is SyncPolicy.DEFER) for turn in parts.turns]
+    kept = [sum(gathered[unit.name] for unit in turn if _kept_till_backward(unit)) for turn in parts.turns]
+    passing = [
+        sum(gathered[unit.name] for unit in turn) - deferred[index] - kept[index] for index, turn in enumerate(parts.turns)
+    ]
+    peak = 0
+    for turn in range(len(parts.turns)):
+        # In forward what is kept has come up to the turns gathered ahead; in backward, what is kept is left down to this turn.
+        last = turn + forward + 1
+        peak = max(peak, sum(deferred[:last]) + sum(kept[:last]) + sum(passing[turn:last]))
+        first = max(turn - backward, 0)
+        peak = max(peak, sum(deferred) + sum(kept[: turn + 1]) + sum(passing[first : turn + 1]))
+    return whole + peak
+
+
+def _kept_till_backward(unit: UnitRow) -> bool:
+    return unit.sync is not SyncPolicy.DEFER and not unit.reshard_after_forward
+
+
+def prefetch_problems(options: ParallelOptions, layout: Layout, syncs: Iterable[SyncPolicy | None]) -> list[str]:
+    """Prefetching that has nothing to do.
+
+    Args:
+        options: the choices.
+        layout: the sizes, resolved.
+        syncs: the policy of each unit; ``None``: not decided yet.
+    """
+    found = []
+    chosen = {name: getattr(options, name) for name in ("prefetch_forward", "prefetch_backward")}
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    if layout.size("dp_shard_cp") == 1 and layout.size("dp_replicate") > 1:
+        return [
+            f"{name}={value}: with dp_shard=1 and replicas nothing is gathered; leave it out" for name, value in chosen.items()
+        ]
+    if "prefetch_backward" in chosen:
+        text = f"prefetch_backward={options.prefetch_backward}"
+        if options.reshard_after_forward is False:
+            found.append(f"{text}: reshard_after_forward=False leaves nothing to gather in backward; leave one of them out")
+        if all(sync is SyncPolicy.DEFER for sync in syncs):
+            found.append(
+                f"{text} and sync=defer: nothing is gathered in backward; legal with it are reshard_each and reduce_each"
+            )
+    return found

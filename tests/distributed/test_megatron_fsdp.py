@@ -1,0 +1,257 @@
+"""nvfsdp_strategy_parallelize: its arguments, what it refuses, and what reaches the library. The run itself needs a GPU."""
+
+import inspect
+import subprocess
+import sys
+from dataclasses import fields, replace
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from meshwright.distributed import megatron_fsdp, parallelizer
+from meshwright.distributed.fsdp import shard_unit
+from meshwright.distributed.megatron_fsdp import HAVE_NVFSDP, STRATEGIES, _library_problems, _Settings
+from meshwright.distributed.megatron_fsdp_checks import model_problems, optimizer_problems, unit_classes
+from meshwright.errors import UnsupportedError
+from tests.harness import run_ranks
+from tests.tiny import make, tiny_model
+
+REFERENCE = {
+    "optimizer": None,
+    "nvfsdp_unit_modules": None,
+    "tp_shard_plan": None,
+    "data_parallel_sharding_strategy": "optim_grads_params",
+    "init_nvfsdp_with_meta_device": False,
+    "grad_reduce_in_fp32": False,
+    "preserve_fp32_weights": False,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "check_for_nan_in_grad": True,
+    "average_in_collective": False,
+    "disable_bucketing": False,
+    "calculate_per_token_loss": False,
+    "keep_fp8_transpose_cache_when_using_custom_fsdp": False,
+    "nccl_ub": False,
+    "fsdp_double_buffer": False,
+    "dp_mesh_name": "dp",
+    "cp_mesh_name": "cp",
+    "tp_mesh_name": "tp",
+}
+"""Arguments and defaults of the reference's page, in its order."""
+
+SETTINGS = _Settings(**{item.name: REFERENCE[item.name] for item in fields(_Settings)})  # type: ignore[arg-type]
+needs_library = pytest.mark.skipif(not HAVE_NVFSDP, reason="megatron-fsdp is not installed (the extra [megatron])")
+
+
+def test_arguments_are_those_of_the_reference() -> None:
+    found = inspect.signature(parallelizer.nvfsdp_strategy_parallelize).parameters
+    assert list(found) == ["model", "device_mesh", *REFERENCE]
+    assert {name: found[name].default for name in REFERENCE} == REFERENCE
+
+
+def test_the_library_is_looked_for_and_not_imported() -> None:
+    assert (find_spec("megatron_fsdp") is not None) == parallelizer.HAVE_NVFSDP
+    script = "import sys, meshwright.distributed.parallelizer; assert 'megatron_fsdp' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"data_parallel_sharding_strategy": "params"}, "data_parallel_sharding_strategy='params': legal are no_shard, optim"),
+    ({"overlap_grad_reduce": False}, "overlap_grad_reduce=False: "),
+    ({"overlap_param_gather": False}, "overlap_param_gather=False: "),
+    ({"disable_bucketing": True}, "disable_bucketing=True: "),
+    ({"average_in_collective": True, "calculate_per_token_loss": True}, "average_in_collective=True: "),
+    ({"keep_fp8_transpose_cache_when_using_custom_fsdp": True}, "keep_fp8_transpose_cache_when_using_custom_fsdp=True: "),
+    ({"nccl_ub": True}, "nccl_ub=True: needs the NCCL allocator"),
+    ({"fsdp_double_buffer": True, "data_parallel_sharding_strategy": "optim"}, "fsdp_double_buffer=True: optim gathers"),
+    ({"init_nvfsdp_with_meta_device": True}, "init_nvfsdp_with_meta_device=True: no parameter is on the meta device"),
+    (
+        {"init_nvfsdp_with_meta_device": True, "data_parallel_sharding_strategy": "no_shard"},
+        "init_nvfsdp_with_meta_device=True: not with no_shard",
+    ),
+    ({"tp_shard_plan": {}}, "tp_shard_plan and tp=1: "),
+    ({"tp_mesh_name": "cp", "cp_mesh_name": "tp"}, "tp_shard_plan and cp=2: "),
+    ({"cp_mesh_name": "tp"}, "dp_mesh_name, cp_mesh_name, tp_mesh_name: dp, tp, tp must be three axes"),
+    ({"dp_mesh_name": "data"}, "dp_mesh_name='data': device_mesh has no such axis; it has dp, cp, tp"),
+    ({"nvfsdp_unit_modules": ["Block"]}, "nvfsdp_unit_modules: 'Block' is the class of no module"),
+    ({"nvfsdp_unit_modules": []}, "nvfsdp_unit_modules=[]: "),
+    (
+        {"nvfsdp_unit_modules": ["LlamaDecoderLayer", "LlamaMLP"]},
+        "nvfsdp_unit_modules: 'model.layers.0.mlp' (LlamaMLP) lies in",
+    ),
+    (
+        {"fsdp_double_buffer": True, "nvfsdp_unit_modules": ["LlamaMLP", "LlamaAttention"]},
+        "fsdp_double_buffer=True: needs units of one size",
+    ),
+)
+
+
+def test_what_cannot_be_done_is_refused_by_name_before_anything_changes() -> None:
+    def on_rank(rank: int) -> list[tuple[str, ...]]:
+        mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp", "cp", "tp"))
+        model, _ = make("llama")
+        optimizer = torch.optim.AdamW(model.parameters())
+        before = {name: (id(value), value.clone()) for name, value in model.named_parameters()}
+        found = []
+        for settings, _ in ({}, ""), *REFUSED:
+            with pytest.raises(UnsupportedError) as error:
+                parallelizer.nvfsdp_strategy_parallelize(model, mesh, optimizer, **settings)
+            found.append(error.value.problems)
+        after = dict(model.named_parameters())
+        assert all(id(after[name]) == key and after[name].equal(value) for name, (key, value) in before.items())
+        assert not optimizer.state
+        with pytest.raises((KeyError, RuntimeError)):
+            _ = mesh["dp_cp"]
+        return found
+
+    plain, *refused = run_ranks(on_rank, 2)[0]
+    here = "no CUDA device here: " if not torch.cuda.is_available() else "device_mesh: is of 'cpu'"
+    assert [problem.startswith(here) for problem in plain if "not installed" not in problem] == [True]
+    for problems, (settings, text) in zip(refused, REFUSED, strict=True):
+        assert any(problem.startswith(text) for problem in problems), (settings, problems)
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron_fsdp, "HAVE_NVFSDP", False)
+
+    def on_rank(rank: int) -> tuple[str, ...]:
+        mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp", "cp", "tp"))
+        with pytest.raises(UnsupportedError) as error:
+            parallelizer.nvfsdp_strategy_parallelize(make("llama")[0], mesh)
+        return error.value.problems
+
+    assert "megatron-fsdp is not installed: pip install 'meshwright[megatron]'" in run_ranks(on_rank, 1)[0]
+
+
+def test_axes_that_leave_ranks_out_and_models_that_are_sharded_are_refused() -> None:
+    def on_rank(rank: int) -> tuple[str, ...]:
+        mesh = init_device_mesh("cpu", (2, 1, 1, 1), mesh_dim_names=("pp", "dp", "cp", "tp"))
+        model, _ = make("llama")
+        policies = torch.distributed.fsdp.MixedPrecisionPolicy(), torch.distributed.fsdp.OffloadPolicy()
+        shard_unit(model, mesh["pp"], *policies, True)
+        with pytest.raises(UnsupportedError) as error:
+            parallelizer.nvfsdp_strategy_parallelize(model, mesh)
+        return error.value.problems
+
+    problems = run_ranks(on_rank, 2)[0]
+    assert "device_mesh: dp=1 x cp=1 x tp=1 are 1 of its 2 ranks; legal are axes that span it all" in problems
+    assert "the model has FSDP units already" in problems
+
+
+# -- what reaches the library ------------------------------------------------------------------------------------------------
+
+
+@needs_library
+def test_the_installed_library_takes_what_is_passed() -> None:
+    import megatron_fsdp as library
+
+    assert _library_problems(library, SETTINGS) == []
+
+
+@needs_library
+@pytest.mark.parametrize("name", [item.name for item in fields(_Settings)])
+def test_every_switch_reaches_the_library(name: str) -> None:
+    value = "optim" if name == "data_parallel_sharding_strategy" else not getattr(SETTINGS, name)
+    changed = replace(SETTINGS, **{name: value})
+    if name in ("grad_reduce_in_fp32", "preserve_fp32_weights"):
+        assert changed.precision() != SETTINGS.precision()
+        return
+    ours, theirs = SETTINGS.library(), changed.library()
+    assert [theirs[key] for key in ours if ours[key] != theirs[key]] == [value]
+
+
+def test_dtypes_of_weights_and_gradients() -> None:
+    def dtypes(**changes: bool) -> list[Any]:
+        return list(replace(SETTINGS, **changes).precision().values())
+
+    fp32 = torch.float32
+    assert dtypes() == [None, None, None]
+    assert dtypes(preserve_fp32_weights=True) == [fp32, None, None]
+    assert dtypes(grad_reduce_in_fp32=True) == [None, None, fp32]
+    assert dtypes(grad_reduce_in_fp32=True, preserve_fp32_weights=True) == [fp32, fp32, fp32]
+
+
+def test_a_release_that_moved_an_argument_is_refused_by_name() -> None:
+    def fully_shard_model(module: Any, device_mesh: Any, dp_shard_dim: Any, tp_dim: Any, **others: Any) -> None: ...
+
+    problems = _library_problems(SimpleNamespace(fully_shard_model=fully_shard_model), SETTINGS)  # type: ignore[arg-type]
+    assert any("fully_shard_model takes no report_nan_in_param_grad" in problem for problem in problems)
+    assert not any("takes no device_mesh" in problem for problem in problems)
+    assert any("has no MixedPrecisionPolicy" in problem for problem in problems)
+    assert any("has no fully_shard_optimizer" in problem for problem in problems)
+
+
+def test_no_shard_gathers_nothing_so_that_overlap_of_it_is_free() -> None:
+    model, _ = make("llama", meta=True)
+    for strategy in STRATEGIES:
+        settings = replace(SETTINGS, data_parallel_sharding_strategy=strategy, overlap_param_gather=False)
+        assert bool(settings.problems(model)) == (strategy != "no_shard")
+
+
+# -- models, units, optimizers -----------------------------------------------------------------------------------------------
+
+
+def test_units_are_the_declared_layers_or_classes_by_name_or_path() -> None:
+    model, problems = tiny_model(meta=True), []
+    layer = type(model.model.layers[0])
+    path = f"{layer.__module__}.{layer.__qualname__}"
+    for names in (None, ["LlamaDecoderLayer"], [path]):
+        assert unit_classes(model, names, problems) == [layer]
+    assert unit_classes(model, ["LlamaAttention", "LlamaMLP"], problems) == [
+        type(model.model.layers[0].self_attn),
+        type(model.model.layers[0].mlp),
+    ]
+    assert problems == []
+    plain, _ = make("plain", meta=True)
+    assert unit_classes(plain, None, problems) == []
+    assert problems[0].startswith("nvfsdp_unit_modules=None: Plain is not a model of transformers")
+    assert unit_classes(plain, ["Sequential"], problems) == [nn.Sequential]
+    assert len(problems) == 1
+
+
+def test_models_that_cannot_be_materialised_say_which_module() -> None:
+    plain, _ = make("plain", meta=True)
+    assert model_problems(plain, True) == []
+    assert model_problems(plain, False)[0].startswith("init_nvfsdp_with_meta_device=False: 'embed.weight' is on the meta")
+    llama = tiny_model(meta=True, tie_word_embeddings=True)
+    norm, buffer, tied = model_problems(llama, True)
+    assert "(LlamaRMSNorm) has no reset_parameters()" in norm
+    assert "nothing would fill the buffer 'model.rotary_emb.inv_freq'" in buffer
+    assert "model.embed_tokens.weight and lm_head.weight are one parameter" in tied
+    double = tiny_model().double()
+    assert "is float64; legal for a trained one are float32, bfloat16, float16" in model_problems(double, False)[0]
+    assert model_problems(double.requires_grad_(False), False) == []
+
+
+def test_optimizers_that_cannot_be_taken_over_are_refused() -> None:
+    model, other = make("plain")[0], nn.Linear(2, 2)
+
+    def found(optimizer: torch.optim.Optimizer) -> str:
+        problems: list[str] = []
+        optimizer_problems(model, optimizer, problems)
+        return "; ".join(problems)
+
+    names = [name for name, _ in model.named_parameters()]
+    groups = [{"params": [value]} for value in model.parameters()]
+    assert optimizer_problems(model, torch.optim.AdamW(groups), []) == [[name] for name in names]
+    assert "2 of its parameters are not the model's" in found(torch.optim.SGD([*model.parameters(), *other.parameters()]))
+    assert "LBFGS" in found(torch.optim.LBFGS(model.parameters()))
+    used = torch.optim.SGD(model.parameters(), momentum=0.9)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    used.step()
+    assert "has made steps already" in found(used)
+
+
+@pytest.mark.gpu
+@needs_library
+def test_gradients_and_steps_are_those_of_the_plain_model() -> None:
+    """World size 1: what is sharded is whole, and every buffer, hook and collective is there."""
+    command = [sys.executable, "-m", "tests.distributed.megatron_run"]
+    subprocess.run(command, check=True, timeout=280, cwd=Path(__file__).parents[2])
