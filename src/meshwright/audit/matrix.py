@@ -32,6 +32,8 @@ class Place:
     sizes: Mapping[str, int]
     experts: bool = False
     """Only for families that have experts."""
+    sequence_parallel: bool = False
+    """Whether the ranks of ``tp`` share the residual stream too."""
 
 
 LAYOUTS = (
@@ -48,11 +50,15 @@ LAYOUTS = (
     Place("tp 2 x shard 2", 4, {"dp_shard": 2, "tp": 2}),
     Place("2 x tp 2", 4, {"dp_replicate": 2, "dp_shard": 1, "tp": 2}),
     Place("2 x tp 2 x shard 2", 8, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
+    Place("tp 2 seq", 2, {"dp_shard": 1, "tp": 2}, sequence_parallel=True),
+    Place("tp 4 seq", 4, {"dp_shard": 1, "tp": 4}, sequence_parallel=True),
+    Place("tp 2 seq x shard 2", 4, {"dp_shard": 2, "tp": 2}, sequence_parallel=True),
+    Place("2 x tp 2 seq x shard 2", 8, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}, sequence_parallel=True),
     Place("cp 2", 2, {"dp_shard": 1, "cp": 2}),
     Place("pp 2", 2, {"dp_shard": 1, "pp": 2}),
     Place("ep 2", 2, {"dp_shard": 2, "ep": 2}, experts=True),
 )
-"""The columns. ``2 x shard 4``: two replicas of four shards each (HSDP)."""
+"""The columns. ``2 x shard 4``: two replicas of four shards each (HSDP). ``seq``: with sequence parallel."""
 
 
 @dataclass(frozen=True)
@@ -64,24 +70,27 @@ class Variant:
     microbatches: int
     checkpointing: bool
     offload: bool
+    loss_parallel: bool = False
+    """Where there is tensor parallel."""
 
     def __str__(self) -> str:
         """In words."""
         plural = "microbatch" if self.microbatches == 1 else "microbatches"
-        extra = [name for name, on in (("checkpointing", self.checkpointing), ("offload", self.offload)) if on]
+        options = (("checkpointing", self.checkpointing), ("offload", self.offload), ("loss parallel", self.loss_parallel))
+        extra = [name for name, on in options if on]
         return ", ".join([self.sync, self.dtype, f"{self.microbatches} {plural}", *extra])
 
 
 VARIANTS = (
-    Variant(SyncPolicy.DEFER, "float64", 1, False, False),
-    Variant(SyncPolicy.DEFER, "float32", 3, True, False),
-    Variant(SyncPolicy.DEFER, "bfloat16", 3, False, True),
-    Variant(SyncPolicy.RESHARD_EACH, "float64", 3, True, True),
-    Variant(SyncPolicy.RESHARD_EACH, "float32", 1, False, True),
-    Variant(SyncPolicy.RESHARD_EACH, "bfloat16", 3, False, False),
-    Variant(SyncPolicy.REDUCE_EACH, "float64", 3, False, True),
-    Variant(SyncPolicy.REDUCE_EACH, "float32", 3, False, False),
-    Variant(SyncPolicy.REDUCE_EACH, "bfloat16", 1, True, False),
+    Variant(SyncPolicy.DEFER, "float64", 1, False, False, True),
+    Variant(SyncPolicy.DEFER, "float32", 3, True, False, False),
+    Variant(SyncPolicy.DEFER, "bfloat16", 3, False, True, False),
+    Variant(SyncPolicy.RESHARD_EACH, "float64", 3, True, True, True),
+    Variant(SyncPolicy.RESHARD_EACH, "float32", 1, False, True, False),
+    Variant(SyncPolicy.RESHARD_EACH, "bfloat16", 3, False, False, True),
+    Variant(SyncPolicy.REDUCE_EACH, "float64", 3, False, True, False),
+    Variant(SyncPolicy.REDUCE_EACH, "float32", 3, False, False, True),
+    Variant(SyncPolicy.REDUCE_EACH, "bfloat16", 1, True, False, True),
 )
 """Every value of every option meets every value of every other one (a test sees to it)."""
 
@@ -147,6 +156,8 @@ def family_case(
                 "sync": variant.sync,
                 "activation_checkpointing": "full" if variant.checkpointing else "none",
                 "cpu_offload": variant.offload,
+                "sequence_parallel": place.sequence_parallel,
+                "loss_parallel": variant.loss_parallel and place.sizes.get("tp", 1) > 1,
                 **parallel,
             },
             "data": {"files": ["drawn"], "sequence_length": SEQUENCE_LENGTH, "eval_fraction": 0.0, "packing": packing},
@@ -181,7 +192,7 @@ def run_cell(auditor: Auditor, family: str, place: Place, variants: Iterable[Var
         except MeshwrightError as error:
             if error.exit_code != 2:  # a worker that failed, or a hang: no refusal
                 return Cell(Outcome.FAILS, {}, f"{variant}: {error}")
-            return Cell(Outcome.REFUSED, {}, f"{variant}: {error.problems[0]}")
+            return Cell(Outcome.REFUSED, {}, error.problems[0])
         if not report.passed:
             return Cell(Outcome.FAILS, {}, f"{variant}: {report.verdict}")
         worst[variant.dtype] = max(worst.get(variant.dtype, 0.0), report.worst_gradient)
@@ -255,7 +266,7 @@ def _page(
         "Each cell is a tiny model of the family, trained on that many CPU processes and in one, and compared parameter by",
         f"parameter ([how](audit.md)), under {len(variants)} combinations of options. A number is the largest error of a",
         "gradient, relative to its largest entry, in float32; *not yet* and *refused* are what `meshwright train` says too.",
-        "`2 x shard 4`: two replicas of four shards (HSDP).",
+        "`2 x shard 4`: two replicas of four shards (HSDP). `seq`: with sequence parallel.",
         "",
         f"| {' | '.join(header)} |",
         f"|{'---|' * len(header)}",
