@@ -49,20 +49,24 @@ class ModelSizes:
         heads: attention (query) heads.
         kv_heads: key/value heads.
         experts: routed experts in a layer; 0 for a dense model.
+        kv_groups: whether several tensor parallel ranks can share a key/value head.
     """
 
     layers: int | None = None
     heads: int | None = None
     kv_heads: int | None = None
     experts: int | None = None
+    kv_groups: bool = False
 
     def problems(self, layout: "Layout") -> list[str]:
         """What of a layout does not fit the model, one message a knob."""
         found = []
         tp, pp = layout.size("tp"), layout.size("pp")
         for what, count in (("attention heads", self.heads), ("key/value heads", self.kv_heads)):
-            if count and tp > 1 and count % tp:
-                found.append(f"tp={tp}: {count} {what} are divisible by {_listed(divisors(count))}")
+            grouped = self.kv_groups and count is self.kv_heads
+            if count and tp > 1 and count % tp and not (grouped and tp % count == 0):
+                several = f", or shared by a multiple of {count} ranks" if grouped else ""
+                found.append(f"tp={tp}: {count} {what} are divisible by {_listed(divisors(count))}{several}")
         if self.layers is not None and pp > self.layers:
             found.append(f"pp={pp}: {self.layers} layers make at most {self.layers} stages")
         if self.experts is not None and layout.ep > 1:

@@ -179,3 +179,27 @@ def test_the_page_of_the_matrix(tmp_path: Path) -> None:
     assert ". cp=2: context parallel is planned but not carried out by this version" in text
     assert "tp=2: GPT2LMHeadModel declares no tensor parallel styles" in text
     assert "with data.packing=pad only: data.packing=pack: in GptOssForCausalLM" in text
+
+
+TP_PLACES = [place for place in LAYOUTS if "tp" in place.sizes]
+
+
+@pytest.mark.parametrize("place", TP_PLACES, ids=lambda place: place.label.replace(" ", "-"))
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "mixtral", "gpt_oss"])
+def test_sequence_and_loss_parallel(auditor: Auditor, folder: Path, place: Place, family: str) -> None:
+    """Biases, tied embeddings, norms on both sides, experts, sinks; on four ranks two share a key/value head."""
+    packing = "pad" if family == "gpt_oss" else "pack"
+    for sequence_parallel, loss_parallel in product((False, True), repeat=2):
+        if place.world_size == 8 and sequence_parallel != loss_parallel:
+            continue
+        variant = Variant(SyncPolicy.DEFER, "float64", 2, False, False)
+        options = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
+        report = audited(auditor, folder, place, variant, family, packing=packing, **options)
+        assert report.worst_gradient < 1e-12
+
+
+@pytest.mark.parametrize("mode", ["full", "submodule", "selective"])
+def test_sequence_parallel_recomputed(auditor: Auditor, folder: Path, mode: str) -> None:
+    place = next(place for place in LAYOUTS if place.label == "tp 2 x shard 2")
+    variant = Variant(SyncPolicy.RESHARD_EACH, "float64", 2, False, False)
+    audited(auditor, folder, place, variant, "qwen3_moe", sequence_parallel=True, activation_checkpointing=mode)

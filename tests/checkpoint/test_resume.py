@@ -1,5 +1,6 @@
 """Resuming: as if nothing had happened, on the same and on other numbers of ranks, saved in the background or not."""
 
+import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -100,35 +101,70 @@ def test_other_layouts_continue_to_rounding(llama: RunConfig, tiny: Tiny, ranks:
     assert [row["step"] for row in rows(copy) if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize(("ranks", "overrides"), [(1, ()), (2, ()), (2, ("layout.dp_shard=1", "layout.tp=2")), (4, ())])
-@pytest.mark.parametrize(
-    "first", [(2, ("layout.dp_shard=1", "layout.tp=2")), (4, ("layout.tp=2",))], ids=["tp 2", "tp 2 x shard 2"]
-)
-def test_from_tensor_parallel_to_any_layout(
-    llama: RunConfig, tiny: Tiny, first: tuple[int, tuple[str, ...]], ranks: int, overrides: tuple[str, ...]
-) -> None:
-    begun = tiny(*EVERY, *first[1], name="begun")
-    train(begun, first[0])
-    copy = tiny(*EVERY, *overrides, name="copy")
+LAYOUTS = {
+    "one process": (1, ()),
+    "shard 4": (4, ()),
+    "tp 2": (2, ("layout.dp_shard=1", "layout.tp=2")),
+    "tp 4": (4, ("layout.dp_shard=1", "layout.tp=4", "parallel.sequence_parallel=true")),
+    "tp 2 x shard 2": (4, ("layout.tp=2", "parallel.sequence_parallel=true")),
+}
+
+
+@pytest.fixture(scope="module")
+def begun_on(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Callable[[str], RunConfig]:
+    """A run on each layout, with a checkpoint at step 3, made once."""
+
+    @functools.cache
+    def begun(layout: str) -> RunConfig:
+        ranks, overrides = LAYOUTS[layout]
+        config = tiny_run(tmp_path_factory.mktemp("begun"), corpus, *EVERY, *overrides)
+        train(config, ranks)
+        return config
+
+    return begun
+
+
+def go_on(begun: RunConfig, copy: RunConfig, ranks: int) -> list[float]:
+    """The losses of a copy that resumes from step 3 of another run, all six."""
     shutil.copytree(begun.directory, copy.directory)
     shutil.rmtree(Paths(copy.directory).checkpoints / "step-00000006")
-    assert train(copy, ranks) == pytest.approx(losses(llama), rel=1e-5)
+    return train(copy, ranks)
 
 
-def test_packed_experts_from_tensor_parallel_to_one_rank_and_back(tiny: Tiny) -> None:
-    """DCP cannot describe a slice of each of two matrices that are stored as one."""
-    mixtral = (
-        "model.config={model_type: mixtral, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
-        "num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 64, num_local_experts: 4}"
-    )
-    parallel = (mixtral, "layout.tp=2", *EVERY)
+@pytest.mark.parametrize("second", LAYOUTS)
+@pytest.mark.parametrize("first", LAYOUTS)
+def test_from_every_layout_to_every_other(
+    llama: RunConfig, tiny: Tiny, begun_on: Callable[[str], RunConfig], first: str, second: str
+) -> None:
+    ranks, overrides = LAYOUTS[second]
+    copy = tiny(*EVERY, *overrides, name="copy")
+    assert go_on(begun_on(first), copy, ranks) == pytest.approx(losses(llama), rel=1e-5)
+
+
+MIXTRAL = (
+    "model.config={model_type: mixtral, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, "
+    "num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 64, num_local_experts: 4}"
+)
+PHI3 = (
+    "model.config={model_type: phi3, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, "
+    "num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 64, pad_token_id: 0}"
+)
+
+
+@pytest.mark.parametrize("model", [MIXTRAL, PHI3], ids=["mixtral", "phi3"])
+def test_packed_matrices_from_tensor_parallel_to_one_rank_and_back(tiny: Tiny, model: str) -> None:
+    """DCP cannot describe a slice of each of two matrices that are stored as one; and phi3's are sharded by columns too."""
+    parallel = (model, "layout.tp=2", *EVERY)
     begun = tiny(*parallel, name="begun")
     expected = train(begun, 4)
-    for ranks, overrides in ((1, (mixtral, *EVERY)), (4, parallel)):
-        copy = tiny(*overrides, name=f"copy{ranks}")
-        shutil.copytree(begun.directory, copy.directory)
-        shutil.rmtree(Paths(copy.directory).checkpoints / "step-00000006")
-        assert train(copy, ranks) == pytest.approx(expected, rel=1e-5)
+    alone = tiny(model, *EVERY, name="alone")
+    assert train(alone, 1) == pytest.approx(expected, rel=1e-5)
+    for name, source, ranks, overrides in (
+        ("one", begun, 1, (model, *EVERY)),
+        ("four", begun, 4, parallel),
+        ("up", alone, 4, parallel),
+    ):
+        assert go_on(source, tiny(*overrides, name=name), ranks) == pytest.approx(expected, rel=1e-5)
 
 
 def test_from_one_rank_to_two(llama: RunConfig, tiny: Tiny) -> None:

@@ -29,9 +29,10 @@ def test_every_family_has_a_unit_a_layer_and_a_row_a_parameter(family: str, worl
     model = tiny_model(family, meta=True)
     plan = resolve(spec_of(model), model, Layout(), FP32, world_size=world)
     assert [row.name for row in plan.parameters] == [name for name, _ in model.named_parameters()]
-    assert [unit.kind for unit in plan.units] == ["root", "layer", "layer"]
+    layers = model.config.num_hidden_layers
+    assert [unit.kind for unit in plan.units] == ["root", *["layer"] * layers]
     # The container rule: the last layer keeps its parameters, and so does the root.
-    assert [unit.reshard_after_forward for unit in plan.units] == [False, True, False]
+    assert [unit.reshard_after_forward for unit in plan.units] == [False, *[True] * (layers - 1), False]
     for row in plan.parameters:
         expected = -(-row.shape[0] // world)
         assert row.local_shape == (expected, *row.shape[1:])

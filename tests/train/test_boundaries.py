@@ -65,3 +65,11 @@ def test_attention_with_sinks_is_refused() -> None:
     """transformers' gpt_oss does not tell its masks of positions that restart."""
     with pytest.raises(ConfigError, match=r"data\.packing=pack.*set data\.packing=pad"):
         check_boundaries(tiny_model("gpt_oss"), CPU, rows=2, length=20, exact=False)
+
+
+@pytest.mark.parametrize("kinds", [["linear_attention", "moe"], ["linear_attention", "mlp"]], ids=str)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_mamba_carries_a_document_into_the_next_and_is_refused(kinds: list[str], rows: int) -> None:
+    """Also where the bound is that of a mixture of experts: the leak is no rounding."""
+    with pytest.raises(ConfigError, match=r"data\.packing=pack.*set data\.packing=pad"):
+        check_boundaries(tiny_model("nemotron_h", layers_block_type=kinds), CPU, rows=rows, length=20, exact=False)

@@ -23,6 +23,9 @@ LAYOUTS = {
     "tp 2": (2, ("layout.dp_shard=1", "layout.tp=2")),
     "tp 2 x shard 2": (4, ("layout.tp=2",)),
     "2 replicas x tp 2": (4, ("layout.dp_shard=1", "layout.dp_replicate=2", "layout.tp=2")),
+    "tp 2, sequence parallel": (2, ("layout.dp_shard=1", "layout.tp=2", "parallel.sequence_parallel=true")),
+    "tp 2 x shard 2, sequence parallel": (4, ("layout.tp=2", "parallel.sequence_parallel=true")),
+    "tp 2, whole logits": (2, ("layout.dp_shard=1", "layout.tp=2", "parallel.loss_parallel=false")),
     "one rank, one microbatch": (1, ("training.microbatch_size=8",)),
 }
 
@@ -51,6 +54,17 @@ def test_same_losses_on_every_layout(tiny: Tiny, reference: RunConfig, name: str
     config = tiny("training.eval_every=3", *overrides)
     assert train(config, ranks) == pytest.approx(losses(reference), rel=1e-5)
     assert eval_losses(config) == pytest.approx(eval_losses(reference), rel=1e-5)
+
+
+@pytest.mark.parametrize("packing", ["pack", "pad"])
+def test_a_sequence_length_that_tp_does_not_divide_is_padded(tiny: Tiny, packing: str) -> None:
+    odd = ("data.sequence_length=27", f"data.packing={packing}", "training.eval_every=3")
+    alone = tiny(*odd, name="alone")
+    expected = train(alone, 1)
+    for ranks, overrides in ((2, ("layout.dp_shard=1", "layout.tp=2")), (4, ("layout.dp_shard=1", "layout.tp=4"))):
+        shared = tiny(*odd, *overrides, "parallel.sequence_parallel=true", name=f"tp {ranks}")
+        assert train(shared, ranks) == pytest.approx(expected, rel=1e-5)
+        assert eval_losses(shared) == pytest.approx(eval_losses(alone), rel=1e-5)
 
 
 def test_options_that_change_no_value(tiny: Tiny) -> None:

@@ -146,7 +146,7 @@ class AuditTrainer(Trainer):
 
     def backward(self, batches: list[Batch], divisor: torch.Tensor) -> torch.Tensor:
         """As a run does, with the data noted."""
-        self.sequences.append(sequence_digests(batches))
+        self.sequences.append(sequence_digests(batches, self.config.data.sequence_length))
         with self.arithmetic():
             return super().backward(batches, divisor)
 

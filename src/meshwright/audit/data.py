@@ -47,12 +47,12 @@ class UnevenLoader(TrainLoader):
         return {**found, "input_ids": ids, "labels": labels}
 
 
-def sequence_digests(batches: list[dict[str, torch.Tensor]]) -> list[str]:
-    """A digest of each sequence in some microbatches, of everything that the model is given of it."""
+def sequence_digests(batches: list[dict[str, torch.Tensor]], length: int) -> list[str]:
+    """A digest of each sequence in some microbatches, of all that the model is given of it but padding behind ``length``."""
     digests = []
     for batch in batches:
         for row in range(len(batch["input_ids"])):
-            parts = [batch[name][row].cpu().numpy().tobytes() for name in sorted(batch)]
+            parts = [batch[name][row, :length].cpu().numpy().tobytes() for name in sorted(batch)]
             digests.append(hashlib.sha256(b"|".join(parts)).hexdigest()[:16])
     return digests
 

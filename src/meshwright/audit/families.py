@@ -56,5 +56,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
         "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 32,
     },  # latent attention, grouped routing, shared expert
+    "nemotron_h": {
+        **{key: value for key, value in _HEADS.items() if key != "num_hidden_layers"},
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "conv_kernel": 4, "chunk_size": 16,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32, "moe_latent_size": 16,
+    },  # Mamba-2, experts behind a projection, attention and an MLP, a block each
 }  # fmt: skip
 """``model_type`` to its config."""

@@ -28,6 +28,7 @@ from meshwright.errors import ConfigError, LayoutError, MeshwrightError, ModelEr
 from meshwright.layout import AXES, Layout, ModelSizes, divisors
 from meshwright.models.build import build_on_meta, pretrained_config
 from meshwright.models.config import ModelConfig
+from meshwright.models.imports import import_modules
 from meshwright.models.spec import spec_of
 from meshwright.plan.resolver import model_sizes
 from meshwright.plan.spec import ParallelSpec, generalize, match_names
@@ -68,6 +69,7 @@ def shrink(config: RunConfig, world_size: int | None = None) -> tuple[RunConfig,
         ConfigError: batch sizes or numbered patterns that cannot be kept.
         ModelError: a model that cannot be built, or would lose something.
     """
+    import_modules(config.imports)
     changes: list[Change] = []
 
     def change(section: str, old: Any, new: Mapping[str, Any], why: str = "") -> Any:

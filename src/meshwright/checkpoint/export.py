@@ -36,12 +36,14 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
     from meshwright.data.tokenizer import load_tokenizer
     from meshwright.models.build import build_on_meta, pretrained_config
     from meshwright.models.config import ModelConfig
+    from meshwright.models.imports import import_modules
     from meshwright.models.init import initialize_buffers
 
     meta = read_meta(checkpoint)
     if directory.exists() and (not directory.is_dir() or (any(directory.iterdir()) and not (directory / MARK).is_file())):
         raise CheckpointError(f"{directory}: holds something that is no export of Meshwright; choose another directory")
     check_writable(directory.parent)
+    import_modules(meta["config"].get("imports", []))  # the run's, which may have the model
     config = ModelConfig.model_validate(meta["config"]["model"])
     tokenizer = load_tokenizer(checkpoint / "tokenizer", config.trust_remote_code)
     if not config.trust_remote_code:  # what was trained, whatever has become of model.path

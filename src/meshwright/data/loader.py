@@ -54,10 +54,24 @@ def _check_rank(data_rank: int, data_ranks: int) -> None:
         raise ConfigError(f"data_rank={data_rank}: legal are 0 to {data_ranks - 1}")
 
 
-def _collate(sequences: list[dict[str, Integers]]) -> Batch:
+def _collate(sequences: list[dict[str, Integers]], dataset: SequenceDataset, multiple: int) -> Batch:
+    """Stack sequences, with padding behind them up to a multiple of some length."""
     import torch
 
-    return {key: torch.from_numpy(np.stack([sequence[key] for sequence in sequences])) for key in sequences[0]}
+    batch = {key: np.stack([sequence[key] for sequence in sequences]) for key in sequences[0]}
+    if lacking := -dataset.sequence_length % multiple:
+        # As within a sequence: padding is a segment of its own when packed, and positions go on when not.
+        begin = 0 if dataset.packing == "pack" else dataset.sequence_length
+        filler = {
+            "input_ids": np.full(lacking, dataset.store.index.pad_token_id),
+            "labels": np.full(lacking, IGNORE),
+            "position_ids": np.arange(begin, begin + lacking),
+        }
+        batch = {
+            key: np.concatenate([rows, np.broadcast_to(filler[key], (len(rows), lacking))], axis=1)
+            for key, rows in batch.items()
+        }
+    return {key: torch.from_numpy(rows) for key, rows in batch.items()}
 
 
 class TrainLoader:
@@ -73,6 +87,8 @@ class TrainLoader:
         seed: decides the order.
         packing: "pack" or "pad".
         shuffle: reshuffle documents and sequences each epoch.
+        multiple: what the length of a batch must be a multiple of (sequence parallel); padding whose labels do not count fills
+            it up, and the state of the loader does not depend on it.
 
     Attributes:
         accumulation: microbatches in a step.
@@ -94,20 +110,21 @@ class TrainLoader:
         seed: int = 0,
         packing: Literal["pack", "pad"] = "pack",
         shuffle: bool = True,
+        multiple: int = 1,
     ) -> None:
         _check_rank(data_rank, data_ranks)
         check_batch_sizes(global_batch_size, microbatch_size, data_ranks)
         self.store, self.sequence_length, self.packing = store, sequence_length, packing
         self.global_batch_size, self.microbatch_size = global_batch_size, microbatch_size
         self.data_rank, self.data_ranks = data_rank, data_ranks
-        self.seed, self.shuffle = seed, shuffle
+        self.seed, self.shuffle, self.multiple = seed, shuffle, multiple
         self.accumulation = global_batch_size // (microbatch_size * data_ranks)
         self._epochs: dict[int, SequenceDataset] = {}
         self._starts = [0]  # the global number of each epoch's first sequence, as far as known
         self._dataset(0)
 
     def microbatches(self, step: int) -> list[Batch]:
-        """The share of this rank in a step: `accumulation` batches of [microbatch_size, sequence_length].
+        """The share of this rank in a step: `accumulation` batches of [microbatch_size, sequence_length, padded].
 
         Tensors are int64 and on the CPU. Keys are input_ids, labels (shifted, -100 where there is nothing to learn) and
         position_ids.
@@ -116,7 +133,10 @@ class TrainLoader:
         begin = step * self.global_batch_size + self.data_rank * share
         size = self.microbatch_size
         return [
-            _collate([self._sequence(number) for number in range(at, at + size)]) for at in range(begin, begin + share, size)
+            _collate(
+                [self._sequence(number) for number in range(at, at + size)], self._dataset(self.epoch(step)), self.multiple
+            )
+            for at in range(begin, begin + share, size)
         ]
 
     def epoch(self, step: int) -> int:
@@ -191,6 +211,7 @@ class EvalLoader:
         data_rank: which part this process reads.
         data_ranks: parts in all.
         max_sequences: stop after this many sequences, over all ranks.
+        multiple: see :class:`TrainLoader`.
 
     Raises:
         ConfigError: sizes below 1, or a rank that does not exist.
@@ -203,13 +224,14 @@ class EvalLoader:
         data_rank: int = 0,
         data_ranks: int = 1,
         max_sequences: int | None = None,
+        multiple: int = 1,
     ) -> None:
         _check_rank(data_rank, data_ranks)
         for name, value in (("microbatch_size", microbatch_size), ("max_sequences", max_sequences)):
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}: at least 1")
         self.dataset, self.microbatch_size = dataset, microbatch_size
-        self.data_rank, self.data_ranks = data_rank, data_ranks
+        self.data_rank, self.data_ranks, self.multiple = data_rank, data_ranks, multiple
         self.sequences = len(dataset) if max_sequences is None else min(max_sequences, len(dataset))
 
     def __len__(self) -> int:
@@ -219,7 +241,8 @@ class EvalLoader:
     def __iter__(self) -> Iterator[Batch]:
         for batch in range(len(self)):
             begin = (batch * self.data_ranks + self.data_rank) * self.microbatch_size
-            yield _collate([self._sequence(number) for number in range(begin, begin + self.microbatch_size)])
+            numbers = range(begin, begin + self.microbatch_size)
+            yield _collate([self._sequence(number) for number in numbers], self.dataset, self.multiple)
 
     def _sequence(self, number: int) -> dict[str, Integers]:
         if number < self.sequences:

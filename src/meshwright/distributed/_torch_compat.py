@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MINIMUM_TORCH",
     "alias",
+    "all_gather_single",
     "check",
     "concatenate_meshes",
     "flatten_mesh",
@@ -44,6 +46,7 @@ __all__ = [
     "owned_parameters",
     "param_groups",
     "plain_placements",
+    "reduce_scatter_single",
     "replicate_module",
     "reset_iteration",
     "reshards_after_forward",
@@ -53,6 +56,11 @@ __all__ = [
 
 MINIMUM_TORCH = (2, 11)
 _RESTING = TrainingState.IDLE
+
+
+# torch 2.13 renamed both; 2.11 has only the older names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:

@@ -1,18 +1,19 @@
 """FSDP2 and HSDP units from the rows of a plan, and torch's ``replicate`` where nothing is sharded."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.plan.options import GradientReduction
 from meshwright.plan.prefetch import prefetch_targets
-from meshwright.plan.sharding_plan import ShardingPlan, UnitRow
+from meshwright.plan.sharding_plan import ParameterRow, ShardingPlan, UnitRow
 
 __all__ = ["apply_units", "fsdp_units", "gathered", "move_buffers", "shard_unit"]
 
@@ -20,6 +21,7 @@ __all__ = ["apply_units", "fsdp_units", "gathered", "move_buffers", "shard_unit"
 def apply_units(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> None:
     """Make each unit of the plan an FSDP unit, inside out, the root last."""
     shard_mesh = mesh.fsdp()
+    by_columns = {id(model.get_parameter(row.name)) for row in plan.parameters if _sharded_columns(row)}
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if plan.options.cpu_offload else OffloadPolicy()
     # named_modules() lists parents first, so its reverse wraps children first.
     for unit in reversed(plan.units):
@@ -28,7 +30,7 @@ def apply_units(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> Non
         if mesh.replicated:
             _torch_compat.replicate_module(module, shard_mesh, policy, offload)
         else:
-            shard_unit(module, shard_mesh, policy, offload, unit.reshard_after_forward)
+            shard_unit(module, shard_mesh, policy, offload, unit.reshard_after_forward, by_columns)
         if plan.options.gradient_reduction is GradientReduction.SUM:
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
@@ -47,10 +49,39 @@ def _prefetch(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def shard_unit(
-    module: nn.Module, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy, reshard: bool
+    module: nn.Module,
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    reshard: bool,
+    by_columns: Container[int] = (),
 ) -> None:
-    """Make a module an FSDP unit over a 1-D (shard) or 2-D (replicate, shard) mesh."""
-    fully_shard(module, mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy, reshard_after_forward=reshard)
+    """Make a module an FSDP unit over a 1-D (shard) or 2-D (replicate, shard) mesh.
+
+    Args:
+        module: its parameters that are in no other unit are sharded by rows.
+        mesh: to shard over.
+        mp_policy: dtypes.
+        offload_policy: where shards live.
+        reshard: whether gathered parameters are freed after forward.
+        by_columns: ids of the parameters that are sharded by columns instead.
+    """
+
+    def placement(parameter: nn.Parameter) -> Shard | None:
+        return Shard(1) if id(parameter) in by_columns else None
+
+    fully_shard(
+        module,
+        mesh=mesh,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        reshard_after_forward=reshard,
+        shard_placement_fn=placement if by_columns else None,
+    )
+
+
+def _sharded_columns(row: ParameterRow) -> bool:
+    return any(axis in ("dp_shard", "dp_shard_cp") and placement == "Shard(1)" for axis, placement in row.placements)
 
 
 def _mixed_precision(unit: UnitRow) -> MixedPrecisionPolicy:

@@ -5,13 +5,15 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from meshwright.distributed.mesh import ParallelMesh, build_mesh
-from meshwright.distributed.parallelizer import check_supported, parallelize
+from meshwright.distributed.parallelizer import check_supported
+from meshwright.distributed.policies import options_of_policies
+from meshwright.distributed.strategy import get_parallelization_strategy
 from meshwright.errors import LayoutError, UnsupportedError
 from meshwright.layout import Layout
-from meshwright.plan.options import ActivationCheckpointing, GradientReduction, ParallelOptions, SyncPolicy
+from meshwright.plan.options import ActivationCheckpointing, SyncPolicy
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.plan.spec import ParallelSpec
@@ -106,37 +108,16 @@ class FSDP2Manager:
 
         Args:
             model: on the meta device, or materialised with the same values on all ranks.
-            spec: what its family declares; ``None``: derived, for models of transformers.
+            spec: what its family declares; ``None``: what the strategy of the model says.
         """
-        policy = self.mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        if not policy.cast_forward_inputs:
-            raise UnsupportedError("mp_policy.cast_forward_inputs=False: units cast their inputs; the legal value is True")
-        offload = self.offload_policy
-        if isinstance(offload, CPUOffloadPolicy) and not offload.pin_memory and self.mesh.device_type != "cpu":
-            raise UnsupportedError("offload_policy.pin_memory=False: host memory of a GPU run is pinned; legal is True")
-        options = ParallelOptions(
-            param_dtype=_name(policy.param_dtype),
-            reduce_dtype=_name(policy.reduce_dtype),
-            output_dtype=_name(policy.output_dtype),
+        options = options_of_policies(
+            self.mp_policy,
+            self.offload_policy,
+            self.activation_checkpointing,
+            self.mesh.device_type,
             sync=SyncPolicy.RESHARD_EACH if self.defer_fsdp_grad_sync else SyncPolicy.REDUCE_EACH,
-            cpu_offload=isinstance(offload, CPUOffloadPolicy),
-            activation_checkpointing=_mode(self.activation_checkpointing),
-            gradient_reduction=GradientReduction.MEAN,
         )
-        if spec is None:
-            # The one place where this room looks at models: the manager takes any model, and only a family knows itself.
-            from meshwright.models.spec import spec_of
-
-            spec = spec_of(model, options.param_dtype)
+        strategy = get_parallelization_strategy(model)
+        spec = spec or strategy.spec(model, options.param_dtype)
         self.plan = resolve(spec, model, self.mesh.layout, options)
-        return parallelize(model, self.plan, self.mesh)
-
-
-def _mode(chosen: bool | ActivationCheckpointing) -> ActivationCheckpointing:
-    if isinstance(chosen, bool):
-        return ActivationCheckpointing.FULL if chosen else ActivationCheckpointing.NONE
-    return chosen
-
-
-def _name(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
+        return strategy.carry_out(model, self.plan, self.mesh)

@@ -12,7 +12,7 @@ from meshwright.distributed import _torch_compat
 from meshwright.errors import LayoutError
 from meshwright.layout import AXES, EXPERT_AXES, FLATTENED, Layout
 
-__all__ = ["ParallelMesh", "build_mesh"]
+__all__ = ["ParallelMesh", "adopt_mesh", "build_mesh"]
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,49 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> ParallelMesh:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = layout.sizes()
     root = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
-    flattened = {name: _torch_compat.flatten_mesh(root[parts], name) for name, parts in FLATTENED.items()}
     experts = None
     if layout.ep > 1:
         experts = init_device_mesh(device_type, tuple(layout.expert_sizes().values()), mesh_dim_names=EXPERT_AXES)
-    return ParallelMesh(layout, root, MappingProxyType(flattened), experts)
+    return ParallelMesh(layout, root, _flattened(root), experts)
+
+
+def _flattened(root: DeviceMesh) -> Mapping[str, DeviceMesh]:
+    return MappingProxyType({name: _torch_compat.flatten_mesh(root[parts], name) for name, parts in FLATTENED.items()})
+
+
+def adopt_mesh(
+    device_mesh: DeviceMesh, replicate: str = "dp_replicate", shard: str = "dp_shard_cp", tp: str = "tp"
+) -> ParallelMesh:
+    """The mesh of a layout that somebody else's mesh means, over the same ranks. Collective over all ranks.
+
+    A mesh with the five axes of Meshwright, such as :attr:`FSDP2Manager.device_mesh`, is taken as it is; of another one the
+    groups are made anew.
+
+    Args:
+        device_mesh: any.
+        replicate: name of its axis of replicas.
+        shard: name of its axis that parameters are sharded over.
+        tp: name of its axis of tensor parallel.
+
+    Raises:
+        LayoutError: a mesh with further axes above 1, or without names.
+    """
+    names = device_mesh.mesh_dim_names or ()
+    if names == AXES and (replicate, shard, tp) == ("dp_replicate", "dp_shard_cp", "tp"):
+        layout = Layout(**dict(zip(AXES, device_mesh.mesh.shape, strict=True)))
+        return ParallelMesh(layout, device_mesh, _flattened(device_mesh))
+    # Their order in the mesh, which says which ranks are neighbours, need not be ours.
+    roles = (replicate, shard, tp)
+    others = [name for name, size in zip(names, device_mesh.mesh.shape, strict=True) if name not in roles and size > 1]
+    if others or not names:
+        raise LayoutError(
+            f"device_mesh has the axes {dict(zip(names, device_mesh.mesh.shape, strict=False)) or 'without names'}; legal here "
+            f"are {', '.join(map(repr, roles))} and axes of size 1"
+        )
+    order = [names.index(role) for role in roles if role in names]
+    rest = [index for index in range(len(names)) if index not in order]
+    sizes = {role: device_mesh.mesh.shape[names.index(role)] if role in names else 1 for role in roles}
+    layout = Layout(dp_replicate=sizes[replicate], dp_shard=sizes[shard], tp=sizes[tp])
+    ranks = device_mesh.mesh.permute(*order, *rest).reshape(tuple(layout.sizes().values()))
+    root = DeviceMesh(device_mesh.device_type, ranks, mesh_dim_names=AXES)
+    return ParallelMesh(layout, root, _flattened(root))

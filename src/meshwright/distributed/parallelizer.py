@@ -5,6 +5,8 @@ FSDP units inside out -> root -> compile.
 """
 
 from contextlib import AbstractContextManager
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +18,11 @@ from meshwright.distributed.activation_checkpointing import checkpoint_layer, fi
 from meshwright.distributed.fsdp import apply_units, gathered, shard_unit
 from meshwright.distributed.megatron_fsdp import HAVE_NVFSDP, nvfsdp_strategy_parallelize
 from meshwright.distributed.mesh import ParallelMesh
+from meshwright.distributed.strategy import (
+    ParallelizationStrategy,
+    get_parallelization_strategy,
+    register_parallel_strategy,
+)
 from meshwright.distributed.tensor_parallel import apply_tensor_parallel
 from meshwright.errors import PlanError, UnsupportedError
 from meshwright.layout import Layout
@@ -25,11 +32,14 @@ from meshwright.plan.spec import last_of_each_container, match_names
 
 __all__ = [
     "HAVE_NVFSDP",
+    "ParallelizationStrategy",
     "apply_fsdp2_sharding_recursively",
     "check_supported",
     "get_lm_ac_layers",
+    "get_parallelization_strategy",
     "nvfsdp_strategy_parallelize",
     "parallelize",
+    "register_parallel_strategy",
     "unshard_fsdp2_model",
 ]
 
@@ -159,17 +169,29 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def get_lm_ac_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers of a model of transformers, in its order: what activation checkpointing applies to.
+    """The repeated layers of a model, in its order: what activation checkpointing applies to.
 
     Raises:
         ModelError: a model that does not declare its layers.
     """
-    from meshwright.models.spec import spec_of
-
-    patterns = spec_of(model).layers
+    patterns = get_parallelization_strategy(model).spec(model).layers
     return [module for name, module in model.named_modules() if any(match_names(pattern, [name]) for pattern in patterns)]
 
 
 def unshard_fsdp2_model(model: nn.Module) -> AbstractContextManager[nn.Module]:
     """Inside, every FSDP unit of the model is gathered; afterwards all are resharded, also after an exception."""
     return gathered(model)
+
+
+_FAMILIES = {
+    "DefaultParallelizationStrategy": "spec",
+    "NemotronHParallelizationStrategy": "nemotron_h",
+    "WanParallelizationStrategy": "wan",
+}
+"""Strategies that the reference has here, and their modules in models, which this room knows by these names only."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FAMILIES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"meshwright.models.{_FAMILIES[name]}"), name)

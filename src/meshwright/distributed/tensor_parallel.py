@@ -1,26 +1,11 @@
 """Tensor parallel: each rank of `tp` holds a slice of a layer's matrices and computes with it.
 
 Weights become DTensors on the `tp` axis, so that FSDP, checkpoints and loading know what each rank holds. Activations stay
-plain tensors: a module's forward is replaced on its instance by one that computes with the local slice and moves what has to be
-moved. Between the modules of a layer every rank holds either the whole hidden state, the same on all ranks ("whole"), or its
-own slice of the last dimension ("split").
-
-| style                            | input | weight           | output | forward    | backward                            |
-|----------------------------------|-------|------------------|--------|------------|-------------------------------------|
-| `colwise`                        | whole | rows (outputs)   | split  |            | all-reduce                          |
-| `colwise_gather_output`          | whole | rows             | whole  | all-gather | all-reduce                          |
-| `packed_colwise`                 | whole | rows, fused      | split  |            | all-reduce                          |
-| `rowwise`                        | split | columns (inputs) | whole  | all-reduce |                                     |
-| `rowwise_split_input`            | whole | columns          | whole  | all-reduce | all-gather                          |
-| `embedding_rowwise`              | ids   | vocabulary       | whole  | all-reduce |                                     |
-| `embedding_colwise`              | ids   | hidden           | whole  | all-gather |                                     |
-| `replicated_with_grad_allreduce` | split | whole            | split  |            | all-reduce, of the weight's gradient |
-| `moe_tp_experts`                 | whole | as its weights   | whole  | all-reduce | all-reduce                          |
-
-The two conjugate pairs (identity forward with all-reduce backward, and the reverse) are f and g of Megatron-LM (Shoeybi et al.
-2019, arXiv 1909.08053, section 3). A gradient that flows back into a whole tensor is the same on all ranks.
+plain tensors: a module's forward is replaced on its instance by one that computes with the local slice, between the two moves
+(:class:`~meshwright.plan.sharding_plan.Move`) that its row of the plan names.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -31,10 +16,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
-from meshwright.distributed import _torch_compat
-from meshwright.plan.sharding_plan import ParameterRow, ShardingPlan
+from meshwright.distributed import _torch_compat, moves
+from meshwright.errors import LayoutError
+from meshwright.plan.sharding_plan import Move, ParameterRow, ShardingPlan, TensorParallelRow
 
 __all__ = ["apply_tensor_parallel"]
+
+SEQUENCE = 1
+"""Dimension of the sequence in a hidden state of [batch, sequence, features]."""
 
 
 def apply_tensor_parallel(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh) -> None:
@@ -59,7 +48,9 @@ def apply_tensor_parallel(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh
             module._parameters[own] = sliced[id(parameter)]
     for row in plan.tensor_parallel:
         module = model.get_submodule(row.module)
-        module.forward = _STYLES[row.style](module, mesh)
+        if row.style == "region" and row.parts and row.exit is not Move.EXCHANGE_FEATURES:
+            _see_own_heads(module, *row.parts)
+        module.forward = _forward(module, row, mesh)
 
 
 def _placement(row: ParameterRow) -> Placement | None:
@@ -71,213 +62,188 @@ def _placement(row: ParameterRow) -> Placement | None:
     return _torch_compat.strided_shard(dim, pieces[0]) if pieces else Shard(dim)
 
 
-# -- what moves between ranks ------------------------------------------------------------------------------------------------
+def _see_own_heads(module: nn.Module, heads: int, kv_heads: int) -> None:
+    """Let an attention that reads head counts instead of shapes see those of this rank.
+
+    On the module alone: its config is shared by the whole model, so the module gets one of its own.
+    """
+    own = {
+        "num_attention_heads": heads,
+        "num_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_key_value_groups": heads // kv_heads,
+    }
+    for name, value in own.items():
+        if isinstance(getattr(module, name, None), int):
+            setattr(module, name, value)
+    if (config := getattr(module, "config", None)) is not None:
+        config = copy.copy(config)
+        config.num_attention_heads, config.num_key_value_heads = heads, kv_heads
+        module.config = config
 
 
-class _Enter(torch.autograd.Function):
-    """Into a region where every rank computes a part (f): backward adds the parts of the gradient."""
-
-    @staticmethod
-    def forward(context: Any, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        context.group = group
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _summed(gradient, context.group), None
-
-
-class _Leave(torch.autograd.Function):
-    """Out of such a region (g): forward adds the parts."""
-
-    @staticmethod
-    def forward(context: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        return _summed(part, group)
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
-
-
-class _Gather(torch.autograd.Function):
-    """Join the slices of the last dimension; backward keeps this rank's slice, for the gradient is the same on all ranks."""
-
-    @staticmethod
-    def forward(context: Any, part: torch.Tensor, size: int, group: dist.ProcessGroup) -> torch.Tensor:
-        context.size, context.group = size, group
-        return _joined(part, size, group)
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _slice_of(gradient, context.group), None, None
-
-
-class _Split(torch.autograd.Function):
-    """Keep this rank's slice of the last dimension; backward joins the slices of the gradient."""
-
-    @staticmethod
-    def forward(context: Any, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        context.size, context.group = whole.shape[-1], group
-        return _slice_of(whole, group)
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _joined(gradient, context.size, context.group), None
-
-
-def _summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
-
-
-def _width(size: int, group: dist.ProcessGroup) -> int:
-    """Of the widest slice, which all ranks but the last ones have."""
-    return -(-size // dist.get_world_size(group))
-
-
-def _slice_of(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    width, size = _width(tensor.shape[-1], group), tensor.shape[-1]
-    begin = min(dist.get_rank(group) * width, size)
-    return tensor[..., begin : min(begin + width, size)].contiguous()
-
-
-def _joined(part: torch.Tensor, size: int, group: dist.ProcessGroup) -> torch.Tensor:
-    width, ranks = _width(size, group), dist.get_world_size(group)
-    padded = nn.functional.pad(part, (0, width - part.shape[-1])) if part.shape[-1] < width else part
-    parts = [torch.empty_like(padded, memory_format=torch.contiguous_format) for _ in range(ranks)]
-    dist.all_gather(parts, padded.contiguous(), group=group)
-    return torch.cat(parts, dim=-1)[..., :size].contiguous()  # no view: FSDP hooks the outputs of its units
-
-
-# -- styles ------------------------------------------------------------------------------------------------------------------
+# -- one module: in, compute with slices, out ----------------------------------------------------------------------------------
 
 Forward = Callable[..., Any]
 
 
-def _weight(module: nn.Module) -> torch.Tensor:
-    weight = module._parameters["weight"]
-    assert weight is not None
-    return weight
+def _forward(module: nn.Module, row: TensorParallelRow, mesh: DeviceMesh) -> Forward:
+    """What a module does under tensor parallel."""
+    group = mesh.get_group()
+    compute = _COMPUTE.get(row.style, _plain)(module, row, group)
+    enters, leaves = _entry(row, group), _exit(module, row, mesh)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _local_parameters(module, row, group) as parameters:
+            bias = parameters.get("bias") if row.style in _ROWWISE else None
+            if bias is not None:  # added once, not by each rank
+                late = row.exit is not Move.NONE
+                module._parameters["bias"] = None if late or dist.get_rank(group) else bias
+            args, kwargs = enters(args, kwargs)
+            output = leaves(compute(*args, **kwargs))
+        if bias is None:
+            return output
+        if late:
+            return output + bias
+        return output if dist.get_rank(group) == 0 else output + 0 * bias  # its gradient is due on all ranks
+
+    return forward
 
 
 @contextmanager
-def _local_parameters(module: nn.Module, **others: torch.Tensor | None) -> Iterator[None]:
-    """Inside, a module's own parameters are this rank's slices, or what ``others`` says by name."""
+def _local_parameters(module: nn.Module, row: TensorParallelRow, group: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
+    """Inside, a module's own parameters are this rank's slices; those of ``row.sums`` add their gradients up."""
     stored = dict(module._parameters)
+    local: dict[str, Any] = {}
+    for name, parameter in stored.items():
+        value = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local[name] = moves.enter(value, group) if name in row.sums and value is not None else value
     try:
-        for name, parameter in stored.items():
-            if name in others:
-                module._parameters[name] = others[name]  # type: ignore[assignment]
-            elif isinstance(parameter, DTensor):
-                module._parameters[name] = parameter.to_local()
-        yield
+        module._parameters.update(local)
+        yield local
     finally:
         module._parameters.update(stored)
 
 
-def _colwise(module: nn.Module, mesh: DeviceMesh) -> Forward:
-    inner, group = module.forward, mesh.get_group()
+def _entry(row: TensorParallelRow, group: dist.ProcessGroup) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+    if row.entry is Move.ENTER:
 
-    def forward(hidden: torch.Tensor) -> Any:
-        with _local_parameters(module):
-            return inner(_Enter.apply(hidden, group))
+        def enter(value: Any) -> Any:
+            floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+            return moves.enter(value, group) if floating else value
 
-    return forward
+        return lambda args, kwargs: (tuple(map(enter, args)), {name: enter(value) for name, value in kwargs.items()})
+    if row.entry is Move.NONE:
+        return lambda args, kwargs: (args, kwargs)
+    move: dict[Move, Callable[[torch.Tensor], torch.Tensor]] = {
+        Move.SPLIT_FEATURES: lambda x: moves.split(x, -1, group),
+        Move.GATHER_SEQUENCE: lambda x: moves.to_parts(x, SEQUENCE, group),
+        Move.GATHER_SEQUENCE_WHOLE: lambda x: moves.gather(x, SEQUENCE, x.shape[SEQUENCE] * dist.get_world_size(group), group),
+        Move.SPLIT_SEQUENCE: lambda x: moves.split(_divisible(x, group), SEQUENCE, group),
+    }
+    moved = move[row.entry]
 
+    def first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Of the hidden state: the first argument, or the one called so."""
+        if args:
+            return (moved(args[0]), *args[1:]), kwargs
+        name = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
+        return args, {**kwargs, name: moved(kwargs[name])}
 
-def _colwise_gather_output(module: nn.Module, mesh: DeviceMesh) -> Forward:
-    sliced, group, size = _colwise(module, mesh), mesh.get_group(), _weight(module).shape[0]
-    return lambda hidden: _Gather.apply(sliced(hidden), size, group)
-
-
-def _rowwise(module: nn.Module, mesh: DeviceMesh) -> Forward:
-    inner, group = module.forward, mesh.get_group()
-
-    def forward(hidden: torch.Tensor) -> Any:
-        bias = module._parameters.get("bias")
-        with _local_parameters(module, **({} if bias is None else {"bias": None})):
-            output = _Leave.apply(inner(hidden), group)
-        return output if bias is None else output + bias  # added once, after the sum
-
-    return forward
-
-
-def _rowwise_split_input(module: nn.Module, mesh: DeviceMesh) -> Forward:
-    sliced, group = _rowwise(module, mesh), mesh.get_group()
-    return lambda hidden: sliced(_Split.apply(hidden, group))
+    return first
 
 
-def _embedding_rowwise(module: nn.Module, mesh: DeviceMesh) -> Forward:
+def _divisible(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    length, ranks = hidden.shape[SEQUENCE], dist.get_world_size(group)
+    if length % ranks:
+        raise LayoutError(
+            f"sequence_parallel=True: a sequence of {length} tokens cannot be shared by tp={ranks} ranks; pad it to a multiple "
+            f"of {ranks}, whose labels do not count"
+        )
+    return hidden
+
+
+def _exit(module: nn.Module, row: TensorParallelRow, mesh: DeviceMesh) -> Callable[[Any], Any]:
+    if row.exit is Move.NONE:
+        return lambda output: output
+    group = mesh.get_group()
+    size = _features(module, row)
+    move: dict[Move, Callable[[torch.Tensor], torch.Tensor]] = {
+        Move.LEAVE: lambda y: moves.leave(y, group),
+        Move.GATHER_FEATURES: lambda y: moves.gather(y, -1, size, group),
+        Move.EXCHANGE_FEATURES: lambda y: moves.exchange(y, row.parts, group),
+        Move.VOCABULARY: lambda y: _sharded_vocabulary(y, size, mesh),
+        Move.SCATTER_SEQUENCE: lambda y: moves.to_slices(y, SEQUENCE, group),
+        Move.SPLIT_SEQUENCE: lambda y: moves.split(y, SEQUENCE, group),
+    }
+    moved = move[row.exit]
+    # Attentions return their weights too, and experts may return their routing; those are not used, or whole.
+    return lambda output: (moved(output[0]), *output[1:]) if isinstance(output, tuple) else moved(output)
+
+
+def _features(module: nn.Module, row: TensorParallelRow) -> int:
+    """Width of a whole output."""
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return 0
+    return weight.shape[1 if row.style == "embedding_colwise" else 0]
+
+
+def _sharded_vocabulary(logits: torch.Tensor, words: int, mesh: DeviceMesh) -> DTensor:
+    shape = torch.Size((*logits.shape[:-1], words))
+    stride = tuple(shape[index + 1 :].numel() for index in range(len(shape)))
+    return DTensor.from_local(logits, mesh, [Shard(len(shape) - 1)], run_check=False, shape=shape, stride=stride)
+
+
+# -- styles that compute otherwise ---------------------------------------------------------------------------------------------
+
+_ROWWISE = {"rowwise", "rowwise_split_input", "rowwise_rep"}
+
+
+def _plain(module: nn.Module, row: TensorParallelRow, group: dist.ProcessGroup) -> Forward:
+    """The module's own forward."""
+    return module.forward
+
+
+def _embedding_rowwise(module: nn.Module, row: TensorParallelRow, group: dist.ProcessGroup) -> Forward:
     """Each rank looks up the ids of its slice of the vocabulary; the others give zeros."""
-    inner, group, padding = module.forward, mesh.get_group(), getattr(module, "padding_idx", None)
-    words = _weight(module).shape[0]
-    width = _width(words, group)
+    inner, padding = module.forward, getattr(module, "padding_idx", None)
+    weight = module._parameters["weight"]
+    assert weight is not None
+    words = weight.shape[0]
+    width = moves.slice_width(words, group)
     begin = dist.get_rank(group) * width
     rows = min(width, words - begin)
 
-    def forward(ids: torch.Tensor) -> Any:
-        with _local_parameters(module):
-            foreign = (ids < begin) | (ids >= begin + rows)
-            if padding is not None:  # its row gets no gradient, on the rank that has it
-                module.padding_idx = padding - begin if begin <= padding < begin + rows else None  # type: ignore[assignment]
-            try:
-                found = inner((ids - begin).masked_fill(foreign, 0))
-            finally:
-                if padding is not None:
-                    module.padding_idx = padding
-        return _Leave.apply(found.masked_fill(foreign.unsqueeze(-1), 0), group)
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        foreign = (ids < begin) | (ids >= begin + rows)
+        if padding is not None:  # its row gets no gradient, on the rank that has it
+            module.padding_idx = padding - begin if begin <= padding < begin + rows else None  # type: ignore[assignment]
+        try:
+            found = inner((ids - begin).masked_fill(foreign, 0))
+        finally:
+            if padding is not None:
+                module.padding_idx = padding
+        return found.masked_fill(foreign.unsqueeze(-1), 0)
 
     return forward
 
 
-def _embedding_colwise(module: nn.Module, mesh: DeviceMesh) -> Forward:
-    inner, group, size = module.forward, mesh.get_group(), _weight(module).shape[1]
+def _grouped_colwise(module: nn.Module, row: TensorParallelRow, group: dist.ProcessGroup) -> Forward:
+    """Several ranks share a head of keys or values: each holds all heads, and computes its one."""
+    inner, (heads,) = module.forward, row.parts
+    head = dist.get_rank(group) * heads // dist.get_world_size(group)
 
-    def forward(ids: torch.Tensor) -> Any:
-        with _local_parameters(module):
-            return _Gather.apply(inner(ids), size, group)
-
-    return forward
-
-
-def _replicated_with_grad_allreduce(module: nn.Module, mesh: DeviceMesh) -> Forward:
-    """A norm of queries or keys: every rank applies the whole weight to its own heads."""
-    inner, group = module.forward, mesh.get_group()
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        entered = {name: _Enter.apply(p, group) for name, p in module._parameters.items() if p is not None}
-        with _local_parameters(module, **entered):
-            return inner(*args, **kwargs)
+    def forward(hidden: torch.Tensor) -> Any:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = parameter.chunk(heads)[head]  # type: ignore[assignment]
+        return inner(hidden)
 
     return forward
 
 
-def _moe_tp_experts(module: nn.Module, mesh: DeviceMesh) -> Forward:
-    """Every rank has a slice of every expert: hidden state and routing weights enter, the sum of the parts leaves."""
-    inner, group = module.forward, mesh.get_group()
-
-    def enter(value: Any) -> Any:
-        return _Enter.apply(value, group) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with _local_parameters(module):
-            output = inner(*map(enter, args), **{name: enter(value) for name, value in kwargs.items()})
-        return _Leave.apply(output, group)
-
-    return forward
-
-
-_STYLES: dict[str, Callable[[nn.Module, DeviceMesh], Forward]] = {
-    "colwise": _colwise,
-    "packed_colwise": _colwise,
-    "colwise_gather_output": _colwise_gather_output,
-    "colwise_rep": _colwise_gather_output,
-    "rowwise": _rowwise,
-    "rowwise_split_input": _rowwise_split_input,
-    "rowwise_rep": _rowwise_split_input,
+_COMPUTE: dict[str, Callable[[nn.Module, TensorParallelRow, dist.ProcessGroup], Forward]] = {
     "embedding_rowwise": _embedding_rowwise,
-    "embedding_colwise": _embedding_colwise,
-    "replicated_with_grad_allreduce": _replicated_with_grad_allreduce,
-    "moe_tp_experts": _moe_tp_experts,
+    "grouped_colwise": _grouped_colwise,
 }

@@ -1,16 +1,19 @@
-"""spec_of(): the ParallelSpec of a model of transformers, derived from what the model declares of itself."""
+"""spec_of(): the ParallelSpec of a model. For a model of transformers it is derived from what the model declares of itself."""
 
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from meshwright.distributed.strategy import ParallelizationStrategy, get_parallelization_strategy
 from meshwright.errors import ModelError
-from meshwright.plan.spec import ParallelSpec, UnitRule, generalize, match_names
+from meshwright.models.decoder import structure_of
+from meshwright.plan.spec import ParallelSpec, UnitRule, generalize, match_names, under_prefix
+from meshwright.plan.tp_styles import canonical
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["spec_of"]
+__all__ = ["DefaultParallelizationStrategy", "derived_spec", "spec_of"]
 
 _SIZES = {
     "layers": ("num_hidden_layers",),
@@ -22,6 +25,27 @@ _SIZES = {
 
 
 def spec_of(model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
+    """The spec of a model: what the strategy of its class says, which is derived unless its family has one of its own.
+
+    Args:
+        model: on any device.
+        param_dtype: dtype of compute.
+
+    Raises:
+        ModelError: a model of which nothing is known; the message says what to declare.
+    """
+    return get_parallelization_strategy(model).spec(model, param_dtype)
+
+
+class DefaultParallelizationStrategy(ParallelizationStrategy):
+    """Of every model of transformers whose family has no strategy of its own: the spec is derived."""
+
+    def spec(self, model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
+        """See :func:`derived_spec`."""
+        return derived_spec(model, param_dtype)
+
+
+def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
     """Derive the spec of a model of transformers.
 
     Args:
@@ -31,10 +55,13 @@ def spec_of(model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelS
     Raises:
         ModelError: if it is no model of transformers, or does not declare its layers; the message says what to declare.
     """
+    if (wrapped := _base_of_peft(model)) is not None:
+        return under_prefix(spec_of(wrapped, param_dtype), "base_model.model.")
     if not _is_transformers(model):
         raise ModelError(
             f"{type(model).__name__} is not a model of transformers, so nothing is known of it: "
-            "pass a ParallelSpec that names its layers, such as ParallelSpec(family='mine', layers=('blocks.*',))"
+            "pass a ParallelSpec that names its layers, such as ParallelSpec(family='mine', layers=('blocks.*',)), or register "
+            "a strategy for its class (docs/adding-a-family.md)"
         )
     from meshwright.models import _transformers_compat as compat
 
@@ -57,6 +84,7 @@ def spec_of(model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelS
         tp_styles=_matching(declared.tp, model),
         ep_styles=_matching(declared.ep, model),
         sizes=_sizes(model),
+        structure=structure_of(type(model).__name__, model.config),
     )
 
 
@@ -66,6 +94,14 @@ def _is_transformers(model: nn.Module) -> bool:
     except ImportError:
         return False
     return isinstance(model, PreTrainedModel)
+
+
+def _base_of_peft(model: nn.Module) -> nn.Module | None:
+    """The model that a ``PeftModel`` holds; ``None`` where there is none."""
+    inner = getattr(getattr(model, "base_model", None), "model", None)
+    return (
+        inner if hasattr(model, "peft_config") and hasattr(model, "get_base_model") and isinstance(inner, nn.Module) else None
+    )
 
 
 def _patterns(names: Any) -> tuple[str, ...]:
@@ -88,7 +124,7 @@ def _tied_groups(tied: dict[str, str]) -> tuple[tuple[str, ...], ...]:
 
 def _matching(styles: dict[str, str], model: nn.Module) -> dict[str, str]:
     """The declared styles that name something here: transformers declares for all variants of a family at once."""
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    names = [canonical(name) for name, _ in model.named_parameters(remove_duplicate=False)]
     candidates = {*names, *(name.rpartition(".")[0] for name in names)}
     return {pattern: style for pattern, style in styles.items() if match_names(pattern, candidates)}
 

@@ -8,13 +8,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from meshwright.plan.options import SyncPolicy
-from meshwright.plan.price import totals, unit_traffic
-from meshwright.plan.sharding_plan import ParameterRow, ShardingPlan, UnitRow
+from meshwright.plan.price import tensor_parallel_counts, totals, unit_traffic
+from meshwright.plan.sharding_plan import Move, ParameterRow, ShardingPlan, TensorParallelRow, UnitRow
 from meshwright.plan.spec import generalize
 
 __all__ = ["explain", "human_bytes"]
 
-Row = TypeVar("Row", ParameterRow, UnitRow)
+Row = TypeVar("Row", ParameterRow, UnitRow, TensorParallelRow)
 
 
 def human_bytes(size: float) -> str:
@@ -34,7 +34,10 @@ def explain(plan: ShardingPlan, *, full: bool = False, parameters: bool = True) 
         full: one line for every row; otherwise rows that differ only in the number of their layer share a line.
         parameters: show the parameters too.
     """
-    return Group(_summary(plan), _units(plan, full), *([_parameters(plan, full)] if parameters else []))
+    tables = [_summary(plan), _units(plan, full)]
+    if plan.tensor_parallel:
+        tables.append(_tensor_parallel(plan, full))
+    return Group(*tables, *([_parameters(plan, full)] if parameters else []))
 
 
 def _summary(plan: ShardingPlan) -> Table:
@@ -101,6 +104,22 @@ def _units(plan: ShardingPlan, full: bool) -> Table:
     return table
 
 
+def _tensor_parallel(plan: ShardingPlan, full: bool) -> Table:
+    taken = f"styles: {plan.tp_level}" + "".join(f"; not {level}: {why}" for level, why in plan.tp_passed_over)
+    table = Table(title=f"Tensor parallel ({taken})", title_justify="left", box=SIMPLE_HEAD)
+    for name in ("module", "style", "in", "out", "gradients summed over tp"):
+        table.add_column(name, overflow="fold")
+
+    def cells(row: TensorParallelRow) -> tuple[str, ...]:
+        return row.style, *(str(move) if move is not Move.NONE else "" for move in (row.entry, row.exit)), ", ".join(row.sums)
+
+    for label, values in _folded(plan.tensor_parallel, cells, full):
+        table.add_row(label, *values)
+    counts = tensor_parallel_counts(plan)
+    table.caption = "per step: " + ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+    return table
+
+
 def _parameters(plan: ShardingPlan, full: bool) -> Table:
     table = Table(title="Parameters", title_justify="left", box=SIMPLE_HEAD)
     for name in ("parameter", "shape", "dtype", "unit", "placements", "local shape", "per rank"):
@@ -142,7 +161,7 @@ def _folded(rows: Iterable[Row], cells: Callable[[Row], tuple[str, ...]], full: 
     ]
 
 
-def _label(row: ParameterRow | UnitRow) -> str:
+def _label(row: ParameterRow | UnitRow | TensorParallelRow) -> str:
     if isinstance(row, ParameterRow) and row.aliases:
         return f"{row.name} = {', '.join(row.aliases)}"
     return row.name

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from typing import Any
 
 from meshwright.errors import PlanError
 
@@ -79,6 +80,11 @@ class ParallelOptions:
         compile_backend: backend for it.
         freeze: patterns of parameter names that are not trained.
         gradient_reduction: add or average over data ranks.
+        sequence_parallel: with ``tp``, hold each rank's part of the sequence between attention and MLP.
+        loss_parallel: with ``tp``, leave logits sharded over the vocabulary (a DTensor); ``None``: where the model's head is
+            known, for the loss of :mod:`~meshwright.distributed.loss_parallel`.
+        tp_plan: tensor parallel styles that win over all others: pattern of module names to style, or the import path of such
+            a dict or of a function that returns one.
     """
 
     param_dtype: str | None = "bfloat16"
@@ -100,6 +106,9 @@ class ParallelOptions:
     compile_backend: str = "inductor"
     freeze: tuple[str, ...] = ()
     gradient_reduction: GradientReduction = GradientReduction.SUM
+    sequence_parallel: bool = False
+    loss_parallel: bool | None = False
+    tp_plan: Mapping[str, Any] | str | None = None
 
     def __post_init__(self) -> None:
         """Take plain strings for closed choices, and refuse what is not legal.
@@ -152,4 +161,5 @@ class ParallelOptions:
             "activation_checkpointing_layers": dict(self.activation_checkpointing_layers),
             "activation_checkpointing_save": list(self.activation_checkpointing_save),
             "freeze": list(self.freeze),
+            "tp_plan": dict(self.tp_plan) if isinstance(self.tp_plan, Mapping) else self.tp_plan,
         }

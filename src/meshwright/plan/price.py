@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from meshwright.plan.options import SyncPolicy
 from meshwright.plan.prefetch import gathered_peak
-from meshwright.plan.sharding_plan import ShardingPlan, UnitRow
+from meshwright.plan.sharding_plan import Move, ShardingPlan, UnitRow
 
 __all__ = ["Totals", "UnitTraffic", "tensor_parallel_counts", "totals", "unit_traffic"]
 
@@ -71,20 +71,21 @@ def unit_traffic(plan: ShardingPlan, unit: UnitRow, stage: int | None = None) ->
     return UnitTraffic(gathers, gathers * gathered, scatters, scatters * reduced, all_reduces, all_reduces * reduced // shards)
 
 
-_TP_COUNTS = {
-    "colwise": {"all_reduce": 1},
-    "packed_colwise": {"all_reduce": 1},
-    "colwise_gather_output": {"all_reduce": 1, "all_gather": 1},
-    "colwise_rep": {"all_reduce": 1, "all_gather": 1},
-    "rowwise": {"all_reduce": 1},
-    "rowwise_split_input": {"all_reduce": 1, "all_gather": 1},
-    "rowwise_rep": {"all_reduce": 1, "all_gather": 1},
-    "embedding_rowwise": {"all_reduce": 1},
-    "embedding_colwise": {"all_gather": 1},
-    "replicated_with_grad_allreduce": {"all_reduce": 1},
-    "moe_tp_experts": {"all_reduce": 3},
+_MOVED = {
+    Move.ENTER: (None, "all_reduce"),
+    Move.LEAVE: ("all_reduce", None),
+    Move.GATHER_FEATURES: ("all_gather", None),
+    Move.SPLIT_FEATURES: (None, "all_gather"),
+    Move.EXCHANGE_FEATURES: ("all_to_all", "all_to_all"),
+    Move.GATHER_SEQUENCE: ("all_gather", "reduce_scatter"),
+    Move.GATHER_SEQUENCE_WHOLE: ("all_gather", None),
+    Move.SPLIT_SEQUENCE: (None, "all_gather"),
+    Move.SCATTER_SEQUENCE: ("reduce_scatter", "all_gather"),
 }
-"""Collectives of a module in one forward and backward over ``tp``, by its style."""
+"""Collective of a move in forward, and in backward."""
+
+LOSS_PARALLEL = 2
+"""All-reduces of a cross-entropy over a sharded vocabulary: the largest logit, then sums."""
 
 
 def tensor_parallel_counts(plan: ShardingPlan) -> Counter[str]:
@@ -94,9 +95,12 @@ def tensor_parallel_counts(plan: ShardingPlan) -> Counter[str]:
     """
     found: Counter[str] = Counter()
     for row in plan.tensor_parallel:
-        for kind, count in _TP_COUNTS[row.style].items():
-            found[kind] += count * plan.options.microbatches
-    return found
+        # What enters experts is the hidden state and the weights of the routing.
+        times = 2 if row.style == "moe_tp_experts" else 1
+        found.update({kind: times for kind in _MOVED.get(row.entry, ()) if kind})
+        found.update(kind for kind in _MOVED.get(row.exit, ()) if kind)
+        found["all_reduce"] += len(row.sums) + (LOSS_PARALLEL if row.exit is Move.VOCABULARY else 0)
+    return Counter({kind: count * plan.options.microbatches for kind, count in found.items() if count})
 
 
 def totals(plan: ShardingPlan) -> Totals:

@@ -7,25 +7,16 @@ from math import ceil, prod
 from torch import nn
 
 from meshwright.errors import LayoutError, PlanError
-from meshwright.layout import Layout, ModelSizes, divisors
+from meshwright.layout import Layout, ModelSizes
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
 from meshwright.plan.prefetch import prefetch_problems
 from meshwright.plan.recompute import checkpointing_modes
-from meshwright.plan.sharding_plan import ROOT, ParameterRow, ShardingPlan, TensorParallelRow, UnitRow, itemsize
+from meshwright.plan.sharding_plan import ROOT, ParameterRow, ShardingPlan, UnitRow, itemsize
 from meshwright.plan.spec import ParallelSpec, generalize, last_of_each_container, match_names
+from meshwright.plan.tensor_parallel import resolve_tensor_parallel
+from meshwright.plan.tp_styles import styles_of_parameters, tp_dim, tp_placement
 
 __all__ = ["model_sizes", "resolve"]
-
-TP_DIMS = {
-    "colwise": -2, "colwise_gather_output": -2, "colwise_rep": -2, "packed_colwise": -2, "embedding_rowwise": -2,
-    "rowwise": -1, "rowwise_split_input": -1, "rowwise_rep": -1, "embedding_colwise": -1,
-    "replicated_with_grad_allreduce": None, "moe_tp_experts": None, "replicate": None,
-}  # fmt: skip
-"""Tensor parallel styles that are carried out, with the dimension of the weight that they slice. Of biases, which have one
-dimension, those of the first row are sliced."""
-
-PACKED = {"packed_colwise": 2}
-"""Styles of matrices that hold several others one after another (gate and up): each of them is sliced."""
 
 
 def resolve(
@@ -75,8 +66,8 @@ def resolve(
     problems += prefetch_problems(options, layout, [draft.sync for draft in drafts.values()])
     layers = tuple(draft.name for draft in drafts.values() if draft.kind == "layer")
     modes = checkpointing_modes(options, model, layers, problems)
-    tp_styles, tp_modules = _tensor_parallel(spec, model, layout, claims, problems)
-    ep_styles = _styles("ep_styles", spec.ep_styles, claims, problems)
+    sharing = resolve_tensor_parallel(spec, model, layout, options, sizes, claims, problems)
+    ep_styles = styles_of_parameters("ep_styles", spec.ep_styles, claims, problems)
     if problems:
         raise PlanError(problems)
 
@@ -88,7 +79,7 @@ def resolve(
             layout,
             trainable=claim.requires_grad and claim.name not in frozen,
             stage=stages[claim.name],
-            tp_style=tp_styles.get(claim.name),
+            tp_style=sharing.styles.get(claim.name),
             is_expert=layout.ep > 1 and ep_styles.get(claim.name) == "grouped_gemm",
         )
         for claim in claims
@@ -96,7 +87,17 @@ def resolve(
     default = options.sync or _affordable_policy(drafts, rows, options)
     units = _unit_rows(drafts, rows, options, default, modes)
     _check_units(units, rows)
-    return ShardingPlan(spec.family, layout, options, layers, rows, units, tp_modules)
+    return ShardingPlan(
+        spec.family,
+        layout,
+        options,
+        layers,
+        rows,
+        units,
+        sharing.rows,
+        tp_level=sharing.level,
+        tp_passed_over=sharing.passed_over,
+    )
 
 
 def model_sizes(spec: ParallelSpec, model: nn.Module) -> ModelSizes:
@@ -108,7 +109,8 @@ def model_sizes(spec: ParallelSpec, model: nn.Module) -> ModelSizes:
             value = getattr(value, part, None)
         if isinstance(value, int):
             found[field_name] = value
-    return ModelSizes(**found)
+    groups = spec.structure is not None and bool(spec.structure.kv_projections)
+    return ModelSizes(**found, kv_groups=groups)
 
 
 # -- units ----------------------------------------------------------------------------------------------------------------
@@ -244,76 +246,6 @@ def _frozen_names(options: ParallelOptions, names: list[str], problems: list[str
     return frozen
 
 
-def _styles(where: str, patterns: Mapping[str, str], claims: Sequence[_Claim], problems: list[str]) -> dict[str, str]:
-    """Parameter name to style: a pattern names a module or a parameter."""
-    styles: dict[str, str] = {}
-    names = {name: claim.name for claim in claims for name in (claim.name, *claim.aliases)}
-    for pattern, style in patterns.items():
-        matched = [
-            names[name] for name in names
-            if match_names(pattern, [name]) or match_names(pattern, [name.rpartition(".")[0]])
-        ]  # fmt: skip
-        if not matched:
-            problems.append(f"{where} pattern {pattern!r} matches no parameter")
-        styles.update((name, style) for name in matched if name not in styles)
-    return styles
-
-
-def _tensor_parallel(
-    spec: ParallelSpec, model: nn.Module, layout: Layout, claims: Sequence[_Claim], problems: list[str]
-) -> tuple[dict[str, str], tuple[TensorParallelRow, ...]]:
-    """Style of each parameter and of each module; the first pattern that matches counts."""
-    of_parameters = _styles("tp_styles", spec.tp_styles, claims, problems)
-    if layout.size("tp") == 1:
-        return {}, ()
-    if not spec.tp_styles:
-        problems.append(
-            f"tp={layout.size('tp')}: {spec.family} declares no tensor parallel styles (tp_styles of its ParallelSpec, or "
-            "base_model_tp_plan of its config); the legal value is 1"
-        )
-    for pattern, style in spec.tp_styles.items():
-        if style not in TP_DIMS:
-            problems.append(
-                f"tp={layout.size('tp')}: the style {style!r} of {pattern!r} is not carried out; legal are {', '.join(TP_DIMS)}"
-            )
-    of_modules: dict[str, str] = {}
-    names = [name for name, _ in model.named_modules()]
-    for pattern, style in spec.tp_styles.items():
-        for name in match_names(pattern, names):
-            of_modules.setdefault(name, style)
-    order = {name: index for index, name in enumerate(names)}
-    rows = (TensorParallelRow(name, style) for name, style in sorted(of_modules.items(), key=lambda item: order[item[0]]))
-    for claim in claims:
-        own = of_parameters.get(claim.name)
-        if (cut := _tp_dim(own, claim)) is not None:
-            size, pieces = claim.shape[cut], PACKED.get(own or "", 1)
-            if size % pieces or _empty_slices(size // pieces, layout.size("tp")):
-                problems.append(f"tp={layout.size('tp')}: {claim.name!r} has {size} entries to slice, too few for each rank")
-            if pieces > 1 and (size // pieces) % layout.size("tp"):
-                problems.append(
-                    f"tp={layout.size('tp')}: {claim.name!r} holds {pieces} matrices of {size // pieces} rows; legal are "
-                    f"{', '.join(map(str, divisors(size // pieces)))}"
-                )
-            if pieces > 1 and cut == 0 and layout.size("dp_shard_cp") > 1:
-                problems.append(f"tp={layout.size('tp')}: {claim.name!r} is packed along the dimension that FSDP shards")
-    return of_parameters, tuple(row for row in rows if row.style != "replicate")
-
-
-def _empty_slices(size: int, ranks: int) -> bool:
-    """Whether slices of one width leave a rank with nothing."""
-    return -(-size // ranks) * (ranks - 1) >= size
-
-
-def _tp_dim(style: str | None, claim: _Claim) -> int | None:
-    """The dimension of a parameter that a style slices."""
-    dim = TP_DIMS.get(style or "")
-    if dim is None:
-        return None
-    if len(claim.shape) == 1:
-        return 0 if dim == -2 else None
-    return dim % len(claim.shape)
-
-
 def _stages(layout: Layout, drafts: Mapping[str, _Draft], claims: Sequence[_Claim]) -> dict[str, int]:
     """Pipeline stage of each parameter: layers cut evenly, what precedes them on the first stage, the rest on the last."""
     count = layout.size("pp")
@@ -348,16 +280,17 @@ def _parameter_row(
     else:
         shard_axis = "dp_shard" if layout.size("cp") == 1 else "dp_shard_cp"
         shards = layout.size("dp_shard_cp")
-        if (dim := _tp_dim(tp_style, claim)) is not None:
-            pieces = PACKED.get(tp_style or "")
+        if (dim := tp_dim(tp_style, claim.shape)) is not None:
             local[dim] = ceil(local[dim] / layout.size("tp"))
-            placements.append(("tp", f"StridedShard({dim}, {pieces})" if pieces else f"Shard({dim})"))
-    # FSDP shards dim 0 of what the other axes left, and pads its rows to a multiple of the shards.
-    rest = prod(local[1:])
-    gathered_rows = ceil(local[0] / shards) * shards
-    local[0] = ceil(local[0] / shards)
+            placements.append(("tp", tp_placement(tp_style, dim)))
+    # FSDP shards dim 0 of what the other axes left, and pads its rows to a multiple of the shards. Rows that are packed on tp
+    # are several matrices, which torch could not tell apart any more: there it shards columns.
+    by_fsdp = 1 if ("tp", "StridedShard(0, 2)") in placements else 0
+    local[by_fsdp] = ceil(local[by_fsdp] / shards) * shards
+    gathered = prod(local)
+    local[by_fsdp] //= shards
     if shards > 1:
-        placements.insert(0, (shard_axis, "Shard(0)"))
+        placements.insert(0, (shard_axis, f"Shard({by_fsdp})"))
     if is_expert:
         placements.append(("ep", "Shard(0)"))
     if layout.size("dp_replicate") > 1:
@@ -373,8 +306,8 @@ def _parameter_row(
         placements=tuple(placements),
         local_shape=tuple(local),
         bytes_per_rank=prod(local) * itemsize(claim.dtype),
-        gathered_bytes=gathered_rows * rest * itemsize(compute),
-        reduced_bytes=gathered_rows * rest * itemsize(reduce) if trainable else 0,
+        gathered_bytes=gathered * itemsize(compute),
+        reduced_bytes=gathered * itemsize(reduce) if trainable else 0,
         trainable=trainable,
         stage=stage,
         tp_style=tp_style,

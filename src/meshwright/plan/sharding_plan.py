@@ -3,12 +3,13 @@
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
+from enum import StrEnum
 from typing import Any
 
 from meshwright.layout import Layout
 from meshwright.plan.options import DTYPES, ActivationCheckpointing, ParallelOptions, SyncPolicy
 
-__all__ = ["ROOT", "ParameterRow", "PlanDifference", "ShardingPlan", "TensorParallelRow", "UnitRow"]
+__all__ = ["ROOT", "Move", "ParameterRow", "PlanDifference", "ShardingPlan", "TensorParallelRow", "UnitRow"]
 
 ROOT = ""
 """Name of the root unit: the model itself."""
@@ -92,17 +93,63 @@ class UnitRow:
         return self.name or "(root)"
 
 
+class Move(StrEnum):
+    """How a tensor comes into a module, or leaves it, under tensor parallel. "Whole": the same on all ranks of `tp`."""
+
+    NONE = "none"
+    """As it is."""
+
+    ENTER = "enter"
+    """As it is; backward all-reduces the parts of its gradient. f of Megatron-LM (arXiv 1909.08053, section 3)."""
+
+    LEAVE = "leave"
+    """Parts are all-reduced to their sum; its gradient is whole. g of Megatron-LM."""
+
+    GATHER_FEATURES = "gather_features"
+    """Slices of the last dimension are gathered; backward keeps this rank's slice of a whole gradient."""
+
+    SPLIT_FEATURES = "split_features"
+    """This rank's slice of the last dimension is kept; backward gathers."""
+
+    EXCHANGE_FEATURES = "exchange_features"
+    """From a slice of several matrices in a row to a slice of each: all-to-all, and back in backward."""
+
+    VOCABULARY = "vocabulary"
+    """Stays sliced over the last dimension, and says so: a DTensor, for the loss."""
+
+    GATHER_SEQUENCE = "gather_sequence"
+    """Parts of the sequence are gathered; backward reduce-scatters the parts of the gradient."""
+
+    GATHER_SEQUENCE_WHOLE = "gather_sequence_whole"
+    """Parts of the sequence are gathered; backward keeps this rank's part of a whole gradient."""
+
+    SPLIT_SEQUENCE = "split_sequence"
+    """This rank's part of the sequence is kept; backward gathers."""
+
+    SCATTER_SEQUENCE = "scatter_sequence"
+    """Sums are reduce-scattered to parts of the sequence; backward gathers."""
+
+
 @dataclass(frozen=True)
 class TensorParallelRow:
     """How one module computes under tensor parallel.
 
     Attributes:
         module: its name.
-        style: in the words of transformers; see `distributed/tensor_parallel.py`.
+        style: in the words of transformers; ``region``, ``stack`` and ``sequence_parallel`` have no slices of their own.
+        entry: how its input comes in.
+        exit: how its output leaves.
+        sums: its own parameters that every rank holds whole and uses in part, so that their gradients are summed over ``tp``.
+        parts: sizes of the matrices that a fused one holds (``fused_colwise``), heads in all (``grouped_colwise``), or heads
+            of queries and of keys on a rank (``region``).
     """
 
     module: str
     style: str
+    entry: Move = Move.NONE
+    exit: Move = Move.NONE
+    sums: tuple[str, ...] = ()
+    parts: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -143,7 +190,9 @@ class ShardingPlan:
         layers: names of the layers, in forward order.
         parameters: one row each, in the order of the model.
         units: one row each, in the order of the model; the root is first.
-        tensor_parallel: one row for each module that computes with slices; empty where ``tp`` is 1.
+        tensor_parallel: one row for each module that computes with slices or moves something; empty where ``tp`` is 1.
+        tp_level: whose tensor parallel styles were taken: ``given``, ``family``, ``model`` or ``generic``.
+        tp_passed_over: (level, reason) of the levels above it.
     """
 
     family: str
@@ -153,6 +202,13 @@ class ShardingPlan:
     parameters: tuple[ParameterRow, ...]
     units: tuple[UnitRow, ...]
     tensor_parallel: tuple[TensorParallelRow, ...] = ()
+    tp_level: str = ""
+    tp_passed_over: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the length of a batch must be a multiple of."""
+        return self.layout.size("tp") if self.options.sequence_parallel else 1
 
     def unit(self, name: str) -> UnitRow:
         """The row of a unit by name."""
@@ -175,6 +231,8 @@ class ShardingPlan:
             "parameters": [asdict(row) for row in self.parameters],
             "units": [asdict(row) for row in self.units],
             "tensor_parallel": [asdict(row) for row in self.tensor_parallel],
+            "tp_level": self.tp_level,
+            "tp_passed_over": [list(pair) for pair in self.tp_passed_over],
             "totals": asdict(totals(self)),
         }
         return json.dumps(content, indent=1)
@@ -197,7 +255,12 @@ class ShardingPlan:
             layers=tuple(content["layers"]),
             parameters=tuple(row(ParameterRow, item) for item in content["parameters"]),
             units=tuple(row(UnitRow, {**item, **_choices(item)}) for item in content["units"]),
-            tensor_parallel=tuple(row(TensorParallelRow, item) for item in content.get("tensor_parallel", [])),
+            tensor_parallel=tuple(
+                row(TensorParallelRow, {**item, **{side: Move(item[side]) for side in ("entry", "exit")}})
+                for item in content.get("tensor_parallel", [])
+            ),
+            tp_level=content.get("tp_level", ""),
+            tp_passed_over=tuples(content.get("tp_passed_over", [])),
         )
 
     def diff(self, other: "ShardingPlan") -> list[PlanDifference]:

@@ -2,12 +2,16 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import TypeVar
 
 from meshwright.plan.options import SyncPolicy
 
-__all__ = ["ParallelSpec", "UnitRule", "generalize", "last_of_each_container", "match_names"]
+__all__ = ["ParallelSpec", "Structure", "UnitRule", "generalize", "last_of_each_container", "match_names", "under_prefix"]
+
+
+T = TypeVar("T")
 
 
 @lru_cache(maxsize=4096)
@@ -59,6 +63,32 @@ class UnitRule:
 
 
 @dataclass(frozen=True)
+class Structure:
+    """What is known of the inside of a family's layers: what tensor parallel needs beyond styles.
+
+    Args:
+        styles: tensor parallel styles written for the family; empty: the model's own are as good.
+        regions: patterns of the modules of a layer that mix tokens or features, such as its attention and its MLP. Each
+            takes the hidden state [batch, sequence, features] as its first argument or as ``hidden_states``, and what is
+            inside it gets activations only from there. All else in a layer treats each token alone.
+        tokenwise: modules outside of the layers, behind them, that treat each token alone: the last norm.
+        head: the module that makes logits of hidden states.
+        kv_projections: the matrices of keys and of values, where the attention can do with one head of them for several ranks.
+        fused: pattern of a fused matrix of queries, keys and values to the rows of each (``fused_colwise``). An attention with
+            one reads head counts from its config to take them apart, so that it is given those of its rank.
+        no_sequence_parallel: why the family cannot shard its residual stream over the sequence; empty: it can.
+    """
+
+    styles: Mapping[str, str] = field(default_factory=dict)
+    regions: tuple[str, ...] = ()
+    tokenwise: tuple[str, ...] = ()
+    head: str | None = None
+    kv_projections: tuple[str, ...] = ()
+    fused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    no_sequence_parallel: str = ""
+
+
+@dataclass(frozen=True)
 class ParallelSpec:
     """What a family declares of itself.
 
@@ -68,9 +98,10 @@ class ParallelSpec:
         units: further FSDP units, inside or outside the layers.
         fp32: patterns of modules that compute in fp32 whatever the parameter dtype of the rest.
         tied: groups of parameter names that are one tensor.
-        tp_styles: parameter or module pattern to tensor parallel style, in the words of transformers.
+        tp_styles: parameter or module pattern to tensor parallel style, in the words of transformers, as the model declares it.
         ep_styles: the same for expert parallel.
         sizes: field of :class:`~meshwright.layout.ModelSizes` to the attribute of the model's config that holds it.
+        structure: of its layers; ``None``: unknown.
     """
 
     family: str
@@ -81,3 +112,35 @@ class ParallelSpec:
     tp_styles: Mapping[str, str] = field(default_factory=dict)
     ep_styles: Mapping[str, str] = field(default_factory=dict)
     sizes: Mapping[str, str] = field(default_factory=dict)
+    structure: Structure | None = None
+
+
+def under_prefix(spec: ParallelSpec, prefix: str) -> ParallelSpec:
+    """The spec of a model that stands inside another one, under names that begin with ``prefix``."""
+
+    def all_of(patterns: Iterable[str]) -> tuple[str, ...]:
+        return tuple(prefix + pattern for pattern in patterns)
+
+    def keys(named: Mapping[str, T]) -> dict[str, T]:
+        return {prefix + pattern: value for pattern, value in named.items()}
+
+    known = spec.structure
+    return replace(
+        spec,
+        layers=all_of(spec.layers),
+        units=tuple(replace(rule, pattern=prefix + rule.pattern) for rule in spec.units),
+        fp32=all_of(spec.fp32),
+        tied=tuple(all_of(names) for names in spec.tied),
+        tp_styles=keys(spec.tp_styles),
+        ep_styles=keys(spec.ep_styles),
+        structure=known
+        and replace(
+            known,
+            styles=keys(known.styles),
+            regions=all_of(known.regions),
+            tokenwise=all_of(known.tokenwise),
+            head=None if known.head is None else prefix + known.head,
+            kv_projections=all_of(known.kv_projections),
+            fused=keys(known.fused),
+        ),
+    )

@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ConfigError
 from meshwright.train.loss import forward_logits
@@ -10,7 +11,9 @@ __all__ = ["check_boundaries"]
 
 
 @torch.no_grad()
-def check_boundaries(model: nn.Module, device: torch.device, rows: int, length: int, *, exact: bool = True) -> None:
+def check_boundaries(
+    model: nn.Module, device: torch.device, rows: int, length: int, *, exact: bool = True, multiple: int = 1
+) -> None:
     """Refuse packing for a model in which one document of a sequence changes another.
 
     Two documents share each sequence. Another first document must leave the logits of the second as they are, to the last
@@ -22,11 +25,12 @@ def check_boundaries(model: nn.Module, device: torch.device, rows: int, length: 
         rows: sequences in a batch; some attention kernels take packing only with one.
         length: tokens in a sequence.
         exact: ``False`` for mixtures of experts, whose matrix products take other shapes when tokens are routed elsewhere.
+        multiple: lengths that the model takes are multiples of it.
 
     Raises:
         ConfigError: on all ranks alike; names what to change.
     """
-    length = min(length, 32)
+    length = -(-min(length, 32) // multiple) * multiple
     half = length // 2
     vocabulary: int = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
     ids = (torch.arange(rows * length, device=device).reshape(rows, length) * 7 + 3) % vocabulary
@@ -43,9 +47,15 @@ def check_boundaries(model: nn.Module, device: torch.device, rows: int, length: 
         raise ConfigError(f"{_REFUSAL.format(type(model).__name__)} (it takes no position_ids: {error})") from error
     finally:
         model.train(training)
-    difference = float((first - second).abs().max())
-    if difference > (0.0 if exact else 0.02 * float(first.abs().max())):
+    difference = _largest(first - second)
+    if difference > (0.0 if exact else 0.02 * _largest(first)):
         raise ConfigError(f"{_REFUSAL.format(type(model).__name__)} (logits of the second differ by {difference:.2g})")
+
+
+def _largest(logits: torch.Tensor) -> float:
+    """Of all entries, on all ranks alike."""
+    found = logits.abs().max()
+    return float(found.full_tensor() if isinstance(found, DTensor) else found)
 
 
 _REFUSAL = (

@@ -121,6 +121,21 @@ class ParallelConfig(_Section):
         default=[],
         description="What 'selective' keeps instead: names of operators, as in [aten.mm.default, aten.addmm.default].",
     )
+    sequence_parallel: bool = Field(
+        default=False,
+        description="With tp: between attention and MLP each rank holds its part of the sequence. Less activation memory; a "
+        "gather and a scatter for each all-reduce. Sequences are padded to a multiple of tp.",
+    )
+    loss_parallel: bool | None = Field(
+        default=None,
+        description="With tp: logits stay sharded over the vocabulary, and the loss is computed there. null: wherever the "
+        "model's output head is known.",
+    )
+    tp_plan: dict[str, str] | str | None = Field(
+        default=None,
+        description="Tensor parallel styles that win over the family's and the model's own: {pattern of modules: style}, or "
+        "the import path of such a dict or of a function that returns one.",
+    )
     compile: bool = Field(default=False, description="torch.compile each layer.")
     compile_backend: str = Field(default="inductor", description="Backend of torch.compile.")
     freeze: list[str] = Field(
@@ -219,6 +234,12 @@ class RunConfig(_Section):
     """A whole run."""
 
     output: str = Field(description="Directory of the run: checkpoints, metrics, tokenizer, tokens, export.")
+    imports: list[str] = Field(
+        default=[],
+        description="Modules to import before the model is built, in every process, such as [my_family]: files that register a "
+        "parallelization strategy or a model (docs/adding-a-family.md). Found as by `python -m`; the working directory is "
+        "looked into last.",
+    )
     model: ModelConfig = Field(description="Which model.")
     layout: LayoutConfig = Field(default=LayoutConfig(), description="Sizes of the mesh axes.")
     parallel: ParallelConfig = Field(default=ParallelConfig(), description="How the layout is carried out.")

@@ -2,8 +2,10 @@
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from meshwright.data.packing import IGNORE
+from meshwright.distributed.loss_parallel import cross_entropy_sum
 
 __all__ = ["count_tokens", "forward_logits", "token_loss_sum"]
 
@@ -21,9 +23,11 @@ def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Sum of next-token cross-entropies in nats, in fp32 (fp64 for a model that computes in it).
 
     Args:
-        logits: [batch, sequence, vocabulary].
+        logits: [batch, sequence, vocabulary]; a DTensor where they are sharded over the vocabulary.
         labels: [batch, sequence], shifted already; :data:`IGNORE` where there is nothing to learn.
     """
+    if isinstance(logits, DTensor):
+        return cross_entropy_sum(logits, labels, IGNORE)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
 

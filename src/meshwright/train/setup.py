@@ -121,9 +121,11 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
         MeshwrightError: all problems of layout, batch sizes, model and plan that can be found without each other.
     """
     from meshwright.models.build import build_on_meta, pretrained_config
+    from meshwright.models.imports import import_modules
     from meshwright.models.spec import spec_of
     from meshwright.plan.resolver import model_sizes, resolve
 
+    import_modules(config.imports)
     hf_config = pretrained_config(config.model, vocabulary_defaults(config, tokenizer))
     model = build_on_meta(config.model, hf_config)
     spec = spec_of(model, config.parallel.param_dtype)

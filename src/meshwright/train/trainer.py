@@ -18,7 +18,7 @@ from meshwright.distributed.fsdp import move_buffers
 from meshwright.distributed.grad_clip import clip_grad_norm_
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import ParallelMesh, build_mesh
-from meshwright.distributed.parallelizer import parallelize
+from meshwright.distributed.strategy import get_parallelization_strategy
 from meshwright.errors import CheckpointError, NonFiniteError
 from meshwright.models.build import materialize
 from meshwright.models.init import derive_seed, initialize_buffers
@@ -79,7 +79,14 @@ class Trainer:
         self.evaluation = None
         if store.index.eval_documents:
             held_out = SequenceDataset(store, "eval", data.sequence_length, data.packing, shuffle=False)
-            self.evaluation = EvalLoader(held_out, training.microbatch_size, data_rank, data_ranks, training.eval_sequences)
+            self.evaluation = EvalLoader(
+                held_out,
+                training.microbatch_size,
+                data_rank,
+                data_ranks,
+                training.eval_sequences,
+                multiple=setup.plan.sequence_multiple,
+            )
         self.checkpoints = CheckpointManager(
             setup.paths.checkpoints,
             self.config.checkpoint.keep,
@@ -92,7 +99,8 @@ class Trainer:
         if data.packing == "pack":  # only now: without weights there is nothing to see
             with self.sync.forward_only():
                 dense = not model_sizes(setup.spec, setup.model).experts
-                check_boundaries(setup.model, device, training.microbatch_size, data.sequence_length, exact=dense)
+                rows, length = training.microbatch_size, data.sequence_length
+                check_boundaries(setup.model, device, rows, length, exact=dense, multiple=setup.plan.sequence_multiple)
         self.recorder = Recorder(self.config, speaks=self.rank == 0, resumed_step=self.step)
 
     # -- the parts; `audit` replaces some of them to have a reference ----------------------------------------------------------
@@ -103,7 +111,7 @@ class Trainer:
 
     def distribute(self, model: nn.Module) -> nn.Module:
         """Carry the plan out on the model, which has no values yet."""
-        return parallelize(model, self.setup.plan, self.mesh)
+        return get_parallelization_strategy(model).carry_out(model, self.setup.plan, self.mesh)
 
     def fill(self, device: torch.device) -> None:
         """Give parameters and buffers their first values, on the device that shards live on."""
@@ -126,6 +134,7 @@ class Trainer:
             seed=training.seed,
             packing=data.packing,
             shuffle=data.shuffle,
+            multiple=self.setup.plan.sequence_multiple,
         )
 
     # -- the loop ----------------------------------------------------------------------------------------------------------

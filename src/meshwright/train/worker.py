@@ -14,6 +14,7 @@ from rich.console import Console
 from meshwright.data.store import TokenStore
 from meshwright.distributed.process_group import process_group
 from meshwright.errors import MeshwrightError, WorkerError
+from meshwright.models.imports import import_modules
 from meshwright.plan.explain import explain
 from meshwright.train.config import RunConfig
 from meshwright.train.prepare import checkpoint_to_resume, load_run_tokenizer, locked, prepare_run
@@ -35,6 +36,7 @@ def run_worker(config: RunConfig, device_kind: str, prepared: tuple[str, Path | 
         device = held.enter_context(process_group(timedelta(minutes=config.launch.timeout_minutes), device_kind))
         # One process decides which checkpoint it is: on a shared file system ranks may see different ones.
         store, resume = prepared or _prepare_on_rank_0(config, held)
+        import_modules(config.imports)  # before the tokenizer, which one of them may register
         tokenizer = load_run_tokenizer(config)
         setup = make_setup(config, dist.get_world_size(), tokenizer)
         from meshwright.train.trainer import Trainer

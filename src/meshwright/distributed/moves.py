@@ -1,0 +1,207 @@
+"""What tensor parallel moves between ranks, as autograd functions: each has its conjugate as its backward.
+
+Tensors are plain. "Whole": the same on all ranks of the group; "parts": to be added up; "slices": to be joined along a
+dimension. All ranks but the last ones have slices of one width, as ``torch.chunk`` makes them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.distributed import _torch_compat
+
+__all__ = ["enter", "exchange", "gather", "leave", "slice_of", "slice_width", "split", "to_parts", "to_slices"]
+
+Group = dist.ProcessGroup
+
+
+def enter(whole: torch.Tensor, group: Group) -> torch.Tensor:
+    """Into a region where every rank computes a part: backward adds the parts of the gradient."""
+    return _Enter.apply(whole, group)
+
+
+def leave(part: torch.Tensor, group: Group) -> torch.Tensor:
+    """Out of such a region: forward adds the parts; the gradient is whole."""
+    return _Leave.apply(part, group)
+
+
+def gather(piece: torch.Tensor, dim: int, size: int, group: Group) -> torch.Tensor:
+    """Join slices to ``size`` entries; backward keeps this rank's slice of a whole gradient."""
+    return _Gather.apply(piece, dim, size, group)
+
+
+def split(whole: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    """Keep this rank's slice; backward joins the slices of the gradient."""
+    return _Split.apply(whole, dim, group)
+
+
+def to_parts(piece: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    """Join equal slices; backward adds the parts of the gradient, and keeps this rank's slice of the sum."""
+    return _GatherParts.apply(piece, dim, group)
+
+
+def to_slices(part: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    """Add parts up, and keep this rank's slice of equal ones; backward joins the slices of the gradient."""
+    return _Scatter.apply(part, dim, group)
+
+
+def exchange(piece: torch.Tensor, parts: Sequence[int], group: Group) -> torch.Tensor:
+    """From a slice of the last dimension, which holds several matrices one after another, to this rank's slice of each.
+
+    Args:
+        piece: [..., this rank's slice of ``sum(parts)``].
+        parts: width of each matrix; the ranks divide it.
+        group: of the ranks.
+    """
+    return _Exchange.apply(piece, tuple(parts), False, group)
+
+
+def slice_width(size: int, group: Group) -> int:
+    """Of the widest slice."""
+    return -(-size // dist.get_world_size(group))
+
+
+def slice_of(tensor: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    """This rank's slice."""
+    size = tensor.shape[dim]
+    width = slice_width(size, group)
+    begin = min(dist.get_rank(group) * width, size)
+    return tensor.narrow(dim, begin, min(width, size - begin)).contiguous()
+
+
+def _summed(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _joined(piece: torch.Tensor, dim: int, size: int, group: Group) -> torch.Tensor:
+    dim %= piece.ndim
+    width, ranks = slice_width(size, group), dist.get_world_size(group)
+    lacking = width - piece.shape[dim]
+    padded = nn.functional.pad(piece, (0, 0) * (piece.ndim - 1 - dim) + (0, lacking)) if lacking else piece
+    pieces = padded.new_empty((ranks * padded.shape[0], *padded.shape[1:]))
+    _torch_compat.all_gather_single(pieces, padded.contiguous(), group=group)
+    whole = torch.cat(pieces.chunk(ranks), dim=dim)  # no view of the buffer: FSDP hooks the outputs of its units
+    return whole if whole.shape[dim] == size else whole.narrow(dim, 0, size).contiguous()
+
+
+def _scattered(part: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+    ranks = dist.get_world_size(group)
+    pieces = torch.cat(part.chunk(ranks, dim=dim))
+    mine = pieces.new_empty((pieces.shape[0] // ranks, *pieces.shape[1:]))
+    _torch_compat.reduce_scatter_single(mine, pieces, group=group)
+    return mine
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, whole: torch.Tensor, group: Group) -> torch.Tensor:
+        context.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _summed(gradient, context.group), None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, part: torch.Tensor, group: Group) -> torch.Tensor:
+        return _summed(part, group)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, piece: torch.Tensor, dim: int, size: int, group: Group) -> torch.Tensor:
+        context.dim, context.group = dim, group
+        return _joined(piece, dim, size, group)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return slice_of(gradient, context.dim, context.group), None, None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, whole: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+        context.dim, context.size, context.group = dim, whole.shape[dim], group
+        return slice_of(whole, dim, group)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _joined(gradient, context.dim, context.size, context.group), None, None
+
+
+class _GatherParts(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, piece: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+        context.dim, context.group = dim, group
+        return _joined(piece, dim, piece.shape[dim] * dist.get_world_size(group), group)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _scattered(gradient, context.dim, context.group), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, part: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
+        context.dim, context.group = dim, group
+        return _scattered(part, dim, group)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        size = gradient.shape[context.dim] * dist.get_world_size(context.group)
+        return _joined(gradient, context.dim, size, context.group), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, piece: torch.Tensor, parts: tuple[int, ...], back: bool, group: Group) -> torch.Tensor:
+        context.parts, context.back, context.group = parts, back, group
+        return _exchanged(piece, parts, back, group)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _Exchange.apply(gradient, context.parts, not context.back, context.group), None, None, None
+
+
+def _exchanged(piece: torch.Tensor, parts: tuple[int, ...], back: bool, group: Group) -> torch.Tensor:
+    """``back``: from a slice of each matrix to a slice of them all."""
+    ranks, me = dist.get_world_size(group), dist.get_rank(group)
+    width, total = slice_width(sum(parts), group), sum(parts)
+    one = [(rank * width, min((rank + 1) * width, total)) for rank in range(ranks)]
+    each: list[list[tuple[int, int]]] = []
+    for rank in range(ranks):
+        begins = [sum(parts[:index]) + rank * size // ranks for index, size in enumerate(parts)]
+        each.append([(begin, begin + size // ranks) for begin, size in zip(begins, parts, strict=True)])
+    ours, theirs = ([[span] for span in one], each) if not back else (each, [[span] for span in one])
+    columns = piece.movedim(-1, 0).contiguous()
+    sent = [_places(ours[me], theirs[rank]) for rank in range(ranks)]
+    received = [_places(theirs[me], ours[rank]) for rank in range(ranks)]
+    buffer = columns[torch.tensor([place for places in sent for place in places], dtype=torch.long, device=columns.device)]
+    incoming = buffer.new_empty((sum(map(len, received)), *columns.shape[1:]))
+    dist.all_to_all_single(incoming, buffer, [len(p) for p in received], [len(p) for p in sent], group=group)
+    # Each rank sent in the order of the fused matrix, so what came from one goes to ascending places.
+    result = torch.empty_like(incoming)
+    result[torch.tensor([place for places in received for place in places], dtype=torch.long, device=columns.device)] = incoming
+    return result.movedim(0, -1).contiguous()
+
+
+def _places(held: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]]) -> list[int]:
+    """Where, in a tensor that holds some ranges of columns one after another, those are that lie in other ranges; ascending."""
+    found: list[int] = []
+    offset = 0
+    for begin, end in held:
+        for low, high in wanted:
+            found += range(offset + max(low, begin) - begin, offset + max(min(high, end) - begin, max(low, begin) - begin))
+        offset += end - begin
+    return sorted(found)

@@ -1,0 +1,54 @@
+"""torch's policy objects, which the reference interface takes, as the options of a plan."""
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from meshwright.errors import UnsupportedError
+from meshwright.plan.options import ActivationCheckpointing, GradientReduction, ParallelOptions, SyncPolicy
+
+__all__ = ["options_of_policies"]
+
+
+def options_of_policies(
+    mp_policy: MixedPrecisionPolicy | None,
+    offload_policy: OffloadPolicy | None,
+    activation_checkpointing: bool | ActivationCheckpointing,
+    device_type: str,
+    sync: SyncPolicy,
+) -> ParallelOptions:
+    """The options that policies mean. Gradients are averaged over data ranks: torch's default.
+
+    Args:
+        mp_policy: ``None``: bf16 compute, fp32 reduction.
+        offload_policy: ``None``: no offload.
+        activation_checkpointing: ``True``: every layer, from its input.
+        device_type: of the mesh.
+        sync: when gradients are reduced.
+
+    Raises:
+        UnsupportedError: a field of a policy that is not carried out.
+    """
+    policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if not policy.cast_forward_inputs:
+        raise UnsupportedError("mp_policy.cast_forward_inputs=False: units cast their inputs; the legal value is True")
+    if isinstance(offload_policy, CPUOffloadPolicy) and not offload_policy.pin_memory and device_type != "cpu":
+        raise UnsupportedError("offload_policy.pin_memory=False: host memory of a GPU run is pinned; legal is True")
+    return ParallelOptions(
+        param_dtype=_name(policy.param_dtype),
+        reduce_dtype=_name(policy.reduce_dtype),
+        output_dtype=_name(policy.output_dtype),
+        sync=sync,
+        cpu_offload=isinstance(offload_policy, CPUOffloadPolicy),
+        activation_checkpointing=_mode(activation_checkpointing),
+        gradient_reduction=GradientReduction.MEAN,
+    )
+
+
+def _mode(chosen: bool | ActivationCheckpointing) -> ActivationCheckpointing:
+    if isinstance(chosen, bool):
+        return ActivationCheckpointing.FULL if chosen else ActivationCheckpointing.NONE
+    return chosen
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")

@@ -1,0 +1,44 @@
+"""NemotronH: blocks of four kinds in one list (Mamba-2, attention, MLP, mixture of experts), told apart by their mixer.
+
+Tensor parallel splits where a block is a pair of matrices: MLP blocks, the shared experts, and the routed experts as the model
+itself declares them; and the two vocabulary matrices. Mamba mixers stay whole, because their input projection is five matrices
+of different widths in one, and their gated norm works on groups that a slice would cut. Attention stays whole with them: it is
+a block in ten, and has as few as two key/value heads, which would limit `tp` for all the rest.
+"""
+
+from dataclasses import replace
+
+from torch import nn
+
+from meshwright.distributed.strategy import ParallelizationStrategy, register_parallel_strategy
+from meshwright.models.spec import derived_spec
+from meshwright.plan.spec import ParallelSpec, match_names
+
+__all__ = ["NemotronHParallelizationStrategy"]
+
+_TP_STYLES = {
+    "model.layers.*.mixer.up_proj": "colwise",  # MLP blocks: no other mixer has such a child
+    "model.layers.*.mixer.down_proj": "rowwise",
+    "model.layers.*.mixer.shared_experts.up_proj": "colwise",
+    "model.layers.*.mixer.shared_experts.down_proj": "rowwise",
+    "lm_head": "colwise_gather_output",
+}
+"""Beside what the model declares: its embeddings and routed experts."""
+
+
+@register_parallel_strategy("NemotronHForCausalLM")
+class NemotronHParallelizationStrategy(ParallelizationStrategy):
+    """Of ``NemotronHForCausalLM`` of transformers. Every block is a unit, and a layer to activation checkpointing."""
+
+    sequence_parallel_refusal = (
+        "the Mamba blocks of NemotronH carry a state from token to token, so that each rank needs the whole sequence"
+    )
+
+    def spec(self, model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
+        """What the model declares of itself, with the styles that it leaves out."""
+        derived = derived_spec(model, param_dtype)
+        modules = [name for name, _ in model.named_modules()]
+        styles = {pattern: style for pattern, style in _TP_STYLES.items() if match_names(pattern, modules)}
+        # Attention is whole on every rank, so its heads do not limit tp.
+        sizes = {field: attribute for field, attribute in derived.sizes.items() if field not in ("heads", "kv_heads")}
+        return replace(derived, tp_styles={**derived.tp_styles, **styles}, sizes=sizes)

@@ -1,0 +1,69 @@
+"""Wan: the video transformer of diffusers, which is no model of transformers and declares nothing that a spec could come from.
+
+Tensor parallel splits the pairs of matrices with an elementwise function between them: the feed-forward of every block, the
+text and time embedders, and that of the image where there is one. `time_proj` and `proj_out` stand alone: their neighbours need
+whole tensors, so each is split along the dimension of which less has to be sent.
+
+Attention stays whole on every rank. Its norms of queries and keys (`rms_norm_across_heads`) take the root mean square over all
+heads of a token together. With heads split over ranks each rank would norm its own heads by themselves: no error, plausible
+losses, and another function than the one that was trained.
+
+Under bf16, FSDP casts the floating inputs of a unit. So give integer timesteps: in bf16, 999 is 1000. The angles of the rotary
+embedding are cast too, as they are in language models.
+"""
+
+from torch import nn
+
+from meshwright.distributed.strategy import ParallelizationStrategy, register_parallel_strategy
+from meshwright.errors import ModelError
+from meshwright.plan.spec import ParallelSpec, UnitRule, match_names
+
+__all__ = ["WanParallelizationStrategy"]
+
+_TP_STYLES = {
+    "blocks.*.ffn.net.0.proj": "colwise",
+    "blocks.*.ffn.net.2": "rowwise",
+    "condition_embedder.text_embedder.linear_1": "colwise",
+    "condition_embedder.text_embedder.linear_2": "rowwise",
+    "condition_embedder.time_embedder.linear_1": "colwise",
+    "condition_embedder.time_embedder.linear_2": "rowwise",
+    "condition_embedder.time_proj": "colwise_gather_output",  # six times as wide as its input, which has one row a sample
+    "proj_out": "rowwise_split_input",  # its output, a patch, is far narrower than its input
+}
+
+_IMAGE_TP_STYLES = {
+    "condition_embedder.image_embedder.ff.net.0.proj": "colwise",
+    "condition_embedder.image_embedder.ff.net.2": "rowwise",
+}
+"""Of models that take an image besides the text."""
+
+_FP32 = (
+    "condition_embedder.time_embedder",
+    "blocks.*.norm2",
+    "condition_embedder.image_embedder.norm1",
+    "condition_embedder.image_embedder.norm2",
+)
+"""What `_keep_in_fp32_modules` of the class names, where it holds parameters. It names the tables of shifts and scales too;
+these are bare parameters of their blocks, which FSDP cannot cast apart, so they compute in the dtype of the block.
+"""
+
+
+@register_parallel_strategy("WanTransformer3DModel")
+class WanParallelizationStrategy(ParallelizationStrategy):
+    """Of ``WanTransformer3DModel`` of diffusers."""
+
+    def spec(self, model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
+        """The spec of a model of this class, of any size, from text or from an image."""
+        modules = dict(model.named_modules())
+        if fused := [name for name, module in modules.items() if getattr(module, "fused_projections", False)]:
+            raise ModelError(f"{fused[0]}: holds its projections twice, fused and not; call unfuse_projections() first")
+        held = [name for name, module in modules.items() if any(True for _ in module.parameters())]
+        image = {pattern: style for pattern, style in _IMAGE_TP_STYLES.items() if match_names(pattern, held)}
+        return ParallelSpec(
+            family=type(model).__name__,
+            layers=("blocks.*",),
+            # First in forward and last in backward: not to be held gathered all the time between, as the root is.
+            units=(UnitRule("condition_embedder"),),
+            fp32=tuple(pattern for pattern in _FP32 if match_names(pattern, held) and param_dtype != "float64"),
+            tp_styles={**_TP_STYLES, **image},
+        )

@@ -1,0 +1,133 @@
+"""A tensor parallel plan that the user gives: a dict, or an import path to one or to a function that returns one."""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from meshwright.errors import PlanError
+from meshwright.plan.spec import match_names
+
+__all__ = ["import_object", "load_styles", "style_name"]
+
+
+def import_object(path: str) -> Any:
+    """The object at a dotted path, such as ``torch.optim.AdamW`` or ``my_package.plans.LLAMA``.
+
+    Raises:
+        ImportError: no module of that name, or nothing of that name in it.
+    """
+    parts = path.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:cut])
+        try:
+            found: Any = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+                continue  # a shorter module may hold a class, and that the rest
+            raise
+        for part in parts[cut:]:
+            if not hasattr(found, part):
+                raise ImportError(f"{path!r}: {name} has no {'.'.join(parts[cut:])}")
+            found = getattr(found, part)
+        return found
+    raise ImportError(f"{path!r}: no such module; write package.module.name")
+
+
+def load_styles(
+    given: Mapping[str, Any] | str, model: nn.Module, sequence_parallel: bool, problems: list[str]
+) -> dict[str, str]:
+    """A given plan as patterns to style names.
+
+    Args:
+        given: pattern of module names to style (a name, or a ``ParallelStyle`` of torch), or an import path to such a dict
+            or to a function without arguments that returns one.
+        model: whose modules the patterns name.
+        sequence_parallel: whether styles may speak of a sharded sequence.
+        problems: what is wrong is added to it.
+    """
+    plan: Any = given
+    if isinstance(given, str):
+        try:
+            plan = import_object(given)
+        except Exception as error:
+            problems.append(
+                f"tp_plan={given!r}: cannot be imported ({error}); legal is the import path of a dict or of a function"
+            )
+            return {}
+        if callable(plan):
+            plan = plan()
+    if not isinstance(plan, Mapping) or not all(isinstance(pattern, str) for pattern in plan) or not plan:
+        problems.append(
+            f"tp_plan={given!r}: is {type(plan).__name__}; legal is a dict of module patterns to styles, the import path of "
+            "such a dict, or that of a function without arguments that returns one"
+        )
+        return {}
+    modules = dict(model.named_modules())
+    found = {}
+    for pattern, style in plan.items():
+        matched = [modules[name] for name in match_names(pattern, modules)]
+        try:
+            found[pattern] = style_name(style, is_embedding=any(isinstance(module, nn.Embedding) for module in matched))
+            if _speaks_of_sequence(style) and not sequence_parallel:
+                raise PlanError("speaks of a sharded sequence; set sequence_parallel=True")
+        except PlanError as error:
+            problems.append(f"tp_plan[{pattern!r}]: {error}")
+    return found
+
+
+def style_name(style: Any, *, is_embedding: bool = False) -> str:
+    """The name of a style, which may be a ``ParallelStyle`` of torch.
+
+    Where a style of torch shards the sequence (``Shard(1)``), the name is that of the style that does not: what moves along the
+    sequence is derived for the whole layer.
+
+    Raises:
+        PlanError: a style of torch that has no name here.
+    """
+    if isinstance(style, str):
+        return style
+    from torch.distributed.tensor import Placement, Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+    def at(layouts: Any) -> Placement | None:
+        return layouts[0] if isinstance(layouts, tuple) else layouts
+
+    if isinstance(style, SequenceParallel):
+        return "sequence_parallel"
+    if isinstance(style, ColwiseParallel | RowwiseParallel):
+        entry, exit_ = at(style.input_layouts), at(style.output_layouts)
+        colwise = isinstance(style, ColwiseParallel)
+        if is_embedding and isinstance(entry, Replicate) and isinstance(exit_, Replicate | Shard):
+            return "embedding_colwise" if colwise else "embedding_rowwise"
+        names = {
+            (True, "whole", "features"): "colwise",
+            (True, "whole", "whole"): "colwise_gather_output",
+            (False, "features", "whole"): "rowwise",
+            (False, "whole", "whole"): "rowwise_split_input",
+        }
+        if name := names.get((colwise, _kept(entry), _kept(exit_))):
+            return name
+    raise PlanError(f"{style!r} is not carried out; legal are names of styles, and ColwiseParallel, RowwiseParallel and "
+                    "SequenceParallel of torch on hidden states that are whole or split over their last dimension")  # fmt: skip
+
+
+def _kept(placement: Any) -> str:
+    """How a tensor of [batch, sequence, features] is held; a sharded sequence counts as whole."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    if isinstance(placement, Replicate) or placement == Shard(1):
+        return "whole"
+    return "features" if placement in (Shard(-1), Shard(2)) else "otherwise"
+
+
+def _speaks_of_sequence(style: Any) -> bool:
+    if isinstance(style, str):
+        return style == "sequence_parallel"
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import SequenceParallel
+
+    layouts = [getattr(style, name, None) for name in ("input_layouts", "output_layouts")]
+    flat = [item for layout in layouts for item in (layout if isinstance(layout, tuple) else (layout,))]
+    return isinstance(style, SequenceParallel) or Shard(1) in flat

@@ -1,0 +1,261 @@
+"""The row of each module under tensor parallel: how it computes, and what moves between ranks.
+
+Where the spec knows the *regions* of a layer (its attention, its MLP), the moves of the matrices inside become those of the
+region, as in Megatron-LM: one move in, one move out.
+
+| region  | inside                                       | in, out          | in, out with sequence parallel            |
+|---------|----------------------------------------------|------------------|-------------------------------------------|
+| split   | heads or features, ended by a rowwise matrix | `enter`, `leave` | `gather_sequence`, `scatter_sequence`     |
+| partial | experts: the output is a sum over ranks      | `enter`, `leave` | `gather_sequence`, `scatter_sequence`     |
+| whole   | every rank computes the same                 |                  | `gather_sequence_whole`, `split_sequence` |
+
+Sequence parallel (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2): between regions a rank holds its own part of the
+sequence, so that norms and residuals are computed, and their activations held, once.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from meshwright.layout import Layout, ModelSizes
+from meshwright.plan.options import ParallelOptions
+from meshwright.plan.sharding_plan import Move, TensorParallelRow
+from meshwright.plan.spec import ParallelSpec, Structure, match_names
+from meshwright.plan.tp_styles import DERIVED, FIRST, HEAD, STYLES, Claim, canonical, styles_of_parameters
+
+__all__ = ["Rows"]
+
+
+class Rows:
+    """Derives the row of each module."""
+
+    def __init__(
+        self, spec: ParallelSpec, model: nn.Module, layout: Layout, options: ParallelOptions, sizes: ModelSizes
+    ) -> None:
+        self.spec, self.options, self.sizes = spec, options, sizes
+        self.structure = spec.structure or Structure()
+        self.tp = layout.size("tp")
+        self.modules = dict(model.named_modules())
+        self.names = [name for name in self.modules if name]
+        self.adapters = {name for name, module in self.modules.items() if _is_adapter(module)}
+        self.of_parameters: dict[str, str] = {}
+        self.of_modules: dict[str, str] = {}
+        self.rows: dict[str, TensorParallelRow] = {}
+        self.regions: dict[str, str] = {}
+        self.loss_parallel = False
+
+    def assign(self, where: str, styles: Mapping[str, str], claims: Sequence[Claim], problems: list[str]) -> None:
+        """Styles of parameters and modules."""
+        self.of_parameters = styles_of_parameters(where, styles, claims, problems)
+        outside = [name for name in self.names if not any(name.startswith(f"{adapter}.") for adapter in self.adapters)]
+        for pattern, style in styles.items():
+            for name in match_names(pattern, outside):
+                self.of_modules.setdefault(name, style)
+        self._group_heads()
+
+    def _matched(self, patterns: Sequence[str]) -> list[str]:
+        return [name for pattern in patterns for name in match_names(pattern, self.names)]
+
+    def _group_heads(self) -> None:
+        """Fewer key/value heads than ranks: each rank holds all of them, and computes the one that its queries need."""
+        if not self.sizes.kv_heads or self.sizes.kv_heads % self.tp == 0:
+            return
+        for name in self._matched(self.structure.kv_projections):
+            if self.of_modules.get(name) == "colwise":
+                self.of_modules[name] = "grouped_colwise"
+                for parameter in list(self.of_parameters):
+                    if canonical(parameter).startswith(f"{name}.") and self.of_parameters[parameter] == "colwise":
+                        self.of_parameters[parameter] = "grouped_colwise"
+
+    def derive(self, problems: list[str]) -> None:
+        """All rows."""
+        sequence = self.options.sequence_parallel
+        if sequence:
+            self._check_sequence(problems)
+        self._check_head(problems)
+        if problems:
+            return
+        self._draw_regions(sequence)
+        for name, style in self.of_modules.items():
+            if style not in ("replicate", "sequence_parallel"):
+                self._style_row(name, style, sequence, problems)
+        if sequence:
+            self._sequence_rows(problems)
+        for name, style in self.of_modules.items():
+            if style == "sequence_parallel" and (name not in self.rows or self.rows[name].style != style):
+                problems.append(
+                    f"tp_plan: {name!r} is given sequence_parallel, but is not on the residual stream of {self.spec.family}"
+                )
+
+    # -- what is known of the model ----------------------------------------------------------------------------------------
+
+    def _check_sequence(self, problems: list[str]) -> None:
+        where = "sequence_parallel=True"
+        if self.structure.no_sequence_parallel:
+            problems.append(f"{where}: {self.structure.no_sequence_parallel}; the legal value is False")
+        elif not self.structure.regions or not self.structure.head:
+            problems.append(
+                f"{where}: nothing is known of the regions of {self.spec.family} that need the whole sequence (structure of "
+                "its ParallelSpec); the legal value is False"
+            )
+        elif len({name.rpartition(".")[0] for name in self._layers()}) != 1:
+            problems.append(f"{where}: {self.spec.family} has more than one stack of layers; the legal value is False")
+
+    def _check_head(self, problems: list[str]) -> None:
+        """Whether logits stay sharded; ``None`` in the options: wherever that can be."""
+        head = self.structure.head
+        can = bool(head) and self.of_modules.get(head or "") in HEAD and head not in self.adapters
+        if self.options.loss_parallel and not can:
+            style = self.of_modules.get(head or "", "none")
+            problems.append(
+                f"loss_parallel=True: the style of the output head {head!r} is {style}; legal are one of "
+                f"{', '.join(sorted(HEAD))}, or loss_parallel=False"
+            )
+        self.loss_parallel = can and self.options.loss_parallel is not False
+
+    def _layers(self) -> list[str]:
+        return self._matched(self.spec.layers)
+
+    def _draw_regions(self, sequence: bool) -> None:
+        for region in self._matched(self.structure.regions):
+            kind = self._kind(region)
+            self.regions[region] = kind
+            if kind == "whole" and not sequence:
+                continue
+            entry, exit_ = {
+                ("split", False): (Move.ENTER, Move.NONE),
+                ("split", True): (Move.GATHER_SEQUENCE, Move.NONE),
+                ("partial", False): (Move.ENTER, Move.LEAVE),
+                ("partial", True): (Move.GATHER_SEQUENCE, Move.SCATTER_SEQUENCE),
+                ("whole", True): (Move.GATHER_SEQUENCE_WHOLE, Move.SPLIT_SEQUENCE),
+            }[kind, sequence]
+            sums = self._own(region) if kind == "partial" else ()
+            self._add(region, "region", entry, exit_, sums, self._heads_of(region))
+            for name in self._inside(region) if kind == "partial" else ():
+                if name not in self.of_modules and not any(name.startswith(f"{adapter}.") for adapter in self.adapters):
+                    unstyled = tuple(own for own in self._own(name) if f"{name}.{own}" not in self.of_parameters)
+                    if unstyled:  # what is upstream of a sum gets a part of its gradient on each rank
+                        self._add(name, "replicated_with_grad_allreduce", sums=unstyled)
+
+    def _kind(self, region: str) -> str:
+        inside = [(name, self.of_modules[name]) for name in self._inside(region) if name in self.of_modules]
+        styles = {style for _, style in inside}
+        if "moe_tp_experts" in styles:
+            return "partial"
+        plain = styles <= FIRST | {"rowwise", "replicated_with_grad_allreduce"}
+        whole = [
+            f"{name}.{own}" for name in self._inside(region) for own in self._own(name)
+            if not any(name == styled or name.startswith(f"{styled}.") for styled, _ in inside)
+        ]  # fmt: skip
+        whole += [f"{region}.{own}" for own in self._own(region) if f"{region}.{own}" not in self.of_parameters]
+        return "split" if plain and styles & FIRST and "rowwise" in styles and not whole else "whole"
+
+    def _heads_of(self, region: str) -> tuple[int, ...]:
+        """Heads of queries and of keys that a rank computes, where the module cannot tell them from shapes."""
+        styles = {self.of_modules.get(name) for name in self._inside(region)}
+        patterns = (*self.structure.kv_projections, *self.structure.fused)
+        is_attention = any(name.startswith(f"{region}.") for name in self._matched(patterns))
+        if not is_attention or not styles & {"grouped_colwise", "fused_colwise"} or not self.sizes.heads:
+            return ()
+        return self.sizes.heads // self.tp, max(1, (self.sizes.kv_heads or self.sizes.heads) // self.tp)
+
+    def _inside(self, region: str) -> list[str]:
+        return [name for name in self.names if name.startswith(f"{region}.")]
+
+    def _own(self, name: str) -> tuple[str, ...]:
+        return tuple(own for own, _ in self.modules[name].named_parameters(recurse=False))
+
+    def _region_of(self, name: str) -> str:
+        return next((kind for region, kind in self.regions.items() if name.startswith(f"{region}.")), "")
+
+    # -- rows of styles -----------------------------------------------------------------------------------------------------
+
+    def _style_row(self, name: str, style: str, sequence: bool, problems: list[str]) -> None:
+        declared = STYLES.get(style) or DERIVED[style]
+        entry, exit_, region = declared.entry, declared.exit, self._region_of(name)
+        if region in ("split", "partial"):
+            entry = Move.NONE if entry is Move.ENTER else entry
+            if exit_ is Move.LEAVE:
+                exit_ = Move.NONE if region == "partial" else Move.SCATTER_SEQUENCE if sequence else Move.LEAVE
+        if name == self.structure.head and style in HEAD:
+            entry = Move.GATHER_SEQUENCE if sequence else Move.ENTER
+            exit_ = Move.VOCABULARY if self.loss_parallel else Move.GATHER_FEATURES
+        parts: tuple[int, ...] = ()
+        if style == "fused_colwise":
+            parts = self._parts_of(name)
+        elif style == "grouped_colwise":
+            parts = (self.sizes.kv_heads or 1,)
+        sums: tuple[str, ...] = ()
+        own = self._own(name)
+        if style in ("replicated_with_grad_allreduce", "grouped_colwise"):
+            sums = own
+        elif declared.dim == -1 and "bias" in own and exit_ in (Move.SCATTER_SEQUENCE, Move.NONE):
+            sums = ("bias",)  # added on each rank to its part of the sequence, or by the first rank alone
+        if name in self.adapters:
+            self._adapted(name, style, entry, exit_, parts, problems)
+        else:
+            self._add(name, style, entry, exit_, sums, parts)
+
+    def _parts_of(self, name: str) -> tuple[int, ...]:
+        return next(parts for pattern, parts in self.structure.fused.items() if match_names(pattern, [name]))
+
+    def _adapted(self, name: str, style: str, entry: Move, exit_: Move, parts: tuple[int, ...], problems: list[str]) -> None:
+        """A matrix that peft put a low-rank one beside: what was moved for the matrix is moved around both."""
+        for what in ("lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"):
+            if len(getattr(self.modules[name], what, ())):
+                problems.append(f"tp={self.tp}: {name!r} has {what}, which is not carried out inside of tensor parallel layers")
+        self._add(name, "region", entry, exit_, parts=parts if style == "fused_colwise" else ())
+        inner = "colwise" if style == "fused_colwise" else style
+        rows_sliced = (STYLES.get(style) or DERIVED[style]).dim != -1
+        base = f"{name}.base_layer"
+        parts = parts if style == "grouped_colwise" else ()
+        bias = ("bias",) if not rows_sliced and "bias" in self._own(base) else ()
+        self._add(base, inner, sums=self._own(base) if style == "grouped_colwise" else bias, parts=parts)
+        for which in ("lora_A", "lora_B"):
+            for adapter, module in getattr(self.modules[name], which).items():
+                child, own = f"{name}.{which}.{adapter}", tuple(own for own, _ in module.named_parameters(recurse=False))
+                if (which == "lora_B") == rows_sliced:
+                    self._add(child, inner, sums=own if style == "grouped_colwise" else (), parts=parts)
+                    self.of_parameters.update((f"{child}.{item}", inner) for item in own)
+                else:
+                    self._add(child, "replicated_with_grad_allreduce", sums=own)
+
+    # -- rows of the sequence -----------------------------------------------------------------------------------------------
+
+    def _sequence_rows(self, problems: list[str]) -> None:
+        layers = self._layers()
+        self._add(layers[0], "stack", Move.SPLIT_SEQUENCE, sums=self._own(layers[0]))
+        for layer in layers[1:]:
+            if own := self._own(layer):
+                self._add(layer, "stack", sums=own)
+        on_stream = [name for layer in layers for name in self._inside(layer) if not self._in_region(name)]
+        for name in [*on_stream, *self._matched(self.structure.tokenwise)]:
+            if not (own := self._own(name)):
+                continue
+            if (style := self.of_modules.get(name, "sequence_parallel")) != "sequence_parallel":
+                problems.append(f"sequence_parallel=True: {name!r} has the style {style} and stands outside of every region")
+                continue
+            self._add(name, "sequence_parallel", sums=own)
+        head = self.structure.head or ""
+        if head not in self.rows:  # computed whole on every rank
+            self._add(head, "region", Move.GATHER_SEQUENCE_WHOLE)
+
+    def _in_region(self, name: str) -> bool:
+        return any(name == region or name.startswith(f"{region}.") for region in self.regions)
+
+    def _add(
+        self, module: str, style: str, entry: Move = Move.NONE, exit_: Move = Move.NONE,
+        sums: tuple[str, ...] = (), parts: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        self.rows[module] = TensorParallelRow(module, style, entry, exit_, sums, parts)
+
+    def sorted_rows(self) -> tuple[TensorParallelRow, ...]:
+        """In the order of the model."""
+        order = {name: index for index, name in enumerate(self.names)}
+        return tuple(sorted(self.rows.values(), key=lambda row: order[row.module]))
+
+
+def _is_adapter(module: Any) -> bool:
+    """Whether peft wrapped a linear layer here."""
+    return all(isinstance(getattr(module, name, None), nn.Module) for name in ("base_layer", "lora_A", "lora_B"))

@@ -1,0 +1,121 @@
+"""Tensor parallel styles: what each slices, and what it moves where no region says otherwise."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from meshwright.plan.sharding_plan import Move
+from meshwright.plan.spec import match_names
+
+__all__ = [
+    "DERIVED",
+    "FIRST",
+    "HEAD",
+    "STYLES",
+    "Claim",
+    "Style",
+    "canonical",
+    "styles_of_parameters",
+    "tp_dim",
+    "tp_placement",
+]
+
+
+class Style(NamedTuple):
+    """What a style does where no region says otherwise.
+
+    Attributes:
+        dim: dimension of the weight that is sliced; ``None``: each rank holds it whole. Of biases, which have one dimension,
+            those of a style that slices rows are sliced.
+        entry: how the input comes in.
+        exit: how the output leaves.
+        pieces: matrices that the weight holds one after another (gate and up); each of them is sliced.
+    """
+
+    dim: int | None
+    entry: Move = Move.NONE
+    exit: Move = Move.NONE
+    pieces: int = 1
+
+
+STYLES: dict[str, Style] = {
+    "colwise": Style(-2, Move.ENTER),
+    "colwise_gather_output": Style(-2, Move.ENTER, Move.GATHER_FEATURES),
+    "colwise_rep": Style(-2, Move.ENTER, Move.GATHER_FEATURES),
+    "packed_colwise": Style(-2, Move.ENTER, pieces=2),
+    "fused_colwise": Style(-2, Move.ENTER, Move.EXCHANGE_FEATURES),
+    "rowwise": Style(-1, exit=Move.LEAVE),
+    "rowwise_split_input": Style(-1, Move.SPLIT_FEATURES, Move.LEAVE),
+    "rowwise_rep": Style(-1, Move.SPLIT_FEATURES, Move.LEAVE),
+    "embedding_rowwise": Style(-2, exit=Move.LEAVE),
+    "embedding_colwise": Style(-1, exit=Move.GATHER_FEATURES),
+    "replicated_with_grad_allreduce": Style(None),
+    "moe_tp_experts": Style(None, Move.ENTER, Move.LEAVE),
+    "replicate": Style(None),
+}
+"""Tensor parallel styles that are carried out."""
+
+DERIVED: dict[str, Style] = {"grouped_colwise": Style(None, Move.ENTER)}
+"""Styles that the resolver makes of others."""
+
+FIRST = {"colwise", "packed_colwise", "fused_colwise", "grouped_colwise"}
+"""Those that begin a region that is split over heads or features; "rowwise" ends it."""
+
+HEAD = {"colwise", "colwise_gather_output", "colwise_rep"}
+"""Those of an output head whose logits can stay sharded."""
+
+
+def tp_dim(style: str | None, shape: Sequence[int]) -> int | None:
+    """The dimension of a parameter that a style slices."""
+    dim = STYLES[style].dim if style in STYLES else None
+    if dim is None:
+        return None
+    if len(shape) == 1:
+        return 0 if dim == -2 else None
+    return dim % len(shape)
+
+
+def tp_placement(style: str | None, dim: int) -> str:
+    """In words of the plan."""
+    pieces = STYLES[style].pieces if style in STYLES else 1
+    return f"StridedShard({dim}, {pieces})" if pieces > 1 else f"Shard({dim})"
+
+
+class Claim(Protocol):
+    """A parameter of the model."""
+
+    @property
+    def name(self) -> str:
+        """Its first name."""
+        ...
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """Its other names."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole."""
+        ...
+
+
+def styles_of_parameters(
+    where: str, patterns: Mapping[str, str], claims: Sequence[Claim], problems: list[str]
+) -> dict[str, str]:
+    """Parameter name to style: a pattern names a module or a parameter; the first that matches counts."""
+    styles: dict[str, str] = {}
+    names = {canonical(name): claim.name for claim in claims for name in (claim.name, *claim.aliases)}
+    for pattern, style in patterns.items():
+        matched = [
+            own for name, own in names.items()
+            if match_names(pattern, [name]) or match_names(pattern, [name.rpartition(".")[0]])
+        ]  # fmt: skip
+        if not matched:
+            problems.append(f"{where} pattern {pattern!r} matches no parameter")
+        styles.update((name, style) for name in matched if name not in styles)
+    return styles
+
+
+def canonical(name: str) -> str:
+    """A name as it was before peft put an adapter around a module."""
+    return name.replace(".base_layer", "")

@@ -1,0 +1,104 @@
+"""Adapters of peft inside tensor parallel layers: gradients of the small matrices against one process."""
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.distributed.loss_parallel import cross_entropy_sum
+from meshwright.distributed.mesh import build_mesh
+from meshwright.distributed.parallelizer import parallelize
+from meshwright.errors import PlanError
+from meshwright.layout import Layout
+from meshwright.models.spec import spec_of
+from meshwright.plan.options import ParallelOptions
+from meshwright.plan.resolver import resolve
+from tests.harness import run_ranks
+from tests.tiny import batches, summed_loss, tiny_model, whole
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def adapted(family: str, targets: list[str], **changes: Any) -> nn.Module:
+    model = tiny_model(family)
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=targets, **changes)
+    model = peft.inject_adapter_in_model(config, model)
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if "lora_B" in name:  # drawn as zero, it would hide the gradient of lora_A
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    return model
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("family", "targets", "sizes"),
+    [
+        ("llama", ALL, {"tp": 2}),
+        ("llama", ALL, {"tp": 4}),  # two ranks share a key/value head
+        ("qwen2", ALL, {"tp": 2, "dp_shard": 2}),  # biases
+        ("gpt_oss", ["q_proj", "o_proj"], {"tp": 2}),  # a bias behind a rowwise matrix
+        ("phi3", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], {"tp": 2}),  # fused and packed matrices
+    ],
+    ids=str,
+)
+def test_gradients_equal_those_of_one_process(
+    family: str, targets: list[str], sizes: dict[str, int], sequence_parallel: bool
+) -> None:
+    layout = Layout(**{"dp_shard": 1, **sizes})
+
+    def on_rank(rank: int) -> None:
+        model, alone = (adapted(family, targets) for _ in range(2))
+        options = ParallelOptions(param_dtype=None, sequence_parallel=sequence_parallel, loss_parallel=True)
+        plan = resolve(spec_of(model), model, layout, options)
+        parallelize(model, plan, build_mesh(plan.layout, "cpu"))
+        (batch,) = batches(1, length=12)
+        output = model(batch["input_ids"]).logits
+        cross_entropy_sum(output, batch["labels"]).backward()
+        summed_loss(alone, batch).backward()
+        scale = layout.dp_shard  # every data rank has the same batch here, and gradients are summed
+        compared = 0
+        assert sum(isinstance(p.data, DTensor) and "tp" in p.device_mesh.mesh_dim_names for p in model.parameters()) > 2 * len(
+            targets
+        )
+        for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None) == ("lora_" not in name), name
+            if theirs.grad is not None:
+                error = (whole(ours.grad) - scale * theirs.grad).abs().max() / (scale * theirs.grad.abs().max())
+                assert error < 1e-5, (name, float(error))
+                compared += 1
+        assert compared == 2 * 2 * len(targets)
+
+    run_ranks(on_rank, layout.world_size)
+
+
+def test_small_matrices_are_sliced_with_the_large_ones() -> None:
+    model = adapted("llama", ALL)
+    plan = resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions())
+    held = {row.name.removeprefix("model.layers.0."): dict(row.placements).get("tp") for row in plan.parameters}
+    assert held["self_attn.q_proj.lora_A.default.weight"] is None
+    assert held["self_attn.q_proj.lora_B.default.weight"] == "Shard(0)"
+    assert held["self_attn.o_proj.lora_A.default.weight"] == "Shard(1)"
+    assert held["self_attn.o_proj.lora_B.default.weight"] is None
+
+
+def test_what_is_not_carried_out_is_refused_by_name() -> None:
+    model = adapted("llama", ["q_proj"], use_dora=True)
+    with pytest.raises(PlanError, match=r"model.layers.0.self_attn.q_proj.*lora_magnitude_vector"):
+        resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions())
+    model = adapted("llama", ["embed_tokens"])
+    with pytest.raises(PlanError, match=r"model.embed_tokens.*lora_embedding"):
+        resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions())
+
+
+def test_a_model_that_peft_wraps_has_the_same_plan_under_its_prefix() -> None:
+    inner = resolve(spec_of(adapted("llama", ALL)), adapted("llama", ALL), Layout(tp=2, dp_shard=1), ParallelOptions())
+    wrapped = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(r=3, target_modules=ALL))
+    plan = resolve(spec_of(wrapped), wrapped, Layout(tp=2, dp_shard=1), ParallelOptions(sequence_parallel=True))
+    assert [row.name for row in plan.parameters] == [f"base_model.model.{row.name}" for row in inner.parameters]
+    assert [row.placements for row in plan.parameters] == [row.placements for row in inner.parameters]
+    assert [row.trainable for row in plan.parameters] == [row.trainable for row in inner.parameters]

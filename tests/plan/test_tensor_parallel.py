@@ -1,0 +1,143 @@
+"""Whose tensor parallel styles are taken, and what of a given plan is refused."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+
+from meshwright.errors import PlanError
+from meshwright.layout import Layout
+from meshwright.plan.options import ParallelOptions
+from meshwright.plan.resolver import resolve
+from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.plan.spec import ParallelSpec
+from tests.tiny import make
+
+TP2 = Layout(tp=2, dp_shard=1)
+MLP_ONLY = {
+    "model.layers.*.mlp.gate_proj": "colwise",
+    "model.layers.*.mlp.up_proj": "colwise",
+    "model.layers.*.mlp.down_proj": "rowwise",
+}
+TORCH = {
+    "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "model.norm": SequenceParallel(),
+    "model.layers.*.input_layernorm": SequenceParallel(),
+    "model.layers.*.self_attn.q_proj": ColwiseParallel(),
+    "model.layers.*.self_attn.k_proj": ColwiseParallel(),
+    "model.layers.*.self_attn.v_proj": ColwiseParallel(),
+    "model.layers.*.self_attn.o_proj": RowwiseParallel(output_layouts=Shard(1)),
+    "model.layers.*.mlp.gate_proj": ColwiseParallel(input_layouts=Shard(1)),
+    "model.layers.*.mlp.up_proj": ColwiseParallel(input_layouts=Shard(1)),
+    "model.layers.*.mlp.down_proj": RowwiseParallel(output_layouts=Shard(1)),
+    "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
+}
+
+
+def plan_as_function() -> dict[str, Any]:
+    return MLP_ONLY
+
+
+NOT_A_PLAN = 7
+
+
+def planned(family: str = "llama", **options: Any) -> ShardingPlan:
+    model, spec = make(family, meta=True)
+    return resolve(spec, model, TP2, ParallelOptions(**options))
+
+
+def refused(**options: Any) -> str:
+    with pytest.raises(PlanError) as error:
+        planned(**options)
+    return str(error.value)
+
+
+def styles(plan: ShardingPlan) -> dict[str, str]:
+    return {row.module: row.style for row in plan.tensor_parallel if row.style != "region"}
+
+
+@pytest.mark.parametrize(
+    "given", [MLP_ONLY, f"{__name__}.MLP_ONLY", f"{__name__}.plan_as_function"], ids=["dict", "path", "function"]
+)
+def test_a_given_plan_wins(given: Any) -> None:
+    plan = planned(tp_plan=given)
+    assert plan.tp_level == "given"
+    assert plan.tp_passed_over == ()
+    assert styles(plan) == {name.replace("*", layer): style for layer in "01" for name, style in MLP_ONLY.items()}
+    assert ShardingPlan.from_json(plan.to_json()) == plan
+
+
+def test_then_the_family_then_the_model_and_why_is_in_the_plan() -> None:
+    assert planned("phi3").tp_level == "family"
+    assert planned("phi3").tp_passed_over == (("given", "no tp_plan is set"),)
+    assert planned("llama").tp_level == "model"
+    assert planned("llama").tp_passed_over[1] == ("family", "none is written for LlamaForCausalLM")
+
+
+def test_a_llama_that_declares_nothing_gets_the_generic_styles_and_no_other_model_does() -> None:
+    model, spec = make("llama", meta=True)
+    silent = replace(spec, tp_styles={})
+    plan = resolve(silent, model, TP2, ParallelOptions())
+    assert (plan.tp_level, len(plan.tp_passed_over)) == ("generic", 3)
+    declared = planned("llama")
+    assert {name: style for name, style in styles(declared).items() if "layers" in name} == styles(plan)
+    model, spec = make("qwen3", meta=True)
+    with pytest.raises(PlanError, match=r"generic: model.layers.\*.self_attn holds k_norm.*a Llama's holds k_proj, o_proj"):
+        resolve(replace(spec, tp_styles={}), model, TP2, ParallelOptions())
+    mine = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(4, 4)])})
+    with pytest.raises(PlanError, match=r"generic: blocks.\* has no self_attn, so it is not the layer of a Llama; the legal"):
+        resolve(ParallelSpec("mine", layers=("blocks.*",)), mine, TP2, ParallelOptions())
+
+
+def test_styles_of_torch_mean_what_they_mean_there() -> None:
+    from_torch = planned(tp_plan=TORCH, sequence_parallel=True, loss_parallel=True)
+    ours = planned(sequence_parallel=True, loss_parallel=True)
+    assert [(row.module, row.entry, row.exit, row.sums) for row in from_torch.tensor_parallel] == [
+        (row.module, row.entry, row.exit, row.sums) for row in ours.tensor_parallel
+    ]
+    assert from_torch.parameters[0].placements == ours.parameters[0].placements
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"model.layers.*.mlp.gate": "colwise"}, r"tp_plan pattern 'model.layers.\*.mlp.gate' matches no parameter"),
+        ({"lm_head": "columns"}, "the style 'columns' of 'lm_head' is not carried out; legal are colwise"),
+        (
+            {"model.norm": "sequence_parallel"},
+            r"tp_plan\['model.norm'\]: speaks of a sharded sequence; set sequence_parallel=True",
+        ),
+        ({"lm_head": ColwiseParallel(input_layouts=Shard(1))}, "speaks of a sharded sequence; set sequence_parallel=True"),
+        (
+            {"lm_head": PrepareModuleInput(input_layouts=Shard(2), desired_input_layouts=Replicate())},
+            "is not carried out; legal",
+        ),
+        ({"lm_head": ColwiseParallel(input_layouts=Shard(0))}, "is not carried out; legal are names of styles"),
+        ({}, "is dict; legal is a dict of module patterns"),
+        ("no.such.module", "tp_plan='no.such.module': cannot be imported.*no such module"),
+        (f"{__name__}.NOTHING", "has no NOTHING.*legal is the import path of a dict or of a function"),
+        (f"{__name__}.NOT_A_PLAN", "is int; legal is a dict of module patterns to styles, the import path of such a dict"),
+    ],
+    ids=str,
+)
+def test_a_given_plan_that_is_wrong_is_refused(given: Any, expected: str) -> None:
+    with pytest.raises(PlanError, match=expected):
+        planned(tp_plan=given)
+
+
+def test_a_norm_that_is_not_on_the_residual_stream_cannot_be_sequence_parallel() -> None:
+    text = refused(tp_plan={**MLP_ONLY, "model.layers.*.self_attn.o_proj": "sequence_parallel"}, sequence_parallel=True)
+    assert "'model.layers.0.self_attn.o_proj' is given sequence_parallel, but is not on the residual stream" in text
+
+
+def test_regions_whose_matrices_are_not_all_given_compute_whole() -> None:
+    """Attention is not in the plan: every rank computes it, from and to its part of the sequence."""
+    rows = {row.module: row for row in planned(tp_plan=MLP_ONLY, sequence_parallel=True).tensor_parallel}
+    attention, mlp = rows["model.layers.0.self_attn"], rows["model.layers.0.mlp"]
+    assert (attention.entry, attention.exit) == ("gather_sequence_whole", "split_sequence")
+    assert (mlp.entry, mlp.exit) == ("gather_sequence", "none")
+    assert rows["model.layers.0.mlp.down_proj"].exit == "scatter_sequence"
+    assert rows["lm_head"].entry == "gather_sequence_whole"

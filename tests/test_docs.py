@@ -1,0 +1,147 @@
+"""The code of docs/adding-a-family.md does what the page says."""
+
+import json
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.fsdp import FSDPModule
+
+from meshwright.models.imports import import_modules
+from tests.cli.conftest import meshwright, start, warm
+from tests.harness import run_ranks
+from tests.train.conftest import corpus
+
+__all__ = ["corpus", "meshwright", "start", "warm"]
+
+PAGE = Path(__file__).parents[1] / "docs" / "adding-a-family.md"
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with the blocks of the page that begin with the name of a file; it is the working directory."""
+    found = re.findall(r"^```\w+\n# (\S+\.\w+)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert [name for name, _ in found] == ["my_family.py", "plan_it.py", "prove_it.py", "stablelm_family.py", "run.yaml"]
+    for name, text in found:
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(file: str) -> dict[str, Any]:
+    """In a rank, which is a process of its own."""
+    sys.path.insert(0, ".")
+    return runpy.run_path(file)
+
+
+def test_no_block_of_python_or_yaml_is_left_out() -> None:
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert [kind for kind, text in blocks if not text.startswith("# ")] == ["bash"]
+
+
+def test_a_plain_family_is_planned(files: Path) -> None:
+    def on_rank(rank: int) -> dict[str, Any]:
+        found = run("plan_it.py")
+        return {"family": found["plan"].family, "layout": str(found["plan"].layout), "up": found["up"]}
+
+    (found,) = run_ranks(on_rank, 1, group=False)
+    assert found["family"] == "MyModel"
+    assert found["layout"] == "dp_shard=8 tp=8"
+    assert dict(found["up"].placements) == {"dp_shard": "Shard(0)", "tp": "Shard(0)"}
+    assert found["up"].local_shape == (4 * 4096 // 64, 4096)
+
+
+def test_a_plain_family_is_parallelized_and_has_the_gradients_of_one_process(files: Path) -> None:
+    def on_rank(rank: int) -> dict[str, Any]:
+        found = run("prove_it.py")
+        model = found["model"]
+        units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+        local = tuple(model.blocks[0].up.weight.to_local().shape)
+        return {"worst": found["worst"], "units": units, "local": local, "layout": str(found["manager"].mesh.layout)}
+
+    for found in run_ranks(on_rank, 2):
+        assert 0 < found["worst"] < 1e-5
+        assert found["units"] == ["", "blocks.0", "blocks.1", "blocks.2"]
+        assert found["local"] == (64, 32)
+        assert found["layout"] == "tp=2"
+
+
+@pytest.mark.command
+def test_a_family_of_transformers_is_planned_and_audited(files: Path, meshwright: Callable[..., Any]) -> None:
+    refused = meshwright("plan", "run.yaml", "imports=[]", "--world-size", 8)
+    assert refused.code == 2
+    assert "tp=2: StableLmForCausalLM declares no tensor parallel styles" in refused.error
+
+    planned = meshwright("plan", "run.yaml", "--world-size", 8, "--json")
+    assert planned.code == 0, planned.error
+    styles = {row["module"]: row["style"] for row in json.loads(planned.out)["tensor_parallel"]}
+    assert styles["model.layers.3.mlp.down_proj"] == "rowwise"
+
+    audited = meshwright("audit", "run.yaml", "--drawn", "--nproc", 2, "--steps", 1)
+    assert audited.code == 0, audited.out + audited.error
+    assert audited.out.splitlines()[-1].startswith("PASS")
+
+
+UP = '"model.layers.*.mlp.up_proj": "colwise"'
+
+
+@pytest.mark.command
+@pytest.mark.parametrize(
+    ("instead", "told"),
+    [
+        ('"model.layers.*.mlp.up_proj": "rowwise"', "shapes cannot be multiplied"),
+        (UP + ', "model.layers.*.input_layernorm": "replicated_with_grad_allreduce"', "input_layernorm"),
+    ],
+    ids=["shapes", "gradient"],
+)
+def test_a_wrong_style_is_found_by_the_audit(files: Path, meshwright: Callable[..., Any], instead: str, told: str) -> None:
+    file = files / "stablelm_family.py"
+    file.write_text(file.read_text().replace(UP, instead))
+    audited = meshwright("audit", "run.yaml", "--drawn", "--nproc", 2, "--steps", 1)
+    assert audited.code == 1
+    assert told in [*audited.out.splitlines(), *audited.error.splitlines()][-1]
+
+
+@pytest.mark.command
+def test_a_run_trains_exports_and_exports_again_with_its_imports(files: Path, meshwright: Callable[..., Any]) -> None:
+    small = ["training.steps=2", "data.sequence_length=32", "data.corpus=null", "data.files=[text.txt]", "data.eval_fraction=0"]
+    (files / "text.txt").write_text("one two three four five six seven eight nine ten\n" * 200)
+    trained = meshwright("train", "run.yaml", *small, "tokenizer.vocab_size=280")
+    assert trained.code == 0, trained.error
+    assert meshwright("export", "runs/stablelm", "out").code == 0
+    (files / "stablelm_family.py").rename(files / "elsewhere.py")
+    lost = meshwright("export", "runs/stablelm", "again")
+    assert lost.code == 2
+    assert "imports: 'stablelm_family' cannot be imported" in lost.error
+
+
+@pytest.mark.command
+def test_what_cannot_be_imported_is_named_in_one_report(files: Path, meshwright: Callable[..., Any]) -> None:
+    (files / "broken.py").write_text("1 / 0")
+    (files / "second.py").write_text(
+        "from stablelm_family import StableLmStrategy\nimport meshwright as mw\n"
+        "@mw.register_parallel_strategy('StableLmForCausalLM')\nclass Other(StableLmStrategy): pass\n"
+    )
+    for verb in ("plan", "train", "audit"):
+        ended = meshwright(verb, "run.yaml", "imports=[absent.module, broken, second, ./my_family.py, stablelm_family]")
+        assert ended.code == 2
+        lines = ended.error.splitlines()
+        assert len(lines) == 4, ended.error
+        assert lines[0].startswith("error: imports: 'absent.module' cannot be imported: ModuleNotFoundError")
+        assert lines[1] == "error: imports: 'broken' cannot be imported: ZeroDivisionError: division by zero"
+        assert "'second': the strategy of 'StableLmForCausalLM' is stablelm_family.StableLmStrategy already" in lines[2]
+        assert "second.Other" in lines[2]
+        assert "'./my_family.py' is no name of a module" in lines[3]
+
+
+def test_the_working_directory_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("meshwright_test_json.py").write_text("value = 1")
+    import_modules(["json", "meshwright_test_json"])
+    assert sys.path[-1] == str(tmp_path)
+    assert sys.modules.pop("meshwright_test_json").value == 1
