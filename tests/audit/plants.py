@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.audit.ranks import RankTrainer
-from meshwright.distributed import _torch_compat
+from meshwright.distributed import _torch_compat, tensor_parallel
 from meshwright.distributed.fsdp import fsdp_units
+from meshwright.plan.sharding_plan import Move
 from meshwright.train.loss import count_tokens
 
 UNIT = "model.layers.1"
@@ -266,3 +268,32 @@ def gathers_again_in_step_2(trainer: RankTrainer) -> None:
         inner(last=last)
 
     trainer.sync.begin_microbatch = begin  # type: ignore[method-assign]
+
+
+def _replanned(trainer: RankTrainer, style: str, **changes: Any) -> None:
+    """Modules of a style do something else than their rows of the plan say."""
+    for row in trainer.setup.plan.tensor_parallel:
+        if row.style == style:
+            module = trainer.model.get_submodule(row.module)
+            del module.forward  # the class's own comes back
+            module.forward = tensor_parallel._forward(module, replace(row, **changes), trainer.mesh["tp"])
+
+
+def norms_not_summed(trainer: RankTrainer) -> None:
+    """Under sequence parallel each rank has the gradient of its own part of the sequence."""
+    _replanned(trainer, "sequence_parallel", sums=())
+
+
+def query_norms_not_summed(trainer: RankTrainer) -> None:
+    """Each rank has the gradient of its own heads; and the router of experts, of its own slices of them."""
+    _replanned(trainer, "replicated_with_grad_allreduce", sums=())
+
+
+def shared_heads_not_summed(trainer: RankTrainer) -> None:
+    """Two ranks share a head of keys, and each has the gradient of its own queries."""
+    _replanned(trainer, "grouped_colwise", sums=())
+
+
+def regions_not_entered(trainer: RankTrainer) -> None:
+    """The all-reduce of backward is forgotten: upstream of attention and MLP gradients are those of slices."""
+    _replanned(trainer, "region", entry=Move.NONE)

@@ -4,6 +4,8 @@ recomputation, no offload; mixed precision is stated here once more, in plain to
 
 import json
 import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from meshwright.plan.sharding_plan import ShardingPlan, UnitRow
 from meshwright.train.loss import count_tokens
 from meshwright.train.trainer import Batch
 
-__all__ = ["Reference", "measure_noise", "record_reference"]
+__all__ = ["Noise", "Reference", "measure_noise", "record_reference"]
 
 MOST_BYTES_OF_PARTS = 2**30
 """The gradient of each microbatch is kept apart where all of them are no more than this."""
@@ -185,16 +187,25 @@ def record_reference(device: torch.device, case: Case, folder: Path) -> None:
     ReferenceTrainer(case.on_one_process(), device).record(folder)
 
 
-def measure_noise(device: torch.device, case: Case, folder: Path) -> dict[str, float]:
-    """Job of the one process: how far the gradients of a reference are from those of the next better arithmetic.
+@dataclass(frozen=True)
+class Noise:
+    """How far one process is from the same steps in the next better arithmetic; empty for float64.
 
-    Returns:
-        Parameter name to the error of :func:`~meshwright.audit.compare.compare`, at least that of the median parameter, for
-        a small tensor may be lucky; empty for float64.
+    Attributes:
+        gradients: of the first step by parameter, as the error of :func:`~meshwright.audit.compare.compare`, at least that of
+            the median parameter, for a small tensor may be lucky.
+        scalars: ``loss`` and ``norm`` to their relative distances up to each step, the largest so far.
     """
+
+    gradients: Mapping[str, float] = field(default_factory=dict)
+    scalars: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+def measure_noise(device: torch.device, case: Case, folder: Path) -> Noise:
+    """Job of the one process: compare a reference with the next better arithmetic, from the same values."""
     better = case.more_precise()
     if better is None:
-        return {}
+        return Noise()
     reference = Reference(folder)
     trainer = ReferenceTrainer(better.on_one_process(), device)
     with torch.no_grad():
@@ -202,7 +213,17 @@ def measure_noise(device: torch.device, case: Case, folder: Path) -> dict[str, f
             initial = reference.get(f"initial.{name}")
             assert initial is not None
             parameter.copy_(initial)
-    trainer.train_step()
+    scalars: dict[str, list[float]] = {"loss": [], "norm": []}
+    while trainer.step < case.steps:
+        found = trainer.train_step()
+        pairs = {
+            "loss": (found["loss"], reference.losses[trainer.step]),
+            "norm": (found["gradient_norm"], reference.norms[trainer.step]),
+        }
+        for what, (truth, rounded) in pairs.items():
+            off = abs(rounded - truth) / abs(truth) if truth else 0.0
+            scalars[what].append(max([off, *scalars[what][-1:]]))
+        trainer.step += 1
     floor = FLOORS[case.dtype] * reference.largest_gradient
     noise = {}
     for name, _ in trainer.model.named_parameters():
@@ -210,7 +231,7 @@ def measure_noise(device: torch.device, case: Case, folder: Path) -> dict[str, f
         if gradient is not None:
             noise[name] = compare(trainer.tensors.get(f"gradient.{name}"), gradient, floor)[0]
     typical = statistics.median(noise.values())
-    return {name: max(own, typical) for name, own in noise.items()}
+    return Noise({name: max(own, typical) for name, own in noise.items()}, scalars)
 
 
 # -- mixed precision, as the plan states it --------------------------------------------------------------------------------
