@@ -47,7 +47,8 @@ NOTES = (
     "that is not timed; MB: the larger buffer of each, added up; sent: what a rank sends where ranks form a ring, which makes "
     "one all-reduce as dear as a reduce-scatter and an all-gather (gloo itself does a reduce-scatter as an all-reduce).",
     "saved: the most that autograd holds for backward at once, parameters not counted; RSS: high-water of the process, "
-    "torch and transformers included; both of the largest rank.",
+    "with all that it imported (of Meshwright some 11 MiB) and, of Meshwright under `sync: defer`, gathered parameters and "
+    "unsharded gradients through the step; both of the largest rank.",
     "CPU: process time of a step, all threads of a rank; x: against transformers in the same round, median over rounds. Four "
     "ranks share two cores, so wall time is mostly waiting for a core.",
     "transformers: `from_pretrained(distributed_config=DistributedConfig(fsdp_size=2, tp_size=2))`, fp32; FSDP does not "
