@@ -21,11 +21,12 @@ TIMEOUT_SECONDS = 900
 
 @dataclass(frozen=True)
 class Contender:
-    """A script that trains the workload, and which of its variants."""
+    """A script that trains the workload, which of its variants, and in how many processes."""
 
     name: str
     script: str
     variant: str
+    processes: int = RANKS
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,12 @@ class Result:
     Attributes:
         cpu_ms: CPU time of a step, all threads of a rank: median over steps, mean over ranks.
         wall_ms: the same of wall time.
-        peak_rss: bytes, of the larger rank.
+        peak_rss: bytes, of the largest rank.
         first_step_seconds: from the start of the launcher to the end of the first step of the slower rank.
-        counts: collectives of a rank in an optimizer step, by kind.
+        counts: collectives of rank 0 in an optimizer step, by kind.
         bytes: bytes of them, by kind.
+        counts_of: ranks of a group, with blanks between them, to the counts in it; ``bytes_of``: to their bytes.
+        saved_bytes: the most that autograd held for backward at once, of the largest rank.
         losses: of every step, mean over ranks.
     """
 
@@ -48,11 +51,14 @@ class Result:
     first_step_seconds: float
     counts: dict[str, int]
     bytes: dict[str, int]
+    counts_of: dict[str, dict[str, int]]
+    bytes_of: dict[str, dict[str, int]]
+    saved_bytes: int
     losses: list[float]
 
 
 def run_job(contender: Contender, directory: Path, microbatches: int, steps: int, warmup: int) -> Result:
-    """Train as one job of two ranks under torchrun.
+    """Train as one job under torchrun.
 
     Raises:
         SystemExit: if the job fails, with the end of what it said.
@@ -60,12 +66,12 @@ def run_job(contender: Contender, directory: Path, microbatches: int, steps: int
     output = directory / "job"
     shutil.rmtree(output, ignore_errors=True)
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(contender.processes)),
         *(str(HERE / contender.script), str(directory), str(output)),
         *("--microbatches", str(microbatches), "--steps", str(steps), "--variant", contender.variant),
     ]
     _run(command)
-    ranks = [json.loads((output / f"rank-{rank}.json").read_text()) for rank in range(RANKS)]
+    ranks = [json.loads((output / f"rank-{rank}.json").read_text()) for rank in range(contender.processes)]
     return Result(
         cpu_ms=1000 * fmean(median(rank["cpu"][warmup:]) for rank in ranks),
         wall_ms=1000 * fmean(median(rank["wall"][warmup:]) for rank in ranks),
@@ -73,7 +79,10 @@ def run_job(contender: Contender, directory: Path, microbatches: int, steps: int
         first_step_seconds=max(rank["first_step_seconds"] for rank in ranks),
         counts=ranks[0]["counts"],
         bytes=ranks[0]["bytes"],
-        losses=[fmean(pair) for pair in zip(*(rank["losses"] for rank in ranks), strict=True)],
+        counts_of=ranks[0]["counts_of"],
+        bytes_of=ranks[0]["bytes_of"],
+        saved_bytes=max(rank["saved_bytes"] for rank in ranks),
+        losses=[fmean(of_step) for of_step in zip(*(rank["losses"] for rank in ranks), strict=True)],
     )
 
 
@@ -87,7 +96,7 @@ def first_step_of_train(directory: Path) -> float:
     shutil.rmtree(output, ignore_errors=True)
     text = directory / "text.txt"
     text.write_text("\n".join(f"{number} times {number} is {number * number}." for number in range(1000)))
-    config = train_config(directory, output, microbatches=1, sync="defer")
+    config = train_config(directory, output, microbatches=1, variant="defer")
     config["data"].pop("corpus")
     config["data"]["files"] = [str(text)]
     config["tokenizer"] = {"vocab_size": 300}

@@ -1,7 +1,7 @@
 """How each rank of each contender is measured. The same code for all, so that none is measured more kindly.
 
-A rank runs warm-up steps, timed steps, and at last one counted step, in which collectives are counted and nothing is
-timed. What it found goes to ``rank-N.json`` in the output directory of its job.
+A rank runs warm-up steps, timed steps, and at last one counted step, in which collectives and what autograd saves are
+counted and nothing is timed. What it found goes to ``rank-N.json`` in the output directory of its job.
 """
 
 import argparse
@@ -53,16 +53,17 @@ def job(variants: tuple[str, ...]) -> Job:
     return Job(**vars(parser.parse_args()))
 
 
-def measure(job: Job, model: torch.nn.Module, train_step: Callable[[int], float]) -> None:
+def measure(job: Job, model: torch.nn.Module, train_step: Callable[[int], float], *, sharded: bool = True) -> None:
     """Run a contender's steps and write down what they cost.
 
     Args:
         job: what the driver asks.
         model: sharded.
         train_step: runs the optimizer step of a number, counted from 0; returns its loss, of this rank or of all.
+        sharded: whether the contender is refused unless it is sharded by FSDP2.
     """
     whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    if whole:
+    if sharded and whole:
         raise SystemExit(f"not sharded, so this would not be FSDP2: {', '.join(whole)}")
 
     cpu, wall, losses = [], [], []
@@ -83,11 +84,13 @@ def measure(job: Job, model: torch.nn.Module, train_step: Callable[[int], float]
         profiler.dump_stats(job.profile)
     peak = peak_rss()
 
-    from meshwright.distributed.comm_counter import CommCounter  # after all that is timed: importing it costs something
+    from saved import SavedBytes  # after all that is timed: importing these costs something
 
-    with CommCounter() as counter:
+    from meshwright.distributed.comm_counter import CommCounter
+
+    with CommCounter() as counter, SavedBytes() as saved:
         train_step(job.steps)
-    if not (counter.counts["all_gather"] and counter.counts["reduce_scatter"]):
+    if sharded and not (counter.counts["all_gather"] and counter.counts["reduce_scatter"]):
         raise SystemExit(f"no gathers or no reductions, so this would not be FSDP2: {dict(counter.counts)}")
 
     found = {
@@ -98,9 +101,17 @@ def measure(job: Job, model: torch.nn.Module, train_step: Callable[[int], float]
         "peak_rss": peak,
         "counts": dict(counter.counts),
         "bytes": dict(counter.bytes),
+        "counts_of": {_named(ranks): dict(counts) for ranks, counts in counter.counts_of.items()},
+        "bytes_of": {_named(ranks): dict(sizes) for ranks, sizes in counter.bytes_of.items()},
+        "saved_bytes": saved.peak,
     }
     job.output.mkdir(parents=True, exist_ok=True)
     (job.output / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+def _named(ranks: tuple[int, ...]) -> str:
+    """A group as a key of JSON: its ranks."""
+    return " ".join(map(str, ranks))
 
 
 def peak_rss() -> int:

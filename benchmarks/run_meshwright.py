@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from measure import job, measure
-from workload import train_config
+from workload import MESHWRIGHT, train_config
 
 from meshwright.data.store import TokenStore
 from meshwright.distributed.process_group import process_group
@@ -14,7 +14,7 @@ from meshwright.train.trainer import Trainer
 
 
 def main() -> None:
-    run = job(variants=("defer", "reduce_each", "reshard_each"))
+    run = job(variants=tuple(MESHWRIGHT))
     config = RunConfig.model_validate(train_config(run.directory, run.output, run.microbatches, run.variant))
     with process_group(timedelta(minutes=2), "cpu") as device:
         setup = make_setup(config, dist.get_world_size())

@@ -1,27 +1,28 @@
-"""Meshwright's training step against a loop by hand and against accelerate, on two gloo ranks.
+"""Meshwright's training step against others' on gloo ranks.
 
     python benchmarks/throughput.py --check --markdown throughput.md
+    python benchmarks/throughput.py --layout dp-tp --check --markdown dp-tp.md
+
+``--layout dp``, two ranks: against FSDP2 by hand and against accelerate. ``--layout dp-tp``, four ranks: against the tensor
+parallel and FSDP of transformers (``dp_tp.py``).
 
 All train the same model from the same weights on the same tokens (``workload.py``); their losses must agree in every
 step, or there is nothing to compare. Each is a job of its own; rounds are interleaved, and every ratio is taken against
-the floor of the same round. See README.md.
+a job of the same round. See README.md.
 """
 
 import argparse
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
+import dp_tp
 import import_time
 import workload
-from jobs import Contender, Result, first_step_of_train, run_job
+from jobs import Contender, first_step_of_train
 from report import Bound, Table, publish
-
-WARMUP_STEPS = 3
-LOSS_TOLERANCE = 1e-5
-"""Relative. Sums in another order move the loss of step 12 by some 1e-7."""
+from rounds import WARMUP_STEPS, Key, Results, check_losses, ratio, run_rounds, say
 
 MAX_STEP_RATIO = 1.03
 MAX_STARTUP_SECONDS = 1.0
@@ -41,9 +42,6 @@ CONTENDERS = {
     )
 }
 
-Key = tuple[int, str]
-"""Microbatches, and the contender's name."""
-
 NOTES = (
     "AG, RS, AR: all-gathers, reduce-scatters, all-reduces of a rank in an optimizer step, counted in a step that is not "
     "timed; MB: the larger buffer of each, added up.",
@@ -54,56 +52,26 @@ NOTES = (
 )
 
 
-def run_rounds(
-    contenders: list[str], microbatches: list[int], rounds: int, steps: int
-) -> tuple[dict[Key, list[Result]], list[float]]:
-    """All jobs, interleaved: results by key, in the order of rounds; and seconds to the first step of `meshwright train`."""
-    results: dict[Key, list[Result]] = {(count, name): [] for count in microbatches for name in contenders}
+def run(contenders: list[str], microbatches: list[int], rounds: int, steps: int) -> tuple[list[Table], list[Bound]]:
+    """Rounds of all contenders, and what starts and imports cost: tables and bounds."""
     startups: list[float] = []
     with tempfile.TemporaryDirectory(prefix="meshwright-benchmark-") as name:
         directory = Path(name)
         workload.write(directory, (steps + 1) * workload.RANKS * workload.BATCH * max(microbatches))
-        for number in range(rounds):
-            # Every other round backwards, so that a machine that grows slower or faster favours nobody.
-            for key in list(results)[:: -1 if number % 2 else 1]:
-                count, contender = key
-                result = run_job(CONTENDERS[contender], directory, count, steps, WARMUP_STEPS)
-                results[key].append(result)
-                _say(f"round {number + 1}: {contender} x {count}: {result.cpu_ms:.0f} ms CPU, {result.wall_ms:.0f} ms")
-                if key == (1, FLOOR) and OURS in contenders:  # next to the start that it is compared with
-                    startups.append(first_step_of_train(directory))
-                    _say(f"round {number + 1}: meshwright train: first step after {startups[-1]:.2f} s")
-    return results, startups
+
+        def start(key: Key, number: int) -> None:
+            if key == (1, FLOOR) and OURS in contenders:  # next to the start that it is compared with
+                startups.append(first_step_of_train(directory))
+                say(f"round {number + 1}: meshwright train: first step after {startups[-1]:.2f} s")
+
+        results = run_rounds(directory, [CONTENDERS[name] for name in contenders], microbatches, rounds, steps, start)
+    check_losses(results, FLOOR)
+    import_table, import_bound = import_time.report(rounds=5)
+    tables = [step_table(results, rounds, steps), startup_table(results, startups), import_table]
+    return tables, [*bounds_of(results, startups), import_bound]
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def check_losses(results: Mapping[Key, list[Result]]) -> None:
-    """Refuse results of different computations.
-
-    Raises:
-        SystemExit: the first step in which a contender's loss is not the floor's.
-    """
-    for (count, name), runs in results.items():
-        reference = results[count, FLOOR][0].losses
-        for run in runs:
-            for step, (found, expected) in enumerate(zip(run.losses, reference, strict=True)):
-                if not abs(found - expected) <= LOSS_TOLERANCE * abs(expected):
-                    raise SystemExit(
-                        f"{name}, {count} microbatches: loss {found:.8f} in step {step + 1}, the floor has {expected:.8f}: "
-                        "they do not compute the same, so their times cannot be compared"
-                    )
-
-
-def ratio(results: Mapping[Key, list[Result]], key: Key, what: str, against: str = FLOOR) -> float:
-    """Median over rounds of a contender's time over another's in the same round."""
-    pairs = zip(results[key], results[key[0], against], strict=True)
-    return median(getattr(run, what) / getattr(other, what) for run, other in pairs)
-
-
-def step_table(results: Mapping[Key, list[Result]], rounds: int, steps: int) -> Table:
+def step_table(results: Results, rounds: int, steps: int) -> Table:
     """A row for each contender and number of microbatches."""
     table = Table(
         f"Optimizer step, {workload.RANKS} gloo ranks, fp32, medians of {rounds} x {steps - WARMUP_STEPS} steps",
@@ -119,9 +87,9 @@ def step_table(results: Mapping[Key, list[Result]], rounds: int, steps: int) -> 
                 *(str(counts.get(kind, 0)) for kind in ("all_gather", "reduce_scatter", "all_reduce")),
                 f"{sum(runs[0].bytes.values()) / 1e6:.1f}",
                 f"{median(run.cpu_ms for run in runs):.0f}",
-                f"{ratio(results, (count, name), 'cpu_ms'):.3f}",
+                f"{ratio(results, (count, name), 'cpu_ms', FLOOR):.3f}",
                 f"{median(run.wall_ms for run in runs):.0f}",
-                f"{ratio(results, (count, name), 'wall_ms'):.3f}",
+                f"{ratio(results, (count, name), 'wall_ms', FLOOR):.3f}",
                 f"{median(run.peak_rss for run in runs) / 2**20:.0f}",
                 f"{runs[0].losses[-1]:.6f}",
             )
@@ -129,7 +97,7 @@ def step_table(results: Mapping[Key, list[Result]], rounds: int, steps: int) -> 
     return table
 
 
-def startup_table(results: Mapping[Key, list[Result]], startups: list[float]) -> Table:
+def startup_table(results: Results, startups: list[float]) -> Table:
     """Launch to the end of the first step, of one microbatch."""
     table = Table("From launch to the end of the first step, seconds, median", ("started by", "seconds"))
     if startups:
@@ -140,11 +108,12 @@ def startup_table(results: Mapping[Key, list[Result]], startups: list[float]) ->
     return table
 
 
-def bounds_of(results: Mapping[Key, list[Result]], startups: list[float]) -> list[Bound]:
+def bounds_of(results: Results, startups: list[float]) -> list[Bound]:
     """The promises that these results can tell of."""
     bounds = []
     if (1, OURS) in results:
-        bounds.append(Bound("CPU time against the floor, 1 microbatch", ratio(results, (1, OURS), "cpu_ms"), MAX_STEP_RATIO))
+        value = ratio(results, (1, OURS), "cpu_ms", FLOOR)
+        bounds.append(Bound("CPU time against the floor, 1 microbatch", value, MAX_STEP_RATIO))
         later = median(ours - run.first_step_seconds for ours, run in zip(startups, results[1, FLOOR], strict=True))
         bounds.append(Bound("meshwright train later than the floor", later, MAX_STARTUP_SECONDS, " s"))
     for other in (FLOOR, ACCELERATE):
@@ -159,23 +128,22 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds")
     parser.add_argument("--steps", type=int, default=12, help=f"steps of a job, the first {WARMUP_STEPS} to warm up")
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4], help="in an optimizer step")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="besides the floor")
+    parser.add_argument("--layout", choices=("dp", "dp-tp"), default="dp", help="what is parallel")
+    parser.add_argument("--contenders", nargs="+", metavar="NAME", help="some of them, besides what they are compared with")
     parser.add_argument("--markdown", type=Path, help="file to write the tables to")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bound fails")
     arguments = parser.parse_args()
     if arguments.steps <= WARMUP_STEPS:
         parser.error(f"--steps: more than the {WARMUP_STEPS} of warm-up")
 
-    names = [name for name in CONTENDERS if name in (FLOOR, *arguments.contenders)]
-    results, startups = run_rounds(names, arguments.microbatches, arguments.rounds, arguments.steps)
-    check_losses(results)
-    import_table, import_bound = import_time.report(rounds=5)
-    tables = [
-        step_table(results, arguments.rounds, arguments.steps),
-        startup_table(results, startups),
-        import_table,
-    ]
-    return publish(tables, [*bounds_of(results, startups), import_bound], arguments.markdown, check=arguments.check)
+    module = dp_tp if arguments.layout == "dp-tp" else sys.modules[__name__]
+    reference = dp_tp.PEER if arguments.layout == "dp-tp" else FLOOR
+    chosen = arguments.contenders or list(module.CONTENDERS)
+    if unknown := sorted(set(chosen) - module.CONTENDERS.keys()):
+        parser.error(f"--contenders: {', '.join(unknown)}; legal are {'; '.join(module.CONTENDERS)}")
+    names = [name for name in module.CONTENDERS if name in (reference, *chosen)]
+    tables, bounds = module.run(names, arguments.microbatches, arguments.rounds, arguments.steps)
+    return publish(tables, bounds, arguments.markdown, check=arguments.check)
 
 
 if __name__ == "__main__":

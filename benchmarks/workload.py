@@ -25,6 +25,9 @@ SEQUENCE_LENGTH = 256
 BATCH = 4
 """Sequences of a rank in a microbatch."""
 RANKS = 2
+"""That share the batch (data ranks)."""
+TP = 2
+"""Ranks of tensor parallel, where there is some: then RANKS * TP processes."""
 SEED = 0
 
 LR = 3e-4
@@ -92,15 +95,28 @@ def read_tokens(directory: Path) -> torch.Tensor:
 def share(tokens: torch.Tensor, step: int, rank: int, microbatches: int) -> list[torch.Tensor]:
     """Microbatches of a rank in a step, in the order of Meshwright's loader without shuffling."""
     begin = (step * RANKS + rank) * microbatches * BATCH
-    return list(tokens[begin : begin + microbatches * BATCH].split(BATCH))
+    batches = tokens[begin : begin + microbatches * BATCH].split(BATCH)
+    return [batch.clone() for batch in batches]  # a view would keep all tokens alive where autograd holds a batch
 
 
-def train_config(directory: Path, output: Path, microbatches: int, sync: str) -> dict:
+MESHWRIGHT = {
+    "defer": {"sync": "defer"},
+    "reduce_each": {"sync": "reduce_each"},
+    "reshard_each": {"sync": "reshard_each"},
+    "tp-whole_logits": {"sync": "defer", "loss_parallel": False},
+    "tp-loss": {"sync": "defer", "loss_parallel": True},
+    "tp-loss-sequence": {"sync": "defer", "loss_parallel": True, "sequence_parallel": True},
+}
+"""Variants of Meshwright: its section ``parallel``, beyond dtypes."""
+
+
+def train_config(directory: Path, output: Path, microbatches: int, variant: str) -> dict:
     """Meshwright's configuration of this workload, as its YAML file would give it."""
     return {
         "output": str(output),
         "model": {"path": str(directory / "model")},
-        "parallel": {"param_dtype": "float32", "reduce_dtype": "float32", "sync": sync},
+        "layout": {"tp": TP if variant.startswith("tp-") else 1},
+        "parallel": {"param_dtype": "float32", "reduce_dtype": "float32", **MESHWRIGHT[variant]},
         "data": {"corpus": "python-stdlib", "sequence_length": SEQUENCE_LENGTH, "eval_fraction": 0.0, "shuffle": False},
         "optimizer": {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY},
         "schedule": {"kind": "constant"},
