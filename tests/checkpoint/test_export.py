@@ -16,11 +16,13 @@ from meshwright.train.config import RunConfig
 from meshwright.train.prepare import prepare_run
 from meshwright.train.setup import Paths
 from tests.harness import run_ranks
+from tests.tiny import whole
 from tests.train.runs import LLAMA, tiny_run, trainer_on_rank
 
 IDS = [[5, 17, 290, 4, 60, 61, 62], [9, 8, 7, 6, 5, 4, 3]]
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}
-MODELS = {"tied llama": {**LLAMA, "tie_word_embeddings": True}, "llama": LLAMA, "gpt2": GPT2}
+PHI3 = {key: value for key, value in LLAMA.items() if key != "head_dim"} | {"model_type": "phi3", "pad_token_id": 0}
+MODELS = {"tied llama": {**LLAMA, "tie_word_embeddings": True}, "llama": LLAMA, "gpt2": GPT2, "phi3": PHI3}
 
 
 def _train_and_ask(rank: int, config: RunConfig, store: Path) -> list[list[float]]:
@@ -29,11 +31,11 @@ def _train_and_ask(rank: int, config: RunConfig, store: Path) -> list[list[float
     trainer.model.eval()
     with torch.no_grad():
         logits = trainer.model(torch.tensor(IDS)).logits
-    assert not isinstance(logits, DTensor)
-    return logits.tolist()
+    assert isinstance(logits, DTensor) == (config.layout.tp == 2)  # sharded over the vocabulary, for the loss
+    return whole(logits).tolist()
 
 
-@pytest.fixture(scope="module", params=[*MODELS, "llama, tp 2", "tied llama, tp 2"])
+@pytest.fixture(scope="module", params=["tied llama", "llama", "gpt2", "llama, tp 2", "tied llama, tp 2", "phi3, tp 2"])
 def trained(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, corpus: Path
 ) -> tuple[RunConfig, torch.Tensor]:

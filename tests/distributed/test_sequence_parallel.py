@@ -97,7 +97,7 @@ def test_no_rank_holds_all_logits_or_the_whole_residual_stream() -> None:
         model, _ = built("llama", **options)
         normed: list[tuple[int, ...]] = []
         for name, module in model.named_modules():
-            if name.endswith("norm"):
+            if name.endswith("layernorm"):
                 module.register_forward_hook(lambda _, args, output: normed.append(tuple(output.shape)))
         (batch,) = batches(1)
         with Shapes() as seen:
@@ -198,3 +198,35 @@ def test_config_is_not_changed_where_an_attention_sees_the_heads_of_its_rank() -
             assert model.model.layers[0].self_attn.num_key_value_groups == {"phi3": 2, "llama": 1}[family]
 
     run_ranks(on_rank, 4)
+
+
+def test_the_last_logits_alone_and_the_last_hidden_state_are_those_of_one_process() -> None:
+    def on_rank(rank: int) -> None:
+        model, _ = built("llama", sequence_parallel=True, loss_parallel=False)
+        alone, _ = make("llama")
+        ids = batches(1)[0]["input_ids"]
+        ours, theirs = (found(ids, logits_to_keep=4).logits for found in (model, alone))
+        torch.testing.assert_close(ours, theirs)
+        ours, theirs = (found.model(ids).last_hidden_state for found in (model, alone))
+        torch.testing.assert_close(ours, theirs)
+
+    run_ranks(on_rank, 2)
+
+
+def test_logits_and_labels_that_are_not_what_they_should_be() -> None:
+    def on_rank(rank: int) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        for placement in (Replicate(), Shard(1)):
+            with pytest.raises(ValueError, match="legal is their last dimension sharded over one axis"):
+                cross_entropy_sum(
+                    distribute_tensor(torch.zeros(1, 2, 4), mesh, [placement]), torch.zeros(1, 2, dtype=torch.long)
+                )
+        sharded = distribute_tensor(torch.zeros(1, 2, 4), mesh, [Shard(2)])
+        for wrong in (-1, 4):
+            with pytest.raises(IndexError, match="labels must be -100, or at least 0 and below 4"):
+                cross_entropy_sum(sharded, torch.full((1, 2), wrong))
+
+    run_ranks(on_rank, 2)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from meshwright.distributed.mesh import build_mesh
@@ -121,10 +120,29 @@ def test_the_plan_says_what_each_rank_holds() -> None:
             assert tuple(parameter.shape) == row.shape
             if rank == 0:
                 assert tuple(parameter.to_local().shape) == row.local_shape, name
-            assert dist.get_world_size() == 4
         assert ShardingPlan.from_json(plan.to_json()) == plan
         return {row.module: row.style for row in plan.tensor_parallel if row.module.startswith("model.layers.0")}
 
     found = run_ranks(on_rank, 4)[0]
     assert found["model.layers.0.mlp.experts"] == "moe_tp_experts"
     assert found["model.layers.0.self_attn.o_proj"] == "rowwise"
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_the_auxiliary_loss_of_a_router_is_counted_once(family: str, sequence_parallel: bool) -> None:
+    """Its gradient is whole on every rank, and meets parts of that of the other loss in the router."""
+
+    def on_rank(rank: int) -> None:
+        model, spec = make(family)
+        alone, _ = make(family)
+        plan = resolve(spec, model, Layout(tp=2, dp_shard=1), replace(FP32, sequence_parallel=sequence_parallel))
+        parallelize(model, plan, build_mesh(plan.layout, "cpu"))
+        ids = torch.arange(24).reshape(2, 12)
+        for found in (model, alone):
+            output = found(ids, output_router_logits=True)
+            (output.logits.square().mean() + 5 * output.aux_loss).backward()
+        for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(whole(ours.grad), theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+    run_ranks(on_rank, 2)

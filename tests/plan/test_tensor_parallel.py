@@ -10,10 +10,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
+from meshwright.models.spec import spec_of
 from meshwright.plan.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.plan.spec import ParallelSpec
+from meshwright.plan.tp_styles import STYLES
 from tests.tiny import make
 
 TP2 = Layout(tp=2, dp_shard=1)
@@ -142,4 +144,109 @@ def test_regions_whose_matrices_are_not_all_given_compute_whole() -> None:
     assert (attention.entry, attention.exit) == ("gather_sequence_whole", "split_sequence")
     assert (mlp.entry, mlp.exit) == ("gather_sequence", "none")
     assert rows["model.layers.0.mlp.down_proj"].exit == "scatter_sequence"
-    assert rows["lm_head"].entry == "gather_sequence_whole"
+    assert rows["model.norm"].exit == "gather_sequence_whole"
+    assert "lm_head" not in rows
+
+
+def test_every_style_of_transformers_is_carried_out_or_refused_by_its_name() -> None:
+    from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
+
+    known = STYLES.keys() | {"sequence_parallel"}
+    assert len(known & set(ALL_PARALLEL_STYLES)) >= 12
+    for style in set(ALL_PARALLEL_STYLES) - known:
+        text = refused(tp_plan={"model.layers.*.mlp.up_proj": style})
+        assert f"the style {style!r} of 'model.layers.*.mlp.up_proj' is not carried out; legal are colwise, " in text
+
+
+ATTENTION = {f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {
+    "model.layers.*.self_attn.o_proj": "rowwise"
+}
+EXPERTS = {
+    "model.layers.*.mlp.experts": "moe_tp_experts",
+    "model.layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "model.layers.*.mlp.experts.down_proj": "rowwise",
+}
+
+
+UNSOUND = {
+    "q alone": ("llama", {"model.layers.*.self_attn.q_proj": "colwise"}, "q_proj' is colwise, so its output stays sliced"),
+    "gate without up": (
+        "llama", {"model.layers.*.mlp.gate_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"},
+        "up_proj.weight' has no style, and stands where",
+    ),
+    "a parameter alone": (
+        "llama", {"model.layers.*.mlp.gate_proj.weight": "colwise"},
+        "is sliced (colwise), and 'model.layers.0.mlp.gate_proj' has no style to compute",
+    ),
+    "a norm of whole states": (
+        "llama", {**MLP_ONLY, "model.norm": "replicated_with_grad_allreduce"},
+        "'model.norm' is replicated_with_grad_allreduce, and nothing beside it is split",
+    ),
+    "packed, and is not": (
+        "llama", {**MLP_ONLY, "model.layers.*.mlp.up_proj": "packed_colwise"}, "is packed_colwise, and by the model colwise",
+    ),
+    "norms of queries forgotten": (
+        "qwen3", ATTENTION, "q_norm.weight' has no style, and stands where 'model.layers.*.self_attn' is split; legal are repl",
+    ),
+    "norms of queries replicated": (
+        "qwen3", {**ATTENTION, "model.layers.*.self_attn.*_norm": "replicate"}, "is replicate, and sees the slices",
+    ),
+    "sinks forgotten": ("gpt_oss", ATTENTION, "sinks' has no style"),
+    "not packed, and is": (
+        "phi3", {"model.layers.*.mlp.gate_up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"},
+        "is colwise, and by the model packed_colwise",
+    ),
+    "experts whole": (
+        "mixtral", {"model.layers.*.mlp.experts": "moe_tp_experts"},
+        "gate_up_proj' is not sliced, and 'model.layers.0.mlp.experts' adds parts up",
+    ),
+    "shared experts whole": (
+        "deepseek_v3", EXPERTS, "shared_experts.gate_proj.weight' stands beside experts whose parts are added up",
+    ),
+    "one name of a tied one": (
+        "qwen2", {"model.embed_tokens": "embedding_rowwise"}, "'lm_head.weight' (tied to 'model.embed_tokens.weight')",
+    ),
+    "tied, sliced both ways": (
+        "qwen2", {"model.embed_tokens": "embedding_colwise", "lm_head": "colwise_rep"},
+        "tied parameters need styles that slice the same dimension",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "given", "expected"), UNSOUND.values(), ids=UNSOUND)
+def test_styles_that_would_give_wrong_gradients_are_refused(family: str, given: Any, expected: str) -> None:
+    """Each ran without an error, or failed only after the start, before there were these checks."""
+    model, spec = make(family, meta=True)
+    with pytest.raises(PlanError) as error:
+        resolve(spec, model, TP2, ParallelOptions(tp_plan=given))
+    assert expected in str(error.value)
+
+
+def test_a_llama_whose_attention_counts_heads_is_not_generic() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.n_heads = 4
+            for name in "qkvo":
+                setattr(self, f"{name}_proj", nn.Linear(8, 8))
+
+        def forward(self, x: Any) -> Any:
+            return [getattr(self, f"{name}_proj")(x).view(*x.shape[:-1], self.n_heads, -1) for name in "qkv"]
+
+    layer = nn.ModuleDict({"self_attn": Attention()})
+    layer["mlp"] = nn.ModuleDict({f"{name}_proj": nn.Linear(8, 8) for name in ("gate", "up", "down")})
+    model = nn.ModuleDict({"layers": nn.ModuleList([layer])})
+    with pytest.raises(PlanError, match=r"self_attn counts heads by itself \(n_heads\)"):
+        resolve(ParallelSpec("mine", layers=("layers.*",)), model, TP2, ParallelOptions())
+
+
+def test_gemma_4_whose_global_layers_have_heads_of_their_own() -> None:
+    model, spec = make("gemma4_text", meta=True, num_global_key_value_heads=1, attention_k_eq_v=True)
+    with pytest.raises(PlanError, match="tp=2: 1 key/value heads of a layer are divisible by 1"):
+        resolve(spec, model, TP2, ParallelOptions())
+
+
+def test_subclasses_have_the_structure_of_their_family() -> None:
+    model, _ = make("phi3", meta=True)
+    model.__class__ = type("MyPhi", (type(model),), {})
+    assert resolve(spec_of(model), model, TP2, ParallelOptions(sequence_parallel=True)).tp_level == "family"

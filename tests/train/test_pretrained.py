@@ -60,11 +60,13 @@ def test_first_loss_is_that_of_the_plain_model(tiny: Tiny, tmp_path: Path, name:
     assert found[1] < found[0]
 
 
-@pytest.mark.parametrize("name", ["llama", "tied llama", "qwen3", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "tied llama", "qwen3", "mixtral", "phi3", "gpt_oss"])
 def test_tensor_parallel_reads_the_same(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    """Also matrices that are packed, which FSDP shards by columns, and one value for each head."""
     family, changes = MODELS.get(name, (name, {}))
     model = saved(tmp_path / "model", family, **changes)
-    config = tiny(*overrides(tmp_path / "model"), "training.steps=2", "layout.tp=2")
+    parallel = ("training.steps=2", "layout.tp=2", "parallel.sequence_parallel=true", "data.packing=pad")
+    config = tiny(*overrides(tmp_path / "model"), *parallel)
     expected = first_loss(model, config, prepare_run(config, 4)[2])
     found = train(config, 4)
     assert found[0] == pytest.approx(expected, rel=1e-5)

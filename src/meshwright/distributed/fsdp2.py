@@ -1,7 +1,7 @@
 """FSDP2Manager: sizes and policies in one object, which builds the mesh and shards a model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from meshwright.distributed.policies import options_of_policies
 from meshwright.distributed.strategy import get_parallelization_strategy
 from meshwright.errors import LayoutError
 from meshwright.layout import Layout
+from meshwright.plan.given_styles import leaves_logits_sharded
 from meshwright.plan.options import ActivationCheckpointing, SyncPolicy
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
@@ -40,7 +41,8 @@ class FSDP2Manager:
         sequence_parallel: with ``tp``, hold each rank's part of the sequence between attention and MLP. Every sequence must
             have a length that ``tp`` divides.
         loss_parallel: with ``tp``, the model returns its logits as a DTensor that is sharded over the vocabulary, for
-            :func:`~meshwright.distributed.loss_parallel.cross_entropy_sum`, or torch's ``loss_parallel()``.
+            :func:`~meshwright.distributed.loss_parallel.cross_entropy_sum`, or torch's ``loss_parallel()``, inside which
+            backward has to run too. ``None``: where ``tp_plan`` says so of the output head.
         tp_plan: tensor parallel styles that win over all others: a dict of module patterns to styles (of torch, or names), or
             the import path of one or of a function that returns one.
         mp_policy: dtypes; ``None``: bf16 compute, fp32 reduction.
@@ -66,7 +68,7 @@ class FSDP2Manager:
     pp_size: int | None = 1
     ep_size: int | None = 1
     sequence_parallel: bool = False
-    loss_parallel: bool = False
+    loss_parallel: bool | None = None
     tp_plan: Mapping[str, Any] | str | None = None
     mp_policy: MixedPrecisionPolicy | None = None
     offload_policy: OffloadPolicy | None = None
@@ -129,5 +131,8 @@ class FSDP2Manager:
         )
         strategy = get_parallelization_strategy(model)
         spec = spec or strategy.spec(model, options.param_dtype)
+        if self.loss_parallel is None:
+            sharded = self.tp_plan is not None and leaves_logits_sharded(spec, self.tp_plan, model)
+            options = replace(options, loss_parallel=sharded)
         self.plan = resolve(spec, model, self.mesh.layout, options)
         return strategy.carry_out(model, self.plan, self.mesh)

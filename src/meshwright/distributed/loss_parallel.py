@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.distributed.moves import slice_width
 
@@ -25,8 +25,16 @@ def cross_entropy_sum(logits: DTensor, labels: torch.Tensor, ignore_index: int =
         logits: [..., vocabulary], sharded over the last dimension on a 1-D mesh.
         labels: [...], the same on all ranks.
         ignore_index: label of a token that does not count.
+
+    Raises:
+        ValueError: logits that are placed otherwise.
+        IndexError: a label that is no word; not looked for on a GPU.
     """
+    if logits.device_mesh.ndim != 1 or logits.placements != (Shard(logits.ndim - 1),):
+        raise ValueError(f"logits are placed {logits.placements}; legal is their last dimension sharded over one axis")
     group, words = logits.device_mesh.get_group(), logits.shape[-1]
+    if labels.device.type == "cpu" and not ((labels == ignore_index) | ((labels >= 0) & (labels < words))).all():
+        raise IndexError(f"labels must be {ignore_index}, or at least 0 and below {words}")
     begin = dist.get_rank(group) * slice_width(words, group)
     local = logits.to_local()
     local = local.to(torch.promote_types(local.dtype, torch.float32)).flatten(0, -2)

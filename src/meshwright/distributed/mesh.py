@@ -129,12 +129,11 @@ def adopt_mesh(
         return ParallelMesh(layout, device_mesh, _flattened(device_mesh))
     # Their order in the mesh, which says which ranks are neighbours, need not be ours.
     roles = (replicate, shard, tp)
-    others = [name for name, size in zip(names, device_mesh.mesh.shape, strict=True) if name not in roles and size > 1]
-    if others or not names:
-        raise LayoutError(
-            f"device_mesh has the axes {dict(zip(names, device_mesh.mesh.shape, strict=False)) or 'without names'}; legal here "
-            f"are {', '.join(map(repr, roles))} and axes of size 1"
-        )
+    legal = f"legal here are {', '.join(map(repr, roles))} and axes of size 1"
+    if not names:
+        raise LayoutError(f"device_mesh: its axes have no names; {legal}")
+    if any(name not in roles and size > 1 for name, size in zip(names, device_mesh.mesh.shape, strict=True)):
+        raise LayoutError(f"device_mesh has the axes {dict(zip(names, device_mesh.mesh.shape, strict=True))}; {legal}")
     order = [names.index(role) for role in roles if role in names]
     rest = [index for index in range(len(names)) if index not in order]
     sizes = {role: device_mesh.mesh.shape[names.index(role)] if role in names else 1 for role in roles}

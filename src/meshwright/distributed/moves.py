@@ -13,7 +13,7 @@ from torch import nn
 
 from meshwright.distributed import _torch_compat
 
-__all__ = ["enter", "exchange", "gather", "leave", "slice_of", "slice_width", "split", "to_parts", "to_slices"]
+__all__ = ["count_once", "enter", "exchange", "gather", "leave", "slice_of", "slice_width", "split", "to_parts", "to_slices"]
 
 Group = dist.ProcessGroup
 
@@ -57,6 +57,11 @@ def exchange(piece: torch.Tensor, parts: Sequence[int], group: Group) -> torch.T
         group: of the ranks.
     """
     return _Exchange.apply(piece, tuple(parts), False, group)
+
+
+def count_once(whole: torch.Tensor, group: Group) -> torch.Tensor:
+    """As it is; backward divides a whole gradient by the ranks, where those of all ranks are added up upstream."""
+    return _CountOnce.apply(whole, group)
 
 
 def slice_width(size: int, group: Group) -> int:
@@ -106,6 +111,17 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _summed(gradient, context.group), None
+
+
+class _CountOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, whole: torch.Tensor, group: Group) -> torch.Tensor:
+        context.ranks = dist.get_world_size(group)
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient / context.ranks, None
 
 
 class _Leave(torch.autograd.Function):

@@ -173,17 +173,21 @@ def _exit(module: nn.Module, row: TensorParallelRow, mesh: DeviceMesh) -> Callab
         Move.GATHER_FEATURES: lambda y: moves.gather(y, -1, size, group),
         Move.EXCHANGE_FEATURES: lambda y: moves.exchange(y, row.parts, group),
         Move.VOCABULARY: lambda y: _sharded_vocabulary(y, size, mesh),
+        Move.GATHER_SEQUENCE_WHOLE: lambda y: moves.gather(y, SEQUENCE, y.shape[SEQUENCE] * dist.get_world_size(group), group),
+        Move.COUNT_ONCE: lambda y: moves.count_once(y, group),
         Move.SCATTER_SEQUENCE: lambda y: moves.to_slices(y, SEQUENCE, group),
         Move.SPLIT_SEQUENCE: lambda y: moves.split(y, SEQUENCE, group),
     }
     moved = move[row.exit]
+    if row.exit is Move.COUNT_ONCE:
+        return lambda output: (moved(output[0]), *output[1:]) if isinstance(output, tuple) else output
     # Attentions return their weights too, and experts may return their routing; those are not used, or whole.
     return lambda output: (moved(output[0]), *output[1:]) if isinstance(output, tuple) else moved(output)
 
 
 def _features(module: nn.Module, row: TensorParallelRow) -> int:
     """Width of a whole output."""
-    weight = module._parameters.get("weight")
+    weight = getattr(module, "base_layer", module)._parameters.get("weight")  # of an adapter: what it adapts
     if weight is None:
         return 0
     return weight.shape[1 if row.style == "embedding_colwise" else 0]
@@ -197,7 +201,7 @@ def _sharded_vocabulary(logits: torch.Tensor, words: int, mesh: DeviceMesh) -> D
 
 # -- styles that compute otherwise ---------------------------------------------------------------------------------------------
 
-_ROWWISE = {"rowwise", "rowwise_split_input", "rowwise_rep"}
+_ROWWISE = {"rowwise", "rowwise_split_input", "rowwise_rep", "whole_on_parts"}
 
 
 def _plain(module: nn.Module, row: TensorParallelRow, group: dist.ProcessGroup) -> Forward:

@@ -5,7 +5,7 @@ makes of another; norms stand before, after or on both sides. So the attention a
 sequence, and all else treats each token alone. A family that is not like this does not belong here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,7 +55,15 @@ def _gpt_oss(config: Any) -> Structure:
 
 def _gemma4(config: Any) -> Structure:
     """Its global layers have heads of their own, so keys and values are not shared by groups of ranks."""
-    known = replace(LLAMA, kv_projections=())
+    layers = getattr(config, "per_layer_config", None)  # transformers 5.17 had one number for all global layers
+    heads = (
+        {getattr(config, "num_global_key_value_heads", None)}
+        if layers is None
+        else {getattr(layers[index], "num_key_value_heads", None) for index in range(config.num_hidden_layers)}
+    )
+    known = replace(
+        LLAMA, kv_projections=(), divisible=tuple(("key/value heads of a layer", n) for n in sorted(filter(None, heads)))
+    )
     if getattr(config, "hidden_size_per_layer_input", 0):
         return replace(
             known, no_sequence_parallel="each layer adds an embedding of the whole sequence (hidden_size_per_layer_input)"
@@ -81,7 +89,7 @@ _KNOWN: dict[str, Structure | Callable[[Any], Structure]] = {
 }
 
 
-def structure_of(name: str, config: Any) -> Structure | None:
-    """Of the model class of a name; ``None`` where nothing is known of it."""
-    known = _KNOWN.get(name)
+def structure_of(names: Sequence[str], config: Any) -> Structure | None:
+    """Of the first model class that is known, of those that a model inherits from; ``None`` where none is."""
+    known = next((_KNOWN[name] for name in names if name in _KNOWN), None)
     return known(config) if callable(known) else known

@@ -84,7 +84,7 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
         tp_styles=_matching(declared.tp, model),
         ep_styles=_matching(declared.ep, model),
         sizes=_sizes(model),
-        structure=structure_of(type(model).__name__, model.config),
+        structure=structure_of([kind.__name__ for kind in type(model).__mro__], model.config),
     )
 
 

@@ -51,13 +51,12 @@ def load_styles(
     if isinstance(given, str):
         try:
             plan = import_object(given)
+            plan = plan() if callable(plan) else plan
         except Exception as error:
             problems.append(
                 f"tp_plan={given!r}: cannot be imported ({error}); legal is the import path of a dict or of a function"
             )
             return {}
-        if callable(plan):
-            plan = plan()
     if not isinstance(plan, Mapping) or not all(isinstance(pattern, str) for pattern in plan) or not plan:
         problems.append(
             f"tp_plan={given!r}: is {type(plan).__name__}; legal is a dict of module patterns to styles, the import path of "

@@ -114,6 +114,10 @@ class Move(StrEnum):
     EXCHANGE_FEATURES = "exchange_features"
     """From a slice of several matrices in a row to a slice of each: all-to-all, and back in backward."""
 
+    COUNT_ONCE = "count_once"
+    """Of a tuple, the first: what is returned besides, whose gradient is whole (the logits of a router, for a loss of their
+    own). As it is; backward divides by the ranks, for upstream the gradients of all ranks are added up."""
+
     VOCABULARY = "vocabulary"
     """Stays sliced over the last dimension, and says so: a DTensor, for the loss."""
 

@@ -76,6 +76,7 @@ class Structure:
         kv_projections: the matrices of keys and of values, where the attention can do with one head of them for several ranks.
         fused: pattern of a fused matrix of queries, keys and values to the rows of each (``fused_colwise``). An attention with
             one reads head counts from its config to take them apart, so that it is given those of its rank.
+        divisible: what else ``tp`` must divide: what it is, and how many.
         no_sequence_parallel: why the family cannot shard its residual stream over the sequence; empty: it can.
     """
 
@@ -85,6 +86,7 @@ class Structure:
     head: str | None = None
     kv_projections: tuple[str, ...] = ()
     fused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    divisible: tuple[tuple[str, int], ...] = ()
     no_sequence_parallel: str = ""
 
 

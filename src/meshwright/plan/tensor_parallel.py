@@ -6,6 +6,7 @@ the user, written for the family, declared by the model, or, for a model whose l
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 
 from torch import nn
 
@@ -80,7 +81,10 @@ def resolve_tensor_parallel(
     builder = Rows(spec, model, layout, options, sizes)
     builder.assign(where, styles, claims, problems)
     if not problems:
-        builder.derive(problems)
+        builder.derive(claims, problems)
+    for what, count in spec.structure.divisible if spec.structure else ():
+        if count % tp:
+            problems.append(f"tp={tp}: {count} {what} are divisible by {', '.join(map(str, divisors(count)))}")
     _check_slices(builder.of_parameters, claims, layout, problems)
     return TensorParallelChoice(level, tuple(passed_over), builder.of_parameters, builder.sorted_rows())
 
@@ -130,12 +134,18 @@ def _not_generic(spec: ParallelSpec, model: nn.Module) -> str:
             if found != matrices:
                 held, wanted = (", ".join(sorted(names)) for names in (found, matrices))
                 return f"{generalize(layer)}.{part} holds {held}; a Llama's holds {wanted}"
-        counting = [
-            name for name in ("num_heads", "num_attention_heads") if isinstance(getattr(module.self_attn, name, None), int)
-        ]
-        if counting:
-            return f"{generalize(layer)}.self_attn counts heads by itself ({counting[0]}), and would not see that it has fewer"
+        attention = model.get_submodule(f"{layer}.self_attn")
+        # A Llama's attention reads heads from shapes. One that knows their number would not see that it has fewer.
+        counts = [name for name in _names_in(type(attention).forward.__code__) if "head" in name and name != "head_dim"]
+        if counts:
+            return f"{generalize(layer)}.self_attn counts heads by itself ({counts[0]}), and would not see that it has fewer"
     return "" if layers else "there are no layers"
+
+
+def _names_in(code: CodeType) -> list[str]:
+    """Attributes and globals that a function reads, and those inside it."""
+    inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names_in(constant)]
+    return [*code.co_names, *inner]
 
 
 def _check_slices(styles: Mapping[str, str], claims: Sequence[Claim], layout: Layout, problems: list[str]) -> None:

@@ -22,6 +22,7 @@ from meshwright.layout import Layout, ModelSizes
 from meshwright.plan.options import ParallelOptions
 from meshwright.plan.sharding_plan import Move, TensorParallelRow
 from meshwright.plan.spec import ParallelSpec, Structure, match_names
+from meshwright.plan.tp_checks import unheld, unsound
 from meshwright.plan.tp_styles import DERIVED, FIRST, HEAD, STYLES, Claim, canonical, styles_of_parameters
 
 __all__ = ["Rows"]
@@ -40,6 +41,7 @@ class Rows:
         self.names = [name for name in self.modules if name]
         self.adapters = {name for name, module in self.modules.items() if _is_adapter(module)}
         self.of_parameters: dict[str, str] = {}
+        self.own_styles: dict[str, str] = {}
         self.of_modules: dict[str, str] = {}
         self.rows: dict[str, TensorParallelRow] = {}
         self.regions: dict[str, str] = {}
@@ -48,7 +50,12 @@ class Rows:
     def assign(self, where: str, styles: Mapping[str, str], claims: Sequence[Claim], problems: list[str]) -> None:
         """Styles of parameters and modules."""
         self.of_parameters = styles_of_parameters(where, styles, claims, problems)
-        outside = [name for name in self.names if not any(name.startswith(f"{adapter}.") for adapter in self.adapters)]
+        own = self.structure.styles or self.spec.tp_styles
+        self.own_styles = styles_of_parameters(where, own, claims, []) if where == "tp_plan" else self.of_parameters.copy()
+        for name, module in self.modules.items():
+            if hasattr(module, "base_layer") and name not in self.adapters and name in self._matched(tuple(styles)):
+                problems.append(f"tp={self.tp}: peft wraps {name!r}, which is no linear layer, and this is not carried out")
+        outside = [name for name in self.names if not self._in_adapter(name)]
         for pattern, style in styles.items():
             for name in match_names(pattern, outside):
                 self.of_modules.setdefault(name, style)
@@ -68,7 +75,7 @@ class Rows:
                     if canonical(parameter).startswith(f"{name}.") and self.of_parameters[parameter] == "colwise":
                         self.of_parameters[parameter] = "grouped_colwise"
 
-    def derive(self, problems: list[str]) -> None:
+    def derive(self, claims: Sequence[Claim], problems: list[str]) -> None:
         """All rows."""
         sequence = self.options.sequence_parallel
         if sequence:
@@ -76,7 +83,15 @@ class Rows:
         self._check_head(problems)
         if problems:
             return
-        self._draw_regions(sequence)
+        problems.extend(
+            unsound(
+                self.modules, self._layers(), self.structure.head, self.of_modules, self.of_parameters,
+                self.own_styles, self.adapters, claims,
+            )
+        )  # fmt: skip
+        if problems:
+            return
+        self._draw_regions(sequence, problems)
         for name, style in self.of_modules.items():
             if style not in ("replicate", "sequence_parallel"):
                 self._style_row(name, style, sequence, problems)
@@ -87,6 +102,7 @@ class Rows:
                 problems.append(
                     f"tp_plan: {name!r} is given sequence_parallel, but is not on the residual stream of {self.spec.family}"
                 )
+        problems.extend(unheld(self.rows, self.of_parameters, claims))
 
     # -- what is known of the model ----------------------------------------------------------------------------------------
 
@@ -94,7 +110,7 @@ class Rows:
         where = "sequence_parallel=True"
         if self.structure.no_sequence_parallel:
             problems.append(f"{where}: {self.structure.no_sequence_parallel}; the legal value is False")
-        elif not self.structure.regions or not self.structure.head:
+        elif not self.structure.regions or not self._matched(self.structure.tokenwise):
             problems.append(
                 f"{where}: nothing is known of the regions of {self.spec.family} that need the whole sequence (structure of "
                 "its ParallelSpec); the legal value is False"
@@ -117,7 +133,7 @@ class Rows:
     def _layers(self) -> list[str]:
         return self._matched(self.spec.layers)
 
-    def _draw_regions(self, sequence: bool) -> None:
+    def _draw_regions(self, sequence: bool, problems: list[str]) -> None:
         for region in self._matched(self.structure.regions):
             kind = self._kind(region)
             self.regions[region] = kind
@@ -133,10 +149,23 @@ class Rows:
             sums = self._own(region) if kind == "partial" else ()
             self._add(region, "region", entry, exit_, sums, self._heads_of(region))
             for name in self._inside(region) if kind == "partial" else ():
-                if name not in self.of_modules and not any(name.startswith(f"{adapter}.") for adapter in self.adapters):
-                    unstyled = tuple(own for own in self._own(name) if f"{name}.{own}" not in self.of_parameters)
-                    if unstyled:  # what is upstream of a sum gets a part of its gradient on each rank
-                        self._add(name, "replicated_with_grad_allreduce", sums=unstyled)
+                if self.of_modules.get(name, "replicate") == "replicate" and not self._in_adapter(name):
+                    self._upstream_of_a_sum(name, problems)
+
+    def _upstream_of_a_sum(self, name: str, problems: list[str]) -> None:
+        """In a region whose output is a sum over ranks, what routes has a part of its gradient on each."""
+        routes = {1, self.sizes.experts or 1}
+        for own, parameter in self.modules[name].named_parameters(recurse=False):
+            if parameter.shape[0] not in routes:
+                problems.append(
+                    f"tp={self.tp}: {f'{name}.{own}'!r} stands beside experts whose parts are added up, and is no router; it "
+                    "needs a style that slices it"
+                )
+        if own_names := self._own(name):
+            self._add(name, "router", exit_=Move.COUNT_ONCE, sums=own_names)
+
+    def _in_adapter(self, name: str) -> bool:
+        return any(name.startswith(f"{adapter}.") for adapter in self.adapters)
 
     def _kind(self, region: str) -> str:
         inside = [(name, self.of_modules[name]) for name in self._inside(region) if name in self.of_modules]
@@ -179,11 +208,10 @@ class Rows:
             if exit_ is Move.LEAVE:
                 exit_ = Move.NONE if region == "partial" else Move.SCATTER_SEQUENCE if sequence else Move.LEAVE
         if name == self.structure.head and style in HEAD:
-            entry = Move.GATHER_SEQUENCE if sequence else Move.ENTER
             exit_ = Move.VOCABULARY if self.loss_parallel else Move.GATHER_FEATURES
         parts: tuple[int, ...] = ()
         if style == "fused_colwise":
-            parts = self._parts_of(name)
+            parts = self._parts_of(name, problems)
         elif style == "grouped_colwise":
             parts = (self.sizes.kv_heads or 1,)
         sums: tuple[str, ...] = ()
@@ -197,8 +225,13 @@ class Rows:
         else:
             self._add(name, style, entry, exit_, sums, parts)
 
-    def _parts_of(self, name: str) -> tuple[int, ...]:
-        return next(parts for pattern, parts in self.structure.fused.items() if match_names(pattern, [name]))
+    def _parts_of(self, name: str, problems: list[str]) -> tuple[int, ...]:
+        found = [parts for pattern, parts in self.structure.fused.items() if match_names(pattern, [name])]
+        if not found:
+            problems.append(
+                f"tp_plan: {name!r} is fused_colwise, and nothing is known of its parts (structure of its ParallelSpec)"
+            )
+        return found[0] if found else ()
 
     def _adapted(self, name: str, style: str, entry: Move, exit_: Move, parts: tuple[int, ...], problems: list[str]) -> None:
         """A matrix that peft put a low-rank one beside: what was moved for the matrix is moved around both."""
@@ -219,7 +252,7 @@ class Rows:
                     self._add(child, inner, sums=own if style == "grouped_colwise" else (), parts=parts)
                     self.of_parameters.update((f"{child}.{item}", inner) for item in own)
                 else:
-                    self._add(child, "replicated_with_grad_allreduce", sums=own)
+                    self._add(child, "replicated_with_grad_allreduce" if rows_sliced else "whole_on_parts", sums=own)
 
     # -- rows of the sequence -----------------------------------------------------------------------------------------------
 
@@ -236,10 +269,9 @@ class Rows:
             if (style := self.of_modules.get(name, "sequence_parallel")) != "sequence_parallel":
                 problems.append(f"sequence_parallel=True: {name!r} has the style {style} and stands outside of every region")
                 continue
-            self._add(name, "sequence_parallel", sums=own)
-        head = self.structure.head or ""
-        if head not in self.rows:  # computed whole on every rank
-            self._add(head, "region", Move.GATHER_SEQUENCE_WHOLE)
+            # Behind the last norm the hidden state is whole again, for the head and for whoever takes it.
+            last = name == self._matched(self.structure.tokenwise)[-1]
+            self._add(name, "sequence_parallel", exit_=Move.GATHER_SEQUENCE_WHOLE if last else Move.NONE, sums=own)
 
     def _in_region(self, name: str) -> bool:
         return any(name == region or name.startswith(f"{region}.") for region in self.regions)
@@ -258,4 +290,5 @@ class Rows:
 
 def _is_adapter(module: Any) -> bool:
     """Whether peft wrapped a linear layer here."""
-    return all(isinstance(getattr(module, name, None), nn.Module) for name in ("base_layer", "lora_A", "lora_B"))
+    wraps = all(isinstance(getattr(module, name, None), nn.Module) for name in ("base_layer", "lora_A", "lora_B"))
+    return wraps and isinstance(module.base_layer, nn.Linear | nn.Embedding)

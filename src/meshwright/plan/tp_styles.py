@@ -54,7 +54,11 @@ STYLES: dict[str, Style] = {
 }
 """Tensor parallel styles that are carried out."""
 
-DERIVED: dict[str, Style] = {"grouped_colwise": Style(None, Move.ENTER)}
+DERIVED: dict[str, Style] = {
+    "grouped_colwise": Style(None, Move.ENTER),
+    "router": Style(None, exit=Move.COUNT_ONCE),
+    "whole_on_parts": Style(None),
+}
 """Styles that the resolver makes of others."""
 
 FIRST = {"colwise", "packed_colwise", "fused_colwise", "grouped_colwise"}
@@ -102,18 +106,20 @@ class Claim(Protocol):
 def styles_of_parameters(
     where: str, patterns: Mapping[str, str], claims: Sequence[Claim], problems: list[str]
 ) -> dict[str, str]:
-    """Parameter name to style: a pattern names a module or a parameter; the first that matches counts."""
+    """Parameter name to style: a pattern names a module or, which wins, a parameter; the first counts."""
     styles: dict[str, str] = {}
     names = {canonical(name): claim.name for claim in claims for name in (claim.name, *claim.aliases)}
+    of_modules: dict[str, str] = {}
     for pattern, style in patterns.items():
-        matched = [
-            own for name, own in names.items()
-            if match_names(pattern, [name]) or match_names(pattern, [name.rpartition(".")[0]])
-        ]  # fmt: skip
-        if not matched:
+        exactly = [own for name, own in names.items() if match_names(pattern, [name])]
+        inside = [own for name, own in names.items() if match_names(pattern, [name.rpartition(".")[0]])]
+        if not exactly and not inside:
             problems.append(f"{where} pattern {pattern!r} matches no parameter")
-        styles.update((name, style) for name in matched if name not in styles)
-    return styles
+        for name in exactly:
+            styles.setdefault(name, style)
+        for name in inside:
+            of_modules.setdefault(name, style)
+    return {**of_modules, **styles}
 
 
 def canonical(name: str) -> str:

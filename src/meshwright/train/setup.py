@@ -145,6 +145,13 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
         except PlanError as error:
             problems.append(error)
     problems.extend(_length_problems(config, model))
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        problems.append(
+            ConfigError(
+                "model.config.output_router_logits=true: the auxiliary loss of the router is no part of the training loss of "
+                "this version; the legal value is false"
+            )
+        )
     if tokenizer is not None:
         problems.extend(_vocabulary_problems(config, model, len(tokenizer)))
     if problems:

@@ -1,0 +1,152 @@
+"""What tensor parallel styles must keep, whoever gave them, or gradients would be wrong without an error.
+
+- A matrix whose output stays sliced (`colwise`) has one near it that takes slices (`rowwise`).
+- What stands between the two knows that it sees slices.
+- What adds to a sum over ranks is a part on every rank.
+- A matrix that holds several is sliced as such.
+- Every module that holds a sliced parameter computes with slices, also where it is tied to another.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import nn
+
+from meshwright.plan.sharding_plan import TensorParallelRow
+from meshwright.plan.spec import generalize
+from meshwright.plan.tp_styles import DERIVED, FIRST, STYLES, Claim, canonical, tp_dim
+
+__all__ = ["unheld", "unsound"]
+
+_PACKED = {"packed_colwise", "fused_colwise"}
+_GATHERED = {"colwise_gather_output", "colwise_rep"}
+
+
+def unsound(
+    modules: Mapping[str, nn.Module],
+    layers: Sequence[str],
+    head: str | None,
+    of_modules: Mapping[str, str],
+    of_parameters: Mapping[str, str],
+    own_styles: Mapping[str, str],
+    adapters: set[str],
+    claims: Sequence[Claim],
+) -> Iterator[str]:
+    """What is wrong with styles.
+
+    Args:
+        modules: of the model, by name.
+        layers: names of its layers.
+        head: the output head, if it is known.
+        of_modules: style of each module that has one.
+        of_parameters: style of each parameter that has one, by its first name.
+        own_styles: the same, as the family or the model itself says.
+        adapters: names of modules that peft wrapped.
+        claims: parameters of the model.
+    """
+    first_name = {name: claim.name for claim in claims for name in (claim.name, *claim.aliases)}
+    told: set[str] = set()
+    for name, style in of_modules.items():
+        if style not in FIRST or name == head:
+            continue
+        scope = _scope(name, of_modules, layers)
+        if scope is None:
+            yield (
+                f"{name!r} is {style}, so its output stays sliced, and no rowwise matrix near it takes slices; legal is "
+                "colwise_gather_output, or a rowwise one behind it"
+            )
+        elif scope and scope not in layers and scope not in told:
+            told.add(scope)
+            yield from _between(scope, modules, of_modules, of_parameters, own_styles, adapters, first_name)
+    for name, style in of_modules.items():
+        if style == "replicated_with_grad_allreduce" and not _split_around(name, of_modules, layers):
+            yield f"{name!r} is {style}, and nothing beside it is split, so that it sees no slices; legal is replicate"
+        if style == "moe_tp_experts":
+            for own, parameter in modules[name].named_parameters(recurse=False):
+                if tp_dim(of_parameters.get(first_name[f"{name}.{own}"]), parameter.shape) is None:
+                    yield f"{f'{name}.{own}'!r} is not sliced, and {name!r} adds parts up (moe_tp_experts); give it a style"
+    for claim in claims:
+        given, known = of_parameters.get(claim.name), own_styles.get(claim.name)
+        if any(name.rpartition(".")[0] == head for name in (claim.name, *claim.aliases)):
+            continue  # its logits may stay sharded
+        if given in FIRST and known not in (None, given) and (given in _PACKED or known in _PACKED | _GATHERED):
+            yield f"{claim.name!r} is {given}, and by the model {known}, for its output is taken apart; legal is {known}"
+
+
+def _split_around(name: str, of_modules: Mapping[str, str], layers: Sequence[str]) -> bool:
+    """Whether anything beside a module, in the same part of a layer, is split over heads or features."""
+    parent = name.rpartition(".")[0]
+    wide = not parent or any(layer == parent or layer.startswith(f"{parent}.") for layer in layers)
+    beside = [other for other, style in of_modules.items() if style in FIRST and _inside(other, parent)]
+    return any(not wide or other.rpartition(".")[0] == parent for other in beside)
+
+
+def _scope(name: str, of_modules: Mapping[str, str], layers: Sequence[str]) -> str | None:
+    """The nearest module around one whose inside, or in a layer whose children, take slices."""
+    parent, own = name, name.rpartition(".")[0]
+    while parent:
+        parent = parent.rpartition(".")[0]
+        takers = [other for other, style in of_modules.items() if style == "rowwise" and _inside(other, parent)]
+        if parent in layers or not parent:
+            takers = [other for other in takers if other.rpartition(".")[0] == parent == own]
+            return parent if takers else None
+        if takers:
+            return parent
+    return None
+
+
+def _inside(name: str, module: str) -> bool:
+    return not module or name.startswith(f"{module}.")
+
+
+def _between(
+    scope: str,
+    modules: Mapping[str, nn.Module],
+    of_modules: Mapping[str, str],
+    of_parameters: Mapping[str, str],
+    own_styles: Mapping[str, str],
+    adapters: set[str],
+    first_name: Mapping[str, str],
+) -> Iterator[str]:
+    """Parameters of a split region that no style speaks of, or that are said to be whole and are not."""
+    for name in [scope, *(other for other in modules if other.startswith(f"{scope}."))]:
+        if any(name.startswith(f"{adapter}.") for adapter in adapters):
+            continue
+        for own, _ in modules[name].named_parameters(recurse=False):
+            parameter = first_name[f"{name}.{own}"]
+            style = of_modules.get(name) or of_parameters.get(parameter)
+            if style is None:
+                yield (
+                    f"{f'{generalize(name)}.{own}'!r} has no style, and stands where {generalize(scope)!r} is split; legal are "
+                    "replicated_with_grad_allreduce where it sees slices, replicate where it sees the whole"
+                )
+            elif style == "replicate" and own_styles.get(parameter) == "replicated_with_grad_allreduce":
+                yield (
+                    f"{f'{generalize(name)}.{own}'!r} is replicate, and sees the slices of {generalize(scope)!r}; legal is "
+                    "replicated_with_grad_allreduce"
+                )
+
+
+def unheld(rows: Mapping[str, TensorParallelRow], of_parameters: Mapping[str, str], claims: Sequence[Claim]) -> Iterator[str]:
+    """Sliced parameters in modules that do not compute with slices, or with others.
+
+    Args:
+        rows: of the modules that do something under tensor parallel.
+        of_parameters: style of each parameter that has one, by its first name.
+        claims: parameters of the model.
+    """
+    for claim in claims:
+        style = of_parameters.get(claim.name)
+        if (cut := tp_dim(style, claim.shape)) is None:
+            continue
+        for name in (claim.name, *claim.aliases):
+            module = name.rpartition(".")[0]
+            row = rows.get(module)
+            if row is None:
+                tied = f" (tied to {claim.name!r})" if name != claim.name else ""
+                where = canonical(module)
+                yield f"{canonical(name)!r}{tied} is sliced ({style}), and {where!r} has no style to compute with slices"
+            elif row.style in {**STYLES, **DERIVED} and tp_dim(row.style, claim.shape) not in (None, cut):
+                yield (
+                    f"{name!r} is sliced as {style} for {claim.name!r}, and {module!r} computes as {row.style}; tied "
+                    "parameters need styles that slice the same dimension"
+                )
