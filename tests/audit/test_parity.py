@@ -177,7 +177,7 @@ def test_the_page_of_the_matrix(tmp_path: Path) -> None:
     assert "refused [" in row
     assert "not yet [" in row
     assert ". cp=2: context parallel is planned but not carried out by this version" in text
-    assert "tp=2: GPT2LMHeadModel declares no tensor parallel styles" in text
+    assert "model: GPT2LMHeadModel declares no tp_styles" in text
     assert "with data.packing=pad only: data.packing=pack: in GptOssForCausalLM" in text
 
 
