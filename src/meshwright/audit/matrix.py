@@ -13,6 +13,7 @@ from meshwright.audit.case import Case
 from meshwright.audit.conduct import Auditor, make_ready
 from meshwright.audit.data import draw_documents
 from meshwright.audit.families import FAMILIES
+from meshwright.audit.report import AuditReport
 from meshwright.errors import ConfigError, MeshwrightError, UnsupportedError
 from meshwright.plan.options import SyncPolicy
 from meshwright.train.config import RunConfig
@@ -172,21 +173,37 @@ def family_case(
 
 
 def run_cell(auditor: Auditor, family: str, place: Place, variants: Iterable[Variant], folder: Path) -> Cell:
-    """Audit a family on a layout under some options."""
+    """Audit a family on a layout under some options.
+
+    Workers that die or stand still say nothing about gradients, so such an audit is run once more; the note tells of it.
+    """
     worst: dict[str, float] = {}
-    note, packing = "", "pack"
+    notes: list[str] = []
+    packing = "pack"
+
+    def audit(variant: Variant) -> AuditReport:
+        case = family_case(family, place, variant, folder, packing=packing)
+        try:
+            return auditor.audit(case, place.world_size)
+        except MeshwrightError as error:
+            if error.exit_code == 2:
+                raise
+            notes.append(f"{variant}: at the second attempt; at the first, {error}")
+            return auditor.audit(case, place.world_size)
+
     for variant in variants:
         try:
             report = None
             if packing == "pack":
                 try:
-                    report = auditor.audit(family_case(family, place, variant, folder), place.world_size)
+                    report = audit(variant)
                 except ConfigError as error:
                     if "data.packing" not in str(error):
                         raise
-                    note, packing = f"with data.packing=pad only: {error.problems[0]}", "pad"
+                    notes.append(f"with data.packing=pad only: {error.problems[0]}")
+                    packing = "pad"
             if report is None:
-                report = auditor.audit(family_case(family, place, variant, folder, packing=packing), place.world_size)
+                report = audit(variant)
         except UnsupportedError as error:
             return Cell(Outcome.NOT_YET, {}, error.problems[0])
         except MeshwrightError as error:
@@ -196,7 +213,7 @@ def run_cell(auditor: Auditor, family: str, place: Place, variants: Iterable[Var
         if not report.passed:
             return Cell(Outcome.FAILS, {}, f"{variant}: {report.verdict}")
         worst[variant.dtype] = max(worst.get(variant.dtype, 0.0), report.worst_gradient)
-    return Cell(Outcome.WORKS, worst, note)
+    return Cell(Outcome.WORKS, worst, "; ".join(notes))
 
 
 def slice_of_matrix() -> Iterator[tuple[str, Place, Variant]]:
