@@ -25,6 +25,7 @@ from meshwright.audit.matrix import (
     write_matrix,
 )
 from meshwright.audit.report import AuditReport
+from meshwright.errors import WorkerError
 from meshwright.layout import AXES
 from meshwright.plan.options import SyncPolicy
 
@@ -203,3 +204,20 @@ def test_sequence_parallel_recomputed(auditor: Auditor, folder: Path, mode: str)
     place = next(place for place in LAYOUTS if place.label == "tp 2 x shard 2")
     variant = Variant(SyncPolicy.RESHARD_EACH, "float64", 2, False, False)
     audited(auditor, folder, place, variant, "qwen3_moe", sequence_parallel=True, activation_checkpointing=mode)
+
+
+def test_an_audit_whose_workers_died_is_run_once_more_and_told_of(
+    auditor: Auditor, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner, calls = auditor.audit, []
+
+    def dies_first(*args: Any) -> AuditReport:
+        calls.append(args)
+        if len(calls) == 1:
+            raise WorkerError("rank 1: died")
+        return inner(*args)
+
+    monkeypatch.setattr(auditor, "audit", dies_first)
+    cell = run_cell(auditor, "llama", SHARD_2, VARIANTS[:1], folder)
+    assert cell.outcome is Outcome.WORKS
+    assert cell.note.endswith("at the second attempt; at the first, rank 1: died")
