@@ -285,8 +285,13 @@ def norms_not_summed(trainer: RankTrainer) -> None:
 
 
 def query_norms_not_summed(trainer: RankTrainer) -> None:
-    """Each rank has the gradient of its own heads; and the router of experts, of its own slices of them."""
+    """Each rank has the gradient of its own heads."""
     _replanned(trainer, "replicated_with_grad_allreduce", sums=())
+
+
+def router_not_summed(trainer: RankTrainer) -> None:
+    """Each rank has the gradient that comes through its own slices of the experts."""
+    _replanned(trainer, "router", sums=())
 
 
 def shared_heads_not_summed(trainer: RankTrainer) -> None:

@@ -60,7 +60,7 @@ def test_nothing_planted_nothing_found(auditor: Auditor, tmp_path: Path) -> None
         (plants.norms_not_summed, "tp 2 seq", {}, Kind.UNREDUCED, "differs between ranks 0 and 1, which should hold the same: it is not summed, or not kept in step, over tp"),
         (plants.norms_not_summed, "tp 2 seq x shard 2", {"family": "gemma3_text"}, Kind.UNREDUCED, "it is not summed, or not kept in step, over tp"),
         (plants.query_norms_not_summed, "tp 2", {"family": "qwen3"}, Kind.UNREDUCED, "_norm.weight"),
-        (plants.query_norms_not_summed, "tp 2", {"family": "mixtral"}, Kind.UNREDUCED, "mlp.gate.weight"),
+        (plants.router_not_summed, "tp 2", {"family": "mixtral"}, Kind.UNREDUCED, "mlp.gate.weight"),
         (plants.shared_heads_not_summed, "tp 4", {}, Kind.UNREDUCED, "_proj.weight"),
         (plants.regions_not_entered, "tp 2", {}, Kind.UNREDUCED, "over tp"),
         (plants.other_rate_on_rank_1, "replicate 2", {}, Kind.REPLICAS, "replicas differ: values of all 21 parameters differs between ranks 0 and 1"),

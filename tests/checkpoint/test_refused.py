@@ -174,6 +174,19 @@ def test_only_classes_of_a_table_are_named(copy: RunConfig, name: str) -> None:
     assert f"names {name}" in refusal(copy)[0]
 
 
+def test_members_of_enums_are_read_as_python_3_11_0_wrote_them_and_no_other_attributes(copy: RunConfig) -> None:
+    """By ``getattr``, which must not be one."""
+    table = checkpoint(copy) / ".metadata"
+    kind = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+    assert (
+        storage._TableUnpickler(io.BytesIO(b"cbuiltins\ngetattr\n(" + kind + b"VTORCH_CONTIGUOUS_FORMAT\ntR.")).load().value
+        == 0
+    )
+    for name in (b"__class__", b"mro"):
+        table.write_bytes(b"cbuiltins\ngetattr\n(" + kind + b"V" + name + b"\ntR.")
+        assert f"names {name.decode()} of" in refusal(copy)[0]
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_pickle_in_place_of_a_tensor_does_not_run(tmp_path: Path) -> None:
     """DCP unpickles what its table calls bytes, whatever the reader wanted there."""

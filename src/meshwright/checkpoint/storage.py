@@ -8,6 +8,7 @@ nothing else is read.
 import io
 import pickle
 import warnings
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,18 @@ _TABLE_CLASSES = {
 class _TableUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Only the classes of a table of contents, and torch's dtypes and layouts, by their exact names."""
+        if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle a member of an enum by its name
+            return _member
         values = (torch.dtype, torch.layout, torch.memory_format)
         if (module, name) in _TABLE_CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), values)):
             return super().find_class(module, name)
         raise CheckpointError(f"the checkpoint's table of contents names {module}.{name}; it is not read")
+
+
+def _member(kind: Any, name: str) -> Any:
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise CheckpointError(f"the checkpoint's table of contents names {name} of {kind}; it is not read")
+    return kind[name]
 
 
 class _Reader(dcp.FileSystemReader):
