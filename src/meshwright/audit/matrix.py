@@ -39,25 +39,25 @@ class Place:
 
 LAYOUTS = (
     Place("shard 2", 2, {"dp_shard": 2}),
-    Place("shard 4", 4, {"dp_shard": 4}),
-    Place("shard 8", 8, {"dp_shard": 8}),
     Place("replicate 2", 2, {"dp_replicate": 2, "dp_shard": 1}),
-    Place("replicate 4", 4, {"dp_replicate": 4, "dp_shard": 1}),
-    Place("2 x shard 2", 4, {"dp_replicate": 2, "dp_shard": 2}),
-    Place("2 x shard 4", 8, {"dp_replicate": 2, "dp_shard": 4}),
-    Place("4 x shard 2", 8, {"dp_replicate": 4, "dp_shard": 2}),
     Place("tp 2", 2, {"dp_shard": 1, "tp": 2}),
-    Place("tp 4", 4, {"dp_shard": 1, "tp": 4}),
-    Place("tp 2 x shard 2", 4, {"dp_shard": 2, "tp": 2}),
-    Place("2 x tp 2", 4, {"dp_replicate": 2, "dp_shard": 1, "tp": 2}),
-    Place("2 x tp 2 x shard 2", 8, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
     Place("tp 2 seq", 2, {"dp_shard": 1, "tp": 2}, sequence_parallel=True),
-    Place("tp 4 seq", 4, {"dp_shard": 1, "tp": 4}, sequence_parallel=True),
-    Place("tp 2 seq x shard 2", 4, {"dp_shard": 2, "tp": 2}, sequence_parallel=True),
-    Place("2 x tp 2 seq x shard 2", 8, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}, sequence_parallel=True),
     Place("cp 2", 2, {"dp_shard": 1, "cp": 2}),
     Place("pp 2", 2, {"dp_shard": 1, "pp": 2}),
     Place("ep 2", 2, {"dp_shard": 2, "ep": 2}, experts=True),
+    Place("tp 4", 4, {"dp_shard": 1, "tp": 4}),
+    Place("tp 4 seq", 4, {"dp_shard": 1, "tp": 4}, sequence_parallel=True),
+    Place("tp 2 x shard 2", 4, {"dp_shard": 2, "tp": 2}),
+    Place("tp 2 seq x shard 2", 4, {"dp_shard": 2, "tp": 2}, sequence_parallel=True),
+    Place("2 x tp 2", 4, {"dp_replicate": 2, "dp_shard": 1, "tp": 2}),
+    Place("2 x shard 2", 4, {"dp_replicate": 2, "dp_shard": 2}),
+    Place("shard 4", 4, {"dp_shard": 4}),
+    Place("replicate 4", 4, {"dp_replicate": 4, "dp_shard": 1}),
+    Place("2 x tp 2 x shard 2", 8, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
+    Place("2 x tp 2 seq x shard 2", 8, {"dp_replicate": 2, "dp_shard": 2, "tp": 2}, sequence_parallel=True),
+    Place("2 x shard 4", 8, {"dp_replicate": 2, "dp_shard": 4}),
+    Place("4 x shard 2", 8, {"dp_replicate": 4, "dp_shard": 2}),
+    Place("shard 8", 8, {"dp_shard": 8}),
 )
 """The columns. ``2 x shard 4``: two replicas of four shards each (HSDP). ``seq``: with sequence parallel."""
 
@@ -96,8 +96,8 @@ VARIANTS = (
 """Every value of every option meets every value of every other one (a test sees to it)."""
 
 
-ON_EIGHT = (VARIANTS[1], VARIANTS[2], VARIANTS[3], VARIANTS[8])
-"""Those of layouts of eight processes, which take long where there are few cores: every value of every option."""
+ON_MORE = (VARIANTS[1], VARIANTS[2], VARIANTS[3], VARIANTS[8])
+"""Those of layouts of four and eight processes, which take long where there are few cores: every value of every option."""
 
 
 class Outcome(StrEnum):
@@ -218,13 +218,16 @@ def run_cell(auditor: Auditor, family: str, place: Place, variants: Iterable[Var
 
 def slice_of_matrix() -> Iterator[tuple[str, Place, Variant]]:
     """A part of the matrix that has every family, every layout and every variant at least once."""
-    families = list(FAMILIES)
+    families, left = list(FAMILIES), []
     for index in range(max(len(families), len(LAYOUTS), len(VARIANTS))):
         place = LAYOUTS[index % len(LAYOUTS)]
         family = families[index % len(families)]
         if place.experts and "num_experts_per_tok" not in FAMILIES[family]:
+            left.append(family)
             family = "mixtral"
         yield family, place, VARIANTS[index % len(VARIANTS)]
+    for index, family in enumerate(left):
+        yield family, LAYOUTS[index], VARIANTS[index]
 
 
 def write_matrix(
@@ -254,7 +257,7 @@ def write_matrix(
             for family in families:
                 if place.experts and "num_experts_per_tok" not in FAMILIES[family]:
                     continue
-                some = [variant for variant in variants if place.world_size < 8 or variant in ON_EIGHT]
+                some = [variant for variant in variants if place.world_size < 4 or variant in ON_MORE]
                 cells[family, place.label] = run_cell(auditor, family, place, some or variants, Path(folder))
             outcomes = [cell.outcome for (_, label), cell in cells.items() if label == place.label]
             counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in Outcome if outcome in outcomes)
@@ -295,7 +298,7 @@ def _page(
             row.append("" if cell is None else _words(cell, notes))
         lines.append(f"| {' | '.join(row)} |")
     lines += ["", "## Options", "", "Every value of every option meets every value of every other one:", ""]
-    lines += [f"- {variant}{', also on eight processes' if variant in ON_EIGHT else ''}" for variant in variants]
+    lines += [f"- {variant}{', also on four and eight processes' if variant in ON_MORE else ''}" for variant in variants]
     if notes:
         lines += ["", "## Notes", ""]
         lines += [f"{number}. {note}" for note, number in notes.items()]
