@@ -74,6 +74,11 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
             f"{type(model).__name__} declares no layers: set _no_split_modules on the class to the class name of its "
             f"layer (it is {sorted(declared.no_split) or None}), or pass a ParallelSpec"
         )
+    structure = structure_of([kind.__name__ for kind in type(model).__mro__], model.config)
+    styles = dict(declared.tp)
+    if styles and structure is not None:
+        # transformers 5.17 leaves the embedding of these families out of what the model declares.
+        styles = {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output", **styles}
     fp32 = declared.fp32_strict | (declared.fp32 if param_dtype == "float16" else frozenset())
     return ParallelSpec(
         family=type(model).__name__,
@@ -81,10 +86,10 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
         units=tuple(UnitRule(pattern) for pattern in _patterns(name for name in whole if name not in layers)),
         fp32=_patterns(name for name, module in modules.items() if _wants_fp32(name, module, fp32)),
         tied=_tied_groups(declared.tied),
-        tp_styles=_matching(declared.tp, model),
+        tp_styles=_matching(styles, model),
         ep_styles=_matching(declared.ep, model),
         sizes=_sizes(model),
-        structure=structure_of([kind.__name__ for kind in type(model).__mro__], model.config),
+        structure=structure,
     )
 
 
