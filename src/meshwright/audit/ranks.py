@@ -187,6 +187,7 @@ class RankTrainer(AuditTrainer):
             for kind in sorted(kinds):
                 truth = self.reference.get(f"optimizer.{name}.{kind}")
                 floor = share.get(kind, 0.0) * (scale**2 if kind == "exp_avg_sq" else scale)
+                tolerance = self.tolerances.state(name, gradient, kind)
                 allowed = {"step": 0.0, "exp_avg_sq": 2 * tolerance}.get(kind, tolerance)
                 self._row(kind, name, states.get(kind, {}).get(name), truth, allowed, floor)
         for name, buffer in self.model.named_buffers():

@@ -4,7 +4,7 @@ recomputation, no offload; mixed precision is stated here once more, in plain to
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -194,10 +194,12 @@ class Noise:
     Attributes:
         gradients: of the first step by parameter, as the error of :func:`~meshwright.audit.compare.compare`, at least that of
             the median parameter, for a small tensor may be lucky.
+        states: of what is there after the steps, ``parameter`` (how far it moved) and the states of the optimizer, likewise.
         scalars: ``loss`` and ``norm`` to their relative distances up to each step, the largest so far.
     """
 
     gradients: Mapping[str, float] = field(default_factory=dict)
+    states: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     scalars: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
@@ -230,8 +232,32 @@ def measure_noise(device: torch.device, case: Case, folder: Path) -> Noise:
         gradient = reference.get(f"gradient.{name}")
         if gradient is not None:
             noise[name] = compare(trainer.tensors.get(f"gradient.{name}"), gradient, floor)[0]
+    return Noise(_at_least_typical(noise), _state_noise(trainer, reference, noise), scalars)
+
+
+def _state_noise(trainer: ReferenceTrainer, reference: Reference, named: Iterable[str]) -> dict[str, dict[str, float]]:
+    """Of what is there after the steps, by its kind and by parameter."""
+    found: dict[str, dict[str, float]] = {}
+    states = state.optimizer_tensors(trainer.model, trainer.optimizer)
+    for name in named:
+        initial, final = reference.get(f"initial.{name}"), reference.get(f"final.{name}")
+        assert initial is not None
+        assert final is not None
+        moved = trainer.model.get_parameter(name).detach().double() - initial.double()
+        pairs = {"parameter": (moved, final.double() - initial.double())}
+        for kind in reference.names(f"optimizer.{name}"):
+            rounded = reference.get(f"optimizer.{name}.{kind}")
+            if rounded is not None and f"optimizer.{name}.{kind}" in states:
+                pairs[kind] = (states[f"optimizer.{name}.{kind}"], rounded)
+        for kind, (truth, rounded) in pairs.items():
+            if rounded.abs().max() > 0:
+                found.setdefault(kind, {})[name] = compare(truth, rounded)[0]
+    return {kind: _at_least_typical(of_kind) for kind, of_kind in found.items()}
+
+
+def _at_least_typical(noise: dict[str, float]) -> dict[str, float]:
     typical = statistics.median(noise.values())
-    return Noise({name: max(own, typical) for name, own in noise.items()}, scalars)
+    return {name: max(own, typical) for name, own in noise.items()}
 
 
 # -- mixed precision, as the plan states it --------------------------------------------------------------------------------
