@@ -15,7 +15,7 @@ from meshwright.audit.data import documents_of_run, draw_documents
 from meshwright.audit.diagnose import Finding, Kind, diagnose
 from meshwright.audit.pool import Pool
 from meshwright.audit.ranks import RankResult, RankTrainer, audit_on_rank
-from meshwright.audit.reference import Noise, Reference, measure_noise, record_reference
+from meshwright.audit.reference import Reference, measure_noise, record_reference
 from meshwright.audit.report import AuditReport, Check, row_checks
 from meshwright.audit.shrink import MAX_PROCESSES, shrink
 from meshwright.audit.small_config import Change
@@ -167,7 +167,7 @@ class Auditor:
         self.kind, self.patience = kind, patience
         self._pools: dict[int, Pool] = {}
         self._folder = Path(tempfile.mkdtemp(prefix="meshwright-references-"))
-        self._references: dict[str, tuple[Path, Noise]] = {}
+        self._references: dict[str, tuple[Path, dict[str, float]]] = {}
 
     def audit(
         self,
@@ -212,7 +212,7 @@ class Auditor:
             seconds=time.perf_counter() - begun,
         )
 
-    def _reference(self, case: Case) -> tuple[Path, Noise]:
+    def _reference(self, case: Case) -> tuple[Path, dict[str, float]]:
         alone = case.on_one_process()
         content = {**alone.config.model_dump(mode="json"), "output": "", "store": str(case.store), "steps": case.steps}
         key = sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

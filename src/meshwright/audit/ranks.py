@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.audit.case import AuditTrainer, Case, local_part, modules_in_evaluation
 from meshwright.audit.compare import Row, compare, weights_of_parts
 from meshwright.audit.precision import FLOORS
-from meshwright.audit.reference import Noise, Reference
+from meshwright.audit.reference import Reference
 from meshwright.audit.tolerance import TOLERANCES, Tolerances
 from meshwright.checkpoint import state
 from meshwright.distributed.comm_counter import CommCounter
@@ -72,10 +72,10 @@ class RankTrainer(AuditTrainer):
         case: to run.
         device: of this rank.
         reference: of the case.
-        noise: from :func:`~meshwright.audit.reference.measure_noise`.
+        noise: of each gradient, from :func:`~meshwright.audit.reference.measure_noise`.
     """
 
-    def __init__(self, case: Case, device: torch.device, reference: Reference, noise: Noise) -> None:
+    def __init__(self, case: Case, device: torch.device, reference: Reference, noise: dict[str, float]) -> None:
         super().__init__(case, device)
         self.reference, self.noise = reference, noise
         self.result = RankResult(self.rank)
@@ -187,7 +187,6 @@ class RankTrainer(AuditTrainer):
             for kind in sorted(kinds):
                 truth = self.reference.get(f"optimizer.{name}.{kind}")
                 floor = share.get(kind, 0.0) * (scale**2 if kind == "exp_avg_sq" else scale)
-                tolerance = self.tolerances.state(name, gradient, kind)
                 allowed = {"step": 0.0, "exp_avg_sq": 2 * tolerance}.get(kind, tolerance)
                 self._row(kind, name, states.get(kind, {}).get(name), truth, allowed, floor)
         for name, buffer in self.model.named_buffers():
@@ -277,7 +276,7 @@ def audit_on_rank(
     device: torch.device,
     case: Case,
     folder: Path,
-    noise: Noise,
+    noise: dict[str, float],
     plants: Iterable[Callable[[RankTrainer], None]] = (),
 ) -> RankResult:
     """Job of each rank: run a case and compare it with the reference in a folder.
@@ -286,7 +285,7 @@ def audit_on_rank(
         device: of this rank.
         case: to run.
         folder: that the reference was written to.
-        noise: of one process.
+        noise: of each gradient.
         plants: change the trainer before its first step; this is how the tests of the audit plant bugs.
     """
     trainer = RankTrainer(case, device, Reference(folder), noise)

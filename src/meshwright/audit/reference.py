@@ -4,8 +4,6 @@ recomputation, no offload; mixed precision is stated here once more, in plain to
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from meshwright.plan.sharding_plan import ShardingPlan, UnitRow
 from meshwright.train.loss import count_tokens
 from meshwright.train.trainer import Batch
 
-__all__ = ["Noise", "Reference", "measure_noise", "record_reference"]
+__all__ = ["Reference", "measure_noise", "record_reference"]
 
 MOST_BYTES_OF_PARTS = 2**30
 """The gradient of each microbatch is kept apart where all of them are no more than this."""
@@ -187,27 +185,16 @@ def record_reference(device: torch.device, case: Case, folder: Path) -> None:
     ReferenceTrainer(case.on_one_process(), device).record(folder)
 
 
-@dataclass(frozen=True)
-class Noise:
-    """How far one process is from the same steps in the next better arithmetic; empty for float64.
+def measure_noise(device: torch.device, case: Case, folder: Path) -> dict[str, float]:
+    """Job of the one process: how far the gradients of a reference are from those of the next better arithmetic.
 
-    Attributes:
-        gradients: of the first step by parameter, as the error of :func:`~meshwright.audit.compare.compare`, at least that of
-            the median parameter, for a small tensor may be lucky.
-        states: of what is there after the steps, ``parameter`` (how far it moved) and the states of the optimizer, likewise.
-        scalars: ``loss`` and ``norm`` to their relative distances up to each step, the largest so far.
+    Returns:
+        Parameter name to the error of :func:`~meshwright.audit.compare.compare`, at least that of the median parameter, for
+        a small tensor may be lucky; empty for float64.
     """
-
-    gradients: Mapping[str, float] = field(default_factory=dict)
-    states: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    scalars: Mapping[str, Sequence[float]] = field(default_factory=dict)
-
-
-def measure_noise(device: torch.device, case: Case, folder: Path) -> Noise:
-    """Job of the one process: compare a reference with the next better arithmetic, from the same values."""
     better = case.more_precise()
     if better is None:
-        return Noise()
+        return {}
     reference = Reference(folder)
     trainer = ReferenceTrainer(better.on_one_process(), device)
     with torch.no_grad():
@@ -215,47 +202,13 @@ def measure_noise(device: torch.device, case: Case, folder: Path) -> Noise:
             initial = reference.get(f"initial.{name}")
             assert initial is not None
             parameter.copy_(initial)
-    scalars: dict[str, list[float]] = {"loss": [], "norm": []}
-    while trainer.step < case.steps:
-        found = trainer.train_step()
-        pairs = {
-            "loss": (found["loss"], reference.losses[trainer.step]),
-            "norm": (found["gradient_norm"], reference.norms[trainer.step]),
-        }
-        for what, (truth, rounded) in pairs.items():
-            off = abs(rounded - truth) / abs(truth) if truth else 0.0
-            scalars[what].append(max([off, *scalars[what][-1:]]))
-        trainer.step += 1
+    trainer.train_step()
     floor = FLOORS[case.dtype] * reference.largest_gradient
     noise = {}
     for name, _ in trainer.model.named_parameters():
         gradient = reference.get(f"gradient.{name}")
         if gradient is not None:
             noise[name] = compare(trainer.tensors.get(f"gradient.{name}"), gradient, floor)[0]
-    return Noise(_at_least_typical(noise), _state_noise(trainer, reference, noise), scalars)
-
-
-def _state_noise(trainer: ReferenceTrainer, reference: Reference, named: Iterable[str]) -> dict[str, dict[str, float]]:
-    """Of what is there after the steps, by its kind and by parameter."""
-    found: dict[str, dict[str, float]] = {}
-    states = state.optimizer_tensors(trainer.model, trainer.optimizer)
-    for name in named:
-        initial, final = reference.get(f"initial.{name}"), reference.get(f"final.{name}")
-        assert initial is not None
-        assert final is not None
-        moved = trainer.model.get_parameter(name).detach().double() - initial.double()
-        pairs = {"parameter": (moved, final.double() - initial.double())}
-        for kind in reference.names(f"optimizer.{name}"):
-            rounded = reference.get(f"optimizer.{name}.{kind}")
-            if rounded is not None and f"optimizer.{name}.{kind}" in states:
-                pairs[kind] = (states[f"optimizer.{name}.{kind}"], rounded)
-        for kind, (truth, rounded) in pairs.items():
-            if rounded.abs().max() > 0:
-                found.setdefault(kind, {})[name] = compare(truth, rounded)[0]
-    return {kind: _at_least_typical(of_kind) for kind, of_kind in found.items()}
-
-
-def _at_least_typical(noise: dict[str, float]) -> dict[str, float]:
     typical = statistics.median(noise.values())
     return {name: max(own, typical) for name, own in noise.items()}
 
