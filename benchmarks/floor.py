@@ -11,7 +11,7 @@ from measure import job, measure
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaForCausalLM
-from workload import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, read_tokens, share
+from workload import CLIP, make_optimizer, read_tokens, share
 
 
 def main() -> None:
@@ -26,10 +26,7 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
     model.train()
 
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
+    optimizer = make_optimizer(model)
     tokens = read_tokens(run.directory)
 
     def train_step(step: int) -> float:

@@ -5,13 +5,12 @@ is told after construction that it is distributed by FSDP, and from there on its
 does, not that its makers support it; ``measure`` refuses the run if parameters are not sharded.
 """
 
-import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from measure import job, measure
 from transformers import LlamaForCausalLM
-from workload import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, read_tokens, share
+from workload import CLIP, make_optimizer, read_tokens, share
 
 
 def main() -> None:
@@ -31,10 +30,7 @@ def main() -> None:
 
     model = LlamaForCausalLM.from_pretrained(run.directory / "model")
     model.train()
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
+    optimizer = make_optimizer(model)
     model, optimizer = accelerator.prepare(model, optimizer)
     tokens = read_tokens(run.directory)
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from measure import job, measure
 from transformers import LlamaForCausalLM
-from workload import BETAS, CLIP, EPS, LR, RANKS, WEIGHT_DECAY, read_tokens, share
+from workload import CLIP, RANKS, make_optimizer, read_tokens, share
 
 
 def main() -> None:
@@ -15,10 +15,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     model = LlamaForCausalLM.from_pretrained(run.directory / "model")
     model.train()
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
+    optimizer = make_optimizer(model)
     tokens = read_tokens(run.directory)
 
     def train_step(step: int) -> float:

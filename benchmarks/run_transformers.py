@@ -14,7 +14,7 @@ from measure import job, measure
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from transformers import LlamaForCausalLM
 from transformers.distributed import DistributedConfig
-from workload import BETAS, CLIP, EPS, LR, RANKS, TP, WEIGHT_DECAY, read_tokens, share
+from workload import CLIP, RANKS, TP, make_optimizer, read_tokens, share
 
 
 def main() -> None:
@@ -22,10 +22,7 @@ def main() -> None:
     layout = DistributedConfig(fsdp_size=RANKS, tp_size=TP)
     model = LlamaForCausalLM.from_pretrained(run.directory / "model", distributed_config=layout)  # starts the process group
     model.train()
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
+    optimizer = make_optimizer(model)
     tokens = read_tokens(run.directory)
     data_rank = dist.get_rank() // TP
 
@@ -39,7 +36,7 @@ def main() -> None:
             total += loss.item()
         if step == 0:
             _check_refused(model)
-        _clip((matrices, vectors))
+        _clip([group["params"] for group in optimizer.param_groups])
         optimizer.step()
         optimizer.zero_grad()
         return total
@@ -48,7 +45,8 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _clip(parameters_of_meshes: tuple[list[torch.nn.Parameter], ...]) -> None:
+def _clip(parameters_of_meshes: list[list[torch.nn.Parameter]]) -> None:
+    """Matrices are on the mesh of both axes, vectors on that of FSDP."""
     norms = [get_total_norm([p.grad for p in parameters]).full_tensor() for parameters in parameters_of_meshes]
     total = torch.linalg.vector_norm(torch.stack(norms))
     for parameters in parameters_of_meshes:

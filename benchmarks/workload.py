@@ -99,6 +99,14 @@ def share(tokens: torch.Tensor, step: int, rank: int, microbatches: int) -> list
     return [batch.clone() for batch in batches]  # a view would keep all tokens alive where autograd holds a batch
 
 
+def make_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
+    """Matrices decay, vectors do not; each kind is a group."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
+
+
 MESHWRIGHT = {
     "defer": {"sync": "defer"},
     "reduce_each": {"sync": "reduce_each"},

@@ -250,3 +250,14 @@ def test_subclasses_have_the_structure_of_their_family() -> None:
     model, _ = make("phi3", meta=True)
     model.__class__ = type("MyPhi", (type(model),), {})
     assert resolve(spec_of(model), model, TP2, ParallelOptions(sequence_parallel=True)).tp_level == "family"
+
+
+def test_biases_of_packed_matrices_are_packed_too_and_refused_where_fsdp_would_shard_them() -> None:
+    block = {"mlp": nn.ModuleDict({"gate_up": nn.Linear(8, 8), "down": nn.Linear(4, 8)})}
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict(block)])})
+    styles = {"blocks.*.mlp.gate_up": "packed_colwise", "blocks.*.mlp.down": "rowwise"}
+    spec = ParallelSpec("mine", layers=("blocks.*",), tp_styles=styles)
+    row = resolve(spec, model, TP2, ParallelOptions()).parameter("blocks.0.mlp.gate_up.bias")
+    assert (row.placements, row.local_shape) == ((("tp", "StridedShard(0, 2)"),), (4,))
+    with pytest.raises(PlanError, match=r"gate_up.bias' is packed along its rows, so FSDP shards nothing else"):
+        resolve(spec, model, Layout(tp=2, dp_shard=2), ParallelOptions())

@@ -96,8 +96,8 @@ VARIANTS = (
 """Every value of every option meets every value of every other one (a test sees to it)."""
 
 
-ON_MORE = (VARIANTS[1], VARIANTS[2], VARIANTS[3], VARIANTS[8])
-"""Those of layouts of four and eight processes, which take long where there are few cores: every value of every option."""
+ON_EIGHT = (VARIANTS[1], VARIANTS[2], VARIANTS[3], VARIANTS[8])
+"""Those of layouts of eight processes, which take long where there are few cores: every value of every option."""
 
 
 class Outcome(StrEnum):
@@ -257,7 +257,7 @@ def write_matrix(
             for family in families:
                 if place.experts and "num_experts_per_tok" not in FAMILIES[family]:
                     continue
-                some = [variant for variant in variants if place.world_size < 4 or variant in ON_MORE]
+                some = [variant for variant in variants if place.world_size < 8 or variant in ON_EIGHT]
                 cells[family, place.label] = run_cell(auditor, family, place, some or variants, Path(folder))
             outcomes = [cell.outcome for (_, label), cell in cells.items() if label == place.label]
             counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in Outcome if outcome in outcomes)
@@ -298,7 +298,7 @@ def _page(
             row.append("" if cell is None else _words(cell, notes))
         lines.append(f"| {' | '.join(row)} |")
     lines += ["", "## Options", "", "Every value of every option meets every value of every other one:", ""]
-    lines += [f"- {variant}{', also on four and eight processes' if variant in ON_MORE else ''}" for variant in variants]
+    lines += [f"- {variant}{', also on eight processes' if variant in ON_EIGHT else ''}" for variant in variants]
     if notes:
         lines += ["", "## Notes", ""]
         lines += [f"{number}. {note}" for note, number in notes.items()]

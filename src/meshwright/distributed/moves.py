@@ -5,6 +5,7 @@ dimension. All ranks but the last ones have slices of one width, as ``torch.chun
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -192,27 +193,42 @@ class _Exchange(torch.autograd.Function):
 
 def _exchanged(piece: torch.Tensor, parts: tuple[int, ...], back: bool, group: Group) -> torch.Tensor:
     """``back``: from a slice of each matrix to a slice of them all."""
-    ranks, me = dist.get_world_size(group), dist.get_rank(group)
-    width, total = slice_width(sum(parts), group), sum(parts)
-    one = [(rank * width, min((rank + 1) * width, total)) for rank in range(ranks)]
+    columns = piece.movedim(-1, 0).contiguous()
+    sent, received = _routes(parts, back, dist.get_world_size(group), dist.get_rank(group))
+    buffer = columns[_index(sent, columns.device)]
+    incoming = buffer.new_empty((sum(map(len, received)), *columns.shape[1:]))
+    dist.all_to_all_single(incoming, buffer, list(map(len, received)), list(map(len, sent)), group=group)
+    # Each rank sent in the order of the fused matrix, so what came from one goes to ascending places.
+    result = torch.empty_like(incoming)
+    result[_index(received, columns.device)] = incoming
+    return result.movedim(0, -1).contiguous()
+
+
+Routes = tuple[tuple[int, ...], ...]
+"""By rank: columns of what is held here."""
+
+
+@lru_cache(maxsize=64)
+def _routes(parts: tuple[int, ...], back: bool, ranks: int, me: int) -> tuple[Routes, Routes]:
+    """Which columns of its slice rank ``me`` sends to each rank, and where in the new one those from each rank go."""
+    total = sum(parts)
+    width = -(-total // ranks)
+    one = [[(rank * width, min((rank + 1) * width, total))] for rank in range(ranks)]
     each: list[list[tuple[int, int]]] = []
     for rank in range(ranks):
         begins = [sum(parts[:index]) + rank * size // ranks for index, size in enumerate(parts)]
         each.append([(begin, begin + size // ranks) for begin, size in zip(begins, parts, strict=True)])
-    ours, theirs = ([[span] for span in one], each) if not back else (each, [[span] for span in one])
-    columns = piece.movedim(-1, 0).contiguous()
-    sent = [_places(ours[me], theirs[rank]) for rank in range(ranks)]
-    received = [_places(theirs[me], ours[rank]) for rank in range(ranks)]
-    buffer = columns[torch.tensor([place for places in sent for place in places], dtype=torch.long, device=columns.device)]
-    incoming = buffer.new_empty((sum(map(len, received)), *columns.shape[1:]))
-    dist.all_to_all_single(incoming, buffer, [len(p) for p in received], [len(p) for p in sent], group=group)
-    # Each rank sent in the order of the fused matrix, so what came from one goes to ascending places.
-    result = torch.empty_like(incoming)
-    result[torch.tensor([place for places in received for place in places], dtype=torch.long, device=columns.device)] = incoming
-    return result.movedim(0, -1).contiguous()
+    ours, theirs = (each, one) if back else (one, each)
+    sent = tuple(_places(ours[me], theirs[rank]) for rank in range(ranks))
+    return sent, tuple(_places(theirs[me], ours[rank]) for rank in range(ranks))
 
 
-def _places(held: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]]) -> list[int]:
+@lru_cache(maxsize=64)
+def _index(routes: Routes, device: torch.device) -> torch.Tensor:
+    return torch.tensor([place for places in routes for place in places], dtype=torch.long, device=device)
+
+
+def _places(held: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     """Where, in a tensor that holds some ranges of columns one after another, those are that lie in other ranges; ascending."""
     found: list[int] = []
     offset = 0
@@ -220,4 +236,4 @@ def _places(held: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]]) 
         for low, high in wanted:
             found += range(offset + max(low, begin) - begin, offset + max(min(high, end) - begin, max(low, begin) - begin))
         offset += end - begin
-    return sorted(found)
+    return tuple(sorted(found))

@@ -48,7 +48,7 @@ def apply_tensor_parallel(model: nn.Module, plan: ShardingPlan, mesh: DeviceMesh
             module._parameters[own] = sliced[id(parameter)]
     for row in plan.tensor_parallel:
         module = model.get_submodule(row.module)
-        if row.style == "region" and row.parts and row.exit is not Move.EXCHANGE_FEATURES:
+        if row.style == "region" and row.parts:
             _see_own_heads(module, *row.parts)
         module.forward = _forward(module, row, mesh)
 
@@ -138,7 +138,7 @@ def _entry(row: TensorParallelRow, group: dist.ProcessGroup) -> Callable[[tuple[
     move: dict[Move, Callable[[torch.Tensor], torch.Tensor]] = {
         Move.SPLIT_FEATURES: lambda x: moves.split(x, -1, group),
         Move.GATHER_SEQUENCE: lambda x: moves.to_parts(x, SEQUENCE, group),
-        Move.GATHER_SEQUENCE_WHOLE: lambda x: moves.gather(x, SEQUENCE, x.shape[SEQUENCE] * dist.get_world_size(group), group),
+        Move.GATHER_SEQUENCE_WHOLE: lambda x: _whole_sequence(x, group),
         Move.SPLIT_SEQUENCE: lambda x: moves.split(_divisible(x, group), SEQUENCE, group),
     }
     moved = move[row.entry]
@@ -151,6 +151,10 @@ def _entry(row: TensorParallelRow, group: dist.ProcessGroup) -> Callable[[tuple[
         return args, {**kwargs, name: moved(kwargs[name])}
 
     return first
+
+
+def _whole_sequence(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return moves.gather(part, SEQUENCE, part.shape[SEQUENCE] * dist.get_world_size(group), group)
 
 
 def _divisible(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -173,7 +177,7 @@ def _exit(module: nn.Module, row: TensorParallelRow, mesh: DeviceMesh) -> Callab
         Move.GATHER_FEATURES: lambda y: moves.gather(y, -1, size, group),
         Move.EXCHANGE_FEATURES: lambda y: moves.exchange(y, row.parts, group),
         Move.VOCABULARY: lambda y: _sharded_vocabulary(y, size, mesh),
-        Move.GATHER_SEQUENCE_WHOLE: lambda y: moves.gather(y, SEQUENCE, y.shape[SEQUENCE] * dist.get_world_size(group), group),
+        Move.GATHER_SEQUENCE_WHOLE: lambda y: _whole_sequence(y, group),
         Move.COUNT_ONCE: lambda y: moves.count_once(y, group),
         Move.SCATTER_SEQUENCE: lambda y: moves.to_slices(y, SEQUENCE, group),
         Move.SPLIT_SEQUENCE: lambda y: moves.split(y, SEQUENCE, group),

@@ -116,12 +116,9 @@ def _tensor_parallel(plan: ShardingPlan, full: bool) -> Table:
     for label, values in _folded(plan.tensor_parallel, cells, full):
         table.add_row(label, *values)
     counts = tensor_parallel_counts(plan)
-    unknown = (
-        ""
-        if any(row.style == "region" for row in plan.tensor_parallel)
-        else ("the inside of this family's layers is not known here: prove it with `meshwright audit`; ")
-    )
-    table.caption = unknown + "per step: " + ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+    known = plan.tp_level == "family" or any(row.style == "region" for row in plan.tensor_parallel)
+    trust = "" if known else "the inside of this family's layers is not known here: prove it with `meshwright audit`; "
+    table.caption = trust + "per step: " + ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
     return table
 
 

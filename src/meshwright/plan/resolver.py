@@ -14,7 +14,7 @@ from meshwright.plan.recompute import checkpointing_modes
 from meshwright.plan.sharding_plan import ROOT, ParameterRow, ShardingPlan, UnitRow, itemsize
 from meshwright.plan.spec import ParallelSpec, generalize, last_of_each_container, match_names
 from meshwright.plan.tensor_parallel import resolve_tensor_parallel
-from meshwright.plan.tp_styles import styles_of_parameters, tp_dim, tp_placement
+from meshwright.plan.tp_styles import STYLES, styles_of_parameters, tp_dim, tp_placement
 
 __all__ = ["model_sizes", "resolve"]
 
@@ -274,6 +274,7 @@ def _parameter_row(
 ) -> ParameterRow:
     local = list(claim.shape)
     placements: list[tuple[str, str]] = []
+    by_fsdp = 0  # the dimension that FSDP shards
     if is_expert:
         local[0] = ceil(local[0] / layout.ep)
         shard_axis, shards = "ep_shard", layout.ep_shard
@@ -283,9 +284,9 @@ def _parameter_row(
         if (dim := tp_dim(tp_style, claim.shape)) is not None:
             local[dim] = ceil(local[dim] / layout.size("tp"))
             placements.append(("tp", tp_placement(tp_style, dim)))
-    # FSDP shards dim 0 of what the other axes left, and pads its rows to a multiple of the shards. Rows that are packed on tp
-    # are several matrices, which torch could not tell apart any more: there it shards columns.
-    by_fsdp = 1 if ("tp", "StridedShard(0, 2)") in placements else 0
+            # Rows that are packed are several matrices, which torch could not tell apart any more if FSDP sharded them too.
+            by_fsdp = int(shards > 1 and dim == 0 and STYLES[tp_style or ""].pieces > 1)
+    # FSDP shards what the other axes left, and pads it to a multiple of the shards.
     local[by_fsdp] = ceil(local[by_fsdp] / shards) * shards
     gathered = prod(local)
     local[by_fsdp] //= shards

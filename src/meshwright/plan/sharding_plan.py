@@ -140,12 +140,13 @@ class TensorParallelRow:
 
     Attributes:
         module: its name.
-        style: in the words of transformers; ``region``, ``stack`` and ``sequence_parallel`` have no slices of their own.
+        style: in the words of transformers; ``region``, ``adapted`` (around a matrix and its adapter), ``stack`` (the first of
+            the layers) and ``sequence_parallel`` have no slices of their own.
         entry: how its input comes in.
         exit: how its output leaves.
         sums: its own parameters that every rank holds whole and uses in part, so that their gradients are summed over ``tp``.
-        parts: sizes of the matrices that a fused one holds (``fused_colwise``), heads in all (``grouped_colwise``), or heads
-            of queries and of keys on a rank (``region``).
+        parts: sizes of the matrices that a fused one holds (``fused_colwise``, ``adapted``), all heads (``grouped_colwise``),
+            or heads of queries and of keys on a rank (``region``).
     """
 
     module: str

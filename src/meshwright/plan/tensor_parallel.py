@@ -70,8 +70,11 @@ def resolve_tensor_parallel(
         for name in ("sequence_parallel", "loss_parallel"):
             if getattr(options, name):
                 problems.append(f"{name}=True: is a matter of tensor parallel, and tp is 1; the legal value is False")
-        if options.tp_plan is None:  # a model's own declaration is checked on the laptop, not first on the cluster
-            styles_of_parameters("tp_styles", spec.tp_styles, claims, problems)
+        if options.tp_plan is not None:
+            problems.append("tp_plan: is a matter of tensor parallel, and tp is 1; leave it out")
+        # What a family or a model declares is checked on the laptop, not first on the cluster.
+        declared = spec.structure.styles if spec.structure else {}
+        styles_of_parameters("tp_styles", declared or spec.tp_styles, claims, problems)
         return TensorParallelChoice()
     level, styles, passed_over = choose_styles(spec, model, options, problems)
     for pattern, style in styles.items():

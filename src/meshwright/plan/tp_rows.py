@@ -238,7 +238,7 @@ class Rows:
         for what in ("lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"):
             if len(getattr(self.modules[name], what, ())):
                 problems.append(f"tp={self.tp}: {name!r} has {what}, which is not carried out inside of tensor parallel layers")
-        self._add(name, "region", entry, exit_, parts=parts if style == "fused_colwise" else ())
+        self._add(name, "adapted", entry, exit_, parts=parts if style == "fused_colwise" else ())
         inner = "colwise" if style == "fused_colwise" else style
         rows_sliced = (STYLES.get(style) or DERIVED[style]).dim != -1
         base = f"{name}.base_layer"
