@@ -19,7 +19,7 @@ from meshwright.audit.reference import Reference, measure_noise, record_referenc
 from meshwright.audit.report import AuditReport, Check, row_checks
 from meshwright.audit.shrink import MAX_PROCESSES, shrink
 from meshwright.audit.small_config import Change
-from meshwright.audit.tolerance import TOLERANCES, Tolerances
+from meshwright.audit.tolerance import TOLERANCES, Tolerances, comparable_steps
 from meshwright.distributed.parallelizer import check_supported
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.plan.resolver import model_sizes
@@ -81,7 +81,7 @@ def audit(
         if not model_sizes(setup.spec, setup.model).experts:
             more = tuple(change for change in more if change.key != "model.experts_implementation")
         with Auditor(device_kind(config, world_size), patience) as auditor:
-            return auditor.audit(Case(ready, store, steps), world_size, changes=(*changes, *more))
+            return auditor.audit(Case(ready, store, ready.training.steps), world_size, changes=(*changes, *more))
 
 
 def _fewest(config: RunConfig) -> int:
@@ -97,6 +97,7 @@ def _fewest(config: RunConfig) -> int:
 
 def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple[RunConfig, tuple[Change, ...]]:
     """A configuration that runs some steps in a dtype and writes nothing outside a folder; and what that changed."""
+    asked, steps = steps, comparable_steps(config.layout.layout(), dtype, steps)
     changed = in_dtype(config, dtype, store=None if dtype == "bfloat16" else dtype)
     parallel, model, optimizer = changed.parallel, changed.model, config.optimizer
     if dtype == "float64" and parallel.compile:
@@ -140,6 +141,8 @@ def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple
         section, _, field = key.partition(".")
         if before[section][field] != after[section][field]:
             changes.append(Change(key, before[section][field], after[section][field], why))
+    if steps < asked:
+        changes.append(Change("training.steps", asked, steps, "in bfloat16 steps after the first compare rounding"))
     return ready, tuple(changes)
 
 

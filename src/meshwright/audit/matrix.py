@@ -169,7 +169,7 @@ def family_case(
     store = folder / f"documents-{vocabulary}"
     if not (store / "index.json").is_file():
         draw_documents(vocabulary, SEQUENCE_LENGTH, 400, 0, store)
-    return Case(ready, store, STEPS)
+    return Case(ready, store, ready.training.steps)
 
 
 def run_cell(auditor: Auditor, family: str, place: Place, variants: Iterable[Variant], folder: Path) -> Cell:

@@ -6,15 +6,18 @@ partial sums, so there the rounding of the dtype itself counts, and it is measur
 process in this dtype and in the next better one.
 
 After the first step each side goes on from weights of its own, and differences grow. Optimizer states, parameters, and what
-later steps report have tolerances of their own for that, relative to how far a parameter moved.
+later steps report have tolerances of their own for that, relative to how far a parameter moved. In bfloat16 under model
+parallelism there is nothing to be had from them: the two sides part by what one process itself is off, and a router sends a
+token elsewhere. So there one step is compared, which all the casts are in; later steps are float64's and float32's.
 """
 
 import torch
 
 from meshwright.audit.reference import Reference
+from meshwright.layout import Layout
 from meshwright.plan.sharding_plan import ShardingPlan
 
-__all__ = ["TOLERANCES", "Tolerances"]
+__all__ = ["TOLERANCES", "Tolerances", "comparable_steps"]
 
 TOLERANCES = {"float64": 1e-9, "float32": 2e-5, "bfloat16": 2e-5}
 """Of a gradient, a loss and a norm of the first step, relative to the largest entry. Sums in another order stay far below."""
@@ -33,6 +36,16 @@ HALF_EPS = 2.0**-8
 """Relative rounding of bfloat16."""
 
 
+def comparable_steps(layout: Layout, dtype: str, steps: int) -> int:
+    """How many of some steps of a layout can be told from rounding."""
+    return steps if dtype != "bfloat16" or _same_arithmetic(layout) else 1
+
+
+def _same_arithmetic(layout: Layout) -> bool:
+    """Whether a layout computes each microbatch as one process does."""
+    return all(getattr(layout, axis) == 1 for axis in ("pp", "cp", "tp", "ep"))
+
+
 class Tolerances:
     """What may differ in a case.
 
@@ -46,7 +59,7 @@ class Tolerances:
 
     def __init__(self, plan: ShardingPlan, dtype: str, reference: Reference, noise: dict[str, float], steps: int) -> None:
         self.plan, self.dtype, self.reference, self.steps = plan, dtype, reference, steps
-        self.same_arithmetic = all(plan.layout.size(axis) == 1 for axis in ("pp", "cp", "tp", "ep"))
+        self.same_arithmetic = _same_arithmetic(plan.layout)
         self.noise = {} if self.same_arithmetic else noise
         self.rows = {row.name: row for row in plan.parameters}
         self.half = {name for name in self.rows if self._sums_in_half(name)}
