@@ -14,7 +14,8 @@ from meshwright.plan.spec import ParallelSpec
 def tiny_config(family: str, **changes: Any) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(family, **{**FAMILIES[family], **changes})
+    config = {"model_type": family, **FAMILIES[family], **changes}
+    return AutoConfig.for_model(config.pop("model_type"), **config)
 
 
 def tiny_model(family: str = "llama", *, meta: bool = False, seed: int = 0, **changes: Any) -> Any:

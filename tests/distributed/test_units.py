@@ -36,7 +36,7 @@ def all_sharded(model: nn.Module) -> bool:
     return not any(_torch_compat.is_unsharded(unit) for unit in fsdp_units(model).values())
 
 
-@pytest.mark.parametrize("axes", [{"cp": 2}, {"pp": 2}, {"ep": 2}, {"pp": 2, "cp": 2}])
+@pytest.mark.parametrize("axes", [{"cp": 2}, {"pp": 2}, {"pp": 2, "cp": 2}])
 def test_axes_that_are_only_planned_are_refused_by_name(axes: dict[str, int]) -> None:
     def on_rank(rank: int) -> None:
         model, _ = make("plain", meta=True)

@@ -1,5 +1,7 @@
 """resolve(): rows of parameters and units for every family, and what it refuses."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from meshwright.plan.options import ParallelOptions, SyncPolicy
 from meshwright.plan.price import totals
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
-from meshwright.plan.spec import ParallelSpec, UnitRule, generalize, match_names
+from meshwright.plan.spec import ExpertsRule, ParallelSpec, UnitRule, generalize, match_names
 from tests.tiny import FAMILIES, PLAIN_SPEC, make, tiny_model
 
 FP32 = ParallelOptions(param_dtype="float32")
@@ -30,15 +32,20 @@ def test_every_family_has_a_unit_a_layer_and_a_row_a_parameter(family: str, worl
     plan = resolve(spec_of(model), model, Layout(), FP32, world_size=world)
     assert [row.name for row in plan.parameters] == [name for name, _ in model.named_parameters()]
     layers = model.config.num_hidden_layers
-    assert [unit.kind for unit in plan.units] == ["root", *["layer"] * layers]
-    # The container rule: the last layer keeps its parameters, and so does the root.
-    assert [unit.reshard_after_forward for unit in plan.units] == [False, *[True] * (layers - 1), False]
+    outer = [unit for unit in plan.units if unit.kind != "experts"]
+    assert [unit.kind for unit in outer] == ["root", *["layer"] * layers]
+    # The container rule: the last layer keeps its parameters, and so does the root. Its experts do not.
+    assert [unit.reshard_after_forward for unit in outer] == [False, *[True] * (layers - 1), False]
+    assert [unit.name for unit in plan.units if unit.kind == "experts"] == [row.module for row in plan.experts]
+    assert all(unit.reshard_after_forward for unit in plan.units if unit.kind == "experts")
     for row in plan.parameters:
+        inside = [unit.name for unit in plan.units if row.name.startswith(f"{unit.name}.")]
+        assert row.unit == (inside[-1] if inside else "")
+        if plan.unit(row.unit).kind == "experts" and row.shape[0] % world:
+            continue  # sharded along another dimension: below
         expected = -(-row.shape[0] // world)
         assert row.local_shape == (expected, *row.shape[1:])
         assert row.bytes_per_rank == 4 * expected * row.numel // row.shape[0]
-        inside = [layer for layer in plan.layers if row.name.startswith(f"{layer}.")]
-        assert row.unit == (inside[0] if inside else "")
     if model.config.tie_word_embeddings:
         assert plan.parameter("lm_head.weight").aliases == ("lm_head.weight",)
 
@@ -237,3 +244,51 @@ def test_patterns() -> None:
 def test_a_plain_spec_gives_five_units() -> None:
     model, _ = make("plain", meta=True)
     assert len(resolve(PLAIN_SPEC, model, Layout(), world_size=2).units) == 5
+
+
+def moe(**config) -> tuple[ParallelSpec, nn.Module]:
+    model = tiny_model("qwen3_moe", meta=True, **config)
+    return spec_of(model), model
+
+
+def test_experts_that_do_not_fit_are_the_first_to_go_without_deferring() -> None:
+    spec, model = moe()
+    everything = sum(parameter.numel() for parameter in model.parameters()) * 8  # gathered and reduced, in fp32
+    experts = sum(parameter.numel() for name, parameter in model.named_parameters() if "experts" in name) * 8
+    for budget, policies in (
+        (everything, {SyncPolicy.DEFER}),
+        (everything - experts, {SyncPolicy.DEFER, SyncPolicy.REDUCE_EACH}),
+        (everything - experts - 1, {SyncPolicy.REDUCE_EACH}),
+    ):
+        options = ParallelOptions(param_dtype=None, microbatches=2, sync_budget=budget)
+        plan = resolve(spec, model, Layout(), options, world_size=1)
+        assert {unit.sync for unit in plan.units} == policies
+        if len(policies) == 2:
+            assert {unit.kind for unit in plan.units if unit.sync is SyncPolicy.REDUCE_EACH} == {"experts"}
+
+
+def test_experts_fewer_than_shards_are_sharded_along_their_matrices() -> None:
+    spec, model = moe(num_experts=4, moe_intermediate_size=32)
+    plan = resolve(spec, model, Layout(), FP32, world_size=8)
+    row = next(row for row in plan.parameters if row.name.endswith("gate_up_proj"))
+    assert (dict(row.placements), row.local_shape) == ({"dp_shard": "Shard(1)"}, (4, 8, 32))
+    assert row.gathered_bytes == row.numel * 4  # nothing is padded
+    row = next(row for row in resolve(spec, model, Layout(), FP32, world_size=3).parameters if "gate_up" in row.name)
+    assert (dict(row.placements), row.local_shape) == ({"dp_shard": "Shard(0)"}, (2, 64, 32))  # no dimension is even
+
+
+def test_expert_parallel_that_cannot_be_is_refused_with_what_is_legal() -> None:
+    spec, model = moe()
+    with pytest.raises(LayoutError, match=r"ep=3: 8 experts are divisible by 1, 2, 4, 8"):
+        resolve(spec, model, Layout(ep=3), world_size=6)
+    with pytest.raises(PlanError, match=r"gradient_reduction=mean with ep=2.*the legal value is sum"):
+        resolve(spec, model, Layout(ep=2), ParallelOptions(gradient_reduction="mean"), world_size=2)
+    options = ParallelOptions(tp_plan={"model.layers.*.mlp.experts": "moe_tp_experts"})
+    with pytest.raises(PlanError, match=r"tp_plan: slices the experts 'model.layers.1.mlp.experts', which ep=2 shares"):
+        resolve(spec, model, Layout(dp_shard=1, tp=2, ep=2), options, world_size=2)
+    with pytest.raises(PlanError, match="router pattern 'gate' matches no module beside"):
+        resolve(replace(spec, experts=(ExpertsRule("model.layers.*.mlp.experts", "gate"),)), model, Layout(), world_size=2)
+    with pytest.raises(PlanError, match=r"experts 'model.layers.0.mlp': the first dimension"):
+        resolve(replace(spec, experts=(ExpertsRule("model.layers.0.mlp"),)), model, Layout(), world_size=2)
+    with pytest.raises(PlanError, match=r"ep=2: Qwen3MoeForCausalLM declares no experts"):
+        resolve(replace(spec, experts=()), model, Layout(ep=2), world_size=2)

@@ -5,7 +5,7 @@ A new family is a new entry: keys are those of its config in transformers.
 
 from typing import Any
 
-__all__ = ["FAMILIES", "TINY"]
+__all__ = ["FAMILIES", "SPARSE", "TINY"]
 
 TINY: dict[str, Any] = {
     "vocab_size": 67,
@@ -33,6 +33,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_HEADS, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
         "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "global_head_dim": 16,
     },
+    "gemma4_moe": {
+        **_HEADS, "model_type": "gemma4_text", "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"],
+        "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "global_head_dim": 16,
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32,
+    },  # experts beside a dense MLP
     "phi3": {**TINY, "resid_pdrop": 0.0},  # one matrix for queries, keys and values
     "olmo2": TINY,  # norms after the sublayers
     "gpt2": {
@@ -64,4 +69,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 32, "moe_latent_size": 16,
     },  # Mamba-2, experts behind a projection, attention and an MLP, a block each
 }  # fmt: skip
-"""``model_type`` to its config."""
+"""``model_type``, or a name of its own for one more of the same type, to its config."""
+
+SPARSE = {family for family, config in FAMILIES.items() if any("experts" in key for key in config)}
+"""Those with experts."""

@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.audit.case import Case
 from meshwright.audit.conduct import Auditor, make_ready
 from meshwright.audit.data import draw_documents
-from meshwright.audit.families import FAMILIES
+from meshwright.audit.families import FAMILIES, SPARSE
 from meshwright.audit.report import AuditReport
 from meshwright.errors import ConfigError, MeshwrightError, UnsupportedError
 from meshwright.plan.options import SyncPolicy
@@ -45,6 +45,13 @@ LAYOUTS = (
     Place("cp 2", 2, {"dp_shard": 1, "cp": 2}),
     Place("pp 2", 2, {"dp_shard": 1, "pp": 2}),
     Place("ep 2", 2, {"dp_shard": 2, "ep": 2}, experts=True),
+    Place("ep 4", 4, {"dp_shard": 4, "ep": 4}, experts=True),
+    Place("ep 2 x shard 2", 4, {"dp_shard": 4, "ep": 2}, experts=True),
+    Place("2 x ep 2", 4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, experts=True),
+    Place("ep 2 = tp 2", 2, {"dp_shard": 1, "tp": 2, "ep": 2}, experts=True),
+    Place("ep 4 = tp 2 x 2", 4, {"dp_shard": 2, "tp": 2, "ep": 4}, experts=True),
+    Place("ep 2, tp 2 seq, shard 2", 4, {"dp_shard": 2, "tp": 2, "ep": 2}, experts=True, sequence_parallel=True),
+    Place("2 x ep 2 x shard 2, tp 2", 8, {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "ep": 2}, experts=True),
     Place("tp 4", 4, {"dp_shard": 1, "tp": 4}),
     Place("tp 4 seq", 4, {"dp_shard": 1, "tp": 4}, sequence_parallel=True),
     Place("tp 2 x shard 2", 4, {"dp_shard": 2, "tp": 2}),
@@ -222,7 +229,7 @@ def slice_of_matrix() -> Iterator[tuple[str, Place, Variant]]:
     for index in range(max(len(families), len(LAYOUTS), len(VARIANTS))):
         place = LAYOUTS[index % len(LAYOUTS)]
         family = families[index % len(families)]
-        if place.experts and "num_experts_per_tok" not in FAMILIES[family]:
+        if place.experts and family not in SPARSE:
             left.append(family)
             family = "mixtral"
         yield family, place, VARIANTS[index % len(VARIANTS)]
@@ -255,7 +262,7 @@ def write_matrix(
     with Auditor() as auditor, tempfile.TemporaryDirectory(prefix="meshwright-matrix-") as folder:
         for place in places:
             for family in families:
-                if place.experts and "num_experts_per_tok" not in FAMILIES[family]:
+                if place.experts and family not in SPARSE:
                     continue
                 some = [variant for variant in variants if place.world_size < 8 or variant in ON_EIGHT]
                 cells[family, place.label] = run_cell(auditor, family, place, some or variants, Path(folder))

@@ -1,6 +1,7 @@
 """The many: the same steps under the layout, and on every rank what there is to compare."""
 
 import hashlib
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -19,10 +20,11 @@ from meshwright.audit.tolerance import TOLERANCES, Tolerances
 from meshwright.checkpoint import state
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.grad_clip import total_grad_norm
+from meshwright.layout import Layout
 from meshwright.plan.sharding_plan import ParameterRow
 from meshwright.train.trainer import Batch
 
-__all__ = ["RankResult", "RankTrainer", "audit_on_rank"]
+__all__ = ["RankResult", "RankTrainer", "audit_on_rank", "axis_names"]
 
 
 @dataclass
@@ -32,6 +34,7 @@ class RankResult:
     Attributes:
         rows: comparisons with the reference; on rank 0 only.
         losses: of each step, over all ranks, as this rank reports it, and ``norms`` before clipping.
+        gathered_norm: of the first step's gradients, as they were gathered to be compared; known on rank 0.
         clipped_norm: of the whole gradient after clipping, in the first step.
         sequences: for each step, the digests of the sequences that this rank was fed.
         digests: ``initial value``, ``gradient``, ``parameter``, an optimizer state or ``buffer`` to name to digest of what this
@@ -43,7 +46,8 @@ class RankResult:
         evaluating: modules that were in evaluation mode in the first step.
         drew: whether forward or backward drew random numbers.
         counts: for each step, axis to collectives of the microbatches by kind, and ``bytes`` alike. FSDP's axes are one,
-            ``dp``; a group that is no axis has its ranks for a name. Empty where layers are compiled.
+            ``dp``; axes over the same ranks are one, as in ``dp+ep``; a group that is no axis has its ranks for a name. Empty
+            where layers are compiled.
         seconds: that the steps took, comparisons included.
     """
 
@@ -51,6 +55,7 @@ class RankResult:
     rows: list[Row] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
+    gathered_norm: float = 0.0
     clipped_norm: float = 0.0
     sequences: list[list[str]] = field(default_factory=list)
     digests: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -132,9 +137,7 @@ class RankTrainer(AuditTrainer):
         return loss
 
     def _by_axis(self, of_groups: Mapping[tuple[int, ...], Counter[str]]) -> dict[str, Counter[str]]:
-        layout = self.setup.layout
-        names = {tuple(layout.group("tp", self.rank)): "tp"}
-        names.update((tuple(layout.group(axis, self.rank)), "dp") for axis in ("dp_replicate", "dp_shard", "dp_shard_cp"))
+        names = axis_names(self.setup.layout, self.rank)
         found: dict[str, Counter[str]] = {}
         for ranks, counts in of_groups.items():
             found.setdefault(names.get(ranks, str(ranks)), Counter()).update(counts)
@@ -244,6 +247,8 @@ class RankTrainer(AuditTrainer):
         else:
             numbers = compare(value, truth, floor, slack)
         weights: tuple[float, ...] = ()
+        if what == "gradient" and value is not None:
+            self.result.gathered_norm = math.hypot(self.result.gathered_norm, float(value.double().norm()))
         if what == "gradient" and value is not None and numbers[0] > tolerance:
             parts = self.reference.parts(name)
             weights = weights_of_parts(value, parts) if parts else ()
@@ -270,6 +275,17 @@ def digest(tensor: torch.Tensor) -> str:
     """Of the bytes that this rank holds."""
     local = local_part(tensor.detach()).cpu().contiguous()
     return hashlib.sha256(local.reshape(-1).view(torch.uint8).numpy().tobytes() if local.numel() else b"").hexdigest()[:16]
+
+
+def axis_names(layout: Layout, rank: int) -> dict[tuple[int, ...], str]:
+    """Ranks of each group that a rank is in to the name of its axes."""
+    found: dict[tuple[int, ...], list[str]] = {}
+    axes = {"dp_replicate": "dp", "dp_shard": "dp", "dp_shard_cp": "dp", "ep_shard": "dp", "ep": "ep", "tp": "tp"}
+    for axis, name in axes.items():
+        ranks = tuple(layout.group(axis, rank))
+        if len(ranks) > 1 and name not in found.setdefault(ranks, []):
+            found[ranks].append(name)
+    return {ranks: "+".join(names) for ranks, names in found.items()}
 
 
 def audit_on_rank(

@@ -83,9 +83,13 @@ class Tolerances:
 
     def scalar(self, what: str, step: int) -> float:
         """Of ``loss`` or ``norm`` in a step, counted from 0."""
-        rounded = self.dtype == "bfloat16" and (not self.same_arithmetic or (what == "norm" and bool(self.half)))
-        first = ROUNDED_SCALARS[what] if rounded else TOLERANCES[self.dtype]
+        half = self.rounded() or (self.dtype == "bfloat16" and what == "norm" and bool(self.half))
+        first = ROUNDED_SCALARS[what] if half else TOLERANCES[self.dtype]
         return first if step == 0 else max(first, step * STATE_TOLERANCES[self.dtype])
+
+    def rounded(self) -> bool:
+        """Whether both sides round their activations to eight bits, and not alike."""
+        return self.dtype == "bfloat16" and not self.same_arithmetic
 
     def _sums_in_half(self, name: str) -> bool:
         row = self.rows[name]

@@ -1,7 +1,8 @@
 """FSDP2 and HSDP units from the rows of a plan, and torch's ``replicate`` where nothing is sharded."""
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from meshwright.distributed import _torch_compat
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.plan.options import GradientReduction
 from meshwright.plan.prefetch import prefetch_targets
+from meshwright.plan.price import shard_axis
 from meshwright.plan.sharding_plan import ParameterRow, ShardingPlan, UnitRow
 
 __all__ = ["apply_units", "fsdp_units", "gathered", "move_buffers", "shard_unit"]
@@ -21,16 +23,18 @@ __all__ = ["apply_units", "fsdp_units", "gathered", "move_buffers", "shard_unit"
 def apply_units(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> None:
     """Make each unit of the plan an FSDP unit, inside out, the root last."""
     shard_mesh = mesh.fsdp()
-    by_columns = {id(model.get_parameter(row.name)) for row in plan.parameters if _sharded_columns(row)}
+    dims = {id(model.get_parameter(row.name)): dim for row in plan.parameters if (dim := _sharded_dim(row))}
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if plan.options.cpu_offload else OffloadPolicy()
     # named_modules() lists parents first, so its reverse wraps children first.
     for unit in reversed(plan.units):
         module = model.get_submodule(unit.name)
         policy = _mixed_precision(unit)
-        if mesh.replicated:
+        if shard_axis(plan, unit) == "ep_shard":
+            shard_unit(module, mesh.fsdp_experts(), policy, offload, unit.reshard_after_forward, dims)
+        elif mesh.replicated:
             _torch_compat.replicate_module(module, shard_mesh, policy, offload)
         else:
-            shard_unit(module, shard_mesh, policy, offload, unit.reshard_after_forward, by_columns)
+            shard_unit(module, shard_mesh, policy, offload, unit.reshard_after_forward, dims)
         if plan.options.gradient_reduction is GradientReduction.SUM:
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
@@ -54,7 +58,7 @@ def shard_unit(
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
     reshard: bool,
-    by_columns: Container[int] = (),
+    dims: Mapping[int, int] = MappingProxyType({}),
 ) -> None:
     """Make a module an FSDP unit over a 1-D (shard) or 2-D (replicate, shard) mesh.
 
@@ -64,11 +68,11 @@ def shard_unit(
         mp_policy: dtypes.
         offload_policy: where shards live.
         reshard: whether gathered parameters are freed after forward.
-        by_columns: ids of the parameters that are sharded by columns instead.
+        dims: id of each parameter that is sharded along another dimension to that.
     """
 
     def placement(parameter: nn.Parameter) -> Shard | None:
-        return Shard(1) if id(parameter) in by_columns else None
+        return Shard(dims[id(parameter)]) if id(parameter) in dims else None
 
     fully_shard(
         module,
@@ -76,12 +80,15 @@ def shard_unit(
         mp_policy=mp_policy,
         offload_policy=offload_policy,
         reshard_after_forward=reshard,
-        shard_placement_fn=placement if by_columns else None,
+        shard_placement_fn=placement if dims else None,
     )
 
 
-def _sharded_columns(row: ParameterRow) -> bool:
-    return any(axis in ("dp_shard", "dp_shard_cp") and placement == "Shard(1)" for axis, placement in row.placements)
+def _sharded_dim(row: ParameterRow) -> int:
+    """The dimension that FSDP shards."""
+    placements = dict(row.placements)
+    placement = next((placements[axis] for axis in ("dp_shard", "dp_shard_cp", "ep_shard") if axis in placements), "Shard(0)")
+    return int(placement.removeprefix("Shard(").removesuffix(")"))
 
 
 def _mixed_precision(unit: UnitRow) -> MixedPrecisionPolicy:

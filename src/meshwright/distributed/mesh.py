@@ -61,6 +61,13 @@ class ParallelMesh:
         shard = self.flattened["dp_shard_cp"]
         return _torch_compat.concatenate_meshes([self.root["dp_replicate"], shard]) if replicas > 1 else shard
 
+    def fsdp_experts(self) -> DeviceMesh:
+        """The mesh that parameters of experts are sharded and reduced over, where `ep` is above 1: inside a replica
+        `ep_shard`; with replicas ``(dp_replicate, ep_shard)``.
+        """
+        assert self.experts is not None
+        return self.experts["dp_replicate", "ep_shard"] if self.layout.size("dp_replicate") > 1 else self.experts["ep_shard"]
+
     @property
     def replicated(self) -> bool:
         """Whether every rank of the data axes holds whole parameters: replicas, and no shards."""

@@ -60,6 +60,18 @@ def exchange(piece: torch.Tensor, parts: Sequence[int], group: Group) -> torch.T
     return _Exchange.apply(piece, tuple(parts), False, group)
 
 
+def exchange_rows(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> torch.Tensor:
+    """Rows to each rank, in its order, for rows from each rank; backward sends their gradients the other way.
+
+    Args:
+        rows: [sum(sent), features].
+        sent: rows to each rank.
+        received: rows from each rank.
+        group: of the ranks.
+    """
+    return _ExchangeRows.apply(rows, list(sent), list(received), group)
+
+
 def count_once(whole: torch.Tensor, group: Group) -> torch.Tensor:
     """As it is; backward divides a whole gradient by the ranks, where those of all ranks are added up upstream."""
     return _CountOnce.apply(whole, group)
@@ -189,6 +201,19 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return _Exchange.apply(gradient, context.parts, not context.back, context.group), None, None, None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: Group) -> torch.Tensor:
+        context.sent, context.received, context.group = sent, received, group
+        incoming = rows.new_empty((sum(received), *rows.shape[1:]))
+        dist.all_to_all_single(incoming, rows.contiguous(), received, sent, group=group)
+        return incoming
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _ExchangeRows.apply(gradient, context.received, context.sent, context.group), None, None, None
 
 
 def _exchanged(piece: torch.Tensor, parts: tuple[int, ...], back: bool, group: Group) -> torch.Tensor:

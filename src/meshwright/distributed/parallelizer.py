@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.activation_checkpointing import checkpoint_layer, find_operators
+from meshwright.distributed.expert_parallel import apply_expert_parallel
 from meshwright.distributed.fsdp import apply_units
 from meshwright.distributed.megatron_fsdp import HAVE_NVFSDP, nvfsdp_strategy_parallelize
 from meshwright.distributed.mesh import ParallelMesh
@@ -62,7 +63,6 @@ __all__ = [
 _NOT_YET = {
     "pp": "pipeline parallel",
     "cp": "context parallel",
-    "ep": "expert parallel",
 }
 
 
@@ -104,6 +104,8 @@ def parallelize(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.
 
     if plan.tensor_parallel:
         apply_tensor_parallel(model, plan, mesh["tp"])
+    if plan.layout.ep > 1:
+        apply_expert_parallel(model, plan, mesh)
     for unit in plan.units:
         checkpoint_layer(model.get_submodule(unit.name), unit.activation_checkpointing, kept)
     if any(unit.activation_checkpointing is not ActivationCheckpointing.NONE for unit in plan.units):

@@ -6,7 +6,7 @@ plain tensors: a module's forward is replaced on its instance by one that comput
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ from meshwright.distributed import _torch_compat, moves
 from meshwright.errors import LayoutError
 from meshwright.plan.sharding_plan import Move, ParameterRow, ShardingPlan, TensorParallelRow
 
-__all__ = ["apply_tensor_parallel"]
+__all__ = ["apply_tensor_parallel", "local_parameters"]
 
 SEQUENCE = 1
 """Dimension of the sequence in a hidden state of [batch, sequence, features]."""
@@ -94,7 +94,7 @@ def _forward(module: nn.Module, row: TensorParallelRow, mesh: DeviceMesh) -> For
     enters, leaves = _entry(row, group), _exit(module, row, mesh)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with _local_parameters(module, row, group) as parameters:
+        with local_parameters(module, row.sums, group) as parameters:
             bias = parameters.get("bias") if row.style in _ROWWISE else None
             if bias is not None:  # added once, not by each rank
                 late = row.exit is not Move.NONE
@@ -111,13 +111,19 @@ def _forward(module: nn.Module, row: TensorParallelRow, mesh: DeviceMesh) -> For
 
 
 @contextmanager
-def _local_parameters(module: nn.Module, row: TensorParallelRow, group: dist.ProcessGroup) -> Iterator[dict[str, Any]]:
-    """Inside, a module's own parameters are this rank's slices; those of ``row.sums`` add their gradients up."""
+def local_parameters(
+    module: nn.Module, sums: Container[str] = (), group: dist.ProcessGroup | None = None
+) -> Iterator[dict[str, Any]]:
+    """Inside, a module's own parameters are this rank's slices; those of ``sums`` add their gradients up over a group."""
     stored = dict(module._parameters)
     local: dict[str, Any] = {}
     for name, parameter in stored.items():
         value = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        local[name] = moves.enter(value, group) if name in row.sums and value is not None else value
+        if name in sums and value is not None:
+            assert group is not None
+            local[name] = moves.enter(value, group)
+        else:
+            local[name] = value
     try:
         module._parameters.update(local)
         yield local

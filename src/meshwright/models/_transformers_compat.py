@@ -25,7 +25,9 @@ __all__ = [
     "declarations",
     "initialize_module",
     "initialized_flag",
+    "is_experts",
     "load_sharded",
+    "router_classes",
     "without_torch_init",
 ]
 
@@ -69,7 +71,6 @@ class Declarations:
         fp32_strict: those that hold for bf16 too.
         tied: target to source name of tied parameters.
         tp: module pattern to tensor parallel style.
-        ep: module pattern to expert parallel style.
     """
 
     no_split: frozenset[str]
@@ -77,7 +78,6 @@ class Declarations:
     fp32_strict: frozenset[str]
     tied: dict[str, str]
     tp: dict[str, str]
-    ep: dict[str, str]
 
 
 def declarations(model: "PreTrainedModel") -> Declarations:
@@ -88,8 +88,27 @@ def declarations(model: "PreTrainedModel") -> Declarations:
         fp32_strict=frozenset(model._keep_in_fp32_modules_strict or ()),
         tied=dict(model.all_tied_weights_keys),
         tp=dict(getattr(model, "tp_plan", None) or {}),
-        ep=dict(getattr(model, "ep_plan", None) or getattr(model, "_ep_plan", None) or {}),  # 5.17 has only the second
     )
+
+
+def is_experts(module: "nn.Module") -> bool:
+    """Whether a module holds routed experts and computes through the interface of transformers for them."""
+    return hasattr(type(module), "_apply_gate") and all(hasattr(module, name) for name in ("has_bias", "is_transposed"))
+
+
+def router_classes(model: "nn.Module") -> "tuple[type[nn.Module], ...]":
+    """The classes that a model, or one inside it, records ``router_logits`` of, as the first of several outputs."""
+    from transformers import PreTrainedModel
+
+    found = []
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
+            for item in recorded if isinstance(recorded, list) else [recorded]:
+                kind = getattr(item, "target_class", item)
+                if isinstance(kind, type) and getattr(item, "index", 0) == 0:
+                    found.append(kind)
+    return tuple(dict.fromkeys(found))
 
 
 def without_torch_init() -> AbstractContextManager[Any]:

@@ -64,6 +64,7 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
             "a strategy for its class (docs/adding-a-family.md)"
         )
     from meshwright.models import _transformers_compat as compat
+    from meshwright.models.experts import experts_of
 
     declared = compat.declarations(model)
     modules = dict(model.named_modules())
@@ -84,10 +85,10 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
         family=type(model).__name__,
         layers=_patterns(layers),
         units=tuple(UnitRule(pattern) for pattern in _patterns(name for name in whole if name not in layers)),
+        experts=experts_of(model),
         fp32=_patterns(name for name, module in modules.items() if _wants_fp32(name, module, fp32)),
         tied=_tied_groups(declared.tied),
         tp_styles=_matching(styles, model),
-        ep_styles=_matching(declared.ep, model),
         sizes=_sizes(model),
         structure=structure,
     )

@@ -64,7 +64,8 @@ class ParallelOptions:
         output_dtype: dtype that the root casts its floating outputs to; ``None``: no cast.
         reshard_after_forward: ``None``: the container rule (all layers but the last; not the root); else for all units.
         sync: default policy of all units. ``None``: ``defer`` if all that it keeps unsharded through a step (parameters,
-            and with several microbatches gradients) is at most ``sync_budget`` bytes, otherwise ``reduce_each``.
+            and with several microbatches gradients) is at most ``sync_budget`` bytes; otherwise ``reduce_each`` for experts,
+            and for the rest too if that does not fit either.
         sync_budget: bytes, see ``sync``.
         sync_units: pattern of unit names to policy; a later entry wins over an earlier one.
         all_reduce_once: with ``reduce_each`` and replicas, all-reduce across them only in the last microbatch.

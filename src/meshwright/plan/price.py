@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from meshwright.plan.options import SyncPolicy
 from meshwright.plan.prefetch import gathered_peak
-from meshwright.plan.sharding_plan import Move, ShardingPlan, UnitRow
+from meshwright.plan.sharding_plan import EXPERTS, Move, ShardingPlan, UnitRow
 
-__all__ = ["Totals", "UnitTraffic", "tensor_parallel_counts", "totals", "unit_traffic"]
+__all__ = ["Totals", "UnitTraffic", "shard_axis", "tensor_parallel_counts", "totals", "unit_traffic"]
 
 ADAMW_STATES = 2
 """Tensors that AdamW keeps for a parameter (both moments), in the dtype and placement of the parameter."""
@@ -56,7 +56,7 @@ class Totals:
 def unit_traffic(plan: ShardingPlan, unit: UnitRow, stage: int | None = None) -> UnitTraffic:
     """Collectives of a unit in one optimizer step, counting only the parameters of one stage if it is given."""
     layout, microbatches = plan.layout, plan.options.microbatches
-    shards, replicas = layout.size("dp_shard_cp"), layout.size("dp_replicate")
+    shards, replicas = layout.size(shard_axis(plan, unit)), layout.size("dp_replicate")
     gathered, reduced = _unit_bytes(plan, unit, stage)
     gathers = 0
     if shards > 1 and gathered:
@@ -69,6 +69,11 @@ def unit_traffic(plan: ShardingPlan, unit: UnitRow, stage: int | None = None) ->
     if replicas > 1:
         all_reduces = min(reductions, 1) if plan.options.all_reduce_once else reductions
     return UnitTraffic(gathers, gathers * gathered, scatters, scatters * reduced, all_reduces, all_reduces * reduced // shards)
+
+
+def shard_axis(plan: ShardingPlan, unit: UnitRow) -> str:
+    """The axis (or flattened submesh) that a unit's parameters are gathered over."""
+    return "ep_shard" if unit.kind == EXPERTS and plan.layout.ep > 1 else "dp_shard_cp"
 
 
 _MOVED = {

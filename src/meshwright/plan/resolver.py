@@ -8,13 +8,14 @@ from torch import nn
 
 from meshwright.errors import LayoutError, PlanError
 from meshwright.layout import Layout, ModelSizes
+from meshwright.plan.expert_parallel import resolve_experts
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
 from meshwright.plan.prefetch import prefetch_problems
 from meshwright.plan.recompute import checkpointing_modes
-from meshwright.plan.sharding_plan import ROOT, ParameterRow, ShardingPlan, UnitRow, itemsize
+from meshwright.plan.sharding_plan import EXPERTS, ROOT, ParameterRow, ShardingPlan, UnitRow, itemsize
 from meshwright.plan.spec import ParallelSpec, generalize, last_of_each_container, match_names
 from meshwright.plan.tensor_parallel import resolve_tensor_parallel
-from meshwright.plan.tp_styles import STYLES, styles_of_parameters, tp_dim, tp_placement
+from meshwright.plan.tp_styles import STYLES, tp_dim, tp_placement
 
 __all__ = ["model_sizes", "resolve"]
 
@@ -67,7 +68,7 @@ def resolve(
     layers = tuple(draft.name for draft in drafts.values() if draft.kind == "layer")
     modes = checkpointing_modes(options, model, layers, problems)
     sharing = resolve_tensor_parallel(spec, model, layout, options, sizes, claims, problems)
-    ep_styles = styles_of_parameters("ep_styles", spec.ep_styles, claims, problems)
+    experts = resolve_experts(spec, model, layout, options, problems)
     if problems:
         raise PlanError(problems)
 
@@ -80,12 +81,11 @@ def resolve(
             trainable=claim.requires_grad and claim.name not in frozen,
             stage=stages[claim.name],
             tp_style=sharing.styles.get(claim.name),
-            is_expert=layout.ep > 1 and ep_styles.get(claim.name) == "grouped_gemm",
         )
         for claim in claims
     )
-    default = options.sync or _affordable_policy(drafts, rows, options)
-    units = _unit_rows(drafts, rows, options, default, modes)
+    _afford(drafts, rows, options)
+    units = _unit_rows(drafts, rows, options, modes)
     _check_units(units, rows)
     return ShardingPlan(
         spec.family,
@@ -95,6 +95,7 @@ def resolve(
         rows,
         units,
         sharing.rows,
+        experts,
         tp_level=sharing.level,
         tp_passed_over=sharing.passed_over,
     )
@@ -151,6 +152,10 @@ def _draft_units(spec: ParallelSpec, model: nn.Module, options: ParallelOptions,
         for name in _match("units", rule.pattern, names, problems):
             reshard = True if rule.reshard_after_forward is None else rule.reshard_after_forward
             claim(name, "unit", f"units pattern {rule.pattern!r}", reshard, rule.sync)
+
+    for experts in spec.experts:
+        for name in _match("experts", experts.pattern, names, problems):
+            claim(name, EXPERTS, f"experts pattern {experts.pattern!r}", True)
 
     for pattern in spec.fp32:
         for name in _match("fp32", pattern, names, problems):
@@ -270,29 +275,34 @@ def _parameter_row(
     trainable: bool,
     stage: int,
     tp_style: str | None,
-    is_expert: bool,
 ) -> ParameterRow:
     local = list(claim.shape)
     placements: list[tuple[str, str]] = []
     by_fsdp = 0  # the dimension that FSDP shards
-    if is_expert:
+    tp_cut: int | None = None
+    by_ep = unit.kind == EXPERTS and layout.ep > 1
+    if by_ep:
         local[0] = ceil(local[0] / layout.ep)
         shard_axis, shards = "ep_shard", layout.ep_shard
     else:
         shard_axis = "dp_shard" if layout.size("cp") == 1 else "dp_shard_cp"
         shards = layout.size("dp_shard_cp")
-        if (dim := tp_dim(tp_style, claim.shape)) is not None:
-            local[dim] = ceil(local[dim] / layout.size("tp"))
-            placements.append(("tp", tp_placement(tp_style, dim)))
+        if (tp_cut := tp_dim(tp_style, claim.shape)) is not None:
+            local[tp_cut] = ceil(local[tp_cut] / layout.size("tp"))
+            placements.append(("tp", tp_placement(tp_style, tp_cut)))
             # Rows that are packed are several matrices, which torch could not tell apart any more if FSDP sharded them too.
-            by_fsdp = int(shards > 1 and dim == 0 and STYLES[tp_style or ""].pieces > 1)
+            by_fsdp = int(shards > 1 and tp_cut == 0 and STYLES[tp_style or ""].pieces > 1)
+    if unit.kind == EXPERTS and local[0] % shards:
+        # 128 experts over 1,024 ranks would be padded to eight times their size; their matrices are even otherwise.
+        even = (dim for dim in range(1, len(local)) if dim != tp_cut and local[dim] % shards == 0)
+        by_fsdp = next(even, by_fsdp)
     # FSDP shards what the other axes left, and pads it to a multiple of the shards.
     local[by_fsdp] = ceil(local[by_fsdp] / shards) * shards
     gathered = prod(local)
     local[by_fsdp] //= shards
     if shards > 1:
         placements.insert(0, (shard_axis, f"Shard({by_fsdp})"))
-    if is_expert:
+    if by_ep:
         placements.append(("ep", "Shard(0)"))
     if layout.size("dp_replicate") > 1:
         placements.insert(0, ("dp_replicate", "Replicate()"))
@@ -319,27 +329,34 @@ def _reduce_dtype(unit: _Draft, stored: str) -> str:
     return unit.reduce_dtype or unit.param_dtype or stored
 
 
-def _affordable_policy(drafts: Mapping[str, _Draft], rows: Sequence[ParameterRow], options: ParallelOptions) -> SyncPolicy:
-    """``defer`` where all that it would keep unsharded through a step fits the budget, and gathering anew is not asked for."""
-    if options.reshard_after_forward or options.prefetch_backward is not None:
-        return SyncPolicy.REDUCE_EACH
-    undecided = [row for row in rows if drafts[row.unit].sync is None]
-    kept = sum(row.gathered_bytes for row in undecided)
-    if options.microbatches > 1:
-        kept += sum(row.reduced_bytes for row in undecided)
-    return SyncPolicy.DEFER if kept <= options.sync_budget else SyncPolicy.REDUCE_EACH
+def _afford(drafts: Mapping[str, _Draft], rows: Sequence[ParameterRow], options: ParallelOptions) -> None:
+    """Policies that nobody chose: ``defer`` where all that it keeps unsharded through a step fits the budget, and gathering
+    anew is not asked for. Experts, which are most of a model, are the first to go without.
+    """
+    undecided = {name: draft for name, draft in drafts.items() if draft.sync is None}
+
+    def kept(names: Iterable[str]) -> int:
+        chosen = [row for row in rows if row.unit in names]
+        accumulated = sum(row.reduced_bytes for row in chosen) if options.microbatches > 1 else 0
+        return sum(row.gathered_bytes for row in chosen) + accumulated
+
+    without = {name for name, draft in undecided.items() if draft.kind != EXPERTS}
+    anew = options.reshard_after_forward or options.prefetch_backward is not None
+    deferred = next((names for names in (set(undecided), without) if not anew and kept(names) <= options.sync_budget), set())
+    for name, draft in undecided.items():
+        draft.sync = SyncPolicy.DEFER if name in deferred else SyncPolicy.REDUCE_EACH
 
 
 def _unit_rows(
     drafts: Mapping[str, _Draft],
     rows: Sequence[ParameterRow],
     options: ParallelOptions,
-    default_sync: SyncPolicy,
     modes: Mapping[str, ActivationCheckpointing],
 ) -> tuple[UnitRow, ...]:
     units = []
     in_backward = _gathered_in_backward(list(drafts), rows, implicit=options.prefetch_backward is None)
     for draft in drafts.values():
+        assert draft.sync is not None
         units.append(
             UnitRow(
                 name=draft.name,
@@ -349,7 +366,7 @@ def _unit_rows(
                 param_dtype=draft.param_dtype,
                 reduce_dtype=draft.reduce_dtype,
                 output_dtype=draft.output_dtype,
-                sync=draft.sync or default_sync,
+                sync=draft.sync,
                 activation_checkpointing=modes.get(draft.name, ActivationCheckpointing.NONE),
                 compile=draft.kind == "layer" and options.compile,
                 gathers_in_backward=draft.name in in_backward,

@@ -9,10 +9,23 @@ from typing import Any
 from meshwright.layout import Layout
 from meshwright.plan.options import DTYPES, ActivationCheckpointing, ParallelOptions, SyncPolicy
 
-__all__ = ["ROOT", "Move", "ParameterRow", "PlanDifference", "ShardingPlan", "TensorParallelRow", "UnitRow"]
+__all__ = [
+    "EXPERTS",
+    "ROOT",
+    "ExpertsRow",
+    "Move",
+    "ParameterRow",
+    "PlanDifference",
+    "ShardingPlan",
+    "TensorParallelRow",
+    "UnitRow",
+]
 
 ROOT = ""
 """Name of the root unit: the model itself."""
+
+EXPERTS = "experts"
+"""Kind of the units that are mixtures of experts."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +76,7 @@ class UnitRow:
 
     Attributes:
         name: module name; the root is the empty string.
-        kind: ``root``, ``layer``, ``unit`` (declared) or ``fp32`` (kept in fp32).
+        kind: ``root``, ``layer``, ``experts``, ``unit`` (declared) or ``fp32`` (kept in fp32).
         parameters: names of its parameters.
         reshard_after_forward: whether its gathered parameters are freed after forward.
         param_dtype: dtype of compute. ``None``: as stored.
@@ -163,6 +176,33 @@ class TensorParallelRow:
 
 
 @dataclass(frozen=True)
+class ExpertsRow:
+    """How one mixture of experts is held and fed.
+
+    Attributes:
+        module: its name.
+        router: name of the module that chooses experts; empty: unknown.
+        scores: what the first output of the router is (:class:`~meshwright.plan.spec.Scores`).
+        bias: name of the router's buffer that balances the load; empty: none.
+        experts: routed experts of the layer, ``local`` of them on each rank of `ep`.
+        token_axis: axis whose ranks have the same tokens, of which each sends its share; empty: none.
+    """
+
+    module: str
+    router: str
+    scores: str
+    bias: str
+    experts: int
+    local: int
+    token_axis: str = ""
+
+    @property
+    def name(self) -> str:
+        """That of the module."""
+        return self.module
+
+
+@dataclass(frozen=True)
 class PlanDifference:
     """What differs between two plans.
 
@@ -196,6 +236,7 @@ class ShardingPlan:
         parameters: one row each, in the order of the model.
         units: one row each, in the order of the model; the root is first.
         tensor_parallel: one row for each module that computes with slices or moves something; empty where ``tp`` is 1.
+        experts: one row for each mixture of experts.
         tp_level: whose tensor parallel styles were taken: ``given``, ``family``, ``model`` or ``generic``.
         tp_passed_over: (level, reason) of the levels above it.
     """
@@ -207,6 +248,7 @@ class ShardingPlan:
     parameters: tuple[ParameterRow, ...]
     units: tuple[UnitRow, ...]
     tensor_parallel: tuple[TensorParallelRow, ...] = ()
+    experts: tuple[ExpertsRow, ...] = ()
     tp_level: str = ""
     tp_passed_over: tuple[tuple[str, str], ...] = ()
 
@@ -236,6 +278,7 @@ class ShardingPlan:
             "parameters": [asdict(row) for row in self.parameters],
             "units": [asdict(row) for row in self.units],
             "tensor_parallel": [asdict(row) for row in self.tensor_parallel],
+            "experts": [asdict(row) for row in self.experts],
             "tp_level": self.tp_level,
             "tp_passed_over": [list(pair) for pair in self.tp_passed_over],
             "totals": asdict(totals(self)),
@@ -264,6 +307,7 @@ class ShardingPlan:
                 row(TensorParallelRow, {**item, **{side: Move(item[side]) for side in ("entry", "exit")}})
                 for item in content.get("tensor_parallel", [])
             ),
+            experts=tuple(row(ExpertsRow, item) for item in content.get("experts", [])),
             tp_level=content.get("tp_level", ""),
             tp_passed_over=tuples(content.get("tp_passed_over", [])),
         )
@@ -274,7 +318,12 @@ class ShardingPlan:
             *_field_differences("layout", self.layout, other.layout),
             *_field_differences("options", self.options, other.options),
         ]
-        for kind, where in (("parameter", "parameters"), ("unit", "units"), ("tensor parallel", "tensor_parallel")):
+        for kind, where in (
+            ("parameter", "parameters"),
+            ("unit", "units"),
+            ("tensor parallel", "tensor_parallel"),
+            ("experts", "experts"),
+        ):
             left = {row.name: row for row in getattr(self, where)}
             right = {row.name: row for row in getattr(other, where)}
             for name in (*left, *(name for name in right if name not in left)):

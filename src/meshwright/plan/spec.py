@@ -3,12 +3,23 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import lru_cache
 from typing import TypeVar
 
 from meshwright.plan.options import SyncPolicy
 
-__all__ = ["ParallelSpec", "Structure", "UnitRule", "generalize", "last_of_each_container", "match_names", "under_prefix"]
+__all__ = [
+    "ExpertsRule",
+    "ParallelSpec",
+    "Scores",
+    "Structure",
+    "UnitRule",
+    "generalize",
+    "last_of_each_container",
+    "match_names",
+    "under_prefix",
+]
 
 
 T = TypeVar("T")
@@ -62,6 +73,39 @@ class UnitRule:
     sync: SyncPolicy | None = None
 
 
+class Scores(StrEnum):
+    """What the first output of a router is, of which its probabilities are made."""
+
+    SOFTMAX = "softmax"
+    """Logits, of which a softmax makes probabilities."""
+
+    SIGMOID = "sigmoid"
+    """Logits, of which a sigmoid makes the affinity of each expert (DeepSeek-V3, arXiv 2412.19437, equation 15)."""
+
+    PROBABILITIES = "probabilities"
+    """Probabilities already."""
+
+
+@dataclass(frozen=True)
+class ExpertsRule:
+    """Mixtures of experts: modules that hold the routed experts of a layer, all in the same parameters.
+
+    Each is called ``experts(hidden [tokens, features], index [tokens, k], weights [tokens, k])``, and is linear in the weights;
+    the first dimension of its parameters counts experts. Each is an FSDP unit of its own.
+
+    Args:
+        pattern: the modules.
+        router: pattern of the module beside each that chooses experts. It returns (scores, weights, index); ``None``: unknown.
+        scores: what the scores are.
+        bias: buffer of the router that is added for the choice and gets no gradient, which balances the load without a loss.
+    """
+
+    pattern: str
+    router: str | None = None
+    scores: Scores = Scores.SOFTMAX
+    bias: str | None = None
+
+
 @dataclass(frozen=True)
 class Structure:
     """What is known of the inside of a family's layers: what tensor parallel needs beyond styles.
@@ -98,10 +142,10 @@ class ParallelSpec:
         family: name for people.
         layers: patterns of the repeated layers: units of FSDP, of activation checkpointing and of compilation.
         units: further FSDP units, inside or outside the layers.
+        experts: mixtures of experts; their modules are units too.
         fp32: patterns of modules that compute in fp32 whatever the parameter dtype of the rest.
         tied: groups of parameter names that are one tensor.
         tp_styles: parameter or module pattern to tensor parallel style, in the words of transformers, as the model declares it.
-        ep_styles: the same for expert parallel.
         sizes: field of :class:`~meshwright.layout.ModelSizes` to the attribute of the model's config that holds it.
         structure: of its layers; ``None``: unknown.
     """
@@ -109,10 +153,10 @@ class ParallelSpec:
     family: str
     layers: tuple[str, ...]
     units: tuple[UnitRule, ...] = ()
+    experts: tuple[ExpertsRule, ...] = ()
     fp32: tuple[str, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
     tp_styles: Mapping[str, str] = field(default_factory=dict)
-    ep_styles: Mapping[str, str] = field(default_factory=dict)
     sizes: Mapping[str, str] = field(default_factory=dict)
     structure: Structure | None = None
 
@@ -131,10 +175,13 @@ def under_prefix(spec: ParallelSpec, prefix: str) -> ParallelSpec:
         spec,
         layers=all_of(spec.layers),
         units=tuple(replace(rule, pattern=prefix + rule.pattern) for rule in spec.units),
+        experts=tuple(
+            replace(rule, pattern=prefix + rule.pattern, router=None if rule.router is None else prefix + rule.router)
+            for rule in spec.experts
+        ),
         fp32=all_of(spec.fp32),
         tied=tuple(all_of(names) for names in spec.tied),
         tp_styles=keys(spec.tp_styles),
-        ep_styles=keys(spec.ep_styles),
         structure=known
         and replace(
             known,

@@ -36,7 +36,7 @@ class Rows:
     ) -> None:
         self.spec, self.options, self.sizes = spec, options, sizes
         self.structure = spec.structure or Structure()
-        self.tp = layout.size("tp")
+        self.tp, self.ep = layout.size("tp"), layout.ep
         self.modules = dict(model.named_modules())
         self.names = [name for name in self.modules if name]
         self.adapters = {name for name, module in self.modules.items() if _is_adapter(module)}
@@ -59,7 +59,21 @@ class Rows:
         for pattern, style in styles.items():
             for name in match_names(pattern, outside):
                 self.of_modules.setdefault(name, style)
+        if self.ep > 1:
+            self._leave_experts(where, problems)
         self._group_heads()
+
+    def _leave_experts(self, where: str, problems: list[str]) -> None:
+        """Experts are shared over `ep`, and not sliced besides."""
+        for name in self._matched(tuple(rule.pattern for rule in self.spec.experts)):
+            of_parameters = [own for own in self.of_parameters if own.startswith(f"{name}.")]
+            if where == "tp_plan" and (of_parameters or name in self.of_modules):
+                problems.append(
+                    f"tp_plan: slices the experts {name!r}, which ep={self.ep} shares by whole experts; leave them out"
+                )
+            self.of_modules.pop(name, None)
+            for own in of_parameters:
+                del self.of_parameters[own]
 
     def _matched(self, patterns: Sequence[str]) -> list[str]:
         return [name for pattern in patterns for name in match_names(pattern, self.names)]

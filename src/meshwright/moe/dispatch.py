@@ -1,0 +1,130 @@
+"""Dispatch of tokens to the ranks that hold their experts, and combination of the results.
+
+One rank's part of a mixture, ``T`` tokens with ``k`` experts each, of ``E`` experts over ``R`` ranks:
+
+    pairs   [T * k]        (token, expert), sorted by expert, so that those for one rank are together
+    counts  [R, E / R]     pairs for each expert of each rank; exchanged, so that every receiver knows what it gets
+    rows    [pairs, H]     hidden states, all-to-all to the owners, who compute each with its one expert and weight 1
+    results [pairs, H]     all-to-all back, to the order of the pairs; weighted and added up by the rank that sent them
+
+Nothing is dropped and nothing padded: counts may be uneven and zero. A rank that gets no row computes one of zeros, so that its
+parameters have gradients (zeros) and it takes part in every collective, of the dispatch and of FSDP.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from meshwright.distributed import moves
+from meshwright.errors import ModelError
+
+__all__ = ["Compute", "dispatch", "static_splits"]
+
+Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""``experts(hidden [tokens, features], index [tokens, k], weights [tokens, k])``."""
+
+_STATIC: ContextVar[bool] = ContextVar("static_splits", default=False)
+
+
+@contextmanager
+def static_splits() -> Iterator[None]:
+    """Inside, every rank sends the same number of rows to each rank, and every expert gets as many as any other.
+
+    For planning: shapes depend on no data, so that fake tensors go through. What is computed has no meaning.
+    """
+    token = _STATIC.set(True)
+    try:
+        yield
+    finally:
+        _STATIC.reset(token)
+
+
+class _Route(NamedTuple):
+    order: torch.Tensor
+    """Place in ``index.flatten()`` of each pair that is sent."""
+    sent: list[int]
+    """Rows to each rank."""
+    received: list[int]
+    """Rows from each rank."""
+    experts: torch.Tensor
+    """[rows received]: which of the own experts each is for."""
+
+
+def dispatch(
+    compute: Compute,
+    experts: int,
+    group: dist.ProcessGroup,
+    hidden: torch.Tensor,
+    index: torch.Tensor,
+    weights: torch.Tensor,
+    token_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Compute a mixture whose experts are shared by the ranks of a group, in ranges of equal length.
+
+    Args:
+        compute: this rank's experts, which count from 0.
+        experts: of the whole mixture.
+        group: of the ranks that share them.
+        hidden: [tokens, features].
+        index: [tokens, k]; experts, counted over all ranks.
+        weights: [tokens, k].
+        token_group: ranks that were given the same tokens; each sends its share.
+
+    Returns:
+        [tokens, features]
+
+    Raises:
+        ModelError: shapes that do not belong together, or an expert that there is not.
+    """
+    if hidden.ndim != 2 or index.shape != weights.shape or index.shape[:1] != hidden.shape[:1]:
+        shapes = ", ".join(str(tuple(item.shape)) for item in (hidden, index, weights))
+        raise ModelError(f"experts take hidden [tokens, features], index and weights [tokens, k]; got {shapes}")
+    tokens = hidden.shape[0]
+    if token_group is not None:
+        hidden, weights = moves.split(hidden, 0, token_group), moves.split(weights, 0, token_group)
+        index = moves.slice_of(index, 0, token_group)
+    route = (_static_route if _STATIC.get() else _route)(index, experts, group)
+    rows = moves.exchange_rows(hidden[route.order // index.shape[1]], route.sent, route.received, group)
+    results = moves.exchange_rows(_computed(compute, rows, route.experts), route.received, route.sent, group)
+    back = torch.empty_like(route.order)
+    back[route.order] = torch.arange(len(route.order), device=back.device)
+    output = (results[back].unflatten(0, index.shape) * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
+    return output if token_group is None else moves.gather(output, 0, tokens, token_group)
+
+
+def _computed(compute: Compute, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    if len(rows):
+        return compute(rows, experts[:, None], rows.new_ones((len(rows), 1)))
+    idle = rows.sum(0, keepdim=True)
+    return compute(idle, experts.new_zeros((1, 1)), idle.new_ones((1, 1)))[:0]
+
+
+def _route(index: torch.Tensor, experts: int, group: dist.ProcessGroup) -> _Route:
+    ranks = dist.get_world_size(group)
+    ids = index.flatten()
+    order = torch.argsort(ids, stable=True)
+    # One place more than there are experts takes whatever is none, so that it is found here and not by a kernel.
+    within = ids.clamp(-1, experts) % (experts + 1)
+    counts = ids.new_zeros(experts + 1).scatter_add_(0, within, torch.ones_like(ids))
+    sent = counts[:experts].view(ranks, experts // ranks)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    # The one time that the host waits for the device.
+    totals = torch.cat([sent.sum(1), received.sum(1), counts[experts:]]).tolist()
+    if totals[-1]:
+        raise ModelError(f"the router chose an expert that there is not: legal are 0 to {experts - 1}")
+    local = torch.arange(experts // ranks, device=ids.device).repeat(ranks)
+    rows = sum(totals[ranks:-1])
+    return _Route(order, totals[:ranks], totals[ranks:-1], local.repeat_interleave(received.flatten(), output_size=rows))
+
+
+def _static_route(index: torch.Tensor, experts: int, group: dist.ProcessGroup) -> _Route:
+    ranks, me, pairs = dist.get_world_size(group), dist.get_rank(group), index.numel()
+    sent = [pairs // ranks + (rank < pairs % ranks) for rank in range(ranks)]
+    rows = sent[me] * ranks
+    own = torch.arange(rows, device=index.device) % (experts // ranks)
+    return _Route(torch.arange(pairs, device=index.device), sent, [sent[me]] * ranks, own)
