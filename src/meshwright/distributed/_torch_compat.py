@@ -34,9 +34,11 @@ __all__ = [
     "concatenate_meshes",
     "flatten_mesh",
     "flight_records",
+    "forget_runs_without_gradient",
     "fsdp_state",
     "group_of_call",
     "group_ranks",
+    "hook_each_run",
     "is_decomposed",
     "is_unsharded",
     "left_unreduced",
@@ -51,6 +53,7 @@ __all__ = [
     "reset_iteration",
     "reshards_after_forward",
     "settle",
+    "share_shards",
     "strided_shard",
 ]
 
@@ -93,7 +96,7 @@ def plain_placements(tensor: DTensor) -> tuple[Placement, ...] | None:
 
 
 def replicate_module(
-    module: nn.Module, mesh: DeviceMesh, mp_policy: "MixedPrecisionPolicy", offload_policy: "OffloadPolicy"
+    modules: list[nn.Module], mesh: DeviceMesh, mp_policy: "MixedPrecisionPolicy", offload_policy: "OffloadPolicy"
 ) -> None:
     """torch's ``replicate``: the FSDP2 engine with whole parameters and one all-reduce a unit.
 
@@ -101,7 +104,7 @@ def replicate_module(
     """
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
-    replicate(module, mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy)
+    replicate(modules if len(modules) > 1 else modules[0], mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy)
 
 
 def fsdp_state(module: nn.Module | FSDPModule) -> Any:
@@ -164,12 +167,80 @@ def reset_iteration(module: nn.Module | FSDPModule) -> None:
         group._training_state = _RESTING
         group._post_forward_indices.clear()
         group._partial_reduce_output = None
+        if hasattr(group, "_meshwright_runs"):
+            group._meshwright_runs = 0
     settle(module)
     for group in param_groups(module):
         for fsdp_param in group.fsdp_params:
             fsdp_param.unsharded_accumulated_grad = None
             if hasattr(fsdp_param, "_unsharded_param"):
                 fsdp_param._unsharded_param.grad = None
+
+
+def hook_each_run(modules: Sequence[nn.Module]) -> None:
+    """Let modules that are one unit gather and free it around each run of each of them, and reduce after the last backward.
+
+    By itself FSDP2 takes them for one run: it gathers before the first and frees after the last. And where a gradient was
+    kept from an earlier microbatch, it reduces that after the first of several backwards, and the rest after the second.
+    """
+    state = fsdp_state(modules[0])
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    for module in modules:
+        module.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(state._post_forward, prepend=False)
+    for group in param_groups(modules[0]):
+        _reduce_after_last_backward(group)
+
+
+def _reduce_after_last_backward(group: Any) -> None:
+    register, post_backward = group._register_post_backward_hook, group.post_backward
+    group._meshwright_runs = 0  # forwards whose backward is still to come
+
+    def count(args: Any, kwargs: Any) -> Any:
+        found = register(args, kwargs)
+        group._meshwright_runs += found[0] is not args or found[1] is not kwargs
+        return found
+
+    def reduce_if_last(*unused: Any) -> None:
+        group._meshwright_runs = max(0, group._meshwright_runs - 1)
+        reduces = group.reduce_grads
+        group.reduce_grads = reduces and group._meshwright_runs == 0
+        try:
+            post_backward(*unused)
+        finally:
+            group.reduce_grads = reduces
+
+    group._register_post_backward_hook, group.post_backward = count, reduce_if_last
+
+
+def forget_runs_without_gradient(module: nn.Module | FSDPModule) -> None:
+    """Keep runs under ``no_grad`` out of the order that backward prefetches in, which they would lead astray."""
+    for group in param_groups(module):
+        record = group._record_post_forward
+
+        def recorded(record: Any = record) -> None:
+            if torch.is_grad_enabled():
+                record()
+
+        group._record_post_forward = recorded
+
+
+def share_shards(first: nn.Module | FSDPModule, second: nn.Module | FSDPModule) -> None:
+    """Give two units with the same parameters one sharded copy: that of the first. Before their first forward; idempotent.
+
+    Each pads its shards into memory of its own when it is first used, so the names alone would part them: one would go on
+    gathering what the optimizer no longer changes.
+    """
+    for ours, theirs in zip(param_groups(first), param_groups(second), strict=True):
+        for mine, other in zip(ours.fsdp_params, theirs.fsdp_params, strict=True):
+            if other.sharded_param is mine.sharded_param and other._sharded_param_data is mine._sharded_param_data:
+                continue
+            mine.reset_sharded_param()
+            place = other._module_info
+            other.sharded_param = mine.sharded_param
+            other._sharded_param_data, other._sharding_spec = mine._sharded_param_data, mine._sharding_spec
+            setattr(place.module, place.param_name, mine.sharded_param)
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -260,6 +331,10 @@ def check() -> None:
         (FSDPParamGroup, "is_unsharded"),
         (FSDPParamGroup, "wait_for_unshard"),
         (FSDPParamGroup, "_reshard_after_forward"),
+        (FSDPParamGroup, "_register_post_backward_hook"),
+        (FSDPParamGroup, "_record_post_forward"),
+        (FSDPParamGroup, "post_backward"),
+        (FSDPParam, "reset_sharded_param"),
         (FSDPState, "_fsdp_param_group"),
         (torch._C, "_dispatch_get_all_op_names"),
         (torch._C, "_SetExcludeDispatchKeyGuard"),
@@ -270,7 +345,7 @@ def check() -> None:
     # Attributes that are set in constructors; one that moved would be created anew in silence.
     for kind, names in (
         (FSDPParamGroup, ("_partial_reduce_output", "_all_gather_result", "_post_forward_indices", "_training_state")),
-        (FSDPParam, ("unsharded_accumulated_grad",)),
+        (FSDPParam, ("unsharded_accumulated_grad", "_module_info")),
         (FSDPState, ("_training_state", "_state_ctx", "_comm_ctx")),
     ):
         known = kind.__init__.__code__.co_names
