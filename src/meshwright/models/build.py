@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["build_on_meta", "check_files", "legal_keys", "materialize", "pretrained_config", "weight_files"]
+__all__ = ["auto_class", "build_on_meta", "check_files", "legal_keys", "materialize", "pretrained_config", "weight_files"]
 
 
 def pretrained_config(
@@ -49,19 +49,31 @@ def pretrained_config(
         near = difflib.get_close_matches(kind, list(CONFIG_MAPPING.keys()), n=3)
         raise ConfigError(f"model.config.model_type={kind!r}: unknown to transformers; near: {', '.join(near) or 'none'}")
     legal = legal_keys(CONFIG_MAPPING[kind])
-    problems = []
-    for key in values:
-        if strict and legal and key not in legal:
-            near = difflib.get_close_matches(key, sorted(legal), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            problems.append(f"model.config.{key}: unknown key of {kind!r}{hint}")
+    problems = _unknown_keys(values, legal, "model.config", kind) if strict else []
+    filled = {key: value for key, value in (defaults or {}).items() if key not in values and (not legal or key in legal)}
+    if isinstance(text := values.get("text_config"), dict) and "vocab_size" not in legal:
+        # A model of text and more: vocabulary and special tokens belong to its text.
+        text_kind = text.get("model_type") or f"{kind}_text"
+        text_legal = legal_keys(CONFIG_MAPPING[text_kind]) if text_kind in CONFIG_MAPPING else set()
+        if strict:
+            problems += _unknown_keys(text, text_legal, "model.config.text_config", text_kind)
+        values["text_config"] = {**{key: item for key, item in (defaults or {}).items() if key in text_legal}, **text}
     if problems:
         raise ConfigError(problems)
-    filled = {key: value for key, value in (defaults or {}).items() if key not in values and (not legal or key in legal)}
     try:
         return AutoConfig.for_model(kind, **filled, **values)
     except Exception as error:  # families check their own values with exceptions of many kinds
         raise ConfigError(f"model.config: {kind!r} refuses it: {' '.join(str(error).split())}") from error
+
+
+def _unknown_keys(values: Mapping[str, Any], legal: set[str], where: str, kind: str) -> list[str]:
+    problems = []
+    for key in values:
+        if legal and key not in legal:
+            near = difflib.get_close_matches(key, sorted(legal), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            problems.append(f"{where}.{key}: unknown key of {kind!r}{hint}")
+    return problems
 
 
 def _load_config(config: ModelConfig) -> "PretrainedConfig":
@@ -106,13 +118,12 @@ def _keys_read(module: str) -> frozenset[str]:
 
 
 def build_on_meta(config: ModelConfig, hf_config: "PretrainedConfig") -> "PreTrainedModel":
-    """The causal language model of a config, without memory.
+    """The causal language model of a config, or its model of block diffusion, without memory.
 
     Raises:
-        ModelError: if the family has no causal language model, or refuses the config.
+        ModelError: if the family has neither, or refuses the config.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     from meshwright.models import _transformers_compat
 
@@ -123,11 +134,18 @@ def build_on_meta(config: ModelConfig, hf_config: "PretrainedConfig") -> "PreTra
             keywords[name] = getattr(config, name)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config, **keywords)
+            model = auto_class(hf_config).from_config(hf_config, **keywords)
     except Exception as error:  # transformers raises many kinds here, all about what the config asks for
         raise ModelError(f"model: {type(error).__name__}: {error}") from error
     model.config.use_cache = False  # training never reads the key/value cache
     return model
+
+
+def auto_class(hf_config: "PretrainedConfig") -> Any:
+    """The class of transformers that makes and loads the text model of a config."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if hf_config.model_type == "diffusion_gemma" else AutoModelForCausalLM
 
 
 def weight_files(config: ModelConfig) -> list[Path]:
