@@ -48,22 +48,26 @@ def pretrained_config(
     if kind not in CONFIG_MAPPING:
         near = difflib.get_close_matches(kind, list(CONFIG_MAPPING.keys()), n=3)
         raise ConfigError(f"model.config.model_type={kind!r}: unknown to transformers; near: {', '.join(near) or 'none'}")
+    parts = getattr(CONFIG_MAPPING[kind], "sub_configs", {})
     legal = legal_keys(CONFIG_MAPPING[kind])
+    if "text_config" in parts:  # vocabulary and special tokens belong to the part that has them, and so do its keys
+        legal -= _keys_read(CONFIG_MAPPING[kind].__module__) - _own_keys(CONFIG_MAPPING[kind])
     problems = _unknown_keys(values, legal, "model.config", kind) if strict else []
-    filled = {key: value for key, value in (defaults or {}).items() if key not in values and (not legal or key in legal)}
-    if isinstance(text := values.get("text_config"), dict) and "vocab_size" not in legal:
-        # A model of text and more: vocabulary and special tokens belong to its text.
-        text_kind = text.get("model_type") or f"{kind}_text"
-        text_legal = legal_keys(CONFIG_MAPPING[text_kind]) if text_kind in CONFIG_MAPPING else set()
-        if strict:
-            problems += _unknown_keys(text, text_legal, "model.config.text_config", text_kind)
-        values["text_config"] = {**{key: item for key, item in (defaults or {}).items() if key in text_legal}, **text}
+    if "text_config" in parts and isinstance(values.get("text_config", {}), dict):
+        text, text_legal = values.get("text_config", {}), legal_keys(parts["text_config"])
+        problems += _unknown_keys(text, text_legal, "model.config.text_config", kind) if strict else []
+        values["text_config"] = _filled(text, defaults or {}, text_legal)
     if problems:
         raise ConfigError(problems)
     try:
-        return AutoConfig.for_model(kind, **filled, **values)
+        return AutoConfig.for_model(kind, **_filled(values, defaults or {}, legal))
     except Exception as error:  # families check their own values with exceptions of many kinds
         raise ConfigError(f"model.config: {kind!r} refuses it: {' '.join(str(error).split())}") from error
+
+
+def _filled(values: Mapping[str, Any], defaults: Mapping[str, Any], legal: set[str]) -> dict[str, Any]:
+    """A config's values, and defaults for the keys that it knows and leaves out."""
+    return {**{key: value for key, value in defaults.items() if not legal or key in legal}, **values}
 
 
 def _unknown_keys(values: Mapping[str, Any], legal: set[str], where: str, kind: str) -> list[str]:
@@ -97,9 +101,14 @@ def legal_keys(kind: type) -> set[str]:
     Some published configs hold keys that are no field of their class and that the model asks for all the same, such as
     head_dim in those of qwen3_moe.
     """
+    return _own_keys(kind) | _keys_read(kind.__module__)
+
+
+def _own_keys(kind: type) -> set[str]:
+    """Fields of a config class, and their other names."""
     fields = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     fields |= set(inspect.signature(kind.__init__).parameters) - {"self", "kwargs", "args"}  # type: ignore[misc]
-    return fields | set(getattr(kind, "attribute_map", {})) | _keys_read(kind.__module__)
+    return fields | set(getattr(kind, "attribute_map", {}))
 
 
 @functools.cache
