@@ -83,7 +83,7 @@ def test_a_chat_denoises_its_last_reply(tmp_path: Path) -> None:
     talk = [("user", "ab cd"), ("assistant", "ef"), ("user", "gh"), ("assistant", "ij kl mn op")]
     messages = [{"role": role, "content": content} for role, content in talk]
     path.write_text("\n".join(json.dumps({"messages": messages}) for _ in range(20)) + "\n")
-    config = tiny_run(tmp_path, path, *RUN, "tokenizer.vocab_size=261", "data.sequence_length=60", "data.eval_fraction=0")
+    config = tiny_run(tmp_path, path, *RUN, "tokenizer.vocab_size=261", "data.sequence_length=64", "data.eval_fraction=0")
     _, tokenizer, store = prepare_run(config, 1)
     [batch, *_] = run_ranks(_batches, 1, config, store.directory)[0]
     said = batch["canvas_labels"][0]
