@@ -4,6 +4,7 @@ Each is looked up once here. :func:`check` runs before a process group is used, 
 of them is refused with its name, not with an ``AttributeError`` in the middle of a step.
 """
 
+import functools
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -39,8 +40,10 @@ __all__ = [
     "group_of_call",
     "group_ranks",
     "hook_each_run",
+    "in_backward",
     "is_decomposed",
     "is_unsharded",
+    "keep_between_runs",
     "left_unreduced",
     "memory_of",
     "operator_names",
@@ -55,6 +58,7 @@ __all__ = [
     "settle",
     "share_shards",
     "strided_shard",
+    "tolerate_rest",
 ]
 
 MINIMUM_TORCH = (2, 11)
@@ -196,22 +200,52 @@ def hook_each_run(modules: Sequence[nn.Module]) -> None:
 def _reduce_after_last_backward(group: Any) -> None:
     register, post_backward = group._register_post_backward_hook, group.post_backward
     group._meshwright_runs = 0  # forwards whose backward is still to come
+    group._meshwright_keeps = False
 
     def count(args: Any, kwargs: Any) -> Any:
         found = register(args, kwargs)
-        group._meshwright_runs += found[0] is not args or found[1] is not kwargs
+        # One that activation checkpointing runs again, in backward, has none of its own.
+        group._meshwright_runs += not in_backward() and (found[0] is not args or found[1] is not kwargs)
         return found
 
     def reduce_if_last(*unused: Any) -> None:
         group._meshwright_runs = max(0, group._meshwright_runs - 1)
-        reduces = group.reduce_grads
-        group.reduce_grads = reduces and group._meshwright_runs == 0
+        reduces, reshards, last = group.reduce_grads, group.reshard_after_backward, group._meshwright_runs == 0
+        group.reduce_grads = reduces and last
+        group.reshard_after_backward = reshards and (last or not group._meshwright_keeps)
         try:
             post_backward(*unused)
         finally:
-            group.reduce_grads = reduces
+            group.reduce_grads, group.reshard_after_backward = reduces, reshards
 
     group._register_post_backward_hook, group.post_backward = count, reduce_if_last
+
+
+def tolerate_rest(module: nn.Module | FSDPModule) -> None:
+    """Let a unit that never ran take part in a backward: FSDP2 looks for the gathered parameters that it never had."""
+    for group in param_groups(module):
+        if not hasattr(group, "_meshwright_post_backward"):
+            group._meshwright_post_backward = group.post_backward
+            group.post_backward = functools.partial(_post_backward_unless_at_rest, group)
+
+
+def _post_backward_unless_at_rest(group: Any, *unused: Any) -> None:
+    if all(hasattr(fsdp_param, "_unsharded_param") for fsdp_param in group.fsdp_params):
+        group._meshwright_post_backward(*unused)
+    else:
+        group._training_state = TrainingState.POST_BACKWARD
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward in this thread, so that a forward now is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def keep_between_runs(module: nn.Module | FSDPModule, keep: bool) -> None:
+    """Whether a unit of :func:`hook_each_run` stays gathered from one of its backwards to the next."""
+    for group in param_groups(module):
+        if hasattr(group, "_meshwright_keeps"):
+            group._meshwright_keeps = keep
 
 
 def forget_runs_without_gradient(module: nn.Module | FSDPModule) -> None:
@@ -336,6 +370,7 @@ def check() -> None:
         (FSDPParamGroup, "post_backward"),
         (FSDPParam, "reset_sharded_param"),
         (FSDPState, "_fsdp_param_group"),
+        (torch._C, "_current_graph_task_id"),
         (torch._C, "_dispatch_get_all_op_names"),
         (torch._C, "_SetExcludeDispatchKeyGuard"),
         (torch._ops.OpOverload, "has_kernel_for_dispatch_key"),

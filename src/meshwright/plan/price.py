@@ -66,7 +66,8 @@ def unit_traffic(plan: ShardingPlan, unit: UnitRow, stage: int | None = None) ->
         parts = plan.parts(unit)
         forwards, backwards = sum(part.forwards for part in parts), len(parts) if unit.gathers_in_backward else 0
         # Where it stays gathered after forward, its first backward finds it so.
-        again = forwards + backwards if unit.reshard_after_forward else 1 + max(0, backwards - 1)
+        once = once and forwards > 0
+        again = 0 if not forwards else forwards + backwards if unit.reshard_after_forward else 1 + max(0, backwards - 1)
         gathers = 1 if once else microbatches * again
     reductions = (microbatches if unit.sync is SyncPolicy.REDUCE_EACH else 1) if reduced else 0
     scatters = reductions if shards > 1 else 0
@@ -123,7 +124,7 @@ def totals(plan: ShardingPlan) -> Totals:
 
 def _stage_totals(plan: ShardingPlan, stage: int) -> Totals:
     rows = [row for row in plan.parameters if row.stage == stage]
-    gathered = {unit.name: 0 if unit.part_of else _unit_bytes(plan, unit, stage)[0] for unit in plan.units}
+    gathered = {unit.name: 0 if unit.part_of or not unit.forwards else _unit_bytes(plan, unit, stage)[0] for unit in plan.units}
     accumulating = plan.options.microbatches > 1
     held, largest = 0, 0
     for unit in plan.fsdp_units:

@@ -172,6 +172,10 @@ def _draft_units(spec: ParallelSpec, model: nn.Module, options: ParallelOptions,
             if name not in drafts:
                 claim(name, "fp32", f"fp32 pattern {pattern!r}", True)
             drafts[name] = replace(drafts[name], param_dtype="float32", output_dtype=options.param_dtype)
+    for pattern in spec.idle:
+        for name in _match("idle", pattern, names, problems):
+            if name in drafts:
+                drafts[name].forwards = 0
     return dict(sorted(drafts.items(), key=lambda item: order[item[0]]))
 
 

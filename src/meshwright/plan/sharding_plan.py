@@ -86,7 +86,7 @@ class UnitRow:
         activation_checkpointing: which of its activations are recomputed in backward; only layers have a mode.
         compile: whether it is compiled.
         gathers_in_backward: whether a gradient flows through it, so that backward needs its parameters.
-        forwards: times that the module runs in a microbatch, the last of them with a backward.
+        forwards: times that the module runs in a microbatch, the last of them with a backward; 0: it is idle.
         twin_of: unit whose sharded parameters this one gathers and reduces too (twin units); empty: its own.
         part_of: unit that this module was wrapped together with (a shared unit), so that it is none itself; empty: it is one.
     """

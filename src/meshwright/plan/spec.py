@@ -160,6 +160,8 @@ class ParallelSpec:
         units: further FSDP units, inside or outside the layers.
         experts: mixtures of experts; their modules are units too.
         twins: stacks of layers that share their parameters.
+        idle: patterns of modules that training does not run, such as a vision tower where text is learned: nothing gathers
+            the units in them.
         fp32: patterns of modules that compute in fp32 whatever the parameter dtype of the rest.
         tied: groups of parameter names that are one tensor.
         tp_styles: parameter or module pattern to tensor parallel style, in the words of transformers, as the model declares it.
@@ -172,6 +174,7 @@ class ParallelSpec:
     units: tuple[UnitRule, ...] = ()
     experts: tuple[ExpertsRule, ...] = ()
     twins: tuple[TwinStacks, ...] = ()
+    idle: tuple[str, ...] = ()
     fp32: tuple[str, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
     tp_styles: Mapping[str, str] = field(default_factory=dict)
@@ -198,6 +201,7 @@ def under_prefix(spec: ParallelSpec, prefix: str) -> ParallelSpec:
             for rule in spec.experts
         ),
         twins=tuple(replace(pair, first=prefix + pair.first, second=prefix + pair.second) for pair in spec.twins),
+        idle=all_of(spec.idle),
         fp32=all_of(spec.fp32),
         tied=tuple(all_of(names) for names in spec.tied),
         tp_styles=keys(spec.tp_styles),

@@ -98,8 +98,8 @@ class ParallelConfig(_Section):
     twin_units: bool | None = Field(
         default=None,
         description="Where two layers share parameters (DiffusionGemma's encoder and decoder): true makes a unit of each, "
-        "which holds one layer's gradients and sends twice as much; false one of both, which holds those of the whole stack. null: "
-        "one of both where these are at most sync_budget_gib.",
+        "which holds one layer's gradients and sends twice as much; false one of both, which holds those of the whole stack. "
+        "null: one of both where these are at most sync_budget_gib.",
     )
     prefetch_forward: int | None = Field(
         default=None,
