@@ -10,19 +10,22 @@ from meshwright.plan.spec import ParallelSpec
 
 __all__ = ["DiffusionGemmaParallelizationStrategy"]
 
-_STACKS = ("model.encoder.language_model.layers.", "model.decoder.layers.")
-
 
 @register_parallel_strategy("DiffusionGemmaForBlockDiffusion")
 class DiffusionGemmaParallelizationStrategy(ParallelizationStrategy):
     """Of ``DiffusionGemmaForBlockDiffusion`` of transformers.
 
-    A layer of the encoder and the decoder's layer of the same number are two modules with the same parameters, so neither can
-    be a unit alone: both stacks are left to the root, which is gathered once a step.
+    The one unit beside the root is the MLP of self-conditioning. All else is left to the root, which is gathered once a step:
+
+    - a layer of the encoder and the decoder's layer of the same number are two modules with the same parameters, so neither
+      can be a unit alone;
+    - the vision tower never runs in training on text, and torch's FSDP fails at a unit that never ran, where gradients are
+      kept from one microbatch to the next in another dtype than they are reduced in.
     """
 
     def spec(self, model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
-        """What the model declares of itself, without the layers of the two stacks, and without the plans for one of them."""
+        """What the model declares of itself, with that unit, and without the plans of tensor and expert parallel, which name
+        the encoder alone.
+        """
         derived = derived_spec(model, param_dtype)
-        layers = tuple(pattern for pattern in derived.layers if not pattern.startswith(_STACKS))
-        return replace(derived, layers=layers, tp_styles={}, ep_styles={})
+        return replace(derived, layers=("model.decoder.self_conditioning",), units=(), tp_styles={}, ep_styles={})
