@@ -173,7 +173,7 @@ def family_case(
                 "cpu_offload": variant.offload,
                 "sequence_parallel": place.sequence_parallel,
                 **({"twin_units": variant.twin_units} if family in TWINS else {}),
-                "loss_parallel": variant.loss_parallel and place.sizes.get("tp", 1) > 1,
+                "loss_parallel": variant.loss_parallel and place.sizes.get("tp", 1) > 1 and family not in TWINS,
                 **parallel,
             },
             "data": {"files": ["drawn"], "sequence_length": SEQUENCE_LENGTH, "eval_fraction": 0.0, "packing": packing},
