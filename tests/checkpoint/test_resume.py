@@ -150,6 +150,11 @@ PHI3 = (
     "num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 64, pad_token_id: 0}"
 )
 
+QWEN3_MOE_OF_3 = (
+    "model.config={model_type: qwen3_moe, hidden_size: 32, moe_intermediate_size: 24, num_hidden_layers: 2, "
+    "num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 64, num_experts: 3, num_experts_per_tok: 2}"
+)
+
 
 @pytest.mark.parametrize("model", [MIXTRAL, PHI3], ids=["mixtral", "phi3"])
 def test_packed_matrices_from_tensor_parallel_to_one_rank_and_back(tiny: Tiny, model: str) -> None:
@@ -245,3 +250,32 @@ def test_other_data_or_order_is_refused(llama: RunConfig, tiny: Tiny) -> None:
     ):
         with pytest.raises(CheckpointError, match=part):
             prepare_run(tiny(*EVERY, override, f"output={llama.output}"), 2)
+
+
+EXPERTS = {
+    "one process": (1, ()),
+    "shard 4": (4, ()),
+    "ep 2 x ep_shard 2": (4, ("layout.ep=2",)),
+    "ep 4": (4, ("layout.ep=4",)),
+    "2 x ep 2": (4, ("layout.dp_replicate=2", "layout.ep=2")),
+    "ep 4 with tp 2": (4, ("layout.tp=2", "layout.ep=4")),
+}
+
+
+@pytest.mark.parametrize("model", [MIXTRAL, QWEN3_MOE_OF_3], ids=["mixtral", "qwen3_moe"])
+def test_experts_from_every_layout_to_two_others(tiny: Tiny, model: str) -> None:
+    """Each layout resumes what the next one and the one after it began; three experts are no multiple of the shards."""
+    layouts = [name for name in EXPERTS if model is MIXTRAL or "ep" not in name]
+    begun = {}
+    for index, name in enumerate(layouts):
+        ranks, overrides = EXPERTS[name]
+        begun[name] = tiny(model, *EVERY, *overrides, name=f"begun-{index}")
+        train(begun[name], ranks)
+    expected = losses(begun["one process"])
+    for index, name in enumerate(layouts):
+        ranks, overrides = EXPERTS[name]
+        assert losses(begun[name]) == pytest.approx(expected, rel=1e-5), name
+        for ahead in (1, 2):
+            source = layouts[(index + ahead) % len(layouts)]
+            copy = tiny(model, *EVERY, *overrides, name=f"from-{index}-{ahead}")
+            assert go_on(begun[source], copy, ranks) == pytest.approx(expected, rel=1e-5), (source, name)

@@ -3,12 +3,15 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from meshwright.audit.case import local_part
 from meshwright.data.packing import IGNORE
 from meshwright.errors import ConfigError, ModelError
 from meshwright.train.config import RunConfig
@@ -16,7 +19,7 @@ from meshwright.train.loss import count_tokens, forward_logits, token_loss_sum
 from meshwright.train.prepare import _loader, load_run_tokenizer, prepare_run
 from tests.harness import RankError, run_ranks
 from tests.tiny import tiny_model
-from tests.train.runs import train, train_on_rank
+from tests.train.runs import train, train_on_rank, trainer_on_rank
 
 Tiny = Callable[..., RunConfig]
 MODELS = {
@@ -71,6 +74,72 @@ def test_tensor_parallel_reads_the_same(tiny: Tiny, tmp_path: Path, name: str) -
     found = train(config, 4)
     assert found[0] == pytest.approx(expected, rel=1e-5)
     assert found[1] < found[0]
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "gemma4_moe"])
+def test_expert_parallel_reads_the_same(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    """Files hold an expert each; a rank of `ep` has whole ones, sharded over `ep_shard`."""
+    model = saved(tmp_path / "model", name)
+    parallel = ("training.steps=2", "layout.ep=2", "data.packing=pad")
+    config = tiny(*overrides(tmp_path / "model"), *parallel)
+    expected = first_loss(model, config, prepare_run(config, 4)[2])
+    found = train(config, 4)
+    assert found[0] == pytest.approx(expected, rel=1e-5)
+    assert found[1] < found[0]
+
+
+class Counting:
+    """A slice of a safetensors file that counts the elements that are read of it."""
+
+    read: ClassVar[list[int]] = []
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getitem__(self, where: Any) -> torch.Tensor:
+        value = self.inner[where]
+        self.read.append(value.numel())
+        return value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class CountingFile:
+    """A safetensors file whose slices count."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.inner = safe_open(*args, **kwargs)
+
+    def get_slice(self, name: str) -> Counting:
+        return Counting(self.inner.get_slice(name))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def __enter__(self) -> "CountingFile":
+        self.inner.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.inner.__exit__(*error)
+
+
+def read_on_rank(rank: int, config: RunConfig, store: Path) -> tuple[int, int]:
+    """Elements that a rank reads of the files, and holds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.modeling_utils.safe_open", CountingFile)
+        trainer = trainer_on_rank(config, store)
+    return sum(Counting.read), sum(local_part(p).numel() for p in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_each_rank_reads_its_own_experts(tiny: Tiny, tmp_path: Path, ep: int) -> None:
+    saved(tmp_path / "model", "qwen3_moe")
+    config = tiny(*overrides(tmp_path / "model"), f"layout.ep={ep}")
+    found = run_ranks(read_on_rank, 4, config, prepare_run(config, 4)[2].directory)
+    for read, held in found:
+        assert held <= read <= 1.01 * held
 
 
 def test_its_own_tokenizer_is_used(tiny: Tiny, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ of them is refused with its name, not with an ``AttributeError`` in the middle o
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +31,7 @@ __all__ = [
     "MINIMUM_TORCH",
     "alias",
     "all_gather_single",
+    "before_each_run",
     "check",
     "concatenate_meshes",
     "flatten_mesh",
@@ -260,6 +261,18 @@ def forget_runs_without_gradient(module: nn.Module | FSDPModule) -> None:
         group._record_post_forward = recorded
 
 
+def before_each_run(root: nn.Module | FSDPModule, do: Callable[[], None]) -> None:
+    """Have something done as a root begins to run, in whatever method, before its units are readied for their first run."""
+    state = fsdp_state(root)
+    initialize = state._lazy_init
+
+    def first_do() -> None:
+        do()
+        initialize()
+
+    state._lazy_init = first_do
+
+
 def share_shards(first: nn.Module | FSDPModule, second: nn.Module | FSDPModule) -> None:
     """Give two units with the same parameters one sharded copy: that of the first. Before their first forward; idempotent.
 
@@ -370,6 +383,7 @@ def check() -> None:
         (FSDPParamGroup, "post_backward"),
         (FSDPParam, "reset_sharded_param"),
         (FSDPState, "_fsdp_param_group"),
+        (FSDPState, "_lazy_init"),
         (torch._C, "_current_graph_task_id"),
         (torch._C, "_dispatch_get_all_op_names"),
         (torch._C, "_SetExcludeDispatchKeyGuard"),

@@ -4,8 +4,6 @@ FSDP2 refuses a parameter that two units hold. So the second unit is wrapped aro
 parameters of the first: one tensor in the optimizer, in checkpoints and in clipping, whose gradient both add to.
 """
 
-from typing import Any
-
 from torch import nn
 
 from meshwright.distributed import _torch_compat
@@ -42,9 +40,9 @@ class Twins:
         for (ours, name), (theirs, other) in self.places:
             theirs._parameters[other] = ours._parameters[name]
         if self.pairs:
-            self.model.register_forward_pre_hook(self._share, prepend=True)
+            _torch_compat.before_each_run(self.model, self._share)
 
-    def _share(self, *_: Any) -> None:
+    def _share(self) -> None:
         for first, second in self.pairs:
             _torch_compat.share_shards(self.model.get_submodule(first), self.model.get_submodule(second))
 

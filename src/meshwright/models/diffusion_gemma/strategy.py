@@ -12,9 +12,12 @@ from dataclasses import replace
 
 from torch import nn
 
+from meshwright.distributed.mesh import ParallelMesh
 from meshwright.distributed.strategy import ParallelizationStrategy, register_parallel_strategy
 from meshwright.models.decoder import global_heads
+from meshwright.models.diffusion_gemma.fsdp import enable_generate
 from meshwright.models.spec import derived_spec
+from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.plan.spec import ParallelSpec, Structure, TwinStacks, UnitRule
 
 __all__ = ["DECODER", "ENCODER", "DiffusionGemmaParallelizationStrategy"]
@@ -51,3 +54,9 @@ class DiffusionGemmaParallelizationStrategy(ParallelizationStrategy):
             tp_styles=styles,
             structure=structure,
         )
+
+    def carry_out(self, model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.Module:
+        """As always; and the model generates."""
+        model = super().carry_out(model, plan, mesh)
+        enable_generate(model)
+        return model
