@@ -131,8 +131,11 @@ def test_every_block_is_drawn() -> None:
 
 def test_held_out_sequences_have_fixed_rates() -> None:
     item = texts(8, TOKENS_IN_ROW)
-    first, again = (objective(mode="one_block").held_out(item, range(8)) for _ in range(2))
+    first, again = (objective().held_out(item, range(8)) for _ in range(2))
     assert all(torch.equal(first[name], again[name]) for name in first)
+    one, same = (objective(mode="one_block").held_out(item, range(8)) for _ in range(2))
+    assert one["canvas_ids"].shape == (8, LENGTH)
+    assert all(torch.equal(one[name], same[name]) for name in one)
     changed = (first["canvas_ids"] != first["canvas_labels"]).float().mean(dim=1)
     assert changed[0] < 0.3 < 0.7 < changed[7]
 

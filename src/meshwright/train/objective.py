@@ -134,7 +134,7 @@ class BlockDiffusion(Objective):
         return [self._noised(*item, held_out=False) for item in zip(batches, numbers, strict=True)]
 
     def held_out(self, batch: Batch, numbers: Sequence[int]) -> Batch:
-        """All blocks, with rates of noise that go evenly through all there are."""
+        """As in training, with noise that is the same each time, at rates that go evenly through all there are."""
         return self._noised(batch, numbers, held_out=True)
 
     def _noised(self, batch: Batch, numbers: Sequence[int], *, held_out: bool) -> Batch:
@@ -159,7 +159,7 @@ class BlockDiffusion(Objective):
             for number in numbers
         ]
         noised = corrupt(canvas, draws)
-        if self.options.mode == "one_block" and not held_out:
+        if self.options.mode == "one_block":
             canvas, noised = one_block(canvas, noised, draws, self.length)
         return {
             **batch,
