@@ -22,7 +22,8 @@ from tests.train.runs import LLAMA, tiny_run, trainer_on_rank
 IDS = [[5, 17, 290, 4, 60, 61, 62], [9, 8, 7, 6, 5, 4, 3]]
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}
 PHI3 = {key: value for key, value in LLAMA.items() if key != "head_dim"} | {"model_type": "phi3", "pad_token_id": 0}
-MODELS = {"tied llama": {**LLAMA, "tie_word_embeddings": True}, "llama": LLAMA, "gpt2": GPT2, "phi3": PHI3}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "intermediate_size": 64, "num_local_experts": 4}
+MODELS = {"mixtral": MIXTRAL, "tied llama": {**LLAMA, "tie_word_embeddings": True}, "llama": LLAMA, "gpt2": GPT2, "phi3": PHI3}
 
 
 def _train_and_ask(rank: int, config: RunConfig, store: Path) -> list[list[float]]:
@@ -35,13 +36,15 @@ def _train_and_ask(rank: int, config: RunConfig, store: Path) -> list[list[float
     return whole(logits).tolist()
 
 
-@pytest.fixture(scope="module", params=["tied llama", "llama", "gpt2", "llama, tp 2", "tied llama, tp 2", "phi3, tp 2"])
+@pytest.fixture(
+    scope="module", params=["tied llama", "llama", "gpt2", "llama, tp 2", "tied llama, tp 2", "phi3, tp 2", "mixtral, ep 2"]
+)
 def trained(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, corpus: Path
 ) -> tuple[RunConfig, torch.Tensor]:
     """A run on two ranks, and what its model answered while it was sharded."""
-    name = request.param.removesuffix(", tp 2")
-    layout = ("layout.tp=2", "layout.dp_shard=1") if name != request.param else ()
+    name, _, parallel = request.param.partition(", ")
+    layout = {"": (), "tp 2": ("layout.tp=2", "layout.dp_shard=1"), "ep 2": ("layout.ep=2",)}[parallel]
     override = f"model.config={json.dumps(MODELS[name])}"
     config = tiny_run(tmp_path_factory.mktemp("trained"), corpus, override, "training.steps=3", *layout)
     _, _, store = prepare_run(config, 2)
@@ -81,6 +84,8 @@ def test_each_weight_once(exported: Path) -> None:
     assert ("lm_head.weight" in names) == (not model.config.tie_word_embeddings)
     assert {path.name for path in exported.iterdir()} >= {"config.json", "tokenizer.json", "model.safetensors"}
     assert not list(exported.glob("*.bin"))
+    if model.config.model_type == "mixtral":  # as on the hub: each expert apart
+        assert sum(".experts.3." in name for name in names) == 2 * 3
 
 
 def test_half_precision(trained: tuple[RunConfig, torch.Tensor], tmp_path: Path) -> None:

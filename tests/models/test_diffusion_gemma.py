@@ -131,8 +131,11 @@ def test_every_block_is_drawn() -> None:
 
 def test_held_out_sequences_have_fixed_rates() -> None:
     item = texts(8, TOKENS_IN_ROW)
-    first, again = (objective(mode="one_block").held_out(item, range(8)) for _ in range(2))
+    first, again = (objective().held_out(item, range(8)) for _ in range(2))
     assert all(torch.equal(first[name], again[name]) for name in first)
+    one, same = (objective(mode="one_block").held_out(item, range(8)) for _ in range(2))
+    assert one["canvas_ids"].shape == (8, LENGTH)
+    assert all(torch.equal(one[name], same[name]) for name in one)
     changed = (first["canvas_ids"] != first["canvas_labels"]).float().mean(dim=1)
     assert changed[0] < 0.3 < 0.7 < changed[7]
 
@@ -204,8 +207,8 @@ def test_the_encoder_says_the_next_token() -> None:
     hidden = model.model.encoder(item["input_ids"]).last_hidden_state
     enable(model)
     expected = torch.tanh(model.lm_head(hidden) / 30) * 30
-    assert torch.allclose(model(denoise=item).encoder_logits, expected, atol=1e-6)
-    assert model(denoise=item, encoder_logits=False).encoder_logits is None
+    assert torch.allclose(model(denoise=item, encoder_loss=lambda logits: logits).encoder_loss, expected, atol=1e-6)
+    assert model(denoise=item).encoder_loss is None
 
 
 @torch.no_grad()
@@ -318,6 +321,31 @@ def _without_encoder_loss(rank: int) -> None:
 
 def test_without_a_loss_of_the_encoder_its_output_still_gets_a_gradient() -> None:
     run_ranks(_without_encoder_loss, 1, group=False)
+
+
+def _order_of_backward(rank: int, weight: float) -> None:
+    model, plan = tiny_diffusion_gemma(), objective(encoder_loss_weight=weight)
+    plan.attach(model)
+    order: list[str] = []
+
+    def watch(name: str) -> Any:
+        def on_output(_: Any, __: Any, output: torch.Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda _: order.append(name))
+
+        return on_output
+
+    for name in ("encoder.language_model", "decoder"):
+        for number, layer in enumerate(model.model.get_submodule(f"{name}.layers")):
+            layer.register_forward_hook(watch(f"{name[:7]} {number}"))
+    _losses(model, plan, batch(encoder_loss_weight=weight)).backward()
+    assert order == ["decoder 1", "decoder 0", "encoder 1", "encoder 0"]
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_backward_goes_through_the_decoder_and_then_through_the_encoder(weight: float) -> None:
+    """So that FSDP gathers the layers of the encoder when it is their turn, and not all through the backward of the decoder."""
+    run_ranks(_order_of_backward, 1, weight, group=False)
 
 
 def test_counts_are_of_what_is_learned() -> None:

@@ -131,6 +131,14 @@ def test_an_export_is_the_hub_s_and_fills_canvases(finished: RunConfig, tmp_path
         generate(tmp_path / "export", "abc", top_p=0.5)
 
 
+def test_a_pretrained_model_goes_on_from_what_it_was(finished: RunConfig, tiny: Tiny, tmp_path: Path) -> None:
+    """On two ranks, each of which reads its slices; files hold the decoder's names alone."""
+    export_checkpoint(Paths(finished.directory).checkpoints / "step-00000006", tmp_path / "export")
+    config = tiny(*RUN[1:], f"model={{path: {tmp_path / 'export'}}}", "tokenizer={}", "training.steps=1", name="tuned")
+    train(config, 2)
+    assert eval_losses(config)[0] == pytest.approx(eval_losses(finished)[-1], abs=1e-5)
+
+
 def test_what_does_not_apply_is_refused(tiny: Tiny) -> None:
     for overrides, message in (
         (("diffusion.mode=one_block",), r"diffusion\.mode='one_block'.*LlamaForCausalLM is trained to say the next token"),

@@ -6,6 +6,7 @@ optimizer step, over all ranks and microbatches; then they are added with their 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -134,7 +135,7 @@ class BlockDiffusion(Objective):
         return [self._noised(*item, held_out=False) for item in zip(batches, numbers, strict=True)]
 
     def held_out(self, batch: Batch, numbers: Sequence[int]) -> Batch:
-        """All blocks, with rates of noise that go evenly through all there are."""
+        """As in training, with noise that is the same each time, at rates that go evenly through all there are."""
         return self._noised(batch, numbers, held_out=True)
 
     def _noised(self, batch: Batch, numbers: Sequence[int], *, held_out: bool) -> Batch:
@@ -159,7 +160,7 @@ class BlockDiffusion(Objective):
             for number in numbers
         ]
         noised = corrupt(canvas, draws)
-        if self.options.mode == "one_block" and not held_out:
+        if self.options.mode == "one_block":
             canvas, noised = one_block(canvas, noised, draws, self.length)
         return {
             **batch,
@@ -177,11 +178,9 @@ class BlockDiffusion(Objective):
 
     def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Cross-entropy of the clean tokens of the canvases (of noised ones and of others alike), and of the next token."""
-        found = model(denoise=batch, encoder_logits=self.encoder)
+        found = model(denoise=batch, encoder_loss=partial(token_loss_sum, labels=batch["labels"]) if self.encoder else None)
         denoising = token_loss_sum(found.logits, batch["canvas_labels"]) + found.anchor
-        if found.encoder_logits is None:
-            return (denoising,)
-        return denoising, token_loss_sum(found.encoder_logits, batch["labels"])
+        return (denoising, found.encoder_loss) if self.encoder else (denoising,)
 
 
 def make_objective(config: RunConfig, model: "PreTrainedModel") -> Objective:

@@ -68,6 +68,8 @@ class Trainer:
         training, data = self.config.training, self.config.data
 
         self.objective = setup.objective
+        self.counts = torch.ones(len(self.objective.terms), device=device)  # of the step: targets of each term, over all ranks
+        self.sums = torch.zeros_like(self.counts)  # of the step: this rank's share of each term
         self.model = self.distribute(setup.model)
         self.objective.attach(self.model)
         shards_on = torch.device("cpu") if setup.plan.options.cpu_offload else device
@@ -181,7 +183,7 @@ class Trainer:
         # Counted before backward: the loss is divided by all tokens of the step, so no factor depends on the layout. The
         # count stays on the device; it is read at the end with the loss and the norm, so that the host waits only once.
         self.counts = self.mesh.sum(torch.tensor(self.objective.counts(on_host), device=self.device))
-        self.sums = torch.zeros(len(self.counts), device=self.device)
+        self.sums = torch.zeros_like(self.sums)
         divisor = self.counts[0].clamp(min=1)
         rate = learning_rate(self.step, self.config.training.steps, self.config.optimizer.lr, self.config.schedule)
         set_learning_rate(self.optimizer, rate)

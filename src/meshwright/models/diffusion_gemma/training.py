@@ -1,6 +1,8 @@
 """The training forward: three passes of the stack, in one call of the model.
 
-1. The encoder reads the clean sequence, causally, and leaves keys and values in a cache.
+1. The encoder reads the clean sequence, causally, and leaves keys and values in a cache. Its own loss is computed at once:
+   backward takes first what was computed last, so it goes through the decoder, and then through the encoder, and no unit of the
+   encoder is gathered before its turn.
 2. The decoder reads cache and noised canvas, without gradient: the draft that self-conditioning looks at. It is run also where
    no sequence drew self-conditioning, so that all ranks gather the same units in the same order.
 3. The decoder again, with gradient; sequences that did not draw it get a draft of zeros, as in generation's first step.
@@ -13,6 +15,7 @@ The embedding is used here outside of its own forward, as the output head and by
 unit.
 """
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,23 +38,23 @@ class Denoised(NamedTuple):
 
     Attributes:
         logits: [B, R, V], of the canvas.
-        encoder_logits: [B, S, V], of the next token of the clean sequence; ``None`` where they were not asked for.
-        anchor: zero, to be added to the loss. Without it, and without a loss on the encoder's logits, no gradient reaches the
-            encoder's output: its last layer would be reached through the cache alone, unseen by FSDP, whose backward then
-            reads memory that is freed already.
+        encoder_loss: of the clean sequence; ``None`` where it was not asked for.
+        anchor: zero, to be added to the loss. Without it, and without a loss of the encoder, no gradient reaches the encoder's
+            output: its last layer would be reached through the cache alone, unseen by FSDP, whose backward then reads memory
+            that is freed already.
     """
 
     logits: torch.Tensor
-    encoder_logits: torch.Tensor | None
+    encoder_loss: torch.Tensor | None
     anchor: torch.Tensor
 
 
 def enable(model: "PreTrainedModel") -> None:
-    """Let a ``DiffusionGemmaForBlockDiffusion`` take ``model(denoise=batch, encoder_logits=True)``; to do it twice is no harm.
+    """Let a ``DiffusionGemmaForBlockDiffusion`` take ``model(denoise=batch, encoder_loss=...)``; to do it twice is no harm.
 
     The batch holds ``input_ids`` and ``position_ids`` [B, S], ``canvas_ids`` (noised), ``canvas_positions`` and
-    ``canvas_blocks`` [B, R], and ``self_conditioned`` [B, 1]; see :mod:`~meshwright.models.diffusion_gemma.canvas`. It
-    returns a :class:`Denoised`.
+    ``canvas_blocks`` [B, R], and ``self_conditioned`` [B, 1]; see :mod:`~meshwright.models.diffusion_gemma.canvas`.
+    ``encoder_loss`` makes a loss of the encoder's logits [B, S, V] of the next tokens. Returned is a :class:`Denoised`.
     """
     if not isinstance(model.forward, _Forward):
         model.forward = _Forward(model, model.forward)
@@ -70,12 +73,17 @@ class _Forward:
 
 
 def _three_passes(
-    model: "PreTrainedModel", forward: Any, batch: dict[str, torch.Tensor], encoder_logits: bool = True
+    model: "PreTrainedModel",
+    forward: Any,
+    batch: dict[str, torch.Tensor],
+    encoder_loss: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Denoised:
     written = _cache_type()()
     encoded = model.model.encoder(
         input_ids=batch["input_ids"], position_ids=batch["position_ids"], past_key_values=written
     ).last_hidden_state
+    read = None if encoder_loss is None else encoder_loss(_head(model, encoded))
+    anchor = (encoded[:, :1] * 0.0).sum()
     decode = partial(
         forward,
         past_key_values=written,
@@ -86,7 +94,7 @@ def _three_passes(
     with torch.no_grad():
         draft = decode().logits
     logits = decode(self_conditioning_logits=draft, self_conditioning_mask=batch["self_conditioned"][:, 0]).logits
-    return Denoised(logits, _head(model, encoded) if encoder_logits else None, (encoded[:, :1] * 0.0).sum())
+    return Denoised(logits, read, anchor)
 
 
 @cache
