@@ -75,5 +75,5 @@ def register_diffusion_gemma_parallel_strategy() -> None:
 
 
 def enable_generate(model: nn.Module) -> None:
-    """Let ``model.generate`` work on units: it calls encoder and decoder directly, and so would pass the root's gathering by."""
+    """Let ``model.generate`` work on units: it calls encoder and decoder directly, past the hooks of the root."""
     register_fsdp_forward_method(model, "generate")
