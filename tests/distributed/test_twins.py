@@ -1,0 +1,216 @@
+"""A stack that runs twice: twin units and shared units, their collectives, and what they hold."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.distributed import _torch_compat
+from meshwright.distributed.comm_counter import CommCounter
+from meshwright.distributed.fsdp import fsdp_units
+from meshwright.distributed.grad_sync import GradSync
+from meshwright.distributed.mesh import build_mesh
+from meshwright.distributed.strategy import get_parallelization_strategy
+from meshwright.errors import PlanError
+from meshwright.layout import Layout
+from meshwright.models.diffusion_gemma.fsdp import (
+    _has_fsdp_state,
+    fully_shard_diffusion_gemma,
+    register_diffusion_gemma_parallel_strategy,
+)
+from meshwright.models.diffusion_gemma.options import DiffusionConfig
+from meshwright.models.spec import spec_of
+from meshwright.plan.options import ParallelOptions, SyncPolicy
+from meshwright.plan.price import totals
+from meshwright.plan.resolver import resolve
+from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.train.objective import BlockDiffusion
+from tests.diffusion_gemma import TOKENS, texts, tiny_diffusion_gemma
+from tests.harness import run_ranks
+from tests.tiny import tiny_model, whole
+
+VISION = ("model.encoder.vision_tower.**", "model.encoder.embed_vision.**")
+FOUR = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+
+
+def planned(twin: bool | None, world: int = 2, model: Any = None, **options: Any) -> ShardingPlan:
+    if model is None:
+        with torch.device("meta"):
+            model = tiny_diffusion_gemma(**FOUR)
+    chosen = ParallelOptions(param_dtype=None, twin_units=twin, freeze=VISION, **options)
+    return resolve(spec_of(model), model, Layout(), chosen, world_size=world)
+
+
+def sharded(twin: bool, world: int = 2, **options: Any) -> tuple[Any, ShardingPlan, BlockDiffusion]:
+    model = tiny_diffusion_gemma(**FOUR)
+    plan = planned(twin, world, model, **options)
+    get_parallelization_strategy(model).carry_out(model, plan, build_mesh(plan.layout, "cpu"))
+    objective = BlockDiffusion(DiffusionConfig(), 0, 8, TOKENS["vocab_size"], 24)
+    objective.attach(model)
+    return model, plan, objective
+
+
+def step(model: Any, sync: GradSync, objective: BlockDiffusion, microbatches: int) -> None:
+    made = objective.training([texts(2, 24, seed=index) for index in range(microbatches)], [range(2)] * microbatches)
+    for _, batch in sync.microbatches(made):
+        sum(objective.sums(model, batch)).backward()
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize(
+    ("twin", "policy", "expected"),
+    [
+        (False, SyncPolicy.DEFER, lambda m: (9, 9)),  # each of the nine units gathered and reduced once
+        (True, SyncPolicy.DEFER, lambda m: (17, 17)),
+        (False, SyncPolicy.RESHARD_EACH, lambda m: ((1 + 7 * 5 + 2) * m, 9)),
+        (True, SyncPolicy.RESHARD_EACH, lambda m: ((1 + 8 * 2 + 7 * 3 + 1) * m, 17)),
+        (False, SyncPolicy.REDUCE_EACH, lambda m: ((1 + 7 * 5 + 2) * m, 9 * m)),
+        (True, SyncPolicy.REDUCE_EACH, lambda m: ((1 + 8 * 2 + 7 * 3 + 1) * m, 17 * m)),
+    ],
+)
+def test_collectives_of_a_step(twin: bool, policy: SyncPolicy, microbatches: int, expected: Any) -> None:
+    """Of four layers with experts, and the root. The last decoder layer stays gathered from its first pass to its backward."""
+
+    def on_rank(rank: int) -> None:
+        model, plan, objective = sharded(twin, sync=policy, microbatches=microbatches)
+        sync = GradSync.from_plan(model, plan)
+        for _ in range(2):
+            with CommCounter() as counter:
+                step(model, sync, objective, microbatches)
+            found = (counter.counts["all_gather"], counter.counts["reduce_scatter"])
+            assert found == expected(microbatches)
+            traffic = totals(plan).traffic
+            assert found == (traffic.all_gathers, traffic.reduce_scatters)
+            assert counter.bytes["all_gather"] == traffic.all_gather_bytes
+            assert counter.bytes["reduce_scatter"] == traffic.reduce_scatter_bytes
+            assert not any(_torch_compat.is_unsharded(unit) for unit in fsdp_units(model).values())
+            for parameter in model.parameters():
+                parameter.grad = None
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("twin", [True, False])
+def test_one_layer_is_gathered_at_a_time(twin: bool) -> None:
+    """Under reduce_each: with its experts, beside the root, the last decoder layer and what is gathered ahead of its use."""
+
+    def on_rank(rank: int) -> None:
+        model, plan, objective = sharded(twin, sync=SyncPolicy.REDUCE_EACH, prefetch_backward=0)
+        units = fsdp_units(model)
+        kept = {name for name in units if not plan.unit(name).reshard_after_forward}
+        most = 0
+
+        def look(*_: Any) -> None:
+            nonlocal most
+            held = {name for name, unit in units.items() if _torch_compat.is_unsharded(unit)} - kept
+            assert len({name.removesuffix(".experts") for name in held}) <= 1, held
+            most = max(most, len(held))
+
+        for name in plan.layers:
+            if "vision" not in name:
+                model.get_submodule(name).mlp.register_forward_hook(look)
+                model.get_submodule(name).mlp.register_full_backward_hook(look)
+        step(model, GradSync.from_plan(model, plan), objective, 2)
+        assert most >= 1
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("twin", [True, False])
+def test_ties_survive_steps_and_twins_gather_what_the_optimizer_changed(twin: bool) -> None:
+    """On three ranks every shard is padded, into memory of each unit's own if nobody saw to it."""
+
+    def on_rank(rank: int) -> None:
+        model, plan, objective = sharded(twin, 3, sync=SyncPolicy.RESHARD_EACH)
+        sync = GradSync.from_plan(model, plan)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(2):
+            step(model, sync, objective, 1)
+            optimizer.step()
+            optimizer.zero_grad()
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for row in plan.parameters:
+            assert all(parameters[name] is parameters[row.name] for name in row.aliases)
+        stacks = model.model.encoder.language_model.layers, model.model.decoder.layers
+        units = [[layer, layer.experts] for layers in stacks for layer in layers]
+        for unit in (unit for pair in units for unit in pair):
+            unit.unshard()
+        for first, second in zip(*stacks, strict=True):
+            for (name, one), (_, other) in zip(first.named_parameters(), second.named_parameters(), strict=True):
+                assert torch.equal(one, other), name
+        for unit in (unit for pair in units for unit in pair):
+            unit.reshard()
+        for row in plan.parameters:
+            if row.trainable:
+                assert whole(parameters[row.name]).isfinite().all()
+
+    run_ranks(on_rank, 3)
+
+
+def test_it_generates_while_it_is_sharded() -> None:
+    def on_rank(rank: int) -> None:
+        prompt = torch.tensor([[5, 6, 7, 8]])
+        answers = []
+        for twin in (None, True, False):
+            model = tiny_diffusion_gemma(**FOUR) if twin is None else sharded(twin)[0]
+            torch.manual_seed(0)
+            answers.append(
+                model.eval().generate(prompt, max_new_tokens=8, max_denoising_steps=3, return_dict_in_generate=False)
+            )
+        assert torch.equal(answers[0], answers[1])
+        assert torch.equal(answers[0], answers[2])
+
+    run_ranks(on_rank, 2)
+
+
+def test_the_plan_chooses_by_what_the_stack_would_hold() -> None:
+    held = sum(row.gathered_bytes for row in planned(False).parameters if "layers" in row.name and row.trainable)
+    for budget, twin in ((held, False), (held - 1, True)):
+        plan = planned(None, sync_budget=budget)
+        assert {bool(unit.twin_of) for unit in plan.units if unit.name.startswith("model.decoder.layers")} == {twin}
+        assert {bool(unit.part_of) for unit in plan.units if unit.name.startswith("model.decoder.layers")} == {not twin}
+    shared, twins = (totals(planned(twin, sync=SyncPolicy.REDUCE_EACH)) for twin in (False, True))
+    assert shared.unsharded_gradient_peak_bytes > held > 2 * twins.unsharded_gradient_peak_bytes
+    assert twins.traffic.reduce_scatter_bytes > 1.9 * shared.traffic.reduce_scatter_bytes
+    assert twins.parameter_bytes == shared.parameter_bytes
+    assert ShardingPlan.from_json(planned(True).to_json()) == planned(True)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    model = tiny_model(meta=True)
+    with pytest.raises(PlanError, match="twin_units=True: no two layers of LlamaForCausalLM share parameters"):
+        resolve(spec_of(model), model, Layout(), ParallelOptions(twin_units=True), world_size=2)
+    with pytest.raises(PlanError, match="are one unit, and are given"):
+        planned(False, sync_units={"model.decoder.layers.0": "reduce_each"})
+
+
+def test_sharding_by_hand_makes_experts_a_unit_inside_their_layer() -> None:
+    class Holder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.moe = torch.nn.Module()
+            self.moe.experts = torch.nn.Linear(4, 4)
+            self.other = torch.nn.Linear(4, 4)
+
+    def on_rank(rank: int) -> None:
+        mesh = build_mesh(Layout(), "cpu")["dp_shard"]
+        policy = torch.distributed.fsdp.MixedPrecisionPolicy()
+        for module, experts in (
+            (tiny_model("mixtral").model.layers[0].mlp, "experts"),
+            (Holder(), "moe.experts"),
+            (torch.nn.Linear(4, 4), None),
+        ):
+            for _ in range(2):  # idempotent
+                assert fully_shard_diffusion_gemma(module, mesh, policy, reshard_after_forward=False) is module
+            assert _has_fsdp_state(module)
+            assert list(fsdp_units(module)) == ["", *([experts] if experts else [])]
+            own = {id(parameter) for parameter in _torch_compat.owned_parameters(module)}
+            inside = module.get_submodule(experts).parameters() if experts else ()
+            assert own == {id(parameter) for parameter in module.parameters()} - {id(parameter) for parameter in inside}
+
+    run_ranks(on_rank, 2)
+    for _ in range(2):
+        register_diffusion_gemma_parallel_strategy()
+    with torch.device("meta"):
+        model = tiny_diffusion_gemma()
+    assert type(get_parallelization_strategy(model)).__name__ == "DiffusionGemmaParallelizationStrategy"
