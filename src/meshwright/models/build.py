@@ -50,13 +50,12 @@ def pretrained_config(
         raise ConfigError(f"model.config.model_type={kind!r}: unknown to transformers; near: {', '.join(near) or 'none'}")
     parts = getattr(CONFIG_MAPPING[kind], "sub_configs", {})
     legal = legal_keys(CONFIG_MAPPING[kind])
-    if "text_config" in parts:  # vocabulary and special tokens belong to the part that has them, and so do its keys
-        legal -= _keys_read(CONFIG_MAPPING[kind].__module__) - _own_keys(CONFIG_MAPPING[kind])
     problems = _unknown_keys(values, legal, "model.config", kind) if strict else []
     if "text_config" in parts and isinstance(values.get("text_config", {}), dict):
-        text, text_legal = values.get("text_config", {}), {"model_type"} | legal_keys(parts["text_config"])
+        text, text_legal = values.get("text_config", {}), {"model_type", "per_layer_config"} | legal_keys(parts["text_config"])
         problems += _unknown_keys(text, text_legal, "model.config.text_config", kind) if strict else []
         values["text_config"] = _filled(text, defaults or {}, text_legal)
+        legal = _own_keys(CONFIG_MAPPING[kind])  # what its files read besides is of its parts: vocabulary and special tokens
     if problems:
         raise ConfigError(problems)
     try:
