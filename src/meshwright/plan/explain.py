@@ -7,14 +7,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from meshwright.plan.expert_parallel import expert_parallel_counts
 from meshwright.plan.options import SyncPolicy
 from meshwright.plan.price import tensor_parallel_counts, totals, unit_traffic
-from meshwright.plan.sharding_plan import Move, ParameterRow, ShardingPlan, TensorParallelRow, UnitRow
+from meshwright.plan.sharding_plan import ExpertsRow, Move, ParameterRow, ShardingPlan, TensorParallelRow, UnitRow
 from meshwright.plan.spec import generalize
 
 __all__ = ["explain", "human_bytes"]
 
-Row = TypeVar("Row", ParameterRow, UnitRow, TensorParallelRow)
+Row = TypeVar("Row", ParameterRow, UnitRow, TensorParallelRow, ExpertsRow)
 
 
 def human_bytes(size: float) -> str:
@@ -37,6 +38,8 @@ def explain(plan: ShardingPlan, *, full: bool = False, parameters: bool = True) 
     tables = [_summary(plan), _units(plan, full)]
     if plan.tensor_parallel:
         tables.append(_tensor_parallel(plan, full))
+    if plan.experts:
+        tables.append(_experts(plan, full))
     return Group(*tables, *([_parameters(plan, full)] if parameters else []))
 
 
@@ -124,6 +127,24 @@ def _tensor_parallel(plan: ShardingPlan, full: bool) -> Table:
     return table
 
 
+def _experts(plan: ShardingPlan, full: bool) -> Table:
+    table = Table(title="Experts", title_justify="left", box=SIMPLE_HEAD)
+    for name in ("mixture", "router", "experts", "on a rank", "tokens from"):
+        table.add_column(name, justify="right" if name in ("experts", "on a rank") else "left", overflow="fold")
+
+    def cells(row: ExpertsRow) -> tuple[str, ...]:
+        tokens = (
+            "this rank" if plan.layout.ep == 1 else "its part of tp, all ranks of ep" if row.token_axis else "all ranks of ep"
+        )
+        return generalize(row.router), str(row.experts), str(row.local), tokens
+
+    for label, values in _folded(plan.experts, cells, full):
+        table.add_row(label, *values)
+    counts = [f"{count} {kind} over {axis}" for axis, of in expert_parallel_counts(plan).items() for kind, count in of.items()]
+    table.caption = f"per step: {', '.join(counts)}" if counts else None
+    return table
+
+
 def _parameters(plan: ShardingPlan, full: bool) -> Table:
     table = Table(title="Parameters", title_justify="left", box=SIMPLE_HEAD)
     for name in ("parameter", "shape", "dtype", "unit", "placements", "local shape", "per rank"):
@@ -165,7 +186,7 @@ def _folded(rows: Iterable[Row], cells: Callable[[Row], tuple[str, ...]], full: 
     ]
 
 
-def _label(row: ParameterRow | UnitRow | TensorParallelRow) -> str:
+def _label(row: ParameterRow | UnitRow | TensorParallelRow | ExpertsRow) -> str:
     if isinstance(row, ParameterRow) and row.aliases:
         return f"{row.name} = {', '.join(row.aliases)}"
     return row.name

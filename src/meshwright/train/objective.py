@@ -17,8 +17,8 @@ from meshwright.errors import ConfigError
 from meshwright.models._transformers_compat import attention_of
 from meshwright.models.diffusion_gemma.canvas import lay_out
 from meshwright.models.diffusion_gemma.corruption import EVALUATION_RATES, corrupt, draw, one_block
+from meshwright.models.diffusion_gemma.model import ATTENTIONS, enable
 from meshwright.models.diffusion_gemma.options import DiffusionConfig
-from meshwright.models.diffusion_gemma.training import ATTENTIONS, enable
 from meshwright.train.config import RunConfig
 from meshwright.train.loss import count_tokens, forward_logits, token_loss_sum
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from meshwright.models._transformers_compat import attention_of
+from meshwright.models.diffusion_gemma.fsdp import register_diffusion_gemma_parallel_strategy
 from meshwright.models.diffusion_gemma.masks import as_additive, block_causal_masks
 
 if TYPE_CHECKING:
@@ -131,3 +132,6 @@ def _head(model: "PreTrainedModel", hidden: torch.Tensor) -> torch.Tensor:
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     cap = model.final_logit_softcapping
     return torch.tanh(logits / cap) * cap
+
+
+register_diffusion_gemma_parallel_strategy()
