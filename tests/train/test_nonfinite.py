@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from meshwright.errors import NonFiniteError
-from meshwright.train import trainer as trainer_module
+from meshwright.train import objective as objective_module
 from meshwright.train.config import RunConfig
 from meshwright.train.prepare import prepare_run
 from tests.harness import run_ranks
@@ -23,13 +23,13 @@ STEP = 3
 
 def _train(rank: int, config: RunConfig, store: Path, value: float) -> str:
     trainer = trainer_on_rank(config, store)
-    plain = trainer_module.token_loss_sum
+    plain = objective_module.token_loss_sum
 
     def poisoned(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         loss = plain(logits, labels)
         return loss * value if rank == 1 and trainer.step == STEP - 1 and trainer.model.training else loss
 
-    trainer_module.token_loss_sum = poisoned
+    objective_module.token_loss_sum = poisoned
     try:
         trainer.run()
     except NonFiniteError as error:

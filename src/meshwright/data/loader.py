@@ -129,15 +129,18 @@ class TrainLoader:
         Tensors are int64 and on the CPU. Keys are input_ids, labels (shifted, -100 where there is nothing to learn) and
         position_ids.
         """
+        return [
+            _collate([self._sequence(number) for number in numbers], self._dataset(self.epoch(step)), self.multiple)
+            for numbers in self.numbers(step)
+        ]
+
+    def numbers(self, step: int) -> list[range]:
+        """Of the sequences of each microbatch, in the stream of all sequences of the run: the same sequence of the same run
+        has the same number on every layout.
+        """
         share = self.global_batch_size // self.data_ranks
         begin = step * self.global_batch_size + self.data_rank * share
-        size = self.microbatch_size
-        return [
-            _collate(
-                [self._sequence(number) for number in range(at, at + size)], self._dataset(self.epoch(step)), self.multiple
-            )
-            for at in range(begin, begin + share, size)
-        ]
+        return [range(at, at + self.microbatch_size) for at in range(begin, begin + share, self.microbatch_size)]
 
     def epoch(self, step: int) -> int:
         """Epoch of the first sequence of a step, counted from 0."""
@@ -240,9 +243,12 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in range(len(self)):
-            begin = (batch * self.data_ranks + self.data_rank) * self.microbatch_size
-            numbers = range(begin, begin + self.microbatch_size)
-            yield _collate([self._sequence(number) for number in numbers], self.dataset, self.multiple)
+            yield _collate([self._sequence(number) for number in self.numbers(batch)], self.dataset, self.multiple)
+
+    def numbers(self, batch: int) -> range:
+        """Of the sequences of a batch of this rank, among all that are held out; those beyond the last one are filler."""
+        begin = (batch * self.data_ranks + self.data_rank) * self.microbatch_size
+        return range(begin, begin + self.microbatch_size)
 
     def _sequence(self, number: int) -> dict[str, Integers]:
         if number < self.sequences:

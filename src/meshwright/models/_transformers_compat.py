@@ -21,6 +21,7 @@ __all__ = [
     "MINIMUM_TRANSFORMERS",
     "Declarations",
     "LoadReport",
+    "attention_of",
     "check",
     "declarations",
     "initialize_module",
@@ -118,9 +119,20 @@ def without_torch_init() -> AbstractContextManager[Any]:
     return guard_torch_init_functions()
 
 
+def attention_of(model: "PreTrainedModel") -> str:
+    """The attention implementation that the layers of a model use, such as ``sdpa``."""
+    return str(model.config.get_text_config()._attn_implementation)
+
+
+_LEFT_OUT = {"DiffusionGemmaEncoderTextLayer": {"layer_scalar": 1.0}}
+"""Buffers that ``_init_weights`` of transformers 5.23 forgets, by class of their module, with the value of its constructor."""
+
+
 def initialize_module(owner: "PreTrainedModel", module: "nn.Module") -> None:
     """Run the family's own initialisation of one module, its children's parameters included where it touches them."""
     owner._init_weights(module)
+    for name, value in _LEFT_OUT.get(type(module).__name__, {}).items():
+        module.get_buffer(name).fill_(value)
 
 
 def initialized_flag(tensor: "torch.Tensor") -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["build_on_meta", "check_files", "legal_keys", "materialize", "pretrained_config", "weight_files"]
+__all__ = ["auto_class", "build_on_meta", "check_files", "legal_keys", "materialize", "pretrained_config", "weight_files"]
 
 
 def pretrained_config(
@@ -48,20 +48,36 @@ def pretrained_config(
     if kind not in CONFIG_MAPPING:
         near = difflib.get_close_matches(kind, list(CONFIG_MAPPING.keys()), n=3)
         raise ConfigError(f"model.config.model_type={kind!r}: unknown to transformers; near: {', '.join(near) or 'none'}")
+    parts = getattr(CONFIG_MAPPING[kind], "sub_configs", {})
     legal = legal_keys(CONFIG_MAPPING[kind])
-    problems = []
-    for key in values:
-        if strict and legal and key not in legal:
-            near = difflib.get_close_matches(key, sorted(legal), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            problems.append(f"model.config.{key}: unknown key of {kind!r}{hint}")
+    if "text_config" in parts:  # vocabulary and special tokens belong to the part that has them, and so do its keys
+        legal -= _keys_read(CONFIG_MAPPING[kind].__module__) - _own_keys(CONFIG_MAPPING[kind])
+    problems = _unknown_keys(values, legal, "model.config", kind) if strict else []
+    if "text_config" in parts and isinstance(values.get("text_config", {}), dict):
+        text, text_legal = values.get("text_config", {}), legal_keys(parts["text_config"])
+        problems += _unknown_keys(text, text_legal, "model.config.text_config", kind) if strict else []
+        values["text_config"] = _filled(text, defaults or {}, text_legal)
     if problems:
         raise ConfigError(problems)
-    filled = {key: value for key, value in (defaults or {}).items() if key not in values and (not legal or key in legal)}
     try:
-        return AutoConfig.for_model(kind, **filled, **values)
+        return AutoConfig.for_model(kind, **_filled(values, defaults or {}, legal))
     except Exception as error:  # families check their own values with exceptions of many kinds
         raise ConfigError(f"model.config: {kind!r} refuses it: {' '.join(str(error).split())}") from error
+
+
+def _filled(values: Mapping[str, Any], defaults: Mapping[str, Any], legal: set[str]) -> dict[str, Any]:
+    """A config's values, and defaults for the keys that it knows and leaves out."""
+    return {**{key: value for key, value in defaults.items() if not legal or key in legal}, **values}
+
+
+def _unknown_keys(values: Mapping[str, Any], legal: set[str], where: str, kind: str) -> list[str]:
+    problems = []
+    for key in values:
+        if legal and key not in legal:
+            near = difflib.get_close_matches(key, sorted(legal), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            problems.append(f"{where}.{key}: unknown key of {kind!r}{hint}")
+    return problems
 
 
 def _load_config(config: ModelConfig) -> "PretrainedConfig":
@@ -85,9 +101,14 @@ def legal_keys(kind: type) -> set[str]:
     Some published configs hold keys that are no field of their class and that the model asks for all the same, such as
     head_dim in those of qwen3_moe.
     """
+    return _own_keys(kind) | _keys_read(kind.__module__)
+
+
+def _own_keys(kind: type) -> set[str]:
+    """Fields of a config class, and their other names."""
     fields = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     fields |= set(inspect.signature(kind.__init__).parameters) - {"self", "kwargs", "args"}  # type: ignore[misc]
-    return fields | set(getattr(kind, "attribute_map", {})) | _keys_read(kind.__module__)
+    return fields | set(getattr(kind, "attribute_map", {}))
 
 
 @functools.cache
@@ -106,13 +127,12 @@ def _keys_read(module: str) -> frozenset[str]:
 
 
 def build_on_meta(config: ModelConfig, hf_config: "PretrainedConfig") -> "PreTrainedModel":
-    """The causal language model of a config, without memory.
+    """The causal language model of a config, or its model of block diffusion, without memory.
 
     Raises:
-        ModelError: if the family has no causal language model, or refuses the config.
+        ModelError: if the family has neither, or refuses the config.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     from meshwright.models import _transformers_compat
 
@@ -123,11 +143,18 @@ def build_on_meta(config: ModelConfig, hf_config: "PretrainedConfig") -> "PreTra
             keywords[name] = getattr(config, name)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config, **keywords)
+            model = auto_class(hf_config).from_config(hf_config, **keywords)
     except Exception as error:  # transformers raises many kinds here, all about what the config asks for
         raise ModelError(f"model: {type(error).__name__}: {error}") from error
     model.config.use_cache = False  # training never reads the key/value cache
     return model
+
+
+def auto_class(hf_config: "PretrainedConfig") -> Any:
+    """The class of transformers that makes and loads the text model of a config."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if hf_config.model_type == "diffusion_gemma" else AutoModelForCausalLM
 
 
 def weight_files(config: ModelConfig) -> list[Path]:

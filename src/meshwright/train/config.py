@@ -16,6 +16,7 @@ from meshwright.data.config import DataConfig, TokenizerConfig
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.models.config import ModelConfig
+from meshwright.models.diffusion_gemma.options import DiffusionConfig
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
 
 __all__ = ["RunConfig", "load_config"]
@@ -177,6 +178,10 @@ class ScheduleConfig(_Section):
 class TrainingConfig(_Section):
     """The loop."""
 
+    objective: Literal["next_token", "block_diffusion"] | None = Field(
+        default=None,
+        description="What the model learns: to say the next token, or to denoise blocks of text. null: what it is made for.",
+    )
     steps: int = Field(ge=1, description="Optimizer steps in all.")
     global_batch_size: int = Field(ge=1, description="Sequences in an optimizer step, over all ranks and microbatches.")
     microbatch_size: int = Field(default=1, ge=1, description="Sequences in one forward and backward of a rank.")
@@ -248,6 +253,7 @@ class RunConfig(_Section):
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="AdamW.")
     schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="Learning rate over the steps.")
     training: TrainingConfig = Field(description="The loop.")
+    diffusion: DiffusionConfig = Field(default=DiffusionConfig(), description="Block diffusion.")
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Saving and resuming.")
     metrics: MetricsConfig = Field(default=MetricsConfig(), description="Where metrics go.")
     launch: LaunchConfig = Field(default=LaunchConfig(), description="Local worker processes.")

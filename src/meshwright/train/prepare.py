@@ -130,7 +130,8 @@ def _tokenizer(config: RunConfig, paths: Paths) -> "PreTrainedTokenizerBase":
     if resuming and (paths.tokenizer / "tokenizer_config.json").is_file():
         _refuse_another_tokenizer(config, paths)
         return load_run_tokenizer(config)
-    default = (config.model.config or {}).get("vocab_size")
+    held = config.model.config or {}
+    default = held.get("vocab_size") or (held.get("text_config") or {}).get("vocab_size")
     return build_tokenizer(
         config.tokenizer,
         config.data,

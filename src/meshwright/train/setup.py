@@ -4,7 +4,7 @@
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,8 @@ from meshwright.train.config import RunConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from meshwright.train.objective import Objective
 
 __all__ = [
     "Paths",
@@ -80,6 +82,7 @@ class RunSetup:
         model: on the meta device.
         spec: what it declares of itself.
         plan: what every rank will hold and send.
+        objective: what the model is trained to do.
     """
 
     config: RunConfig
@@ -87,6 +90,7 @@ class RunSetup:
     model: "PreTrainedModel"
     spec: ParallelSpec
     plan: ShardingPlan
+    objective: "Objective"
 
     @property
     def paths(self) -> Paths:
@@ -124,6 +128,7 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
     from meshwright.models.imports import import_modules
     from meshwright.models.spec import spec_of
     from meshwright.plan.resolver import model_sizes, resolve
+    from meshwright.train.objective import NextToken, make_objective
 
     import_modules(config.imports)
     hf_config = pretrained_config(config.model, vocabulary_defaults(config, tokenizer))
@@ -144,6 +149,11 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
             find_operators(config.parallel.activation_checkpointing_save)
         except PlanError as error:
             problems.append(error)
+    objective: Objective = NextToken()
+    try:
+        objective = make_objective(config, model)
+    except ConfigError as error:
+        problems.append(error)
     problems.extend(_length_problems(config, model))
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         problems.append(
@@ -156,8 +166,9 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
         problems.extend(_vocabulary_problems(config, model, len(tokenizer)))
     if problems:
         raise together(problems)
-    plan = resolve(spec, model, layout, config.parallel.options(microbatches))
-    return RunSetup(config, layout, model, spec, plan)
+    options = config.parallel.options(microbatches)
+    plan = resolve(spec, model, layout, replace(options, freeze=(*options.freeze, *objective.frozen)))
+    return RunSetup(config, layout, model, spec, plan, objective)
 
 
 def vocabulary_defaults(config: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:

@@ -24,7 +24,6 @@ from meshwright.models.build import materialize
 from meshwright.models.init import derive_seed, initialize_buffers
 from meshwright.plan.resolver import model_sizes
 from meshwright.train.boundaries import check_boundaries
-from meshwright.train.loss import count_tokens, forward_logits, token_loss_sum
 from meshwright.train.metrics import Recorder, memory_in_use
 from meshwright.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from meshwright.train.setup import RunSetup, plain_config
@@ -36,6 +35,12 @@ Batch = dict[str, torch.Tensor]
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _stacked(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Rows of several microbatches, with zeros behind those that are shorter."""
+    columns = max(tensor.shape[1] for tensor in tensors)
+    return torch.cat([nn.functional.pad(tensor, (0, columns - tensor.shape[1])) for tensor in tensors])
 
 
 class Trainer:
@@ -62,7 +67,9 @@ class Trainer:
         self.step = 0
         training, data = self.config.training, self.config.data
 
+        self.objective = setup.objective
         self.model = self.distribute(setup.model)
+        self.objective.attach(self.model)
         shards_on = torch.device("cpu") if setup.plan.options.cpu_offload else device
         if resume is None:
             self.fill(shards_on)
@@ -169,18 +176,22 @@ class Trainer:
     def train_step(self) -> dict[str, Any]:
         """One optimizer step; returns its metrics."""
         begun = time.perf_counter()
-        on_host = self.loader.microbatches(self.step)
+        on_host = self.objective.training(self.loader.microbatches(self.step), self.loader.numbers(self.step))
         batches = [self._to_device(batch) for batch in on_host]
         # Counted before backward: the loss is divided by all tokens of the step, so no factor depends on the layout. The
         # count stays on the device; it is read at the end with the loss and the norm, so that the host waits only once.
-        tokens = self.mesh.sum(torch.tensor(count_tokens(on_host), device=self.device))
-        divisor = tokens.clamp(min=1)
+        self.counts = self.mesh.sum(torch.tensor(self.objective.counts(on_host), device=self.device))
+        self.sums = torch.zeros(len(self.counts), device=self.device)
+        divisor = self.counts[0].clamp(min=1)
         rate = learning_rate(self.step, self.config.training.steps, self.config.optimizer.lr, self.config.schedule)
         set_learning_rate(self.optimizer, rate)
         summed = self.backward(batches, divisor)
         norm = self.clip()
-        loss_value, norm_value, token_count = torch.stack(
-            [self.mesh.sum(summed).double(), norm.to(self.device).double(), tokens.double()]
+        several = len(self.counts) > 1
+        total, *sums = self.mesh.sum(torch.stack([summed, *self.sums] if several else [summed])).double()
+        terms = [value / count.clamp(min=1) for value, count in zip(sums, self.counts, strict=several)]
+        loss_value, norm_value, token_count, *term_values = torch.stack(
+            [total, norm.to(self.device).double(), self.counts[0].double(), *terms]
         ).tolist()
         skipped = not (math.isfinite(loss_value) and math.isfinite(norm_value))
         if skipped:
@@ -191,6 +202,7 @@ class Trainer:
         seconds = time.perf_counter() - begun
         return {
             "loss": loss_value,
+            **self._by_term(term_values),
             "gradient_norm": norm_value,
             "learning_rate": rate,
             "tokens": int(token_count),
@@ -206,14 +218,21 @@ class Trainer:
 
         Args:
             batches: the microbatches of this rank.
-            divisor: valid tokens of the whole optimizer step, over all ranks.
+            divisor: targets of the whole optimizer step, over all ranks; of the first term, where the loss has several.
         """
         summed = torch.zeros((), device=self.device)
         for _, batch in self.sync.microbatches(batches):
-            loss = token_loss_sum(forward_logits(self.model, batch), batch["labels"]) / divisor
+            terms = self.objective.sums(self.model, batch)
+            loss = self.objective.combine(terms, self.counts) / divisor
             loss.backward()
             summed = summed + loss.detach()  # not in place: the dtype of the loss wins
+            self.sums = self.sums + torch.stack(terms).detach()
         return summed
+
+    def _by_term(self, values: list[float], prefix: str = "") -> dict[str, float]:
+        """Metrics of the terms of the loss, where there are several."""
+        terms = self.objective.terms
+        return {f"{prefix}{term}_loss": value for term, value in zip(terms, values, strict=False)} if len(terms) > 1 else {}
 
     def clip(self) -> torch.Tensor:
         """Clip the gradient of the whole model; returns its norm before that."""
@@ -236,7 +255,7 @@ class Trainer:
 
         folder = self.setup.paths.root / f"nonfinite-step-{self.step + 1}"
         folder.mkdir(parents=True, exist_ok=True)
-        stacked = {name: torch.cat([batch[name].cpu() for batch in batches]) for name in batches[0]}
+        stacked = {name: _stacked([batch[name].cpu() for batch in batches]) for name in batches[0]}
         save_file(stacked, folder / f"batch-rank-{self.rank}.safetensors")
         raise NonFiniteError(
             f"{what}; the batch of each rank is in {folder}; the last good checkpoint is kept. "
@@ -248,21 +267,25 @@ class Trainer:
         """Mean loss in nats over the held-out tokens, the same on all ranks; ``None`` without any."""
         if self.evaluation is None:
             return None
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        objective = self.objective
+        total = torch.zeros(2, len(objective.terms), dtype=torch.float64, device=self.device)  # sums, and counts
         self.model.eval()
         with self.sync.forward_only():
-            for on_host in self.evaluation:
-                total[1] += count_tokens([on_host])
-                batch = self._to_device(on_host)
-                total[0] += token_loss_sum(forward_logits(self.model, batch), batch["labels"])
+            for index, drawn in enumerate(self.evaluation):
+                on_host = objective.held_out(drawn, self.evaluation.numbers(index))
+                total[1] += torch.tensor(objective.counts([on_host]), device=self.device)
+                total[0] += torch.stack(objective.sums(self.model, self._to_device(on_host)))
         self.model.train()
-        self.mesh.sum(total)
-        loss = float(total[0] / total[1].clamp(min=1))
-        perplexity = math.exp(min(loss, 700.0))
+        sums, counts = self.mesh.sum(total)
+        loss = float(objective.combine(sums, counts) / counts[0].clamp(min=1))
+        terms = self._by_term((sums / counts.clamp(min=1)).tolist(), "eval/")
+        tokens = int(counts[0])
+        perplexity = {"eval/perplexity": math.exp(min(loss, 700.0))} if objective.perplexity else {}
+        shown = "".join(f", {name.removeprefix('eval/').replace('_', ' ')} {value:.4f}" for name, value in terms.items())
         self.recorder.event(
             self.step,
-            {"eval/loss": loss, "eval/perplexity": perplexity, "eval/tokens": int(total[1])},
-            f"held-out loss after {self.step} steps: [bold]{loss:.4f}[/bold] nats ({int(total[1]):,} tokens)",
+            {"eval/loss": loss, **terms, **perplexity, "eval/tokens": tokens},
+            f"held-out loss after {self.step} steps: [bold]{loss:.4f}[/bold] nats{shown} ({tokens:,} tokens)",
         )
         return loss
 

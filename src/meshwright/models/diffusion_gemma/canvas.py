@@ -1,0 +1,83 @@
+"""Where the blocks of a response lie.
+
+A token is supervised if it is the label of the token before it, so the first token of a document never is: in generation the
+prompt has it. The *response* is the last run of supervised tokens: all of a text but its first token, the last reply of a
+chat (what precedes it, earlier replies too, is read as clean text). It is cut into blocks of ``canvas_length`` tokens from its
+first token on, as generation does.
+
+Shapes: B sequences, S tokens of a sequence, R columns of the canvas.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["HIDDEN", "IGNORE", "Canvas", "lay_out"]
+
+IGNORE = -100
+"""Label of a column that is nobody's target: the default of torch's cross entropy."""
+
+HIDDEN = -1
+"""Block of a column that holds nothing: no other column sees it."""
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """The clean canvases of a batch, all int64 of [B, R].
+
+    Attributes:
+        ids: clean tokens.
+        labels: the same where the model is to learn them, otherwise :data:`IGNORE`.
+        positions: of the columns in their sequence; those of a block go on behind the end of the sequence.
+        blocks: position of the first column of each column's block, or :data:`HIDDEN`.
+    """
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    positions: torch.Tensor
+    blocks: torch.Tensor
+
+
+def lay_out(input_ids: torch.Tensor, labels: torch.Tensor, length: int, *, fill: bool, end: int | None = None) -> Canvas:
+    """Lay the responses of a batch out in blocks.
+
+    Args:
+        input_ids: [B, S], padded on the right.
+        labels: [B, S], shifted: the token that follows, or :data:`IGNORE`.
+        length: of a block.
+        fill: the rest of the last block repeats the response's last token and is supervised, where the response ends before
+            the sequence does. One that goes on to the end of the sequence may have been cut off there.
+        end: tokens of a sequence; ``None``: S. Less where a batch is padded to a multiple of some length.
+
+    Returns:
+        As many columns as the longest response has, in whole blocks; at least one block. Shorter ones have hidden columns.
+    """
+    end = input_ids.shape[1] if end is None else end
+    spans = [_response(row) for row in labels]
+    columns = length * max(1, *(-(-(last - first) // length) for first, last in spans))
+    shape = (len(input_ids), columns)
+    ids, targets = torch.zeros(shape, dtype=torch.int64), torch.full(shape, IGNORE)
+    blocks = torch.full(shape, HIDDEN)
+    positions = torch.arange(columns).repeat(len(input_ids), 1)
+    for row, (first, last) in enumerate(spans):
+        size = last - first
+        whole = -(-size // length) * length
+        positions[row] += first
+        ids[row, :size] = input_ids[row, first:last]
+        if fill and size and last < end:
+            ids[row, size:whole] = input_ids[row, last - 1]
+            size = whole
+        targets[row, :size] = ids[row, :size]
+        blocks[row, :size] = first + torch.arange(size) // length * length
+    return Canvas(ids, targets, positions, blocks)
+
+
+def _response(labels: torch.Tensor) -> tuple[int, int]:
+    """First position of the last run of supervised tokens, and the one behind it; (0, 0) where there is none."""
+    supervised = torch.nonzero(labels != IGNORE).flatten() + 1
+    if len(supervised) == 0:
+        return 0, 0
+    last = int(supervised[-1])
+    gaps = torch.nonzero(supervised.diff() > 1).flatten()
+    first = int(supervised[int(gaps[-1]) + 1]) if len(gaps) else int(supervised[0])
+    return first, last + 1

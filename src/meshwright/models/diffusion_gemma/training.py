@@ -1,0 +1,108 @@
+"""The training forward: three passes of the stack, in one call of the model.
+
+1. The encoder reads the clean sequence, causally, and leaves keys and values in a cache.
+2. The decoder reads cache and noised canvas, without gradient: the draft that self-conditioning looks at. It is run also where
+   no sequence drew self-conditioning, so that all ranks gather the same units in the same order.
+3. The decoder again, with gradient; sequences that did not draw it get a draft of zeros, as in generation's first step.
+
+The three are one ``model(denoise=batch)``: :func:`enable` puts a forward before that of the model, on the instance, and
+everything that hangs on the root's forward (hooks of FSDP, of mixed precision, of a recorder) sees one call a microbatch. The
+class is not touched, and ``model(...)`` without ``denoise`` is what it was.
+
+The embedding is used here outside of its own forward, as the output head and by self-conditioning, so it belongs to the root
+unit.
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from meshwright.models._transformers_compat import attention_of
+from meshwright.models.diffusion_gemma.masks import as_additive, block_causal_masks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["ATTENTIONS", "Denoised", "enable"]
+
+ATTENTIONS = ("sdpa", "eager")
+"""Attentions of transformers that take a mask of any pattern."""
+
+
+class Denoised(NamedTuple):
+    """What a training forward gives.
+
+    Attributes:
+        logits: [B, R, V], of the canvas.
+        encoder_logits: [B, S, V], of the next token of the clean sequence; ``None`` where they were not asked for.
+        anchor: zero, to be added to the loss. Without it, and without a loss on the encoder's logits, no gradient reaches the
+            encoder's output: its last layer would be reached through the cache alone, unseen by FSDP, whose backward then
+            reads memory that is freed already.
+    """
+
+    logits: torch.Tensor
+    encoder_logits: torch.Tensor | None
+    anchor: torch.Tensor
+
+
+def enable(model: "PreTrainedModel") -> None:
+    """Let a ``DiffusionGemmaForBlockDiffusion`` take ``model(denoise=batch, encoder_logits=True)``; to do it twice is no harm.
+
+    The batch holds ``input_ids`` and ``position_ids`` [B, S], ``canvas_ids`` (noised), ``canvas_positions`` and
+    ``canvas_blocks`` [B, R], and ``self_conditioned`` [B, 1]; see :mod:`~meshwright.models.diffusion_gemma.canvas`. It
+    returns a :class:`Denoised`.
+    """
+    if not isinstance(model.forward, _Forward):
+        model.forward = _Forward(model, model.forward)
+
+
+class _Forward:
+    """The forward of a model, with a training forward before it."""
+
+    def __init__(self, model: "PreTrainedModel", inner: Any) -> None:
+        self.model, self.inner = model, inner
+
+    def __call__(self, *args: Any, denoise: dict[str, torch.Tensor] | None = None, **kwargs: Any) -> Any:
+        if denoise is None:
+            return self.inner(*args, **kwargs)
+        return _three_passes(self.model, self.inner, denoise, *args, **kwargs)
+
+
+def _three_passes(
+    model: "PreTrainedModel", forward: Any, batch: dict[str, torch.Tensor], encoder_logits: bool = True
+) -> Denoised:
+    from transformers import DynamicCache
+
+    # Without the config: a cache that knows of windows would drop keys that earlier blocks need.
+    cache = DynamicCache()
+    encoded = model.model.encoder(
+        input_ids=batch["input_ids"], position_ids=batch["position_ids"], past_key_values=cache
+    ).last_hidden_state
+    decode = partial(
+        forward,
+        past_key_values=cache,
+        decoder_input_ids=batch["canvas_ids"],
+        decoder_position_ids=batch["canvas_positions"],
+        decoder_attention_mask=_masks(model, batch, encoded.dtype),
+    )
+    with torch.no_grad():
+        draft = decode().logits
+    logits = decode(self_conditioning_logits=draft, self_conditioning_mask=batch["self_conditioned"][:, 0]).logits
+    return Denoised(logits, _head(model, encoded) if encoder_logits else None, (encoded[:, :1] * 0.0).sum())
+
+
+def _masks(model: "PreTrainedModel", batch: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    config = model.config.get_text_config()
+    masks = block_causal_masks(batch["canvas_blocks"], batch["input_ids"].shape[1], config.sliding_window)
+    if attention_of(model) == "eager":
+        masks = {kind: as_additive(mask, dtype) for kind, mask in masks.items()}
+    return masks
+
+
+def _head(model: "PreTrainedModel", hidden: torch.Tensor) -> torch.Tensor:
+    """Logits as the model makes them of the decoder's hidden states: in fp32 or better, and capped."""
+    logits = model.lm_head(hidden)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    cap = model.final_logit_softcapping
+    return torch.tanh(logits / cap) * cap
