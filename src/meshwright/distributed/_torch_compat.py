@@ -37,6 +37,7 @@ __all__ = [
     "fsdp_state",
     "group_of_call",
     "group_ranks",
+    "in_backward",
     "is_decomposed",
     "is_unsharded",
     "left_unreduced",
@@ -178,6 +179,11 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
+def in_backward() -> bool:
+    """Whether autograd runs a backward in this thread now, so that a forward here is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def memory_of(tensor: torch.Tensor) -> int:
     """A number that tensors over the same memory share, while one of them is alive; of a DTensor, that of its local part."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata
@@ -263,6 +269,7 @@ def check() -> None:
         (FSDPState, "_fsdp_param_group"),
         (torch._C, "_dispatch_get_all_op_names"),
         (torch._C, "_SetExcludeDispatchKeyGuard"),
+        (torch._C, "_current_graph_task_id"),
         (torch._ops.OpOverload, "has_kernel_for_dispatch_key"),
     ):
         if not hasattr(owner, name):
