@@ -160,6 +160,38 @@ def test_experts_are_left_without_a_token(auditor: Auditor, folder: Path) -> Non
     assert int(idle.compared.split()[0]) > 0
 
 
+@pytest.mark.parametrize(
+    ("family", "label", "options"),
+    [
+        ("mixtral", "one process", {"activation_checkpointing": "full"}),
+        ("mixtral", "shard 2", {}),
+        ("mixtral", "tp 2", {}),
+        ("mixtral", "tp 2 seq", {"activation_checkpointing": "full"}),
+        ("mixtral", "ep 2", {"activation_checkpointing": "full"}),
+        ("qwen3_moe", "ep 2 x shard 2", {"activation_checkpointing": "submodule"}),
+        ("qwen3_moe", "2 x ep 2", {"sync": "reduce_each"}),
+        ("gpt_oss", "ep 2 = tp 2", {"activation_checkpointing": "selective"}),
+        ("gemma4_moe", "tp 2", {}),
+        ("deepseek_v3", "ep 2, tp 2 seq, shard 2", {"activation_checkpointing": "full"}),
+        ("nemotron_h", "ep 2", {}),
+    ],
+    ids=str,
+)
+def test_balance_of_experts(auditor: Auditor, folder: Path, family: str, label: str, options: dict[str, Any]) -> None:
+    """A balance loss as large as the training loss, and biases where there are some: those of one process."""
+    place = next(place for place in (ONE, *LAYOUTS) if place.label == label)
+    moe = {"aux_loss": 1.0, "bias_update_rate": 0.01 if family in ("deepseek_v3", "nemotron_h") else None}
+    packing = "pad" if family in ("gpt_oss", "nemotron_h") else "pack"
+    found = []
+    for microbatches in (1, 3):
+        variant = Variant(SyncPolicy.DEFER, "float64", microbatches, False, False)
+        found.append(audited(auditor, folder, place, variant, family, moe=moe, packing=packing, **options))
+        assert found[-1].worst_gradient < 1e-12
+    without = audited(auditor, folder, place, variant, family, packing=packing, **options)
+    assert without.losses[0] == found[-1].losses[0]
+    assert without.losses[1] != found[-1].losses[1]  # it did something
+
+
 def test_the_page_of_the_matrix(tmp_path: Path) -> None:
     """A refusal is told in the user's words, and what fails is not hidden."""
     said: list[str] = []

@@ -109,8 +109,7 @@ def checkpoint_forward(module: nn.Module, kept: Operators | None = None) -> None
     if is_checkpointed(module):
         return
     inner = module.forward
-    eager: dict[str, Any] = {} if kept is None else {"context_fn": functools.partial(_selective_contexts, kept)}
-    traced: dict[str, Any] = {} if kept is None else {"context_fn": functools.partial(_compiled_contexts, kept)}
+    options: dict[str, Any] = {} if kept is None else {"context_fn": functools.partial(_contexts, kept)}
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -119,7 +118,6 @@ def checkpoint_forward(module: nn.Module, kept: Operators | None = None) -> None
         # Tensors that come by name go the way of the others: autograd then holds them, and notices if they are overwritten.
         names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
         others = {name: value for name, value in kwargs.items() if name not in names}
-        options = traced if torch.compiler.is_compiling() else eager
 
         def run(*values: Any) -> Any:
             return inner(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)), **others)
@@ -261,6 +259,11 @@ def _hold(operator: Any, tensor: torch.Tensor) -> _Held:
 
 def _handed_out(operator: Any, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if _role(operator, frozenset()) is _Role.COPIED else _torch_compat.alias(tensor)
+
+
+def _contexts(kept: Operators) -> Contexts:
+    """Asked for by each run: a layer that was to be compiled runs as it is where something inside cannot be."""
+    return _compiled_contexts(kept) if torch.compiler.is_compiling() else _selective_contexts(kept)
 
 
 def _selective_contexts(kept: Operators) -> Contexts:

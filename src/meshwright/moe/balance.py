@@ -264,8 +264,8 @@ def refusals(plan: ShardingPlan, *, aux_loss: float, bias_update_rate: float, co
     if aux_loss:
         if not counts_tokens:
             found.append(
-                f"{asked[0]}: block diffusion runs routers over a sequence and over its canvases, which have no common balance; "
-                "leave it out (moe.load_metrics counts both)"
+                f"{asked[0]}: block diffusion runs routers over a sequence and over its canvases, which have no common "
+                "balance; leave it out (moe.load_metrics counts both)"
             )
         for row in plan.experts:
             own = [item for item in plan.parameters if row.router and item.name.startswith(f"{row.router}.")]
