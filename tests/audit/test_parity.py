@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.audit.conduct import Auditor, make_ready
+from meshwright.audit.conduct import Auditor
 from meshwright.audit.families import FAMILIES
 from meshwright.audit.matrix import (
     LAYOUTS,
@@ -255,11 +255,9 @@ def test_an_audit_whose_workers_died_is_run_once_more_and_told_of(
     assert cell.note.endswith("at the second attempt; at the first, rank 1: died")
 
 
-def test_one_step_is_compared_where_later_ones_are_rounding(folder: Path) -> None:
+def test_one_step_is_compared_where_later_ones_are_rounding(auditor: Auditor, folder: Path) -> None:
     places = {place.label: place for place in LAYOUTS}
     for label, dtype, steps in (("tp 2", "bfloat16", 1), ("tp 2", "float32", 2), ("shard 2", "bfloat16", 2)):
-        assert family_case("llama", places[label], Variant(SyncPolicy.DEFER, dtype, 1, False, False), folder).steps == steps
-    run = family_case("llama", places["tp 2"], VARIANTS[0], folder).config
-    ready, changes = make_ready(run, "bfloat16", 3, folder)
-    assert ready.training.steps == 1
-    assert [change.after for change in changes if change.key == "training.steps"] == [1]
+        report = audited(auditor, folder, places[label], Variant(SyncPolicy.DEFER, dtype, 1, False, False))
+        assert report.steps == len(report.losses) == steps
+        assert [(change.before, change.after) for change in report.changes] == [(2, 1)] * (steps == 1)

@@ -58,6 +58,11 @@ class Case:
         changed = {"layout": LayoutConfig(dp_shard=1), "parallel": ParallelConfig(**kept, reduce_dtype=None)}
         return Case(self.config.model_copy(update=changed), self.store, self.steps)
 
+    def with_steps(self, steps: int) -> "Case":
+        """The same, of so many steps."""
+        training = self.config.training.model_copy(update={"steps": steps})
+        return Case(self.config.model_copy(update={"training": training}), self.store, steps)
+
     def more_precise(self) -> "Case | None":
         """The same in the next better arithmetic; ``None`` for float64."""
         better = {"bfloat16": "float32", "float32": "float64"}.get(self.dtype)

@@ -81,7 +81,7 @@ def audit(
         if not model_sizes(setup.spec, setup.model).experts:
             more = tuple(change for change in more if change.key != "model.experts_implementation")
         with Auditor(device_kind(config, world_size), patience) as auditor:
-            return auditor.audit(Case(ready, store, ready.training.steps), world_size, changes=(*changes, *more))
+            return auditor.audit(Case(ready, store, steps), world_size, changes=(*changes, *more))
 
 
 def _fewest(config: RunConfig) -> int:
@@ -97,7 +97,6 @@ def _fewest(config: RunConfig) -> int:
 
 def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple[RunConfig, tuple[Change, ...]]:
     """A configuration that runs some steps in a dtype and writes nothing outside a folder; and what that changed."""
-    asked, steps = steps, comparable_steps(config.layout.layout(), dtype, steps)
     changed = in_dtype(config, dtype, store=None if dtype == "bfloat16" else dtype)
     parallel, model, optimizer = changed.parallel, changed.model, config.optimizer
     if dtype == "float64" and parallel.compile:
@@ -141,8 +140,6 @@ def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple
         section, _, field = key.partition(".")
         if before[section][field] != after[section][field]:
             changes.append(Change(key, before[section][field], after[section][field], why))
-    if steps < asked:
-        changes.append(Change("training.steps", asked, steps, "in bfloat16 steps after the first compare rounding"))
     return ready, tuple(changes)
 
 
@@ -191,6 +188,11 @@ class Auditor:
         begun = time.perf_counter()
         setup = make_setup(case.config, world_size)
         check_supported(setup.layout)
+        steps = comparable_steps(setup.plan, case.dtype, case.steps)
+        if steps < case.steps:
+            why = "in bfloat16 steps after the first compare rounding"
+            changes = (*changes, Change("training.steps", case.steps, steps, why))
+            case = case.with_steps(steps)
         folder, noise = self._reference(case)
         ranks: list[RankResult] = self._pool(world_size).run(audit_on_rank, case, folder, noise, tuple(plants))
         reference = Reference(folder)

@@ -5,7 +5,7 @@ A new family is a new entry: keys are those of its config in transformers.
 
 from typing import Any
 
-__all__ = ["FAMILIES", "SPARSE", "TINY"]
+__all__ = ["FAMILIES", "SPARSE", "TINY", "TWINS"]
 
 TINY: dict[str, Any] = {
     "vocab_size": 67,
@@ -68,8 +68,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
         "moe_shared_expert_intermediate_size": 32, "moe_latent_size": 16,
     },  # Mamba-2, experts behind a projection, attention and an MLP, a block each
+    "diffusion_gemma": {
+        "canvas_length": 8,
+        "text_config": {
+            **{key: value for key, value in _HEADS.items() if key != "max_position_embeddings"}, "num_hidden_layers": 2,
+            "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "global_head_dim": 16,
+            "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32, "max_position_embeddings": 64,
+        },
+        "vision_config": {
+            "model_type": "gemma4_vision", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16,
+        },
+    },  # a stack of experts that runs three times in a step, under two names; it denoises blocks
 }  # fmt: skip
 """``model_type``, or a name of its own for one more of the same type, to its config."""
 
-SPARSE = {family for family, config in FAMILIES.items() if any("experts" in key for key in config)}
+SPARSE = {
+    family for family, config in FAMILIES.items() if any("experts" in key for key in (*config, *config.get("text_config", ())))
+}
 """Those with experts."""
+
+TWINS = {"diffusion_gemma"}
+"""Those with a stack that runs twice, under two names."""

@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.audit.case import Case
 from meshwright.audit.conduct import Auditor, make_ready
 from meshwright.audit.data import draw_documents
-from meshwright.audit.families import FAMILIES, SPARSE
+from meshwright.audit.families import FAMILIES, SPARSE, TWINS
 from meshwright.audit.report import AuditReport
 from meshwright.errors import ConfigError, MeshwrightError, UnsupportedError
 from meshwright.plan.options import SyncPolicy
@@ -80,23 +80,30 @@ class Variant:
     offload: bool
     loss_parallel: bool = False
     """Where there is tensor parallel."""
+    twin_units: bool = False
+    """Where a stack runs twice."""
 
     def __str__(self) -> str:
         """In words."""
         plural = "microbatch" if self.microbatches == 1 else "microbatches"
-        options = (("checkpointing", self.checkpointing), ("offload", self.offload), ("loss parallel", self.loss_parallel))
+        options = (
+            ("checkpointing", self.checkpointing),
+            ("offload", self.offload),
+            ("loss parallel", self.loss_parallel),
+            ("twin units", self.twin_units),
+        )
         extra = [name for name, on in options if on]
         return ", ".join([self.sync, self.dtype, f"{self.microbatches} {plural}", *extra])
 
 
 VARIANTS = (
     Variant(SyncPolicy.DEFER, "float64", 1, False, False, True),
-    Variant(SyncPolicy.DEFER, "float32", 3, True, False, False),
+    Variant(SyncPolicy.DEFER, "float32", 3, True, False, False, True),
     Variant(SyncPolicy.DEFER, "bfloat16", 3, False, True, False),
     Variant(SyncPolicy.RESHARD_EACH, "float64", 3, True, True, True),
-    Variant(SyncPolicy.RESHARD_EACH, "float32", 1, False, True, False),
-    Variant(SyncPolicy.RESHARD_EACH, "bfloat16", 3, False, False, True),
-    Variant(SyncPolicy.REDUCE_EACH, "float64", 3, False, True, False),
+    Variant(SyncPolicy.RESHARD_EACH, "float32", 1, False, True, False, True),
+    Variant(SyncPolicy.RESHARD_EACH, "bfloat16", 3, False, False, True, True),
+    Variant(SyncPolicy.REDUCE_EACH, "float64", 3, False, True, False, True),
     Variant(SyncPolicy.REDUCE_EACH, "float32", 3, False, False, True),
     Variant(SyncPolicy.REDUCE_EACH, "bfloat16", 1, True, False, True),
 )
@@ -155,7 +162,7 @@ def family_case(
         parallel: further options of the section ``parallel``.
     """
     config = {**FAMILIES[family], **(model or {})}
-    vocabulary = int(config["vocab_size"])
+    vocabulary = int(config.get("text_config", config)["vocab_size"])
     readers = place.sizes.get("dp_replicate", 1) * place.sizes["dp_shard"]
     run = RunConfig.model_validate(
         {
@@ -167,7 +174,8 @@ def family_case(
                 "activation_checkpointing": "full" if variant.checkpointing else "none",
                 "cpu_offload": variant.offload,
                 "sequence_parallel": place.sequence_parallel,
-                "loss_parallel": variant.loss_parallel and place.sizes.get("tp", 1) > 1,
+                **({"twin_units": variant.twin_units} if family in TWINS else {}),
+                "loss_parallel": variant.loss_parallel and place.sizes.get("tp", 1) > 1 and family not in TWINS,
                 **parallel,
             },
             "data": {"files": ["drawn"], "sequence_length": SEQUENCE_LENGTH, "eval_fraction": 0.0, "packing": packing},
@@ -179,7 +187,7 @@ def family_case(
     store = folder / f"documents-{vocabulary}"
     if not (store / "index.json").is_file():
         draw_documents(vocabulary, SEQUENCE_LENGTH, 400, 0, store)
-    return Case(ready, store, ready.training.steps)
+    return Case(ready, store, STEPS)
 
 
 def run_cell(auditor: Auditor, family: str, place: Place, variants: Iterable[Variant], folder: Path) -> Cell:

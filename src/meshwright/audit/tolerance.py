@@ -14,7 +14,6 @@ token elsewhere. So there one step is compared, which all the casts are in; late
 import torch
 
 from meshwright.audit.reference import Reference
-from meshwright.layout import Layout
 from meshwright.plan.sharding_plan import ShardingPlan
 
 __all__ = ["TOLERANCES", "Tolerances", "comparable_steps"]
@@ -36,14 +35,17 @@ HALF_EPS = 2.0**-8
 """Relative rounding of bfloat16."""
 
 
-def comparable_steps(layout: Layout, dtype: str, steps: int) -> int:
+def comparable_steps(plan: ShardingPlan, dtype: str, steps: int) -> int:
     """How many of some steps of a layout can be told from rounding."""
-    return steps if dtype != "bfloat16" or _same_arithmetic(layout) else 1
+    return steps if dtype != "bfloat16" or _same_arithmetic(plan) else 1
 
 
-def _same_arithmetic(layout: Layout) -> bool:
-    """Whether a layout computes each microbatch as one process does."""
-    return all(getattr(layout, axis) == 1 for axis in ("pp", "cp", "tp", "ep"))
+def _same_arithmetic(plan: ShardingPlan) -> bool:
+    """Whether a layout computes each microbatch as one process does. Twin units do not: they add the gradients of their two
+    passes in the dtype of reduction, and one process in that of compute.
+    """
+    alone = all(plan.layout.size(axis) == 1 for axis in ("pp", "cp", "tp", "ep"))
+    return alone and not any(unit.twin_of for unit in plan.units)
 
 
 class Tolerances:
@@ -59,7 +61,7 @@ class Tolerances:
 
     def __init__(self, plan: ShardingPlan, dtype: str, reference: Reference, noise: dict[str, float], steps: int) -> None:
         self.plan, self.dtype, self.reference, self.steps = plan, dtype, reference, steps
-        self.same_arithmetic = _same_arithmetic(plan.layout)
+        self.same_arithmetic = _same_arithmetic(plan)
         self.noise = {} if self.same_arithmetic else noise
         self.rows = {row.name: row for row in plan.parameters}
         self.half = {name for name in self.rows if self._sums_in_half(name)}

@@ -1,14 +1,14 @@
 """From a checkpoint to a Hugging Face directory, and text from such a directory."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint import storage
 from meshwright.checkpoint.manager import check_writable, read_meta
-from meshwright.errors import CheckpointError, ModelError
+from meshwright.errors import CheckpointError, ConfigError, ModelError
 
 __all__ = ["export_checkpoint", "generate"]
 
@@ -17,7 +17,7 @@ MARK = ".meshwright-export"
 
 
 def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = None) -> None:
-    """Write a checkpoint as a directory that ``AutoModelForCausalLM.from_pretrained`` loads.
+    """Write a checkpoint as a directory that ``from_pretrained`` of transformers loads.
 
     It holds safetensors under the names of the hub, each tied weight once, the config and the tokenizer. The whole model is
     held in memory once, in this process. The directory appears when it is complete; an earlier export in its place goes.
@@ -96,32 +96,40 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     trust_remote_code: bool = False,
+    steps: int | None = None,
+    show: Callable[[str], None] | None = None,
 ) -> str:
-    """Continue a prompt with the model of a Hugging Face directory.
+    """Continue a prompt with the model of a Hugging Face directory, token by token or, with DiffusionGemma, canvas by canvas.
 
     Args:
-        directory: what :func:`export_checkpoint` wrote, or any causal language model.
+        directory: what :func:`export_checkpoint` wrote, or any model that Meshwright trains.
         prompt: text.
         max_new_tokens: at most so many tokens.
         temperature: 0 takes the likeliest token each time.
         top_p: nucleus of the distribution to sample from.
         seed: of sampling.
         trust_remote_code: run model code that comes with the directory.
+        steps: of denoising a canvas, at most; for block diffusion.
+        show: is given a line about each step of denoising; for block diffusion.
 
     Returns:
         The continuation, without the prompt.
 
     Raises:
         ModelError: no model in the directory.
+        ConfigError: a setting that this kind of model has no use for.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
+
+    from meshwright.models.build import auto_class
 
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory}: holds no model (no config.json)")
     try:
         with _without_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", trust_remote_code=trust_remote_code)
+            kind = auto_class(AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code))
+            model = kind.from_pretrained(directory, dtype="auto", trust_remote_code=trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelError(f"{directory}: {str(error).splitlines()[0]}") from error
@@ -130,6 +138,10 @@ def generate(
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True)
     if inputs["input_ids"].shape[1] == 0:
         raise ModelError("the prompt has no tokens")
+    if model.config.model_type == "diffusion_gemma":
+        return _denoise(model, tokenizer, inputs["input_ids"].to(device), max_new_tokens, temperature, top_p, seed, steps, show)
+    if steps is not None:
+        raise ConfigError(f"steps={steps}: {type(model).__name__} says one token after another; leave it out")
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}
@@ -143,3 +155,30 @@ def generate(
             **sampling,
         )
     return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def _denoise(
+    model: Any,
+    tokenizer: Any,
+    prompt: Any,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    steps: int | None,
+    show: Callable[[str], None] | None,
+) -> str:
+    import torch
+
+    from meshwright.models.diffusion_gemma.generation import Draft, continue_text
+
+    if top_p != 1.0:
+        raise ConfigError(f"top_p={top_p}: block diffusion draws from the whole distribution; the legal value is 1")
+
+    def line(draft: Draft) -> None:
+        assert show is not None
+        text = draft.text(tokenizer).replace("\n", "\u23ce")
+        show(f"canvas {draft.canvas + 1} step {draft.step:2}  uncertain {draft.uncertain:3} of {len(draft.certain)}  {text}")
+
+    torch.manual_seed(seed)
+    return continue_text(model, tokenizer, prompt, max_new_tokens, temperature, steps, None if show is None else line)

@@ -196,15 +196,25 @@ def generate(
     directory: Annotated[Path, typer.Argument(help="A Hugging Face directory.", show_default=False)],
     prompt: Annotated[str, typer.Argument(help="Text to continue.", show_default=False)],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="At most so many tokens.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time.")] = 0.8,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0 takes the likeliest token each time. DiffusionGemma: of the first step, above 0.")
+    ] = 0.8,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this mass.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="DiffusionGemma: denoising steps of a canvas, at most.", show_default=False)
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="DiffusionGemma: do not show the drafts.")] = False,
     debug: DebugOption = False,
 ) -> None:
-    """Continue a prompt with an exported model."""
+    """Continue a prompt with an exported model.
+
+    DiffusionGemma fills canvases: on the way, the drafts go to standard error, with a dot for each token that is not certain.
+    """
     from meshwright.checkpoint.export import generate as continue_prompt
 
-    typer.echo(prompt + continue_prompt(directory, prompt, max_new_tokens, temperature, top_p, seed))
+    show = None if quiet else lambda line: typer.echo(line, err=True)
+    typer.echo(prompt + continue_prompt(directory, prompt, max_new_tokens, temperature, top_p, seed, steps=steps, show=show))
 
 
 @app.command()

@@ -4,6 +4,7 @@ Each is looked up once here. :func:`check` runs before a process group is used, 
 of them is refused with its name, not with an ``AttributeError`` in the middle of a step.
 """
 
+import functools
 import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -34,12 +35,15 @@ __all__ = [
     "concatenate_meshes",
     "flatten_mesh",
     "flight_records",
+    "forget_runs_without_gradient",
     "fsdp_state",
     "group_of_call",
     "group_ranks",
+    "hook_each_run",
     "in_backward",
     "is_decomposed",
     "is_unsharded",
+    "keep_between_runs",
     "left_unreduced",
     "memory_of",
     "operator_names",
@@ -52,7 +56,9 @@ __all__ = [
     "reset_iteration",
     "reshards_after_forward",
     "settle",
+    "share_shards",
     "strided_shard",
+    "tolerate_rest",
 ]
 
 MINIMUM_TORCH = (2, 11)
@@ -94,7 +100,7 @@ def plain_placements(tensor: DTensor) -> tuple[Placement, ...] | None:
 
 
 def replicate_module(
-    module: nn.Module, mesh: DeviceMesh, mp_policy: "MixedPrecisionPolicy", offload_policy: "OffloadPolicy"
+    modules: list[nn.Module], mesh: DeviceMesh, mp_policy: "MixedPrecisionPolicy", offload_policy: "OffloadPolicy"
 ) -> None:
     """torch's ``replicate``: the FSDP2 engine with whole parameters and one all-reduce a unit.
 
@@ -102,7 +108,7 @@ def replicate_module(
     """
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
-    replicate(module, mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy)
+    replicate(modules if len(modules) > 1 else modules[0], mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy)
 
 
 def fsdp_state(module: nn.Module | FSDPModule) -> Any:
@@ -165,6 +171,8 @@ def reset_iteration(module: nn.Module | FSDPModule) -> None:
         group._training_state = _RESTING
         group._post_forward_indices.clear()
         group._partial_reduce_output = None
+        if hasattr(group, "_meshwright_runs"):
+            group._meshwright_runs = 0
     settle(module)
     for group in param_groups(module):
         for fsdp_param in group.fsdp_params:
@@ -173,15 +181,106 @@ def reset_iteration(module: nn.Module | FSDPModule) -> None:
                 fsdp_param._unsharded_param.grad = None
 
 
+def hook_each_run(modules: Sequence[nn.Module]) -> None:
+    """Let modules that are one unit gather and free it around each run of each of them, and reduce after the last backward.
+
+    By itself FSDP2 takes them for one run: it gathers before the first and frees after the last. And where a gradient was
+    kept from an earlier microbatch, it reduces that after the first of several backwards, and the rest after the second.
+    """
+    state = fsdp_state(modules[0])
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    for module in modules:
+        module.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(state._post_forward, prepend=False)
+    for group in param_groups(modules[0]):
+        _reduce_after_last_backward(group)
+
+
+def _reduce_after_last_backward(group: Any) -> None:
+    register, post_backward = group._register_post_backward_hook, group.post_backward
+    group._meshwright_runs = 0  # forwards whose backward is still to come
+    group._meshwright_keeps = False
+
+    def count(args: Any, kwargs: Any) -> Any:
+        found = register(args, kwargs)
+        # One that activation checkpointing runs again, in backward, has none of its own.
+        group._meshwright_runs += not in_backward() and (found[0] is not args or found[1] is not kwargs)
+        return found
+
+    def reduce_if_last(*unused: Any) -> None:
+        group._meshwright_runs = max(0, group._meshwright_runs - 1)
+        reduces, reshards, last = group.reduce_grads, group.reshard_after_backward, group._meshwright_runs == 0
+        group.reduce_grads = reduces and last
+        group.reshard_after_backward = reshards and (last or not group._meshwright_keeps)
+        try:
+            post_backward(*unused)
+        finally:
+            group.reduce_grads, group.reshard_after_backward = reduces, reshards
+
+    group._register_post_backward_hook, group.post_backward = count, reduce_if_last
+
+
+def tolerate_rest(module: nn.Module | FSDPModule) -> None:
+    """Let a unit that never ran take part in a backward: FSDP2 looks for the gathered parameters that it never had."""
+    for group in param_groups(module):
+        if not hasattr(group, "_meshwright_post_backward"):
+            group._meshwright_post_backward = group.post_backward
+            group.post_backward = functools.partial(_post_backward_unless_at_rest, group)
+
+
+def _post_backward_unless_at_rest(group: Any, *unused: Any) -> None:
+    if all(hasattr(fsdp_param, "_unsharded_param") for fsdp_param in group.fsdp_params):
+        group._meshwright_post_backward(*unused)
+    else:
+        group._training_state = TrainingState.POST_BACKWARD
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward in this thread, so that a forward now is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def keep_between_runs(module: nn.Module | FSDPModule, keep: bool) -> None:
+    """Whether a unit of :func:`hook_each_run` stays gathered from one of its backwards to the next."""
+    for group in param_groups(module):
+        if hasattr(group, "_meshwright_keeps"):
+            group._meshwright_keeps = keep
+
+
+def forget_runs_without_gradient(module: nn.Module | FSDPModule) -> None:
+    """Keep runs under ``no_grad`` out of the order that backward prefetches in, which they would lead astray."""
+    for group in param_groups(module):
+        record = group._record_post_forward
+
+        def recorded(record: Any = record) -> None:
+            if torch.is_grad_enabled():
+                record()
+
+        group._record_post_forward = recorded
+
+
+def share_shards(first: nn.Module | FSDPModule, second: nn.Module | FSDPModule) -> None:
+    """Give two units with the same parameters one sharded copy: that of the first. Before their first forward; idempotent.
+
+    Each pads its shards into memory of its own when it is first used, so the names alone would part them: one would go on
+    gathering what the optimizer no longer changes.
+    """
+    for ours, theirs in zip(param_groups(first), param_groups(second), strict=True):
+        for mine, other in zip(ours.fsdp_params, theirs.fsdp_params, strict=True):
+            if other.sharded_param is mine.sharded_param and other._sharded_param_data is mine._sharded_param_data:
+                continue
+            mine.reset_sharded_param()
+            place = other._module_info
+            other.sharded_param = mine.sharded_param
+            other._sharded_param_data, other._sharding_spec = mine._sharded_param_data, mine._sharding_spec
+            setattr(place.module, place.param_name, mine.sharded_param)
+
+
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Inside a dispatch mode: another tensor over the same memory, unknown to autograd, that has the same version counter."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
-
-
-def in_backward() -> bool:
-    """Whether autograd runs a backward in this thread now, so that a forward here is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def memory_of(tensor: torch.Tensor) -> int:
@@ -266,10 +365,14 @@ def check() -> None:
         (FSDPParamGroup, "is_unsharded"),
         (FSDPParamGroup, "wait_for_unshard"),
         (FSDPParamGroup, "_reshard_after_forward"),
+        (FSDPParamGroup, "_register_post_backward_hook"),
+        (FSDPParamGroup, "_record_post_forward"),
+        (FSDPParamGroup, "post_backward"),
+        (FSDPParam, "reset_sharded_param"),
         (FSDPState, "_fsdp_param_group"),
+        (torch._C, "_current_graph_task_id"),
         (torch._C, "_dispatch_get_all_op_names"),
         (torch._C, "_SetExcludeDispatchKeyGuard"),
-        (torch._C, "_current_graph_task_id"),
         (torch._ops.OpOverload, "has_kernel_for_dispatch_key"),
     ):
         if not hasattr(owner, name):
@@ -277,7 +380,7 @@ def check() -> None:
     # Attributes that are set in constructors; one that moved would be created anew in silence.
     for kind, names in (
         (FSDPParamGroup, ("_partial_reduce_output", "_all_gather_result", "_post_forward_indices", "_training_state")),
-        (FSDPParam, ("unsharded_accumulated_grad",)),
+        (FSDPParam, ("unsharded_accumulated_grad", "_module_info")),
         (FSDPState, ("_training_state", "_state_ctx", "_comm_ctx")),
     ):
         known = kind.__init__.__code__.co_names

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.mesh import ParallelMesh
+from meshwright.distributed.twins import Twins
 from meshwright.plan.options import GradientReduction
 from meshwright.plan.prefetch import prefetch_targets
 from meshwright.plan.price import shard_axis
@@ -23,23 +24,35 @@ __all__ = ["apply_units", "fsdp_units", "gathered", "move_buffers", "shard_unit"
 def apply_units(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> None:
     """Make each unit of the plan an FSDP unit, inside out, the root last."""
     shard_mesh = mesh.fsdp()
-    dims = {id(model.get_parameter(row.name)): dim for row in plan.parameters if (dim := _sharded_dim(row))}
+    twins = Twins(model, plan)
+    dims = {
+        id(model.get_parameter(name)): dim
+        for row in plan.parameters if (dim := _sharded_dim(row))
+        for name in (row.name, *row.aliases)
+    }  # fmt: skip
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if plan.options.cpu_offload else OffloadPolicy()
+    again = any(unit.forwards > 1 or unit.twin_of for unit in plan.units)
     # named_modules() lists parents first, so its reverse wraps children first.
-    for unit in reversed(plan.units):
+    for unit in reversed(plan.fsdp_units):
         module = model.get_submodule(unit.name)
+        modules = [model.get_submodule(part.name) for part in plan.parts(unit)]
         policy = _mixed_precision(unit)
         if shard_axis(plan, unit) == "ep_shard":
-            shard_unit(module, mesh.fsdp_experts(), policy, offload, unit.reshard_after_forward, dims)
+            shard_unit(modules, mesh.fsdp_experts(), policy, offload, unit.reshard_after_forward, dims)
         elif mesh.replicated:
-            _torch_compat.replicate_module(module, shard_mesh, policy, offload)
+            _torch_compat.replicate_module(modules, shard_mesh, policy, offload)
         else:
-            shard_unit(module, shard_mesh, policy, offload, unit.reshard_after_forward, dims)
+            shard_unit(modules, shard_mesh, policy, offload, unit.reshard_after_forward, dims)
         if plan.options.gradient_reduction is GradientReduction.SUM:
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
             # A plain sum on every backend: NCCL's and gloo's premultiplied sums have gaps.
             module.set_force_sum_reduction_for_comms(True)
+        if len(modules) > 1:
+            _torch_compat.hook_each_run(modules)
+        if again:
+            _torch_compat.forget_runs_without_gradient(module)
+    twins.join()
     _prefetch(model, plan)
 
 
@@ -53,17 +66,17 @@ def _prefetch(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def shard_unit(
-    module: nn.Module,
+    modules: list[nn.Module],
     mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy,
     reshard: bool,
     dims: Mapping[int, int] = MappingProxyType({}),
 ) -> None:
-    """Make a module an FSDP unit over a 1-D (shard) or 2-D (replicate, shard) mesh.
+    """Make modules one FSDP unit over a 1-D (shard) or 2-D (replicate, shard) mesh.
 
     Args:
-        module: its parameters that are in no other unit are sharded by rows.
+        modules: usually one; their parameters that are in no other unit are sharded by rows.
         mesh: to shard over.
         mp_policy: dtypes.
         offload_policy: where shards live.
@@ -75,7 +88,7 @@ def shard_unit(
         return Shard(dims[id(parameter)]) if id(parameter) in dims else None
 
     fully_shard(
-        module,
+        modules if len(modules) > 1 else modules[0],
         mesh=mesh,
         mp_policy=mp_policy,
         offload_policy=offload_policy,

@@ -71,6 +71,8 @@ class GradSync:
         if unknown := policies.keys() - units.keys():
             known = ", ".join(repr(name) for name in units) or "none"
             raise PlanError([f"sync policy for {name!r}, which is no FSDP unit; units are {known}" for name in unknown])
+        for module in units.values():
+            _torch_compat.tolerate_rest(module)
         self.all_reduce_once = all_reduce_once
         self._units = {
             name: _Unit(
@@ -84,7 +86,7 @@ class GradSync:
     @classmethod
     def from_plan(cls, model: nn.Module, plan: ShardingPlan) -> "GradSync":
         """The machine for a model that :func:`~meshwright.distributed.parallelizer.parallelize` made from ``plan``."""
-        policies = {unit.name: unit.sync for unit in plan.units}
+        policies = {unit.name: unit.sync for unit in plan.fsdp_units}
         return cls(model, policies, all_reduce_once=plan.options.all_reduce_once)
 
     def microbatches(self, batches: Iterable[T]) -> Iterator[tuple[int, T]]:
@@ -113,6 +115,7 @@ class GradSync:
             if unit.reshard_after_forward:
                 unit.module.set_reshard_after_forward(not defer, recurse=False)
             unit.module.set_reshard_after_backward(last or not defer, recurse=False)
+            _torch_compat.keep_between_runs(unit.module, defer)
             unit.module.set_requires_gradient_sync(reduce, recurse=False)
             if reduce:
                 unit.module.set_requires_all_reduce(last or not self.all_reduce_once, recurse=False)

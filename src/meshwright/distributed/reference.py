@@ -103,7 +103,7 @@ def apply_fsdp2_sharding_recursively(
     keeping = last_of_each_container(name for name in entries if name.rpartition(".")[0] not in nested)
     for name in reversed(entries):  # parents come first in named_modules(), so this is inside out
         reshard = name not in keeping if reshard_after_forward is None else reshard_after_forward
-        shard_unit(modules[name], mesh, policy, offload_policy or OffloadPolicy(), reshard)
+        shard_unit([modules[name]], mesh, policy, offload_policy or OffloadPolicy(), reshard)
 
 
 def _is_container(module: nn.Module) -> bool:

@@ -131,8 +131,9 @@ _LEFT_OUT = {"DiffusionGemmaEncoderTextLayer": {"layer_scalar": 1.0}}
 def initialize_module(owner: "PreTrainedModel", module: "nn.Module") -> None:
     """Run the family's own initialisation of one module, its children's parameters included where it touches them."""
     owner._init_weights(module)
-    for name, value in _LEFT_OUT.get(type(module).__name__, {}).items():
-        module.get_buffer(name).fill_(value)
+    for kind in type(module).__mro__:  # FSDP gives its units classes of their own
+        for name, value in _LEFT_OUT.get(kind.__name__, {}).items():
+            module.get_buffer(name).fill_(value)
 
 
 def initialized_flag(tensor: "torch.Tensor") -> None:

@@ -54,7 +54,7 @@ def pretrained_config(
         legal -= _keys_read(CONFIG_MAPPING[kind].__module__) - _own_keys(CONFIG_MAPPING[kind])
     problems = _unknown_keys(values, legal, "model.config", kind) if strict else []
     if "text_config" in parts and isinstance(values.get("text_config", {}), dict):
-        text, text_legal = values.get("text_config", {}), legal_keys(parts["text_config"])
+        text, text_legal = values.get("text_config", {}), {"model_type"} | legal_keys(parts["text_config"])
         problems += _unknown_keys(text, text_legal, "model.config.text_config", kind) if strict else []
         values["text_config"] = _filled(text, defaults or {}, text_legal)
     if problems:

@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.plan.spec import Structure
 
-__all__ = ["structure_of"]
+__all__ = ["global_heads", "structure_of"]
 
 LLAMA = Structure(
     regions=("model.layers.*.self_attn", "model.layers.*.mlp"),
@@ -53,17 +53,20 @@ def _gpt_oss(config: Any) -> Structure:
     return replace(LLAMA, styles={**styles, **colwise})
 
 
-def _gemma4(config: Any) -> Structure:
-    """Its global layers have heads of their own, so keys and values are not shared by groups of ranks."""
+def global_heads(config: Any) -> tuple[tuple[str, int], ...]:
+    """Heads of keys and values that layers of a Gemma 4 have, as what ``tp`` must divide."""
     layers = getattr(config, "per_layer_config", None)  # transformers 5.17 had one number for all global layers
     heads = (
         {getattr(config, "num_global_key_value_heads", None)}
         if layers is None
         else {getattr(layers[index], "num_key_value_heads", None) for index in range(config.num_hidden_layers)}
     )
-    known = replace(
-        LLAMA, kv_projections=(), divisible=tuple(("key/value heads of a layer", n) for n in sorted(filter(None, heads)))
-    )
+    return tuple(("key/value heads of a layer", number) for number in sorted(filter(None, heads)))
+
+
+def _gemma4(config: Any) -> Structure:
+    """Its global layers have heads of their own, so keys and values are not shared by groups of ranks."""
+    known = replace(LLAMA, kv_projections=(), divisible=global_heads(config))
     if getattr(config, "hidden_size_per_layer_input", 0):
         return replace(
             known, no_sequence_parallel="each layer adds an embedding of the whole sequence (hidden_size_per_layer_input)"

@@ -83,10 +83,10 @@ def _beside(name: str, pattern: str | None, modules: dict[str, nn.Module]) -> st
     return next((other for other in found if other.startswith(f"{parent}." if parent else "")), None)
 
 
-_EXCHANGES = 5
-"""All-to-alls of a microbatch: the numbers of tokens, the tokens and the results in forward, both of the latter in backward."""
+_EXCHANGES = (3, 2)
+"""All-to-alls of a forward and of a backward: the numbers of tokens, the tokens and the results; both of the latter."""
 
-_GATHERS = 3
+_GATHERS = (1, 2)
 """All-gathers over the token axis: results in forward; gradients of hidden states and of routing weights in backward."""
 
 
@@ -98,8 +98,11 @@ def expert_parallel_counts(plan: ShardingPlan) -> dict[str, Counter[str]]:
     if plan.layout.ep == 1:
         return {}
     steps = plan.options.microbatches
-    found = {"ep": Counter({"all_to_all": _EXCHANGES * steps * len(plan.experts)})}
+    found: dict[str, Counter[str]] = {"ep": Counter()}
     for row in plan.experts:
+        forwards = plan.forwards(row.module)
+        found["ep"]["all_to_all"] += steps * (forwards * _EXCHANGES[0] + _EXCHANGES[1])
         if row.token_axis:
-            found.setdefault(row.token_axis, Counter())["all_gather"] += _GATHERS * steps
+            gathers = steps * (forwards * _GATHERS[0] + _GATHERS[1])
+            found.setdefault(row.token_axis, Counter())["all_gather"] += gathers
     return found

@@ -88,7 +88,9 @@ def _units(plan: ShardingPlan, full: bool) -> Table:
 
     def cells(unit: UnitRow) -> tuple[str, ...]:
         traffic = unit_traffic(plan, unit)
-        gathered = sum(row.gathered_bytes for row in plan.parameters if row.unit == unit.name)
+        gathered = sum(row.gathered_bytes for row in plan.parameters if row.unit == (unit.twin_of or unit.name))
+        if unit.part_of:
+            return "", "", f"with {generalize(unit.part_of)}", str(unit.activation_checkpointing), "", "", ""
         return (
             "yes" if unit.reshard_after_forward and unit.sync is not SyncPolicy.DEFER else "no",
             f"{_short(unit.param_dtype or 'stored')}/{_short(unit.reduce_dtype or 'same')}",

@@ -81,6 +81,9 @@ class ParallelOptions:
         compile_backend: backend for it.
         freeze: patterns of parameter names that are not trained.
         gradient_reduction: add or average over data ranks.
+        twin_units: of a stack that runs twice, where two layers share parameters, make a unit of each (it gathers and reduces
+            in each pass, and holds one layer's gradients) instead of one of both (one reduction; the gradients of the whole
+            stack wait for it). ``None``: one of both where these are at most ``sync_budget`` bytes.
         sequence_parallel: with ``tp``, hold each rank's part of the sequence between attention and MLP.
         loss_parallel: with ``tp``, leave logits sharded over the vocabulary (a DTensor); ``None``: where the model's head is
             known, for the loss of :mod:`~meshwright.distributed.loss_parallel`.
@@ -107,6 +110,7 @@ class ParallelOptions:
     compile_backend: str = "inductor"
     freeze: tuple[str, ...] = ()
     gradient_reduction: GradientReduction = GradientReduction.SUM
+    twin_units: bool | None = None
     sequence_parallel: bool = False
     loss_parallel: bool | None = False
     tp_plan: Mapping[str, Any] | str | None = None

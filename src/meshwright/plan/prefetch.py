@@ -38,7 +38,7 @@ def turns(plan: ShardingPlan) -> Turns:
     """Divide the units of a plan."""
     around: list[UnitRow] = []
     found: list[list[UnitRow]] = []
-    for unit in plan.units:  # in the order of the model, parents first
+    for unit in plan.fsdp_units:  # in the order of the model, parents first
         prefix = f"{unit.name}."
         if unit.name == ROOT or any(layer.startswith(prefix) for layer in plan.layers):
             around.append(unit)
@@ -66,7 +66,7 @@ def prefetch_targets(plan: ShardingPlan) -> tuple[dict[str, tuple[str, ...]], di
     if options.prefetch_backward is not None:
         ahead = options.prefetch_backward
         order = [[unit for unit in reversed(turn) if unit.gathers_in_backward] for turn in reversed(parts.turns)]
-        backward = {unit.name: (unit.name,) for unit in plan.units}
+        backward = {unit.name: (unit.name,) for unit in plan.fsdp_units}
         backward[ROOT] = _names(order[:ahead]) or (ROOT,)
         for index, turn in enumerate(reversed(parts.turns)):
             backward[turn[0].name] = _names(order[index + 1 : index + 1 + ahead]) or (turn[0].name,)

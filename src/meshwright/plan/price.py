@@ -56,13 +56,19 @@ class Totals:
 def unit_traffic(plan: ShardingPlan, unit: UnitRow, stage: int | None = None) -> UnitTraffic:
     """Collectives of a unit in one optimizer step, counting only the parameters of one stage if it is given."""
     layout, microbatches = plan.layout, plan.options.microbatches
+    if unit.part_of:
+        return UnitTraffic()
     shards, replicas = layout.size(shard_axis(plan, unit)), layout.size("dp_replicate")
     gathered, reduced = _unit_bytes(plan, unit, stage)
     gathers = 0
     if shards > 1 and gathered:
         once = unit.sync is SyncPolicy.DEFER
-        per_microbatch = 2 if unit.reshard_after_forward and unit.gathers_in_backward else 1
-        gathers = 1 if once else microbatches * per_microbatch
+        parts = plan.parts(unit)
+        forwards, backwards = sum(part.forwards for part in parts), len(parts) if unit.gathers_in_backward else 0
+        # Where it stays gathered after forward, its first backward finds it so.
+        once = once and forwards > 0
+        again = 0 if not forwards else forwards + backwards if unit.reshard_after_forward else 1 + max(0, backwards - 1)
+        gathers = 1 if once else microbatches * again
     reductions = (microbatches if unit.sync is SyncPolicy.REDUCE_EACH else 1) if reduced else 0
     scatters = reductions if shards > 1 else 0
     all_reduces = 0
@@ -100,12 +106,14 @@ def tensor_parallel_counts(plan: ShardingPlan) -> Counter[str]:
     """
     found: Counter[str] = Counter()
     for row in plan.tensor_parallel:
+        forwards = plan.forwards(row.module)
         # What enters experts is the hidden state and the weights of the routing.
-        times = 2 if row.style == "moe_tp_experts" else 1
-        found.update({kind: times for kind in _MOVED.get(row.entry, ()) if kind})
-        found.update(kind for kind in _MOVED.get(row.exit, ()) if kind)
+        for move, times in ((row.entry, 2 if row.style == "moe_tp_experts" else 1), (row.exit, 1)):
+            forward, backward = _MOVED.get(move, (None, None))
+            found[forward or ""] += times * forwards
+            found[backward or ""] += times
         found["all_reduce"] += len(row.sums) + (LOSS_PARALLEL if row.exit is Move.VOCABULARY else 0)
-    return Counter({kind: count * plan.options.microbatches for kind, count in found.items() if count})
+    return Counter({kind: count * plan.options.microbatches for kind, count in found.items() if kind and count})
 
 
 def totals(plan: ShardingPlan) -> Totals:
@@ -116,12 +124,16 @@ def totals(plan: ShardingPlan) -> Totals:
 
 def _stage_totals(plan: ShardingPlan, stage: int) -> Totals:
     rows = [row for row in plan.parameters if row.stage == stage]
-    gathered = {unit.name: _unit_bytes(plan, unit, stage)[0] for unit in plan.units}
+    gathered = {unit.name: 0 if unit.part_of or not unit.forwards else _unit_bytes(plan, unit, stage)[0] for unit in plan.units}
     accumulating = plan.options.microbatches > 1
     held, largest = 0, 0
-    for unit in plan.units:
-        trained = [row for row in rows if row.unit == unit.name and row.trainable]
-        if accumulating and unit.sync is not SyncPolicy.REDUCE_EACH:
+    for unit in plan.fsdp_units:
+        trained = [row for row in rows if row.unit == (unit.twin_of or unit.name) and row.trainable]
+        if len(plan.parts(unit)) > 1:
+            # Both passes hand over one gradient: that of the whole stack waits for the second.
+            accumulated = accumulating and unit.sync is not SyncPolicy.REDUCE_EACH
+            held += sum((row.reduced_bytes if accumulated else 0) + row.gathered_bytes for row in trained)
+        elif accumulating and unit.sync is not SyncPolicy.REDUCE_EACH:
             held += sum(row.reduced_bytes for row in trained)  # accumulated in the dtype of reduction
         else:
             largest = max(largest, sum(row.gathered_bytes for row in trained))  # as backward writes it
@@ -143,7 +155,7 @@ def _stage_totals(plan: ShardingPlan, stage: int) -> Totals:
 
 def _unit_bytes(plan: ShardingPlan, unit: UnitRow, stage: int | None) -> tuple[int, int]:
     """Gathered and reduced bytes of a unit."""
-    rows = [row for row in plan.parameters if row.unit == unit.name and stage in (None, row.stage)]
+    rows = [row for row in plan.parameters if row.unit == (unit.twin_of or unit.name) and stage in (None, row.stage)]
     return sum(row.gathered_bytes for row in rows), sum(row.reduced_bytes for row in rows)
 
 

@@ -1,6 +1,6 @@
 """resolve(): spec x model x layout x options -> ShardingPlan. Reads names and shapes, so a meta model does."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
@@ -16,6 +16,7 @@ from meshwright.plan.sharding_plan import EXPERTS, ROOT, ParameterRow, ShardingP
 from meshwright.plan.spec import ParallelSpec, generalize, last_of_each_container, match_names
 from meshwright.plan.tensor_parallel import resolve_tensor_parallel
 from meshwright.plan.tp_styles import STYLES, tp_dim, tp_placement
+from meshwright.plan.twins import choose_twins, pair_units
 
 __all__ = ["model_sizes", "resolve"]
 
@@ -59,7 +60,8 @@ def resolve(
             problems.append("reshard_after_forward=True: with dp_shard=1 and replicas nothing is sharded; leave it out")
         for draft in drafts.values():
             draft.reshard_after_forward = False
-    claims = _claim_parameters(spec, model, drafts, problems)
+    pairs = pair_units(spec, drafts, problems)
+    claims = _claim_parameters(spec, model, drafts, pairs, problems)
     frozen = _frozen_names(options, [claim.name for claim in claims], problems)
     if frozen and all(claim.name in frozen or not claim.requires_grad for claim in claims):
         problems.append(f"freeze={list(options.freeze)}: leaves no parameter to train")
@@ -84,6 +86,9 @@ def resolve(
         )
         for claim in claims
     )
+    choose_twins(spec, pairs, drafts, rows, options, problems)
+    if problems:
+        raise PlanError(problems)
     _afford(drafts, rows, options)
     units = _unit_rows(drafts, rows, options, modes)
     _check_units(units, rows)
@@ -127,6 +132,9 @@ class _Draft:
     reduce_dtype: str | None
     output_dtype: str | None
     sync: SyncPolicy | None
+    forwards: int = 1
+    twin_of: str = ""
+    part_of: str = ""
 
 
 def _draft_units(spec: ParallelSpec, model: nn.Module, options: ParallelOptions, problems: list[str]) -> dict[str, _Draft]:
@@ -164,6 +172,10 @@ def _draft_units(spec: ParallelSpec, model: nn.Module, options: ParallelOptions,
             if name not in drafts:
                 claim(name, "fp32", f"fp32 pattern {pattern!r}", True)
             drafts[name] = replace(drafts[name], param_dtype="float32", output_dtype=options.param_dtype)
+    for pattern in spec.idle:
+        for name in _match("idle", pattern, names, problems):
+            if name in drafts:
+                drafts[name].forwards = 0
     return dict(sorted(drafts.items(), key=lambda item: order[item[0]]))
 
 
@@ -209,8 +221,10 @@ class _Claim:
     unit: str
 
 
-def _claim_parameters(spec: ParallelSpec, model: nn.Module, drafts: Mapping[str, _Draft], problems: list[str]) -> list[_Claim]:
-    """Each parameter with the innermost unit around it; a tied one must have one unit for all its names."""
+def _claim_parameters(
+    spec: ParallelSpec, model: nn.Module, drafts: Mapping[str, _Draft], pairs: Mapping[str, str], problems: list[str]
+) -> list[_Claim]:
+    """Each parameter with the innermost unit around it; a tied one must have one unit, or twins, for all its names."""
     names_of: dict[int, list[str]] = {}
     tensors = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -220,13 +234,22 @@ def _claim_parameters(spec: ParallelSpec, model: nn.Module, drafts: Mapping[str,
     for key, names in names_of.items():
         parameter = tensors[key]
         units = [_innermost(name, drafts) for name in names]
-        if len(set(units)) > 1:
+        if len({pairs.get(unit, unit) for unit in units}) > 1:
             shown = " and ".join(f"{name!r} in unit {unit or '(root)'!r}" for name, unit in zip(names, units, strict=True))
             problems.append(f"tied parameter is claimed twice: {shown}; let one unit hold both, or leave them to the root")
         if parameter.ndim == 0:
             problems.append(f"parameter {names[0]!r} is a scalar, which FSDP cannot shard; make it a tensor of shape (1,)")
         dtype = str(parameter.dtype).removeprefix("torch.")
-        claims.append(_Claim(names[0], tuple(names[1:]), tuple(parameter.shape), dtype, parameter.requires_grad, units[0]))
+        claims.append(
+            _Claim(
+                names[0],
+                tuple(names[1:]),
+                tuple(parameter.shape),
+                dtype,
+                parameter.requires_grad,
+                pairs.get(units[0], units[0]),
+            )
+        )
     together = [{claim.name, *claim.aliases} for claim in claims]
     for group in spec.tied:
         if not any(set(group) <= names for names in together):
@@ -334,11 +357,17 @@ def _afford(drafts: Mapping[str, _Draft], rows: Sequence[ParameterRow], options:
     anew is not asked for. Experts, which are most of a model, are the first to go without.
     """
     undecided = {name: draft for name, draft in drafts.items() if draft.sync is None}
+    copies: dict[str, list[str]] = {}  # of the parameters of a unit, by whom
+    for name, draft in drafts.items():
+        if not draft.part_of:
+            copies.setdefault(draft.twin_of or name, []).append(name)
 
-    def kept(names: Iterable[str]) -> int:
-        chosen = [row for row in rows if row.unit in names]
-        accumulated = sum(row.reduced_bytes for row in chosen) if options.microbatches > 1 else 0
-        return sum(row.gathered_bytes for row in chosen) + accumulated
+    def kept(names: Container[str]) -> int:
+        total = 0
+        for row in rows:
+            gathered = row.gathered_bytes + (row.reduced_bytes if options.microbatches > 1 else 0)
+            total += gathered * sum(name in names for name in copies[row.unit])
+        return total
 
     without = {name for name, draft in undecided.items() if draft.kind != EXPERTS}
     anew = options.reshard_after_forward or options.prefetch_backward is not None
@@ -369,7 +398,10 @@ def _unit_rows(
                 sync=draft.sync,
                 activation_checkpointing=modes.get(draft.name, ActivationCheckpointing.NONE),
                 compile=draft.kind == "layer" and options.compile,
-                gathers_in_backward=draft.name in in_backward,
+                gathers_in_backward=(draft.twin_of or draft.name) in in_backward,
+                forwards=draft.forwards,
+                twin_of=draft.twin_of,
+                part_of=draft.part_of,
             )
         )
     return tuple(units)

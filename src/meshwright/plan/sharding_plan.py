@@ -86,6 +86,9 @@ class UnitRow:
         activation_checkpointing: which of its activations are recomputed in backward; only layers have a mode.
         compile: whether it is compiled.
         gathers_in_backward: whether a gradient flows through it, so that backward needs its parameters.
+        forwards: times that the module runs in a microbatch, the last of them with a backward; 0: it is idle.
+        twin_of: unit whose sharded parameters this one gathers and reduces too (twin units); empty: its own.
+        part_of: unit that this module was wrapped together with (a shared unit), so that it is none itself; empty: it is one.
     """
 
     name: str
@@ -99,6 +102,9 @@ class UnitRow:
     activation_checkpointing: ActivationCheckpointing
     compile: bool
     gathers_in_backward: bool
+    forwards: int = 1
+    twin_of: str = ""
+    part_of: str = ""
 
     @property
     def label(self) -> str:
@@ -234,7 +240,7 @@ class ShardingPlan:
         options: the choices that made it.
         layers: names of the layers, in forward order.
         parameters: one row each, in the order of the model.
-        units: one row each, in the order of the model; the root is first.
+        units: one row each, in the order of the model; the root is first. A module that is part of a shared unit has a row too.
         tensor_parallel: one row for each module that computes with slices or moves something; empty where ``tp`` is 1.
         experts: one row for each mixture of experts.
         tp_level: whose tensor parallel styles were taken: ``given``, ``family``, ``model`` or ``generic``.
@@ -251,6 +257,20 @@ class ShardingPlan:
     experts: tuple[ExpertsRow, ...] = ()
     tp_level: str = ""
     tp_passed_over: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def fsdp_units(self) -> tuple[UnitRow, ...]:
+        """The rows that are units of FSDP."""
+        return tuple(unit for unit in self.units if not unit.part_of)
+
+    def parts(self, unit: UnitRow) -> tuple[UnitRow, ...]:
+        """The rows of the modules of a unit: itself, and what was wrapped together with it."""
+        return (unit, *(other for other in self.units if other.part_of == unit.name and unit.name))
+
+    def forwards(self, module: str) -> int:
+        """Times that a module runs in a microbatch: as often as the innermost unit around it."""
+        around = [unit for unit in self.units if not unit.name or f"{module}.".startswith(f"{unit.name}.")]
+        return max(around, key=lambda unit: len(unit.name)).forwards
 
     @property
     def sequence_multiple(self) -> int:

@@ -14,6 +14,7 @@ __all__ = [
     "ParallelSpec",
     "Scores",
     "Structure",
+    "TwinStacks",
     "UnitRule",
     "generalize",
     "last_of_each_container",
@@ -107,6 +108,21 @@ class ExpertsRule:
 
 
 @dataclass(frozen=True)
+class TwinStacks:
+    """Two stacks of layers that are the same parameters under two names, one run behind the other: a stack that runs twice.
+
+    Args:
+        first: pattern of the layers that run first.
+        second: pattern of the others, in the same order; each has the parameters of its twin, under the same names.
+        forwards: of the second stack in a microbatch, the last of them with a gradient; the first has one.
+    """
+
+    first: str
+    second: str
+    forwards: int = 1
+
+
+@dataclass(frozen=True)
 class Structure:
     """What is known of the inside of a family's layers: what tensor parallel needs beyond styles.
 
@@ -143,6 +159,9 @@ class ParallelSpec:
         layers: patterns of the repeated layers: units of FSDP, of activation checkpointing and of compilation.
         units: further FSDP units, inside or outside the layers.
         experts: mixtures of experts; their modules are units too.
+        twins: stacks of layers that share their parameters.
+        idle: patterns of modules that training does not run, such as a vision tower where text is learned: nothing gathers
+            the units in them.
         fp32: patterns of modules that compute in fp32 whatever the parameter dtype of the rest.
         tied: groups of parameter names that are one tensor.
         tp_styles: parameter or module pattern to tensor parallel style, in the words of transformers, as the model declares it.
@@ -154,6 +173,8 @@ class ParallelSpec:
     layers: tuple[str, ...]
     units: tuple[UnitRule, ...] = ()
     experts: tuple[ExpertsRule, ...] = ()
+    twins: tuple[TwinStacks, ...] = ()
+    idle: tuple[str, ...] = ()
     fp32: tuple[str, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
     tp_styles: Mapping[str, str] = field(default_factory=dict)
@@ -179,6 +200,8 @@ def under_prefix(spec: ParallelSpec, prefix: str) -> ParallelSpec:
             replace(rule, pattern=prefix + rule.pattern, router=None if rule.router is None else prefix + rule.router)
             for rule in spec.experts
         ),
+        twins=tuple(replace(pair, first=prefix + pair.first, second=prefix + pair.second) for pair in spec.twins),
+        idle=all_of(spec.idle),
         fp32=all_of(spec.fp32),
         tied=tuple(all_of(names) for names in spec.tied),
         tp_styles=keys(spec.tp_styles),

@@ -83,7 +83,8 @@ class ParallelConfig(_Section):
         default=None,
         description="Between microbatches: 'defer' gathers and reduces once a step (fastest; whole parameters and "
         "gradients stay), 'reshard_each' gathers each time and reduces once (gradients stay), 'reduce_each' does both each "
-        "time (least memory). null: defer if what it keeps is at most sync_budget_gib, otherwise reduce_each.",
+        "time (least memory). null: defer if what it keeps is at most sync_budget_gib, otherwise reduce_each: for experts, and "
+        "if that is not enough, for all.",
     )
     sync_budget_gib: float = Field(default=8.0, ge=0, description="GiB that sync=null may keep unsharded through a step.")
     sync_units: dict[str, SyncPolicy] = Field(
@@ -93,6 +94,12 @@ class ParallelConfig(_Section):
     all_reduce_once: bool = Field(
         default=True,
         description="With reduce_each and replicas: all-reduce across replicas only in the last microbatch.",
+    )
+    twin_units: bool | None = Field(
+        default=None,
+        description="Where two layers share parameters (DiffusionGemma's encoder and decoder): true makes a unit of each, "
+        "which holds one layer's gradients and sends twice as much; false one of both, which holds those of the whole stack. "
+        "null: one of both where these are at most sync_budget_gib.",
     )
     prefetch_forward: int | None = Field(
         default=None,

@@ -13,7 +13,7 @@ The embedding is used here outside of its own forward, as the output head and by
 unit.
 """
 
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -72,16 +72,13 @@ class _Forward:
 def _three_passes(
     model: "PreTrainedModel", forward: Any, batch: dict[str, torch.Tensor], encoder_logits: bool = True
 ) -> Denoised:
-    from transformers import DynamicCache
-
-    # Without the config: a cache that knows of windows would drop keys that earlier blocks need.
-    cache = DynamicCache()
+    written = _cache_type()()
     encoded = model.model.encoder(
-        input_ids=batch["input_ids"], position_ids=batch["position_ids"], past_key_values=cache
+        input_ids=batch["input_ids"], position_ids=batch["position_ids"], past_key_values=written
     ).last_hidden_state
     decode = partial(
         forward,
-        past_key_values=cache,
+        past_key_values=written,
         decoder_input_ids=batch["canvas_ids"],
         decoder_position_ids=batch["canvas_positions"],
         decoder_attention_mask=_masks(model, batch, encoded.dtype),
@@ -90,6 +87,26 @@ def _three_passes(
         draft = decode().logits
     logits = decode(self_conditioning_logits=draft, self_conditioning_mask=batch["self_conditioned"][:, 0]).logits
     return Denoised(logits, _head(model, encoded) if encoder_logits else None, (encoded[:, :1] * 0.0).sum())
+
+
+@cache
+def _cache_type() -> Any:
+    from transformers import DynamicCache
+
+    class WrittenOnce(DynamicCache):
+        """Keys and values of one clean sequence. An encoder layer that activation checkpointing runs again writes nothing.
+
+        It is made without the config: a cache that knows of windows would drop keys that earlier blocks need.
+        """
+
+        def update(
+            self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        ) -> Any:
+            if layer_idx < len(self.layers) and self.layers[layer_idx].is_initialized:
+                return key_states, value_states
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    return WrittenOnce
 
 
 def _masks(model: "PreTrainedModel", batch: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
