@@ -192,6 +192,16 @@ def test_balance_of_experts(auditor: Auditor, folder: Path, family: str, label: 
     assert without.losses[1] != found[-1].losses[1]  # it did something
 
 
+def test_experts_that_reduce_each_time_while_the_rest_defers(auditor: Auditor, folder: Path) -> None:
+    """One line of the configuration. Five units: two layers, the experts of each, and the root."""
+    found = {}
+    for sync in ({}, {"sync_units": {"model.layers.*.mlp.experts": "reduce_each"}}):
+        report = audited(auditor, folder, SHARD_2, Variant(SyncPolicy.DEFER, "float64", 3, False, False), "mixtral", **sync)
+        found[bool(sync)] = (report.counts["dp"]["all_gather"], report.counts["dp"]["reduce_scatter"])
+    # The experts of the last layer are gathered again in backward too.
+    assert found == {False: (5, 5), True: (3 + 2 * 2 * 3, 3 + 2 * 3)}
+
+
 def test_the_page_of_the_matrix(tmp_path: Path) -> None:
     """A refusal is told in the user's words, and what fails is not hidden."""
     said: list[str] = []

@@ -24,6 +24,7 @@ from meshwright.train.config import RunConfig
 from meshwright.train.objective import NextToken
 from meshwright.train.prepare import prepare_run
 from meshwright.train.setup import Paths, make_setup
+from tests.diffusion_gemma import RUN
 from tests.harness import run_ranks
 from tests.tiny import make, summed_loss
 from tests.train.runs import LLAMA, losses, rows, train, trainer_on_rank
@@ -337,3 +338,17 @@ def test_compiled_layers_are_balanced_too(tiny: Tiny) -> None:
         for ours, theirs in zip(compiled, plain, strict=True):
             for key in ("loss", "gradient_norm", "moe/aux_loss", "moe/max_load/0", "moe/max_load/1"):
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-3), (mode, key)
+
+
+def test_block_diffusion_counts_both_stacks_and_refuses_the_loss(tiny: Tiny) -> None:
+    """The pass without gradient is not counted, so that the decoder's loads are those of one pass; recomputed: the same."""
+    found = []
+    for index, options in enumerate(((), ("parallel.activation_checkpointing=full",))):
+        config = tiny(*RUN, "training.steps=1", *options, name=f"diffusion {index}")
+        train(config)
+        row = next(row for row in rows(config) if "loss" in row)
+        found.append({key: value for key, value in row.items() if key.startswith("moe/")})
+    assert found[0] == found[1]
+    stacks = {key.split("/")[2].split(".layers")[0] for key in found[0]}
+    assert len(stacks) == 2, stacks
+    assert "block diffusion runs routers over a sequence and over its canvases" in refused(tiny, *RUN, "moe.aux_loss=0.1")

@@ -279,8 +279,7 @@ def backward_of_stage(kind: str, stage: Any, arguments: dict[str, Any]) -> Any:
         stage: of torch's pipelining.
         arguments: what its schedule gives ``backward_maybe_with_nosync``.
     """
-    from torch.distributed.pipelining import _backward
-
+    _backward, _ = _pipelining()
     if kind == "weight":
         return _backward.stage_backward_weight(stage.submod.parameters(), arguments["param_groups"]), None
     values = (arguments["stage_output"], arguments["output_grads"], arguments["input_values"])
@@ -289,11 +288,20 @@ def backward_of_stage(kind: str, stage: Any, arguments: dict[str, Any]) -> Any:
     return _backward.stage_backward(*values), None
 
 
+def _pipelining() -> tuple[Any, Any]:
+    """torch's backwards of stages, and what all its stages are. Only pipelines need them, so :func:`check` does not ask."""
+    try:
+        from torch.distributed.pipelining import _backward
+        from torch.distributed.pipelining.stage import _PipelineStageBase
+    except ImportError as error:
+        raise UnsupportedError(f"torch {torch.__version__}: pipelining is not as it was ({error})") from error
+    return _backward, _PipelineStageBase
+
+
 def own_backward_of_stage(kind: str, stage: Any, arguments: dict[str, Any], *, last: bool) -> Any:
     """torch's own ``backward_maybe_with_nosync``."""
-    from torch.distributed.pipelining.stage import _PipelineStageBase
-
-    return _PipelineStageBase.backward_maybe_with_nosync(stage, kind, arguments, last_backward=last)
+    _, stage_type = _pipelining()
+    return stage_type.backward_maybe_with_nosync(stage, kind, arguments, last_backward=last)
 
 
 def in_backward() -> bool:
@@ -431,6 +439,7 @@ def check() -> None:
         (FSDPParam, "reset_sharded_param"),
         (FSDPState, "_fsdp_param_group"),
         (torch._C, "_current_graph_task_id"),
+        (torch.autograd.Variable, "_execution_engine"),
         (torch._C, "_dispatch_get_all_op_names"),
         (torch._C, "_SetExcludeDispatchKeyGuard"),
         (torch._ops.OpOverload, "has_kernel_for_dispatch_key"),

@@ -114,6 +114,7 @@ class GradSync:
 
     def begin_microbatch(self, *, last: bool) -> None:
         """Set every unit for the forward and backward of one microbatch; ``last``: of its optimizer step."""
+        self._ending = False
         for unit in self._units.values():
             defer = unit.policy is SyncPolicy.DEFER
             reduce = last or unit.policy is SyncPolicy.REDUCE_EACH
