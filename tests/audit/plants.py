@@ -48,6 +48,15 @@ def never_reduced(trainer: RankTrainer) -> None:
     trainer.sync.begin_microbatch = begin  # type: ignore[method-assign]
 
 
+def balance_loss_counted_by_each_rank_of_tp(trainer: RankTrainer) -> None:
+    trainer.balance.aux_loss *= trainer.setup.layout.size("tp")
+
+
+def balance_loss_over_tokens_of_the_rank(trainer: RankTrainer) -> None:
+    inner = trainer.balance.begin_step
+    trainer.balance.begin_step = lambda tokens: inner(tokens / dist.get_world_size())  # type: ignore[method-assign]
+
+
 def replicas_not_synchronised(trainer: RankTrainer) -> None:
     """The unit's all-reduce goes over a group of this rank alone."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]

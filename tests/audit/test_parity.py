@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from meshwright.audit.conduct import Auditor
-from meshwright.audit.families import FAMILIES
+from meshwright.audit.families import FAMILIES, SPARSE
 from meshwright.audit.matrix import (
     LAYOUTS,
     VARIANTS,
@@ -69,7 +69,7 @@ SLICE = list(slice_of_matrix())
 )
 def test_a_slice_of_the_support_matrix(auditor: Auditor, folder: Path, family: str, place: Place, variant: Variant) -> None:
     cell = run_cell(auditor, family, place, [variant], folder)
-    if {"cp", "pp", "ep"} & place.sizes.keys():
+    if {"cp", "pp"} & place.sizes.keys():
         assert cell.outcome is Outcome.NOT_YET, cell.note
     elif "tp" in place.sizes and cell.outcome is Outcome.REFUSED:
         assert re.search("there are no styles|key/value heads are divisible by|sequence_parallel=True: ", cell.note)
@@ -83,7 +83,7 @@ def test_the_slice_has_everything_once_and_the_variants_all_pairs() -> None:
     assert places == {place.label for place in LAYOUTS}
     assert variants == {str(variant) for variant in VARIANTS}
     columns = {"sync": set(SyncPolicy), "dtype": {"float64", "float32", "bfloat16"}, "microbatches": {1, 3}}
-    columns |= {name: {False, True} for name in ("checkpointing", "offload", "loss_parallel")}
+    columns |= {name: {False, True} for name in ("checkpointing", "offload", "loss_parallel", "twin_units")}
     for one, other in product(columns, columns):
         if one != other:
             met = {(getattr(variant, one), getattr(variant, other)) for variant in VARIANTS}
@@ -160,6 +160,48 @@ def test_experts_are_left_without_a_token(auditor: Auditor, folder: Path) -> Non
     assert int(idle.compared.split()[0]) > 0
 
 
+@pytest.mark.parametrize(
+    ("family", "label", "options"),
+    [
+        ("mixtral", "one process", {"activation_checkpointing": "full"}),
+        ("mixtral", "shard 2", {}),
+        ("mixtral", "tp 2", {}),
+        ("mixtral", "tp 2 seq", {"activation_checkpointing": "full"}),
+        ("mixtral", "ep 2", {"activation_checkpointing": "full"}),
+        ("qwen3_moe", "ep 2 x shard 2", {"activation_checkpointing": "submodule"}),
+        ("qwen3_moe", "2 x ep 2", {"sync": "reduce_each"}),
+        ("gpt_oss", "ep 2 = tp 2", {"activation_checkpointing": "selective"}),
+        ("gemma4_moe", "tp 2", {}),
+        ("deepseek_v3", "ep 2, tp 2 seq, shard 2", {"activation_checkpointing": "full"}),
+        ("nemotron_h", "ep 2", {}),
+    ],
+    ids=str,
+)
+def test_balance_of_experts(auditor: Auditor, folder: Path, family: str, label: str, options: dict[str, Any]) -> None:
+    """A balance loss as large as the training loss, and biases where there are some: those of one process."""
+    place = next(place for place in (ONE, *LAYOUTS) if place.label == label)
+    moe = {"aux_loss": 1.0, "bias_update_rate": 0.01 if family in ("deepseek_v3", "nemotron_h") else None}
+    packing = "pad" if family in ("gpt_oss", "nemotron_h") else "pack"
+    found = []
+    for microbatches in (1, 3):
+        variant = Variant(SyncPolicy.DEFER, "float64", microbatches, False, False)
+        found.append(audited(auditor, folder, place, variant, family, moe=moe, packing=packing, **options))
+        assert found[-1].worst_gradient < 1e-12
+    without = audited(auditor, folder, place, variant, family, packing=packing, **options)
+    assert without.losses[0] == found[-1].losses[0]
+    assert without.losses[1] != found[-1].losses[1]  # it did something
+
+
+def test_experts_that_reduce_each_time_while_the_rest_defers(auditor: Auditor, folder: Path) -> None:
+    """One line of the configuration. Five units: two layers, the experts of each, and the root."""
+    found = {}
+    for sync in ({}, {"sync_units": {"model.layers.*.mlp.experts": "reduce_each"}}):
+        report = audited(auditor, folder, SHARD_2, Variant(SyncPolicy.DEFER, "float64", 3, False, False), "mixtral", **sync)
+        found[bool(sync)] = (report.counts["dp"]["all_gather"], report.counts["dp"]["reduce_scatter"])
+    # The experts of the last layer are gathered again in backward too.
+    assert found == {False: (5, 5), True: (3 + 2 * 2 * 3, 3 + 2 * 3)}
+
+
 def test_the_page_of_the_matrix(tmp_path: Path) -> None:
     """A refusal is told in the user's words, and what fails is not hidden."""
     said: list[str] = []
@@ -182,11 +224,15 @@ def test_the_page_of_the_matrix(tmp_path: Path) -> None:
     assert "with data.packing=pad only: data.packing=pack: in GptOssForCausalLM" in text
 
 
-TP_PLACES = [place for place in LAYOUTS if "tp" in place.sizes and not place.sequence_parallel]
+TP_PLACES = [place for place in LAYOUTS if "tp" in place.sizes and not place.sequence_parallel and not place.experts]
+TP_CASES = [("mixtral", place) for place in TP_PLACES] + [
+    (family, TP_PLACES[1]) for family in ("llama", "qwen2", "gemma3_text")
+]
 
 
-@pytest.mark.parametrize("place", TP_PLACES, ids=lambda place: place.label.replace(" ", "-"))
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family", "place"), [*TP_CASES, ("gpt_oss", TP_PLACES[2])], ids=lambda item: str(getattr(item, "label", item))
+)
 def test_sequence_and_loss_parallel(auditor: Auditor, folder: Path, place: Place, family: str) -> None:
     """Biases, tied embeddings, norms on both sides, experts, sinks; on four ranks two share a key/value head."""
     packing = "pad" if family == "gpt_oss" else "pack"
@@ -197,6 +243,15 @@ def test_sequence_and_loss_parallel(auditor: Auditor, folder: Path, place: Place
         options = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
         report = audited(auditor, folder, place, variant, family, packing=packing, **options)
         assert report.worst_gradient < 1e-12
+
+
+@pytest.mark.parametrize("family", sorted(SPARSE))
+def test_every_mixture_of_experts_over_ep(auditor: Auditor, folder: Path, family: str) -> None:
+    """Each expert in one half of the ranks, sharded there; some microbatches leave experts without a token."""
+    place = next(place for place in LAYOUTS if place.label == "ep 2 x shard 2")
+    packing = "pad" if family in ("gpt_oss", "nemotron_h", "diffusion_gemma") else "pack"
+    variant = Variant(SyncPolicy.REDUCE_EACH, "float64", 2, False, False)
+    assert audited(auditor, folder, place, variant, family, packing=packing).worst_gradient < 1e-12
 
 
 @pytest.mark.parametrize("mode", ["full", "submodule", "selective"])

@@ -117,3 +117,12 @@ def test_a_rank_in_another_collective_is_a_report_not_a_hang(tmp_path: Path) -> 
     assert "all_gather" in text
     assert "rank 0" in text
     assert "rank 1" in text
+
+
+def test_a_balance_loss_that_is_counted_too_often_is_found(auditor: Auditor, tmp_path: Path) -> None:
+    options = {"family": "mixtral", "moe": {"aux_loss": 0.1}}
+    report = planted(auditor, tmp_path, plants.balance_loss_counted_by_each_rank_of_tp, "tp 2", **options)
+    assert not report.passed
+    report = planted(auditor, tmp_path, plants.balance_loss_over_tokens_of_the_rank, "ep 2", **options)
+    assert not report.passed
+    assert report.losses[0] == pytest.approx(auditor.audit(case(tmp_path, "ep 2", **options), 2).losses[0])

@@ -16,6 +16,7 @@ from meshwright.distributed import parallelizer
 from meshwright.distributed.fsdp2 import FSDP2Manager
 from meshwright.distributed.loss_parallel import cross_entropy_sum
 from meshwright.errors import LayoutError, PlanError
+from meshwright.moe import fsdp_mixin
 from tests.harness import run_ranks
 from tests.tiny import batches, make, summed_loss, whole
 
@@ -53,6 +54,19 @@ SIGNATURES = {
 """Of `meshwright.distributed.parallelizer`; keyword-only arguments of ours may follow."""
 
 
+MIXIN = {
+    "MoEFSDPSyncMixin.prepare_for_grad_accumulation": "self, pp_enabled=False",
+    "MoEFSDPSyncMixin.prepare_for_final_backward": "self, pp_enabled=False",
+    "_configure_fsdp_module": "fsdp_module, is_last_backward, reshard_after_backward, requires_gradient_sync",
+    "_disable_fsdp_for_moe_module": "module",
+    "_iter_fsdp_modules": "module",
+    "_run_post_backward_for_moe_module": "module",
+    "_run_post_backward_hooks": "fsdp_module",
+    "patched_backward_maybe_with_nosync": "self, backward_type, bwd_kwargs, last_backward=False",
+}
+"""Of `meshwright.moe.fsdp_mixin`."""
+
+
 def shown(function: Any) -> str:
     found = [
         parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default!r}"
@@ -62,12 +76,14 @@ def shown(function: Any) -> str:
     return ", ".join(found)
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_every_name_has_its_signature(name: str) -> None:
-    found: Any = parallelizer
+@pytest.mark.parametrize(
+    ("home", "name"), [(parallelizer, name) for name in SIGNATURES] + [(fsdp_mixin, name) for name in MIXIN]
+)
+def test_every_name_has_its_signature(home: Any, name: str) -> None:
+    found = home
     for part in name.split("."):
         found = getattr(found, part)
-    assert shown(found) == SIGNATURES[name]
+    assert shown(found) == {**SIGNATURES, **MIXIN}[name]
 
 
 def test_the_other_names_are_there() -> None:

@@ -146,6 +146,7 @@ def family_case(
     *,
     packing: str = "pack",
     model: Mapping[str, Any] | None = None,
+    moe: Mapping[str, Any] | None = None,
     **parallel: Any,
 ) -> Case:
     """The case of a family, by its name in :data:`~meshwright.audit.families.FAMILIES`, on drawn documents.
@@ -157,6 +158,7 @@ def family_case(
         folder: for the documents.
         packing: of documents.
         model: what its config has otherwise.
+        moe: the section of that name.
         parallel: further options of the section ``parallel``.
     """
     config = {**FAMILIES[family], **(model or {})}
@@ -177,6 +179,7 @@ def family_case(
                 **parallel,
             },
             "data": {"files": ["drawn"], "sequence_length": SEQUENCE_LENGTH, "eval_fraction": 0.0, "packing": packing},
+            "moe": dict(moe or {}),
             "training": {"steps": STEPS, "global_batch_size": variant.microbatches * readers},
         }
     )

@@ -29,11 +29,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MINIMUM_TORCH",
+    "after_backward",
     "alias",
     "all_gather_single",
+    "backward_of_stage",
     "before_each_run",
     "check",
     "concatenate_meshes",
+    "end_backward",
     "flatten_mesh",
     "flight_records",
     "forget_runs_without_gradient",
@@ -43,15 +46,18 @@ __all__ = [
     "hook_each_run",
     "in_backward",
     "is_decomposed",
+    "is_set_up",
     "is_unsharded",
     "keep_between_runs",
     "left_unreduced",
     "memory_of",
     "operator_names",
     "operator_schema",
+    "own_backward_of_stage",
     "owned_parameters",
     "param_groups",
     "plain_placements",
+    "post_backward",
     "reduce_scatter_single",
     "replicate_module",
     "reset_iteration",
@@ -231,10 +237,72 @@ def tolerate_rest(module: nn.Module | FSDPModule) -> None:
 
 
 def _post_backward_unless_at_rest(group: Any, *unused: Any) -> None:
+    call = group.__dict__.pop("_meshwright_after_backward", None)
+    if call is not None and in_backward():
+        # Behind the callbacks of FSDP's roots, some of which are queued later than this one.
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: engine.queue_callback(call))
     if all(hasattr(fsdp_param, "_unsharded_param") for fsdp_param in group.fsdp_params):
         group._meshwright_post_backward(*unused)
     else:
         group._training_state = TrainingState.POST_BACKWARD
+
+
+def after_backward(module: nn.Module | FSDPModule, call: Callable[[], None]) -> None:
+    """Call something at the end of the next backward that ends a unit of :func:`tolerate_rest`."""
+    for group in param_groups(module):
+        group._meshwright_after_backward = call
+
+
+def is_set_up(module: nn.Module | FSDPModule) -> bool:
+    """Whether a unit, or the root that it is in, ran forward once: only then does it know its root and its streams."""
+    return fsdp_state(module)._is_root is not None
+
+
+def post_backward(module: nn.Module | FSDPModule) -> None:
+    """What FSDP does behind the backward of a unit: reduce and free it, as it is set. Nothing, where it was done already."""
+    for group in param_groups(module) if is_set_up(module) else ():
+        group.post_backward()
+
+
+def end_backward(module: nn.Module | FSDPModule) -> None:
+    """What FSDP does at the end of a backward, where a unit is a root that ran: wait for reductions, and be at rest."""
+    state = fsdp_state(module)
+    if state._is_root:
+        state._root_post_backward_final_callback()
+
+
+def backward_of_stage(kind: str, stage: Any, arguments: dict[str, Any]) -> Any:
+    """One of the backwards of a pipeline stage: (gradients of inputs, groups of parameters for ``weight``).
+
+    Args:
+        kind: ``full``, ``input`` or ``weight``.
+        stage: of torch's pipelining.
+        arguments: what its schedule gives ``backward_maybe_with_nosync``.
+    """
+    _backward, _ = _pipelining()
+    if kind == "weight":
+        return _backward.stage_backward_weight(stage.submod.parameters(), arguments["param_groups"]), None
+    values = (arguments["stage_output"], arguments["output_grads"], arguments["input_values"])
+    if kind == "input":
+        return _backward.stage_backward_input(*values, stage.submod.parameters())
+    return _backward.stage_backward(*values), None
+
+
+def _pipelining() -> tuple[Any, Any]:
+    """torch's backwards of stages, and what all its stages are. Only pipelines need them, so :func:`check` does not ask."""
+    try:
+        from torch.distributed.pipelining import _backward
+        from torch.distributed.pipelining.stage import _PipelineStageBase
+    except ImportError as error:
+        raise UnsupportedError(f"torch {torch.__version__}: pipelining is not as it was ({error})") from error
+    return _backward, _PipelineStageBase
+
+
+def own_backward_of_stage(kind: str, stage: Any, arguments: dict[str, Any], *, last: bool) -> Any:
+    """torch's own ``backward_maybe_with_nosync``."""
+    _, stage_type = _pipelining()
+    return stage_type.backward_maybe_with_nosync(stage, kind, arguments, last_backward=last)
 
 
 def in_backward() -> bool:
@@ -385,6 +453,7 @@ def check() -> None:
         (FSDPState, "_fsdp_param_group"),
         (FSDPState, "_lazy_init"),
         (torch._C, "_current_graph_task_id"),
+        (torch.autograd.Variable, "_execution_engine"),
         (torch._C, "_dispatch_get_all_op_names"),
         (torch._C, "_SetExcludeDispatchKeyGuard"),
         (torch._ops.OpOverload, "has_kernel_for_dispatch_key"),
@@ -395,7 +464,7 @@ def check() -> None:
     for kind, names in (
         (FSDPParamGroup, ("_partial_reduce_output", "_all_gather_result", "_post_forward_indices", "_training_state")),
         (FSDPParam, ("unsharded_accumulated_grad", "_module_info")),
-        (FSDPState, ("_training_state", "_state_ctx", "_comm_ctx")),
+        (FSDPState, ("_training_state", "_state_ctx", "_comm_ctx", "_is_root")),
     ):
         known = kind.__init__.__code__.co_names
         found.extend(f"torch {torch.__version__}: {kind.__name__} has no {name}" for name in names if name not in known)

@@ -16,13 +16,17 @@ torch has such a pair (``create_selective_checkpoint_contexts``), and compiled l
 choice from it. It is not used otherwise, because in eager code it fails where a layer overwrites a result that was kept, as
 Mixtral's router and every expert with a bias do (here such a result is recomputed instead), and where backward runs twice.
 
+The choice of experts is kept in every mode: ``full`` and ``submodule`` recompute a module that routes tokens as ``selective``
+would, if it were told to keep what :data:`ROUTING` names and nothing else. Gradients belong to the experts that forward used; a
+product that rounds otherwise the second time could send a token elsewhere, and with expert parallel other numbers of tokens.
+
 Two kinds of results are never kept, whoever asks for them: those of operators that draw random numbers (skipping one would
 shift what all later ones draw), and those of operators that write into their inputs (skipping one would leave them unwritten).
 """
 
 import difflib
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -55,25 +59,41 @@ kept too."""
 ROUTING = frozenset({"topk", "sort"})
 """What chooses experts. Kept, so that a product that rounds otherwise in the recomputation cannot route a token elsewhere."""
 
+_ROUTES = frozenset({torch.ops.aten.topk.default, torch.ops.aten.sort.default, torch.ops.aten.sort.stable})
+"""The operators of these names: what a module that routes tokens keeps, whatever else is recomputed."""
+
 COMMUNICATION = frozenset({"_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
 """Namespaces of collectives that return their result."""
 
 
-def checkpoint_layer(layer: nn.Module, mode: ActivationCheckpointing, kept: Operators = frozenset()) -> None:
+def checkpoint_layer(
+    layer: nn.Module,
+    mode: ActivationCheckpointing,
+    kept: Operators = frozenset(),
+    routing: Collection[nn.Module] = (),
+) -> None:
     """Recompute activations of a layer in backward, as a mode says. Training mode only; evaluation runs as before.
 
     Args:
         layer: changed in place; idempotent.
         mode: what is recomputed.
         kept: operators whose results ``selective`` keeps; empty: its own choice.
+        routing: modules that choose experts or hold them. What contains one keeps the choice of experts in every mode.
     """
+    known = {id(module) for module in routing}
+
+    def recompute(part: nn.Module) -> None:
+        routes = any(id(module) in known for module in part.modules())
+        checkpoint_forward(part, _ROUTES if routes else None)
+
     if mode is ActivationCheckpointing.FULL:
-        checkpoint_forward(layer)
+        recompute(layer)
     elif mode is ActivationCheckpointing.SELECTIVE:
-        checkpoint_forward(layer, kept)
+        routes = any(id(module) in known for module in layer.modules())
+        checkpoint_forward(layer, kept | _ROUTES if kept and routes else kept)
     elif mode is ActivationCheckpointing.SUBMODULE:
         for part in parts_of_layer(layer):
-            checkpoint_forward(part)
+            recompute(part)
 
 
 def checkpoint_forward(module: nn.Module, kept: Operators | None = None) -> None:
@@ -89,8 +109,7 @@ def checkpoint_forward(module: nn.Module, kept: Operators | None = None) -> None
     if is_checkpointed(module):
         return
     inner = module.forward
-    eager: dict[str, Any] = {} if kept is None else {"context_fn": functools.partial(_selective_contexts, kept)}
-    traced: dict[str, Any] = {} if kept is None else {"context_fn": functools.partial(_compiled_contexts, kept)}
+    options: dict[str, Any] = {} if kept is None else {"context_fn": functools.partial(_contexts, kept)}
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -99,7 +118,6 @@ def checkpoint_forward(module: nn.Module, kept: Operators | None = None) -> None
         # Tensors that come by name go the way of the others: autograd then holds them, and notices if they are overwritten.
         names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
         others = {name: value for name, value in kwargs.items() if name not in names}
-        options = traced if torch.compiler.is_compiling() else eager
 
         def run(*values: Any) -> Any:
             return inner(*values[: len(args)], **dict(zip(names, values[len(args) :], strict=True)), **others)
@@ -153,6 +171,11 @@ class _Run:
     kept: Operators
     results: list[tuple[Any, Any]] = field(default_factory=list)
     replaying: bool = False
+
+    @property
+    def legal(self) -> str:
+        """The modes that ask less of a layer, in words."""
+        return "is none" if self.kept == _ROUTES else "are none, full, submodule"
 
 
 @dataclass(frozen=True)
@@ -219,8 +242,8 @@ class _Replay(TorchDispatchMode):
             operator, result = self.run.results[self.position] if self.position < len(self.run.results) else (None, None)
             if operator is not func:
                 raise UnsupportedError(
-                    f"activation_checkpointing=selective: the recomputation of a layer runs {func} where its forward ran "
-                    f"{operator}, so what it does depends on more than its inputs; legal for it are none, full, submodule"
+                    f"activation_checkpointing: the recomputation of a layer runs {func} where its forward ran {operator}, so "
+                    f"what it does depends on more than its inputs; legal for it {self.run.legal}"
                 )
             self.position += 1
             # It may have been overwritten after the layer, too.
@@ -236,6 +259,11 @@ def _hold(operator: Any, tensor: torch.Tensor) -> _Held:
 
 def _handed_out(operator: Any, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if _role(operator, frozenset()) is _Role.COPIED else _torch_compat.alias(tensor)
+
+
+def _contexts(kept: Operators) -> Contexts:
+    """Asked for by each run: a layer that was to be compiled runs as it is where something inside cannot be."""
+    return _compiled_contexts(kept) if torch.compiler.is_compiling() else _selective_contexts(kept)
 
 
 def _selective_contexts(kept: Operators) -> Contexts:

@@ -54,6 +54,9 @@ class GradSync:
         all_reduce_once: with ``reduce_each`` and replicas, all-reduce across replicas only in the last microbatch;
             before it gradients are reduce-scattered inside each replica.
 
+    Attributes:
+        ends_step: for pipelines: whether the last backward of the schedule that runs now is that of an optimizer step.
+
     Raises:
         PlanError: if a policy names a unit that is not there.
     """
@@ -74,6 +77,8 @@ class GradSync:
         for module in units.values():
             _torch_compat.tolerate_rest(module)
         self.all_reduce_once = all_reduce_once
+        self.ends_step = True
+        self._ending = False
         self._units = {
             name: _Unit(
                 module,
@@ -109,6 +114,7 @@ class GradSync:
 
     def begin_microbatch(self, *, last: bool) -> None:
         """Set every unit for the forward and backward of one microbatch; ``last``: of its optimizer step."""
+        self._ending = False
         for unit in self._units.values():
             defer = unit.policy is SyncPolicy.DEFER
             reduce = last or unit.policy is SyncPolicy.REDUCE_EACH
@@ -120,8 +126,22 @@ class GradSync:
             if reduce:
                 unit.module.set_requires_all_reduce(last or not self.all_reduce_once, recurse=False)
 
+    def finish_after_backward(self) -> None:
+        """Call :meth:`finish` at the end of the next backward; for a loop that does not say where its steps end."""
+
+        def end() -> None:
+            if self._ending:  # each of several roots may call
+                self._ending = False
+                self.finish()
+
+        self._ending = True
+        for unit in self._units.values():
+            _torch_compat.after_backward(unit.module, end)
+
     def finish(self) -> None:
         """End an optimizer step: reshard what is still gathered, such as a unit that no gradient came through.
+
+        From here on units reshard after forward as they did before the first step.
 
         Raises:
             UnsupportedError: a unit had gradients in an earlier microbatch and none in the last one, so that they were
@@ -135,6 +155,7 @@ class GradSync:
                 "all_reduce_once=True cannot reduce; set all_reduce_once=False, or sync=defer"
                 for name in stranded
             )
+        self._reshard_after_forward()
         self._reshard()
 
     def abandon(self) -> None:
@@ -152,10 +173,51 @@ class GradSync:
     @contextmanager
     def forward_only(self) -> Iterator[None]:
         """For evaluation: inside, units reshard after forward as the plan says; afterwards all are resharded."""
-        for unit in self._units.values():
-            if unit.reshard_after_forward:
-                unit.module.set_reshard_after_forward(True, recurse=False)
+        self._reshard_after_forward()
         try:
             yield
         finally:
             self._reshard()
+
+    def _reshard_after_forward(self) -> None:
+        for unit in self._units.values():
+            if unit.reshard_after_forward:
+                unit.module.set_reshard_after_forward(True, recurse=False)
+
+    # -- pipelines: a schedule runs forwards and backwards of several microbatches in an order of its own -------------------
+
+    def units(self) -> list[FSDPModule]:
+        """Every unit, parents first."""
+        return [unit.module for unit in self._units.values()]
+
+    def begin_backward(self, *, last: bool, splits: bool) -> None:
+        """Set every unit for one backward of a stage.
+
+        Args:
+            last: of the optimizer step.
+            splits: whether it is one half of a backward, for inputs or for weights. Then all units are gathered before it:
+                torch reads from the parameters that a stage has now which of them are in the graph, and sharded ones are not,
+                so that they would get no gradient without a word. And none is reduced until :meth:`end_backward`.
+        """
+        self.begin_microbatch(last=last)
+        for unit in self._units.values():
+            # What happens at the end of a backward is up to end_backward(): others are under way.
+            unit.module.set_is_last_backward(False)
+            if splits:
+                unit.module.set_reshard_after_backward(False, recurse=False)
+                unit.module.set_requires_gradient_sync(False, recurse=False)
+                if _torch_compat.is_set_up(unit.module):
+                    unit.module.unshard()
+
+    def end_backward(self, *, last: bool) -> None:
+        """Behind a backward that gave weights their gradients: what FSDP's hooks would do if autograd drove all of it."""
+        self.begin_microbatch(last=last)
+        for unit in self._units.values():
+            if last or unit.policy is not SyncPolicy.DEFER:
+                _torch_compat.post_backward(unit.module)
+        if last:
+            for unit in self._units.values():
+                unit.module.set_is_last_backward(True)
+            for unit in self._units.values():
+                _torch_compat.end_backward(unit.module)
+            self.finish()

@@ -106,8 +106,12 @@ def parallelize(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.
         apply_tensor_parallel(model, plan, mesh["tp"])
     if plan.layout.ep > 1:
         apply_expert_parallel(model, plan, mesh)
+    # Whoever chooses experts stands beside them, so that where it is unknown, all that is beside them may be it.
+    routing = [
+        model.get_submodule(name) for row in plan.experts for name in (row.module, row.router or row.module.rpartition(".")[0])
+    ]
     for unit in plan.units:
-        checkpoint_layer(model.get_submodule(unit.name), unit.activation_checkpointing, kept)
+        checkpoint_layer(model.get_submodule(unit.name), unit.activation_checkpointing, kept, routing)
     if any(unit.activation_checkpointing is not ActivationCheckpointing.NONE for unit in plan.units):
         _without_cache(model)
     parameters = dict(model.named_parameters())

@@ -203,6 +203,27 @@ class TrainingConfig(_Section):
     log_every: int = Field(default=1, ge=1, description="Steps between lines of metrics.")
 
 
+class MoEConfig(_Section):
+    """Balance of the experts of a mixture (docs/moe.md)."""
+
+    aux_loss: float | None = Field(
+        default=None,
+        ge=0,
+        description="Coefficient of a balance loss that is added to the training loss: sequence by sequence, each weighted by "
+        "its share of the tokens of the optimizer step (DeepSeek-V3, arXiv 2412.19437, equations 17 to 20). null or 0: none.",
+    )
+    bias_update_rate: float | None = Field(
+        default=None,
+        ge=0,
+        description="What the bias of each expert moves by after an optimizer step, up where it got less than the mean load, "
+        "down where it got more; for families whose router has such a bias, like DeepSeek-V3. null or 0: biases stay.",
+    )
+    load_metrics: bool = Field(
+        default=True,
+        description="Log for each layer the largest load of an expert over the mean load, and how many experts got no token.",
+    )
+
+
 class CheckpointConfig(_Section):
     """Saving and resuming. The last step is always saved."""
 
@@ -261,6 +282,7 @@ class RunConfig(_Section):
     schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="Learning rate over the steps.")
     training: TrainingConfig = Field(description="The loop.")
     diffusion: DiffusionConfig = Field(default=DiffusionConfig(), description="Block diffusion.")
+    moe: MoEConfig = Field(default=MoEConfig(), description="Balance of experts.")
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Saving and resuming.")
     metrics: MetricsConfig = Field(default=MetricsConfig(), description="Where metrics go.")
     launch: LaunchConfig = Field(default=LaunchConfig(), description="Local worker processes.")

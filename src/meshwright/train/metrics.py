@@ -151,6 +151,10 @@ class Recorder:
             self._task = self._progress.add_task("starting", total=self.steps, completed=resumed_step)
             self._progress.start()
 
+    def logs(self, step: int) -> bool:
+        """Whether the metrics of a step are written; every rank says the same."""
+        return step % self.every == 0 or step in (1, self.steps)
+
     def step(self, step: int, values: dict[str, Any]) -> None:
         """Metrics of a training step, counted from 1."""
         if not self.speaks:
@@ -160,7 +164,7 @@ class Recorder:
             f"{values['step_seconds'] * 1000:.0f} ms  norm {values['gradient_norm']:.3f}  "
             f"mem {human_bytes(values['memory_bytes'])}"
         )
-        logged = step % self.every == 0 or step in (1, self.steps)
+        logged = self.logs(step)
         if self._progress is not None:
             self._progress.update(self._task, completed=step, description=line)
         elif logged:

@@ -37,12 +37,14 @@ class Objective(ABC):
         terms: names of the losses.
         weights: of the terms.
         perplexity: whether the exponential of the loss is one.
+        counts_routed: whether :meth:`routed` tells tokens apart.
         frozen: patterns of parameters that are not trained, besides those of ``parallel.freeze``.
     """
 
     terms: tuple[str, ...]
     weights: tuple[float, ...]
     perplexity = False
+    counts_routed = False
     frozen: tuple[str, ...] = ()
 
     @abstractmethod
@@ -65,6 +67,10 @@ class Objective(ABC):
     @abstractmethod
     def counts(self, batches: list[Batch]) -> list[int]:
         """Targets of each term in some batches that are ready."""
+
+    def routed(self, batch: Batch) -> torch.Tensor | None:
+        """The tokens, bool [B, S], that count for the balance of experts; ``None``: all that routers are given, in any pass."""
+        return None
 
     @abstractmethod
     def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
@@ -90,6 +96,7 @@ class NextToken(Objective):
     terms = ("next_token",)
     weights = (1.0,)
     perplexity = True
+    counts_routed = True
 
     def attach(self, model: nn.Module) -> None:
         """The model's own forward will do."""
@@ -97,6 +104,10 @@ class NextToken(Objective):
     def counts(self, batches: list[Batch]) -> list[int]:
         """Valid labels."""
         return [count_tokens(batches)]
+
+    def routed(self, batch: Batch) -> torch.Tensor:
+        """Tokens up to the last label of their sequence: what is behind it was read for nothing, as padding is."""
+        return (batch["labels"] != IGNORE).flip(1).cumsum(1).flip(1) > 0
 
     def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Cross-entropy of the next token."""

@@ -127,6 +127,7 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
     from meshwright.models.build import build_on_meta, pretrained_config
     from meshwright.models.imports import import_modules
     from meshwright.models.spec import spec_of
+    from meshwright.moe.balance import refusals
     from meshwright.plan.resolver import model_sizes, resolve
     from meshwright.train.objective import NextToken, make_objective
 
@@ -158,8 +159,8 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         problems.append(
             ConfigError(
-                "model.config.output_router_logits=true: the auxiliary loss of the router is no part of the training loss of "
-                "this version; the legal value is false"
+                "model.config.output_router_logits=true: transformers' auxiliary loss of the router is no part of the training "
+                "loss; the legal value is false, and moe.aux_loss is the coefficient of a balance loss"
             )
         )
     if tokenizer is not None:
@@ -168,6 +169,14 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
         raise together(problems)
     options = config.parallel.options(microbatches)
     plan = resolve(spec, model, layout, replace(options, freeze=(*options.freeze, *objective.frozen)))
+    refused = refusals(
+        plan,
+        aux_loss=config.moe.aux_loss or 0.0,
+        bias_update_rate=config.moe.bias_update_rate or 0.0,
+        counts_tokens=objective.counts_routed,
+    )
+    if refused:
+        raise ConfigError(refused)
     return RunSetup(config, layout, model, spec, plan, objective)
 
 

@@ -22,6 +22,7 @@ from meshwright.distributed.strategy import get_parallelization_strategy
 from meshwright.errors import CheckpointError, NonFiniteError
 from meshwright.models.build import materialize
 from meshwright.models.init import derive_seed, initialize_buffers
+from meshwright.moe.balance import Balance
 from meshwright.plan.resolver import model_sizes
 from meshwright.train.boundaries import check_boundaries
 from meshwright.train.metrics import Recorder, memory_in_use
@@ -82,6 +83,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, self.config.optimizer)
         state.initialize_optimizer(self.optimizer)
         self.sync = self.build_sync()
+        self.balance = self.build_balance()
 
         data_rank, data_ranks = self.mesh.rank("dp"), setup.layout.size("dp")
         self.loader = self.build_loader(store)
@@ -129,6 +131,13 @@ class Trainer:
     def build_sync(self) -> GradSync:
         """When the units of the model gather and reduce."""
         return GradSync.from_plan(self.model, self.setup.plan)
+
+    def build_balance(self) -> Balance:
+        """What keeps the experts of the model busy alike, and counts their tokens."""
+        wish = self.config.moe
+        rates = {"aux_loss": wish.aux_loss or 0.0, "bias_update_rate": wish.bias_update_rate or 0.0}
+        rows = self.setup.plan.experts
+        return Balance(self.model, rows, self.device, **rates, load_metrics=wish.load_metrics)
 
     def build_loader(self, store: TokenStore) -> TrainLoader:
         """The training data of this rank."""
@@ -182,7 +191,9 @@ class Trainer:
         batches = [self._to_device(batch) for batch in on_host]
         # Counted before backward: the loss is divided by all tokens of the step, so no factor depends on the layout. The
         # count stays on the device; it is read at the end with the loss and the norm, so that the host waits only once.
-        self.counts = self.mesh.sum(torch.tensor(self.objective.counts(on_host), device=self.device))
+        counts = self.mesh.sum(torch.tensor([*self.objective.counts(on_host), self._routed(on_host)], device=self.device))
+        self.counts = counts[:-1]
+        self.balance.begin_step(counts[-1])
         self.sums = torch.zeros_like(self.sums)
         divisor = self.counts[0].clamp(min=1)
         rate = learning_rate(self.step, self.config.training.steps, self.config.optimizer.lr, self.config.schedule)
@@ -190,21 +201,27 @@ class Trainer:
         summed = self.backward(batches, divisor)
         norm = self.clip()
         several = len(self.counts) > 1
-        total, *sums = self.mesh.sum(torch.stack([summed, *self.sums] if several else [summed])).double()
+        shares = [summed, *self.balance.losses(), *(self.sums if several else ())]
+        total, *sums = self.mesh.sum(torch.stack(shares)).double()
+        balance = [sums.pop(0) for _ in self.balance.losses()]
         terms = [value / count.clamp(min=1) for value, count in zip(sums, self.counts, strict=several)]
-        loss_value, norm_value, token_count, *term_values = torch.stack(
-            [total, norm.to(self.device).double(), self.counts[0].double(), *terms]
+        loss_value, norm_value, token_count, *values = torch.stack(
+            [total, norm.to(self.device).double(), self.counts[0].double(), *terms, *balance]
         ).tolist()
+        term_values, balance_values = values[: len(terms)], values[len(terms) :]
         skipped = not (math.isfinite(loss_value) and math.isfinite(norm_value))
         if skipped:
             self._not_finite(batches, loss_value, norm_value)
         else:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        loads = self.balance.finish_step(self.mesh.sum, updated=not skipped, logged=self.recorder.logs(self.step + 1))
         seconds = time.perf_counter() - begun
         return {
             "loss": loss_value,
             **self._by_term(term_values),
+            **({"moe/aux_loss": balance_values[0]} if balance_values else {}),
+            **loads,
             "gradient_norm": norm_value,
             "learning_rate": rate,
             "tokens": int(token_count),
@@ -224,12 +241,17 @@ class Trainer:
         """
         summed = torch.zeros((), device=self.device)
         for _, batch in self.sync.microbatches(batches):
-            terms = self.objective.sums(self.model, batch)
-            loss = self.objective.combine(terms, self.counts) / divisor
-            loss.backward()
+            with self.balance.microbatch(self.objective.routed(batch)):
+                terms = self.objective.sums(self.model, batch)
+                loss = self.objective.combine(terms, self.counts) / divisor
+                loss.backward()
             summed = summed + loss.detach()  # not in place: the dtype of the loss wins
             self.sums = self.sums + torch.stack(terms).detach()
         return summed
+
+    def _routed(self, batches: list[Batch]) -> int:
+        """Tokens that count for the balance of experts."""
+        return sum(int(mask.sum()) for batch in batches if (mask := self.objective.routed(batch)) is not None)
 
     def _by_term(self, values: list[float], prefix: str = "") -> dict[str, float]:
         """Metrics of the terms of the loss, where there are several."""

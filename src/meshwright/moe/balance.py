@@ -1,0 +1,283 @@
+"""Load balance of routers: a loss of its own, a bias that needs none, and what each expert got.
+
+A router gives N tokens scores [N, E] over E experts, and the weights [N, k] and numbers [N, k] of the k that it chose. Which
+modules are routers, what their scores are and which buffer is their bias says the plan (:class:`ExpertsRow`). A hook on each
+router does the rest, so that models, experts and their dispatch know nothing of balance.
+
+The loss is the sequence-wise balance loss of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20), with the experts that were
+chosen in fact, groups and bias included. For a sequence b with T_b tokens that count, and coefficient a:
+
+    f_i = E / (k T_b) * tokens of b that chose expert i        P_i = mean over them of the normalised score of i
+    L_b = a * sum_i f_i P_i                                    loss of a layer = sum_b T_b / T * L_b
+
+T counts the tokens of the whole optimizer step. No statistic leaves its sequence, so that the loss and its gradient are those
+of one process whatever the ranks, replicas and microbatches are; perfect balance gives ``a`` for each layer.
+
+Its gradient enters where the weights leave the router (:class:`_Joined`): backward of the training loss passes there once in
+every microbatch, in a recomputed layer too.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.distributed import _torch_compat
+from meshwright.errors import ModelError
+from meshwright.plan.sharding_plan import ExpertsRow, ShardingPlan
+from meshwright.plan.spec import Scores
+
+__all__ = ["Balance", "refusals", "sequence_balance"]
+
+
+def sequence_balance(scores: torch.Tensor, index: torch.Tensor, counts: torch.Tensor, kind: Scores) -> torch.Tensor:
+    """The balance loss of a router, each sequence times its tokens: sum_b T_b sum_i f_i P_i.
+
+    Args:
+        scores: [B * S, E], as the router gives them.
+        index: [B * S, k], the experts that were chosen.
+        counts: bool [B, S], the tokens that count.
+        kind: what the scores are.
+
+    Returns:
+        A scalar, in fp32 or better.
+    """
+    experts, chosen = scores.shape[-1], index.shape[-1]
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if kind is Scores.SOFTMAX:
+        shares = scores.softmax(-1)
+    else:
+        shares = scores.sigmoid() if kind is Scores.SIGMOID else scores
+        shares = shares / shares.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+    mask = counts.to(shares.dtype)
+    loads = mask.new_zeros(len(counts), experts)
+    loads.scatter_add_(1, index.reshape(len(counts), -1).long(), mask.repeat_interleave(chosen, dim=1))
+    tokens = mask.sum(1, keepdim=True).clamp(min=1)
+    sums = (shares.view(*counts.shape, experts) * mask.unsqueeze(-1)).sum(1)
+    return experts / chosen * (loads / tokens * sums).sum()
+
+
+class _Joined(torch.autograd.Function):
+    """The weights as they are; backward gives the loss a gradient of 1, as if it had been added to the training loss."""
+
+    @staticmethod
+    def forward(context: Any, weights: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        context.one = torch.ones_like(loss)
+        return weights.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient, context.one
+
+
+@dataclass
+class _Router:
+    row: ExpertsRow
+    label: str
+    loads: torch.Tensor
+    """int64 [E]: tokens of this step that chose each expert."""
+    fits: bool = True
+
+
+class Balance:
+    """Watches the routers of a model through the microbatches of optimizer steps.
+
+    Args:
+        model: parallelized.
+        rows: its mixtures; those whose router is unknown are left out.
+        device: that it computes on.
+        aux_loss: coefficient of the balance loss; 0: none.
+        bias_update_rate: what biases move by after a step; 0: not at all.
+        load_metrics: whether loads are counted to be reported.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rows: Sequence[ExpertsRow],
+        device: torch.device,
+        *,
+        aux_loss: float = 0.0,
+        bias_update_rate: float = 0.0,
+        load_metrics: bool = True,
+    ) -> None:
+        self.model, self.aux_loss, self.rate, self.reports = model, aux_loss, bias_update_rate, load_metrics
+        known = [row for row in rows if row.router]
+        if not (aux_loss or bias_update_rate or load_metrics):
+            known = []
+        self._all_loads = torch.zeros(sum(row.experts for row in known), dtype=torch.int64, device=device)
+        loads = self._all_loads.split([row.experts for row in known])
+        self._routers = [_Router(row, label, mine) for row, label, mine in zip(known, _labels(known), loads, strict=True)]
+        self._tokens = torch.ones((), dtype=torch.int64, device=device)
+        self._value = torch.zeros((), device=device)
+        self._open = False
+        self._counts: torch.Tensor | None = None
+        for router in self._routers:
+            model.get_submodule(router.row.router).register_forward_hook(self._hook(router))
+
+    # -- one optimizer step ------------------------------------------------------------------------------------------------
+
+    def begin_step(self, tokens: torch.Tensor) -> None:
+        """Forget the step before; ``tokens``: those that count in this one, over all ranks and microbatches."""
+        self._all_loads.zero_()
+        self._value = torch.zeros_like(self._value)
+        self._tokens = tokens.clamp(min=1)
+
+    @contextmanager
+    def microbatch(self, counts: torch.Tensor | None) -> Iterator[None]:
+        """Around forward and backward of a microbatch.
+
+        Args:
+            counts: bool [B, S], the tokens that count; ``None``: all that the routers are given.
+        """
+        self._open, self._counts = True, counts
+        try:
+            yield
+        finally:
+            self._open, self._counts = False, None
+
+    def losses(self) -> list[torch.Tensor]:
+        """What this rank's tokens added to the loss in this step; nothing without a balance loss."""
+        return [self._value] if self.aux_loss else []
+
+    def finish_step(self, add_up: Callable[[torch.Tensor], torch.Tensor], *, updated: bool, logged: bool) -> dict[str, float]:
+        """Move the biases, and say how the loads were. All ranks take part alike.
+
+        Args:
+            add_up: over the ranks that have other tokens.
+            updated: whether the optimizer moved the parameters; a step that was skipped moves no bias.
+            logged: whether the metrics of this step are written.
+        """
+        logged = logged and self.reports
+        if not self._routers or not ((self.rate and updated) or logged):
+            return {}
+        add_up(self._all_loads)
+        if self.rate and updated:
+            self._move_biases()
+        return self._metrics() if logged else {}
+
+    @torch.no_grad()
+    def _move_biases(self) -> None:
+        """DeepSeek-V3, section 2.1.2: up where an expert has less than the mean, down where it has more.
+
+        Loads are sums of integers, so that every rank moves its copy to the same bits.
+        """
+        for router in self._routers:
+            if router.row.bias:
+                bias = self.model.get_buffer(router.row.bias)
+                # The mean times E: no rounding.
+                direction = (router.loads.sum() - router.loads * len(router.loads)).sign()
+                bias.add_((self.rate * direction).to(bias.dtype))
+
+    def _metrics(self) -> dict[str, float]:
+        routers = [router for router in self._routers if router.fits]
+        if not routers:
+            return {}
+        numbers = []
+        for router in routers:
+            loads = router.loads.double()
+            numbers += [loads.max() / loads.mean().clamp(min=1e-9), (router.loads == 0).sum().double()]
+        found = torch.stack(numbers).tolist()
+        metrics = {f"moe/max_load/{router.label}": value for router, value in zip(routers, found[::2], strict=True)}
+        metrics |= {f"moe/idle_experts/{router.label}": value for router, value in zip(routers, found[1::2], strict=True)}
+        return metrics
+
+    # -- one call of one router ------------------------------------------------------------------------------------------------
+
+    def _hook(self, router: _Router) -> Callable[..., Any]:
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            # Neither evaluation, nor a draft without gradient.
+            if not self._open or not module.training or not torch.is_grad_enabled():
+                return None
+            problem = _misfit(output, router.row, self._counts)
+            if problem:
+                if self.aux_loss or self.rate:
+                    raise ModelError(f"router {router.row.router!r}: {problem}; moe.aux_loss and moe.bias_update_rate need it")
+                router.fits = False
+                return None
+            scores, weights, index, *rest = output
+            first = not _torch_compat.in_backward()  # a recomputation was counted already
+            if first:
+                _count(router.loads, index, self._counts)
+            if not self.aux_loss or self._counts is None or not scores.requires_grad:
+                return None
+            loss = sequence_balance(scores, index, self._counts, Scores(router.row.scores)) * self.aux_loss / self._tokens
+            if first:
+                self._value = self._value + loss.detach()
+            return (scores, _Joined.apply(weights, loss), index, *rest)
+
+        return after
+
+
+@torch.no_grad()
+def _count(loads: torch.Tensor, index: torch.Tensor, counts: torch.Tensor | None) -> None:
+    index = index.long()
+    ones = torch.ones_like(index) if counts is None else counts.reshape(-1, 1).expand_as(index).long()
+    loads.scatter_add_(0, index.flatten(), ones.flatten())
+
+
+def _misfit(output: Any, row: ExpertsRow, counts: torch.Tensor | None) -> str:
+    """Why the outputs of a router cannot be read; empty if they can."""
+    if not isinstance(output, tuple) or len(output) < 3 or not all(isinstance(item, torch.Tensor) for item in output[:3]):
+        return "does not return scores, weights and numbers of experts"
+    scores, weights, index = output[:3]
+    if scores.ndim != 2 or scores.shape[1] != row.experts or weights.shape != index.shape or index.is_floating_point():
+        shapes = ", ".join(str(tuple(item.shape)) for item in output[:3])
+        return (
+            f"should return scores [tokens, {row.experts}], weights and numbers of experts [tokens, k], and they are {shapes}"
+        )
+    if counts is not None and len(index) != counts.numel():
+        return f"was given {len(index)} tokens of a batch of {counts.numel()}"
+    return ""
+
+
+def _labels(rows: Sequence[ExpertsRow]) -> list[str]:
+    """The number of each layer, where it tells them apart; otherwise the names of the mixtures."""
+    numbers = [next((part for part in row.module.split(".") if part.isdigit()), "") for row in rows]
+    unique = len(set(numbers)) == len(numbers) and all(numbers)
+    return numbers if unique else [row.module for row in rows]
+
+
+def refusals(plan: ShardingPlan, *, aux_loss: float, bias_update_rate: float, counts_tokens: bool) -> list[str]:
+    """What of a balance cannot be done for a plan, a line each.
+
+    Args:
+        plan: of the run.
+        aux_loss: coefficient of the balance loss.
+        bias_update_rate: what biases move by.
+        counts_tokens: whether the objective says which tokens of a batch count.
+    """
+    found = []
+    wishes = {"moe.aux_loss": aux_loss, "moe.bias_update_rate": bias_update_rate}
+    asked = [f"{key}={value:g}" for key, value in wishes.items() if value]
+    if asked and not plan.experts:
+        return [f"{wish}: {plan.family} has no mixtures of experts; leave it out" for wish in asked]
+    for wish in asked:
+        found += [
+            f"{wish}: the router of {row.module!r} is unknown (router of its ExpertsRule), so nothing can balance it"
+            for row in plan.experts
+            if not row.router
+        ]
+    if aux_loss:
+        if not counts_tokens:
+            found.append(
+                f"{asked[0]}: block diffusion runs routers over a sequence and over its canvases, which have no common "
+                "balance; leave it out (moe.load_metrics counts both)"
+            )
+        for row in plan.experts:
+            own = [item for item in plan.parameters if row.router and item.name.startswith(f"{row.router}.")]
+            if own and not any(item.trainable for item in own):
+                found.append(
+                    f"{asked[0]}: the router {row.router!r} is frozen, so that the loss would move everything but the choice; "
+                    "train it (parallel.freeze), or leave moe.aux_loss out"
+                )
+    if bias_update_rate:
+        found += [
+            f"{asked[-1]}: the router {row.router!r} has no bias that is added for the choice alone; use moe.aux_loss"
+            for row in plan.experts
+            if row.router and not row.bias
+        ]
+    return found

@@ -1,0 +1,3 @@
+from tests.train.conftest import corpus, tiny
+
+__all__ = ["corpus", "tiny"]
