@@ -11,8 +11,8 @@ from meshwright.models.diffusion_gemma.canvas import HIDDEN, IGNORE, lay_out
 from meshwright.models.diffusion_gemma.corruption import Draw, corrupt, draw, one_block
 from meshwright.models.diffusion_gemma.generation import Draft, continue_text
 from meshwright.models.diffusion_gemma.masks import as_additive, block_causal_masks
-from meshwright.models.diffusion_gemma.options import DiffusionConfig
 from meshwright.models.diffusion_gemma.model import enable
+from meshwright.models.diffusion_gemma.options import DiffusionConfig
 from meshwright.train.loss import token_loss_sum
 from meshwright.train.objective import BlockDiffusion
 from tests.diffusion_gemma import TOKENS, texts, tiny_diffusion_gemma
