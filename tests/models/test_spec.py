@@ -115,3 +115,13 @@ def test_weights_that_do_not_fit_are_listed(tmp_path) -> None:
 def test_a_model_class_without_causal_head_is_refused() -> None:
     with pytest.raises(ModelError):
         build_on_meta(ModelConfig(config={"model_type": "vit"}), pretrained_config(ModelConfig(config={"model_type": "vit"})))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "nemotron_h"])
+def test_the_bias_of_a_router_is_stored_in_fp32(family: str) -> None:
+    config = ModelConfig(config={"model_type": family, **FAMILIES[family]}, dtype="bfloat16")
+    model = build_on_meta(config, pretrained_config(config))
+    [rule] = spec_of(model).experts
+    found = {name.rpartition(".")[2]: buffer.dtype for name, buffer in model.named_buffers() if name.endswith(rule.bias)}
+    assert found == {"e_score_correction_bias": torch.float32}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

@@ -27,6 +27,7 @@ __all__ = [
     "initialize_module",
     "initialized_flag",
     "is_experts",
+    "keep_in_fp32",
     "load_sharded",
     "router_classes",
     "without_torch_init",
@@ -90,6 +91,21 @@ def declarations(model: "PreTrainedModel") -> Declarations:
         tied=dict(model.all_tied_weights_keys),
         tp=dict(getattr(model, "tp_plan", None) or {}),
     )
+
+
+def keep_in_fp32(model: "PreTrainedModel") -> None:
+    """Store in fp32 what the model asks for, as its own loading does and its constructor does not: the bias of a router, which
+    moves by less than bf16 can hold.
+    """
+    import torch
+
+    wanted = declarations(model).fp32_strict
+    for prefix, module in model.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                halved = tensor is not None and tensor.dtype in (torch.bfloat16, torch.float16)
+                if tensor is not None and halved and wanted.intersection(f"{prefix}.{name}".split(".")):
+                    tensor.data = tensor.data.float()
 
 
 def is_experts(module: "nn.Module") -> bool:

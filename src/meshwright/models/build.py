@@ -146,6 +146,7 @@ def build_on_meta(config: ModelConfig, hf_config: "PretrainedConfig") -> "PreTra
     except Exception as error:  # transformers raises many kinds here, all about what the config asks for
         raise ModelError(f"model: {type(error).__name__}: {error}") from error
     model.config.use_cache = False  # training never reads the key/value cache
+    _transformers_compat.keep_in_fp32(model)
     return model
 
 
