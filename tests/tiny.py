@@ -6,9 +6,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.audit.families import FAMILIES
+from meshwright.audit import families
 from meshwright.models.spec import spec_of
 from meshwright.plan.spec import ParallelSpec
+from tests.diffusion_gemma import tiny_diffusion_gemma
+
+FAMILIES = {family: config for family, config in families.FAMILIES.items() if family != "diffusion_gemma"}
+"""Those that are causal language models; the other one is in `tests/diffusion_gemma.py`."""
 
 
 def tiny_config(family: str, **changes: Any) -> Any:
@@ -57,6 +61,10 @@ def make(family: str, *, meta: bool = False, seed: int = 0, **changes: Any) -> t
         with torch.device("meta" if meta else "cpu"):
             torch.manual_seed(seed)
             return Plain(**changes), PLAIN_SPEC
+    if family == "diffusion_gemma":
+        with torch.device("meta" if meta else "cpu"):
+            model = tiny_diffusion_gemma(seed=seed, **changes)
+        return model, spec_of(model)
     model = tiny_model(family, meta=meta, seed=seed, **changes)
     return model, spec_of(model)
 

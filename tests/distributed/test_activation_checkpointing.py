@@ -504,6 +504,10 @@ def test_compiled_layers() -> None:
         for family in ("llama", "mixtral"):
             expected, counts, _ = step(family, NONE, param_dtype="float32")
             for mode in MODES:
+                if family == "mixtral" and mode is SELECTIVE:
+                    with pytest.raises(PlanError, match=r"has experts and is compiled in parts.*legal for it are none, full"):
+                        step(family, mode, compile=True)
+                    continue
                 for counted in (True, False):
                     torch._dynamo.reset()
                     seen = torch._dynamo.utils.counters["stats"]
@@ -567,7 +571,9 @@ def test_parts_of_a_layer_are_its_attention_its_mlp_and_its_norms(family: str) -
         parts = list(parts_of_layer(layer))
         names = {name for name, module in layer.named_children() if module in parts}
         assert len(parts) == len(names) >= (2 if family == "nemotron_h" else 4)  # a block of its is a norm and one mixer
-        assert all(any(word in name for word in ("attn", "mlp", "norm", "ln_", "mixer")) for name in names), names
+        assert all(
+            any(word in name for word in ("attn", "mlp", "norm", "ln_", "mixer", "router", "experts")) for name in names
+        ), names
         held = {id(p) for part in parts for p in part.parameters()}
         assert held == {id(p) for p in layer.parameters()}
 

@@ -22,7 +22,7 @@ from tests.tiny import FAMILIES, make
 @pytest.mark.parametrize("world", [8, 64, 1024])
 @pytest.mark.parametrize("replicas", [1, 4, None], ids=["shard", "replicate-x-shard", "replicate"])
 def test_local_shapes_and_units_are_those_of_the_plan(world: int, replicas: int | None) -> None:
-    check_shapes_and_units(Layout(dp_replicate=replicas or world), world, FAMILIES)
+    check_shapes_and_units(Layout(dp_replicate=replicas or world), world, [*FAMILIES, "diffusion_gemma"])
 
 
 @pytest.mark.parametrize("world", [8, 64, 1024])
@@ -53,8 +53,8 @@ def check_shapes_and_units(layout: Layout, world: int, families: Iterable[str]) 
                 }
                 assert strides_of_fsdp_aside(placed) == strides_of_fsdp_aside(dict(row.placements)), (family, row.name)
             units = fsdp_units(model)
-            assert list(units) == [unit.name for unit in plan.units]
-            for unit in plan.units:
+            assert list(units) == [unit.name for unit in plan.fsdp_units]
+            for unit in plan.fsdp_units:
                 owned = {id(tensor) for tensor in _torch_compat.owned_parameters(units[unit.name])}
                 assert owned == {id(parameters[name]) for name in unit.parameters}
                 resharding = _torch_compat.reshards_after_forward(units[unit.name], is_root=not unit.name)

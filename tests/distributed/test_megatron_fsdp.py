@@ -134,7 +134,7 @@ def test_axes_that_leave_ranks_out_and_models_that_are_sharded_are_refused() -> 
         mesh = init_device_mesh("cpu", (2, 1, 1, 1), mesh_dim_names=("pp", "dp", "cp", "tp"))
         model, _ = make("llama")
         policies = torch.distributed.fsdp.MixedPrecisionPolicy(), torch.distributed.fsdp.OffloadPolicy()
-        shard_unit(model, mesh["pp"], *policies, True)
+        shard_unit([model], mesh["pp"], *policies, True)
         with pytest.raises(UnsupportedError) as error:
             parallelizer.nvfsdp_strategy_parallelize(model, mesh)
         return error.value.problems

@@ -58,7 +58,8 @@ def test_families_of_meshwright_are_there_without_an_import() -> None:
         "import sys; from meshwright.distributed.strategy import registered_strategies as found;"
         "names = {name: type(item).__name__ for name, item in found().items()};"
         "assert names == {'NemotronHForCausalLM': 'NemotronHParallelizationStrategy',"
-        " 'WanTransformer3DModel': 'WanParallelizationStrategy'}, names;"
+        " 'WanTransformer3DModel': 'WanParallelizationStrategy',"
+        " 'DiffusionGemmaForBlockDiffusion': 'DiffusionGemmaParallelizationStrategy'}, names;"
         "assert not {'transformers', 'diffusers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -190,7 +190,14 @@ class _Held:
         return self.tensor._version == self.version
 
 
-class _Keep(TorchDispatchMode):
+class _Watching(TorchDispatchMode):
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Parts of a layer that are compiled stay so: their inside is not looked at, in forward and recomputation alike."""
+        return True
+
+
+class _Keep(_Watching):
     """Around the forward of a layer: keeps results."""
 
     def __init__(self, run: _Run) -> None:
@@ -221,7 +228,7 @@ class _Keep(TorchDispatchMode):
                 self.run.results[position] = (operator, None)
 
 
-class _Replay(TorchDispatchMode):
+class _Replay(_Watching):
     """Around the recomputation: hands out the kept results, and runs the rest. May be entered again, for another backward."""
 
     def __init__(self, run: _Run) -> None:

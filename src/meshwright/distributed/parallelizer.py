@@ -7,12 +7,12 @@ FSDP units inside out -> root -> compile.
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.activation_checkpointing import checkpoint_layer, find_operators
+from meshwright.distributed.compilation import compile_layers
 from meshwright.distributed.expert_parallel import apply_expert_parallel
 from meshwright.distributed.fsdp import apply_units
 from meshwright.distributed.megatron_fsdp import HAVE_NVFSDP, nvfsdp_strategy_parallelize
@@ -118,10 +118,7 @@ def parallelize(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.
     for row in plan.parameters:
         parameters[row.name].requires_grad_(row.trainable)
     apply_units(model, plan, mesh)
-    for unit in plan.units:
-        if unit.compile:
-            module = model.get_submodule(unit.name)
-            module.forward = torch.compile(module.forward, backend=plan.options.compile_backend)
+    compile_layers(model, plan)
     return model
 
 

@@ -11,7 +11,7 @@ __all__ = ["checkpointing_modes", "parts_of_layer"]
 
 
 def checkpointing_modes(
-    options: ParallelOptions, model: nn.Module, layers: Sequence[str], problems: list[str]
+    options: ParallelOptions, model: nn.Module, layers: Sequence[str], experts: Sequence[str], problems: list[str]
 ) -> dict[str, ActivationCheckpointing]:
     """The mode of each layer.
 
@@ -19,6 +19,7 @@ def checkpointing_modes(
         options: a mode for all layers, patterns for some, and what ``selective`` keeps.
         model: that the layers are modules of.
         layers: their names.
+        experts: names of the mixtures in them.
         problems: gets a line for each pattern without a match, each layer that its mode cannot divide, and a setting that
             nothing uses.
     """
@@ -34,6 +35,12 @@ def checkpointing_modes(
         if mode is ActivationCheckpointing.SUBMODULE and not list(parts_of_layer(model.get_submodule(name))):
             legal = ", ".join(other for other in ActivationCheckpointing if other is not mode)
             problems.append(f"activation_checkpointing=submodule: layer {name!r} has no submodules; legal for it are {legal}")
+        inside = any(other.startswith(f"{name}.") for other in experts)
+        if mode is ActivationCheckpointing.SELECTIVE and options.compile and inside:
+            problems.append(
+                f"activation_checkpointing=selective with compile=True: layer {name!r} has experts and is compiled in "
+                "parts, whose operators cannot be told apart; legal for it are none, full, submodule"
+            )
     if options.activation_checkpointing_save and ActivationCheckpointing.SELECTIVE not in modes.values():
         problems.append(
             f"activation_checkpointing_save={list(options.activation_checkpointing_save)}: only selective layers keep results "

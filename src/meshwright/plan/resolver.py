@@ -68,7 +68,7 @@ def resolve(
     _assign_sync(drafts, options, problems)
     problems += prefetch_problems(options, layout, [draft.sync for draft in drafts.values()])
     layers = tuple(draft.name for draft in drafts.values() if draft.kind == "layer")
-    modes = checkpointing_modes(options, model, layers, problems)
+    modes = checkpointing_modes(options, model, layers, [d.name for d in drafts.values() if d.kind == EXPERTS], problems)
     sharing = resolve_tensor_parallel(spec, model, layout, options, sizes, claims, problems)
     experts = resolve_experts(spec, model, layout, options, problems)
     if problems:
