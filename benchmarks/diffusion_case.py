@@ -1,7 +1,7 @@
 """One optimizer step of a DiffusionGemma, and what it costs a rank: on gloo, under fake tensors, or on a GPU.
 
-The three take one road from a configuration to the step, and differ in the process group, the device, and in whether tensors have
-memory. Before the step the optimizer makes one of gradients that are zero, so that its state is there.
+The three take one road from a configuration to the step, and differ in the process group, the device, and in whether tensors
+have memory. Before the step the optimizer makes one of gradients that are zero, so that its state is there.
 """
 
 import os
@@ -179,9 +179,7 @@ def _measure(case: Case, device: str, tensors: Any, *, settle: bool = False) -> 
             optimizer.step()
             optimizer.zero_grad()
         seconds = time.perf_counter() - begun
-    return Found(
-        dict(counter.counts), dict(counter.bytes), live.peak, live.gathered, live.gradients, state, seconds
-    )
+    return Found(dict(counter.counts), dict(counter.bytes), live.peak, live.gathered, live.gradients, state, seconds)
 
 
 def _there(tensor: torch.Tensor, device: str, tensors: Any) -> torch.Tensor:

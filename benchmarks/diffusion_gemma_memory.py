@@ -1,8 +1,8 @@
 """What sharding a stack that runs twice holds and sends: DiffusionGemma, one optimizer step of rank 0.
 
-    python benchmarks/diffusion_gemma_memory.py real --check                 (gloo ranks, a model of some 300 MiB in fp32)
-    python benchmarks/diffusion_gemma_memory.py fake --check                 (26B, no memory; worlds that are not there)
-    python benchmarks/diffusion_gemma_memory.py gpu                          (26B, rank 0 on a GPU; the other ranks are not there)
+    python benchmarks/diffusion_gemma_memory.py real --check       (gloo ranks, a model of some 300 MiB in fp32)
+    python benchmarks/diffusion_gemma_memory.py fake --check       (26B, no memory; worlds that are not there)
+    python benchmarks/diffusion_gemma_memory.py gpu                (26B, rank 0 on a GPU; the other ranks are not there)
 
 ``real`` measures each case under fake tensors too: collectives, bytes, what was whole must agree, and peaks nearly (a
 thread of gloo may hold a buffer longer than the step does). Collectives and their bytes must be the plan's.
@@ -74,11 +74,11 @@ COLUMNS = (
 )  # fmt: skip
 
 NOTES = (
-    "units: one for a layer, or the experts of a layer one of their own inside it. stacks: encoder and decoder as twin units, or "
-    "as shared ones.",
+    "units: one for a layer, or the experts of a layer one of their own inside it. stacks: encoder and decoder as twin units, "
+    "or as shared ones.",
     "AG, RS: all-gathers and reduce-scatters of rank 0 in the step; sent: the larger buffer of each, added up.",
-    "gathered, gradients: the most bytes of whole parameters, and of gradients not yet reduced, that the rank held at once, in "
-    "MiB, each beside what the plan says; the two need not be at their most at the same time.",
+    "gathered, gradients: the most bytes of whole parameters (on their way included), and of gradients that backward made and "
+    "that are not reduced yet, at once, in MiB, each beside what the plan says; they need not be at their most together.",
     "peak: the most bytes of all storages alive at once, in MiB. over state: without sharded parameters and AdamW's state.",
 )
 

@@ -1,12 +1,12 @@
 """Bytes of all storages that are alive, at the worst moment: parameters, gradients, activations, buffers of collectives.
 
-The same for real and for fake tensors, and the same on every machine: what an allocator adds (rounding, fragments, what it keeps)
-is not in it, nor is memory that an operator takes and gives back within its call.
+The same for real and for fake tensors, and the same on every machine: what an allocator adds (rounding, fragments, what it
+keeps) is not in it, nor is memory that an operator takes and gives back within its call.
 """
 
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.fsdp import fsdp_units
 
-__all__ = ["LiveBytes", "unsharded_bytes"]
+__all__ = ["LiveBytes"]
 
 SETTLE_SECONDS, SETTLE_BYTES = 0.25, 2**20
 """Threads of gloo let go of the buffers of a collective a moment after it is through, on a busy machine a long one: so long a
@@ -34,14 +34,20 @@ class LiveBytes(TorchDispatchMode):
 
     Attributes:
         held: bytes now; ``peak``: the most.
-        gathered: the most bytes of gathered parameters at once; ``gradients``: of unsharded gradients.
+        gathered: the most bytes of gathered parameters at once, those that are on their way included.
+        gradients: the most bytes of unsharded gradients at once: of matrices that backward made in the shape of a parameter.
+            Those that wait for a second backward are in no module, but in autograd.
     """
 
     def __init__(self, model: torch.nn.Module, others: Iterable[torch.Tensor] = (), *, settle: bool = False) -> None:
         super().__init__()
-        self.model, self.settle = model, settle
+        self.settle = settle
+        groups = [group for unit in fsdp_units(model).values() for group in _torch_compat.param_groups(unit)]
+        self.units = [held for group in groups for held in group.fsdp_params]
+        self.shapes = {tuple(sorted(held._orig_size)) for held in self.units if len(held._orig_size) > 1}
         self.held = self.peak = self.gathered = self.gradients = 0
-        self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._unreduced = 0
+        self._alive: dict[int, tuple[weakref.ref[Any], int, bool]] = {}
         for tensor in (*model.parameters(), *model.buffers(), *others):
             self._see(tensor)
         self.peak = self.held
@@ -65,38 +71,43 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it is taken apart first, and comes back here
-        space, name = func.namespace, func._schema.name
-        of_units = space in ("fsdp", "c10d") or name == "aten::add_"  # accumulation of unsharded gradients
-        if of_units:
-            # What a unit hands over to be reduced, it does not hold any more.
-            self._look_at_units(args[0] if name == "fsdp::chunk_cat" else ())
+        of_units = func.namespace in ("fsdp", "c10d")
         result = func(*args, **(kwargs or {}))
         for item in tree_iter((result, args if of_units else ())):
             if isinstance(item, torch.Tensor):
                 self._see(item)
         self._note_peak()
         if of_units:
-            self._look_at_units()
+            # What is gathered ahead is in the buffer of the collective as yet.
+            ahead = args[0].untyped_storage().nbytes() if func.name() == "c10d::_allgather_base_" else 0
+            self.gathered = max(self.gathered, _gathered_bytes(self.units) + ahead)
         return result
 
     def _see(self, tensor: torch.Tensor) -> None:
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
-        self._weigh(tensor.untyped_storage())
+        self._weigh(tensor.untyped_storage(), tensor.shape)
 
-    def _weigh(self, storage: torch.UntypedStorage) -> None:
+    def _weigh(self, storage: torch.UntypedStorage, shape: Sequence[int] = ()) -> None:
         key, size = storage._cdata, storage.nbytes()
         known = self._alive.get(key)
         if known is None:
-            self._alive[key] = (weakref.ref(storage, lambda _: self._forget(key)), size)
-            self.held += size
+            gradient = _torch_compat.in_backward() and tuple(sorted(shape)) in self.shapes
+            self._alive[key] = (weakref.ref(storage, lambda _: self._forget(key)), size, gradient)
+            self._count(size, gradient)
         elif known[1] != size:
-            self._alive[key] = (known[0], size)
-            self.held += size - known[1]
+            self._alive[key] = (known[0], size, known[2])
+            self._count(size - known[1], known[2])
 
     def _forget(self, key: int) -> None:
-        known = self._alive.pop(key, None)
-        self.held -= known[1] if known else 0
+        if (known := self._alive.pop(key, None)) is not None:
+            self._count(-known[1], known[2])
+
+    def _count(self, size: int, gradient: bool) -> None:
+        self.held += size
+        if gradient:
+            self._unreduced += size
+            self.gradients = max(self.gradients, self._unreduced)
 
     def _note_peak(self) -> None:
         if self.held > self.peak:
@@ -105,36 +116,13 @@ class LiveBytes(TorchDispatchMode):
                 time.sleep(0.002)
             self.peak = max(self.peak, self.held)
 
-    def _look_at_units(self, handed_over: Iterable[torch.Tensor] = ()) -> None:
-        gathered, gradients = unsharded_bytes(self.model, handed_over)
-        self.gathered, self.gradients = max(self.gathered, gathered), max(self.gradients, gradients)
 
-
-def unsharded_bytes(model: torch.nn.Module, handed_over: Iterable[torch.Tensor] = ()) -> tuple[int, int]:
-    """Bytes of gathered parameters and of unsharded gradients that the units of a model hold now.
-
-    Args:
-        model: with FSDP units.
-        handed_over: gradients on their way to reduction, which no unit holds any more.
-    """
-    gathered: dict[int, int] = {}
-    gradients: dict[int, int] = {}
-
-    def add(to: dict[int, int], tensor: torch.Tensor | None) -> None:
-        if tensor is not None:
-            storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
-            to[storage._cdata] = storage.nbytes()
-
-    for tensor in handed_over:
-        add(gradients, tensor)
-    for unit in fsdp_units(model).values():
-        for group in _torch_compat.param_groups(unit):
-            for held in group.fsdp_params:
-                for tensor in held.all_gather_outputs:
-                    add(gathered, tensor)
-                add(gradients, held.unsharded_accumulated_grad)
-                whole = getattr(held, "_unsharded_param", None)
-                if whole is not None:
-                    add(gathered, whole)
-                    add(gradients, whole.grad)
-    return sum(gathered.values()), sum(gradients.values())
+def _gathered_bytes(parameters: Iterable[Any]) -> int:
+    """Bytes of gathered parameters that units hold now, as FSDP2 keeps them (``FSDPParam``)."""
+    found: dict[int, int] = {}
+    for held in parameters:
+        for tensor in (*held.all_gather_outputs, getattr(held, "_unsharded_param", None)):
+            if tensor is not None:
+                storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+                found[storage._cdata] = storage.nbytes()
+    return sum(found.values())
