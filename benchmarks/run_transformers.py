@@ -1,7 +1,6 @@
-"""transformers' own FSDP2, tensor parallel and expert parallel: a model loaded with a ``DistributedConfig``, and the loop of its
-Trainer.
+"""transformers' own FSDP2, tensor and expert parallel: a model loaded with a ``DistributedConfig``, in its Trainer's loop.
 
-    torchrun --standalone --nproc-per-node 4 benchmarks/run_transformers.py DIRECTORY OUTPUT
+    torchrun --standalone --nproc-per-node 4 benchmarks/run_transformers.py DIRECTORY OUTPUT --variant tp
 
 What its Trainer does with such a model is done here too: between microbatches of a step FSDP does not reduce (as in
 ``Trainer._defer_fsdp_gradient_reduction``), and the norm is taken mesh by mesh (as in ``Trainer._mixed_mesh_grad_norm``),
