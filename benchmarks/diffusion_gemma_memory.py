@@ -230,7 +230,7 @@ def main() -> int:
         one.add_argument("--markdown", type=Path, help="file to write the table to")
         one.add_argument("--check", action="store_true", help="exit with 1 if a bound fails")
         if mode == "real":
-            one.add_argument("--tolerance", type=float, default=0.02, help="of the peak of fake over real")
+            one.add_argument("--tolerance", type=float, default=0.0, help="of the peak of fake over real")
         else:
             one.add_argument("--config", type=Path, default=EXAMPLE, help="of a run; its layout is dp_shard alone")
             one.add_argument("--length", type=int, default=1024, help="tokens of a microbatch")

@@ -73,7 +73,8 @@ class LiveBytes(TorchDispatchMode):
             return NotImplemented  # it is taken apart first, and comes back here
         of_units = func.namespace in ("fsdp", "c10d")
         result = func(*args, **(kwargs or {}))
-        for item in tree_iter((result, args if of_units else ())):
+        # A view makes no memory: what is first seen in one is a backend's own, such as the copy that gloo reduces in.
+        for item in tree_iter((() if func.is_view else result, args if of_units else ())):
             if isinstance(item, torch.Tensor):
                 self._see(item)
         self._note_peak()
