@@ -42,6 +42,7 @@ class Result:
         bytes: bytes of them, by kind.
         counts_of: ranks of a group, with blanks between them, to the counts in it; ``bytes_of``: to their bytes.
         saved_bytes: the most that autograd held for backward at once, of the largest rank.
+        live_bytes: the most bytes of all storages alive at once but AdamW's state, of the largest rank.
         losses: of every step, mean over ranks.
     """
 
@@ -54,6 +55,7 @@ class Result:
     counts_of: dict[str, dict[str, int]]
     bytes_of: dict[str, dict[str, int]]
     saved_bytes: int
+    live_bytes: int
     losses: list[float]
 
 
@@ -82,6 +84,7 @@ def run_job(contender: Contender, directory: Path, microbatches: int, steps: int
         counts_of=ranks[0]["counts_of"],
         bytes_of=ranks[0]["bytes_of"],
         saved_bytes=max(rank["saved_bytes"] for rank in ranks),
+        live_bytes=max(rank["live_bytes"] for rank in ranks),
         losses=[fmean(of_step) for of_step in zip(*(rank["losses"] for rank in ranks), strict=True)],
     )
 

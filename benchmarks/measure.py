@@ -84,11 +84,12 @@ def measure(job: Job, model: torch.nn.Module, train_step: Callable[[int], float]
         profiler.dump_stats(job.profile)
     peak = peak_rss()
 
-    from saved import SavedBytes  # after all that is timed: importing these costs something
+    from live_bytes import LiveBytes  # after all that is timed: importing these costs something
+    from saved import SavedBytes
 
     from meshwright.distributed.comm_counter import CommCounter
 
-    with CommCounter() as counter, SavedBytes() as saved:
+    with LiveBytes(model, settle=True) as live, CommCounter() as counter, SavedBytes() as saved:
         train_step(job.steps)
     if sharded and not (counter.counts["all_gather"] and counter.counts["reduce_scatter"]):
         raise SystemExit(f"no gathers or no reductions, so this would not be FSDP2: {dict(counter.counts)}")
@@ -104,6 +105,7 @@ def measure(job: Job, model: torch.nn.Module, train_step: Callable[[int], float]
         "counts_of": {_named(ranks): dict(counts) for ranks, counts in counter.counts_of.items()},
         "bytes_of": {_named(ranks): dict(sizes) for ranks, sizes in counter.bytes_of.items()},
         "saved_bytes": saved.peak,
+        "live_bytes": live.peak,
     }
     job.output.mkdir(parents=True, exist_ok=True)
     (job.output / f"rank-{dist.get_rank()}.json").write_text(json.dumps(found))

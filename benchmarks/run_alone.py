@@ -6,14 +6,14 @@ torchrun --standalone --nproc-per-node 1 benchmarks/run_alone.py DIRECTORY OUTPU
 import torch
 import torch.distributed as dist
 from measure import job, measure
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 from workload import CLIP, RANKS, make_optimizer, read_tokens, share
 
 
 def main() -> None:
     run = job(variants=("alone",))
     dist.init_process_group("gloo")
-    model = LlamaForCausalLM.from_pretrained(run.directory / "model")
+    model = AutoModelForCausalLM.from_pretrained(run.directory / "model")
     model.train()
     optimizer = make_optimizer(model)
     tokens = read_tokens(run.directory)

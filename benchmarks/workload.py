@@ -21,6 +21,22 @@ MODEL = {
     "vocab_size": 2048,
     "tie_word_embeddings": False,
 }
+SPARSE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "moe_intermediate_size": 128,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "vocab_size": 2048,
+    "tie_word_embeddings": False,
+}
+"""A Qwen3-MoE of 4.2 M parameters, three quarters of them experts."""
 SEQUENCE_LENGTH = 256
 BATCH = 4
 """Sequences of a rank in a microbatch."""
@@ -37,18 +53,19 @@ WEIGHT_DECAY = 0.1
 CLIP = 1.0
 
 
-def write(directory: Path, sequences: int) -> None:
-    """Draw the initial weights and ``sequences`` sequences of tokens.
+def write(directory: Path, sequences: int, *, sparse: bool = False) -> None:
+    """Draw the initial weights, of the mixture of experts if ``sparse``, and ``sequences`` sequences of tokens.
 
     Tokens follow Zipf's law, so that there is something to learn in a dozen steps and losses of contenders can differ.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.manual_seed(SEED)
-    LlamaForCausalLM(LlamaConfig(**MODEL)).save_pretrained(directory / "model")
-    chances = 1 / torch.arange(1, MODEL["vocab_size"] + 1)
+    config = AutoConfig.for_model("qwen3_moe", **SPARSE) if sparse else AutoConfig.for_model("llama", **MODEL)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory / "model")
+    chances = 1 / torch.arange(1, config.vocab_size + 1)
     tokens = torch.multinomial(chances, sequences * SEQUENCE_LENGTH, replacement=True)
     _write_store(directory / "store", tokens.numpy().astype(np.uint16).reshape(sequences, SEQUENCE_LENGTH))
 
@@ -114,6 +131,8 @@ MESHWRIGHT = {
     "tp-whole_logits": {"sync": "defer", "loss_parallel": False},
     "tp-loss": {"sync": "defer", "loss_parallel": True},
     "tp-loss-sequence": {"sync": "defer", "loss_parallel": True, "sequence_parallel": True},
+    "ep": {"sync": "defer"},
+    "ep-reduce_each": {"sync": "reduce_each"},
 }
 """Variants of Meshwright: its section ``parallel``, beyond dtypes."""
 
@@ -123,7 +142,7 @@ def train_config(directory: Path, output: Path, microbatches: int, variant: str)
     return {
         "output": str(output),
         "model": {"path": str(directory / "model")},
-        "layout": {"tp": TP if variant.startswith("tp-") else 1},
+        "layout": {"tp": TP if variant.startswith("tp-") else 1, "ep": RANKS if variant.startswith("ep") else 1},
         "parallel": {"param_dtype": "float32", "reduce_dtype": "float32", **MESHWRIGHT[variant]},
         "data": {"corpus": "python-stdlib", "sequence_length": SEQUENCE_LENGTH, "eval_fraction": 0.0, "shuffle": False},
         "optimizer": {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": WEIGHT_DECAY},
