@@ -14,6 +14,7 @@ from meshwright.errors import CheckpointError
 from meshwright.train.config import RunConfig
 from meshwright.train.prepare import checkpoint_to_resume, prepare_run
 from meshwright.train.setup import Paths
+from tests.diffusion_gemma import RUN as DIFFUSION_GEMMA
 from tests.train.runs import GPT2_WITH_DROPOUT, checkpoints, eval_losses, losses, rows, tiny_run, train
 
 Tiny = Callable[..., RunConfig]
@@ -169,6 +170,16 @@ def test_packed_matrices_from_tensor_parallel_to_one_rank_and_back(tiny: Tiny, m
         ("four", begun, 4, parallel),
         ("up", alone, 4, parallel),
     ):
+        assert go_on(source, tiny(*overrides, name=name), ranks) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_stack_that_runs_twice_from_twins_to_one_rank_and_back(tiny: Tiny) -> None:
+    twins = (*DIFFUSION_GEMMA, "layout.ep=2", "parallel.twin_units=true", *EVERY)
+    alone, four = tiny(*DIFFUSION_GEMMA, *EVERY, name="alone"), tiny(*twins, name="four")
+    expected = train(alone, 1)
+    assert train(four, 4) == pytest.approx(expected, rel=1e-5)
+    shared = (*DIFFUSION_GEMMA, "parallel.twin_units=false", *EVERY)
+    for name, source, ranks, overrides in (("down", four, 2, shared), ("up", alone, 4, twins)):
         assert go_on(source, tiny(*overrides, name=name), ranks) == pytest.approx(expected, rel=1e-5)
 
 

@@ -147,6 +147,29 @@ def test_ties_survive_steps_and_twins_gather_what_the_optimizer_changed(twin: bo
     run_ranks(on_rank, 3)
 
 
+def test_a_loss_of_the_canvas_alone_reaches_the_last_encoder_layer() -> None:
+    """Its output has no gradient then, only its keys and values, so that FSDP would not gather it: a segmentation fault."""
+
+    def on_rank(rank: int) -> None:
+        found = []
+        for twin in (None, True, False):
+            model = tiny_diffusion_gemma(**FOUR)
+            if twin is not None:
+                model = sharded(twin, sync=SyncPolicy.REDUCE_EACH)[0]
+            for other in range(2) if twin is None else (rank,):
+                read = torch.arange(10, 34)[None] + other
+                logits = model(input_ids=read[:, :16], decoder_input_ids=read[:, 16:]).logits
+                logits.square().sum().backward()
+            found.append({name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None})
+        for other in found[1:]:
+            assert found[0].keys() >= other.keys() > set()
+            for name, gradient in other.items():
+                expected = found[0][name]
+                assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+
+    run_ranks(on_rank, 2)
+
+
 def test_it_generates_while_it_is_sharded() -> None:
     def on_rank(rank: int) -> None:
         prompt = torch.tensor([[5, 6, 7, 8]])

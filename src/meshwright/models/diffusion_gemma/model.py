@@ -69,8 +69,28 @@ class _Forward:
 
     def __call__(self, *args: Any, denoise: dict[str, torch.Tensor] | None = None, **kwargs: Any) -> Any:
         if denoise is None:
-            return self.inner(*args, **kwargs)
+            return _anchored(self.inner(*args, **kwargs))
         return _three_passes(self.model, self.inner, denoise, *args, **kwargs)
+
+
+def _anchored(output: Any) -> Any:
+    """Let whoever takes a loss of the logits alone reach the encoder's output too, with a gradient of zeros."""
+    encoded, logits = getattr(output, "encoder_last_hidden_state", None), getattr(output, "logits", None)
+    if encoded is not None and logits is not None and encoded.requires_grad and logits.requires_grad:
+        output.logits = _Anchor.apply(logits, encoded)
+    return output
+
+
+class _Anchor(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, logits: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(encoded)
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (encoded,) = context.saved_tensors
+        return gradient, torch.zeros_like(encoded)
 
 
 def _three_passes(

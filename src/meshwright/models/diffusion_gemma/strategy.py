@@ -56,7 +56,10 @@ class DiffusionGemmaParallelizationStrategy(ParallelizationStrategy):
         )
 
     def carry_out(self, model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.Module:
-        """As always; and the model generates."""
+        """As always; and the model generates, and a loss of one's own may leave the encoder's output out."""
+        from meshwright.models.diffusion_gemma.model import enable  # it registers this strategy
+
         model = super().carry_out(model, plan, mesh)
+        enable(model)
         enable_generate(model)
         return model
