@@ -47,13 +47,13 @@ def benchmarks() -> Iterator[None]:
         sys.path.remove(BENCHMARKS)
 
 
-@pytest.mark.parametrize("twin", [True, False])
-def test_fake_tensors_hold_what_real_ones_do(twin: bool) -> None:
+@pytest.mark.parametrize(("twin", "sync"), [(True, "defer"), (True, "reduce_each"), (False, "reduce_each")])
+def test_fake_tensors_hold_what_real_ones_do(twin: bool, sync: str) -> None:
     """To the byte, with units of experts, in a step of two microbatches."""
     with benchmarks():
         from diffusion_case import Case, measure_fake, measure_real, planned
 
-    case = Case(RUN, 2, experts=True, twin=twin, sync="reduce_each", microbatches=2)
+    case = Case(RUN, 2, experts=True, twin=twin, sync=sync, microbatches=2)
     (fake,) = run_ranks(lambda rank: measure_fake(case), 1, group=False)
     real = run_ranks(lambda rank: measure_real(case), 2)[0]
     traffic = totals(planned(case).plan).traffic

@@ -349,7 +349,9 @@ def share_shards(first: nn.Module | FSDPModule, second: nn.Module | FSDPModule) 
     """
     for ours, theirs in zip(param_groups(first), param_groups(second), strict=True):
         for mine, other in zip(ours.fsdp_params, theirs.fsdp_params, strict=True):
-            if other.sharded_param is mine.sharded_param and other._sharded_param_data is mine._sharded_param_data:
+            # By memory: where tensors have none (fake ones), torch makes a new view of the same shard as a unit is first used.
+            same_memory = memory_of(other._sharded_param_data) == memory_of(mine._sharded_param_data)
+            if other.sharded_param is mine.sharded_param and same_memory:
                 continue
             mine.reset_sharded_param()
             place = other._module_info
