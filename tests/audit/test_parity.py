@@ -280,12 +280,7 @@ def test_an_audit_whose_workers_died_is_run_once_more_and_told_of(
 
 def test_one_step_is_compared_where_later_ones_are_rounding(auditor: Auditor, folder: Path) -> None:
     places = {place.label: place for place in LAYOUTS}
-    for family, label, dtype, steps in (
-        ("llama", "tp 2", "bfloat16", 1),
-        ("llama", "tp 2", "float32", 2),
-        ("llama", "shard 2", "bfloat16", 2),
-        ("mixtral", "shard 2", "bfloat16", 1),
-    ):
-        report = audited(auditor, folder, places[label], Variant(SyncPolicy.DEFER, dtype, 1, False, False), family)
+    for label, dtype, steps in (("tp 2", "bfloat16", 1), ("tp 2", "float32", 2), ("shard 2", "bfloat16", 2)):
+        report = audited(auditor, folder, places[label], Variant(SyncPolicy.DEFER, dtype, 1, False, False))
         assert report.steps == len(report.losses) == steps
         assert [(change.before, change.after) for change in report.changes] == [(2, 1)] * (steps == 1)

@@ -36,12 +36,8 @@ HALF_EPS = 2.0**-8
 
 
 def comparable_steps(plan: ShardingPlan, dtype: str, steps: int) -> int:
-    """How many of some steps of a layout can be told from rounding.
-
-    With experts one in bfloat16, under data parallelism too: sums in another order move a weight to the next number of eight
-    bits here and there, and in the next step a router sends a token elsewhere.
-    """
-    return steps if dtype != "bfloat16" or (_same_arithmetic(plan) and not plan.experts) else 1
+    """How many of some steps of a layout can be told from rounding."""
+    return steps if dtype != "bfloat16" or _same_arithmetic(plan) else 1
 
 
 def _same_arithmetic(plan: ShardingPlan) -> bool:
