@@ -4,33 +4,12 @@ from typing import Any
 
 import torch
 
-TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "sliding_window": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "global_head_dim": 16,
-    "num_experts": 4,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 32,
-    "max_position_embeddings": 64,
-}
-VISION = {
-    "model_type": "gemma4_vision",
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "position_embedding_size": 16,
-}
-CONFIG = {"model_type": "diffusion_gemma", "canvas_length": 8, "text_config": TEXT, "vision_config": VISION}
-TOKENS = {"vocab_size": 67, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+from meshwright.audit.families import FAMILIES
+
+TINY = FAMILIES["diffusion_gemma"]
+TOKENS = {key: value for key, value in TINY["text_config"].items() if key == "vocab_size" or key.endswith("_token_id")}
+TEXT = {key: value for key, value in TINY["text_config"].items() if key not in TOKENS}  # a tokenizer says the others
+CONFIG = {"model_type": "diffusion_gemma", **TINY, "text_config": TEXT}
 
 RUN = (f"model.config={CONFIG}", "data.packing=pad")
 """Overrides that make a tiny run one of DiffusionGemma."""

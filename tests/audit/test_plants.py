@@ -1,16 +1,19 @@
 """The audit must be able to fail: each kind of bug is planted, and gets its own words."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from meshwright.audit import conduct
 from meshwright.audit.case import Case
 from meshwright.audit.conduct import Auditor
 from meshwright.audit.diagnose import Kind
 from meshwright.audit.hang import HangError
 from meshwright.audit.matrix import LAYOUTS, Variant, family_case
+from meshwright.audit.reference import measure_drift
 from meshwright.audit.report import AuditReport
 from meshwright.plan.options import SyncPolicy
 from tests.audit import plants
@@ -107,6 +110,20 @@ def test_small_bugs_are_not_taken_for_rounding_in_any_dtype(
     messages = [finding.message for finding in report.findings]
     assert any(finding.kind is kind and words in finding.message for finding in report.findings), messages
     assert report.findings[0].kind is kind
+
+
+@pytest.mark.parametrize(("family", "steps"), [("llama", 2), ("diffusion_gemma", 1)])
+def test_rounding_that_a_router_makes_much_of_is_told_from_a_bug(
+    auditor: Auditor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, steps: int
+) -> None:
+    # Whether a weight lies so near to the middle that one bit matters depends on the processor; 256 bits matter on any.
+    monkeypatch.setattr(conduct, "measure_drift", partial(measure_drift, bits=256))
+    variant = Variant(SyncPolicy.DEFER, "bfloat16", 2, False, False)
+    built = family_case(family, PLACES["shard 2"], variant, tmp_path, packing="pad")
+    report = auditor.audit(built, 2, plants=[plants.last_bits])
+    assert report.passed, report.verdict
+    assert report.steps == steps
+    assert [change.after for change in report.changes if "last bits" in change.why] == [1] * (steps == 1)
 
 
 def test_a_rank_in_another_collective_is_a_report_not_a_hang(tmp_path: Path) -> None:

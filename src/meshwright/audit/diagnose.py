@@ -468,7 +468,9 @@ def _collectives(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Fi
     due["tp"] = tensor_parallel_counts(plan)
     for axis, more in expert_parallel_counts(plan).items():
         due.setdefault(axis, Counter()).update(more)
-    exact = all(row.trainable for row in plan.parameters) and not any(unit.activation_checkpointing for unit in plan.units)
+    # What recomputation repeats, and what no gradient flows through, is not in the counts of the model's own axes.
+    frozen = any(not row.trainable and plan.unit(row.unit).forwards for row in plan.parameters)
+    exact = not frozen and not any(unit.activation_checkpointing for unit in plan.units)
     for step, result in [(step, of_rank) for of_rank in ranks for step in range(len(of_rank.counts))]:
         wrong = []
         counts, sizes_made = result.counts[step], result.bytes[step]
@@ -478,7 +480,7 @@ def _collectives(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Fi
             made, made_bytes = _added(counts, names), _added(sizes_made, names)
             planned = _added(due, axes)
             for kind in dict.fromkeys([*planned, *made]):
-                if not exact and not (kind in kinds and axes == {"dp"}):
+                if not exact and ("tp" in axes or ("ep" in axes and kind not in kinds)):
                     continue
                 count, size = made[kind], made_bytes[kind]
                 of_plan = kind in kinds and "dp" in axes and "tp" not in axes  # other bytes depend on the batch

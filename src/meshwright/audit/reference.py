@@ -24,7 +24,10 @@ from meshwright.plan.sharding_plan import ShardingPlan, UnitRow
 from meshwright.train.loss import count_tokens
 from meshwright.train.trainer import Batch
 
-__all__ = ["Reference", "measure_noise", "record_reference"]
+__all__ = ["Reference", "measure_drift", "measure_noise", "record_reference"]
+
+SHAKES = 4
+"""Times that drift is looked for."""
 
 MOST_BYTES_OF_PARTS = 2**30
 """The gradient of each microbatch is kept apart where all of them are no more than this."""
@@ -211,6 +214,56 @@ def measure_noise(device: torch.device, case: Case, folder: Path) -> dict[str, f
             noise[name] = compare(trainer.tensors.get(f"gradient.{name}"), gradient, floor)[0]
     typical = statistics.median(noise.values())
     return {name: max(own, typical) for name, own in noise.items()}
+
+
+class _ShakenTrainer(ReferenceTrainer):
+    """The same steps; only that the last bits of each trained weight are moved after each of them, up or down."""
+
+    draw: torch.Generator
+    bits: int
+
+    def train_step(self) -> dict[str, float]:
+        metrics = super().train_step()
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                sign = torch.randint(2, parameter.shape, generator=self.draw).to(parameter) * 2 - 1
+                parameter.data.mul_(1 + sign * self.bits * torch.finfo(parameter.dtype).eps)
+        return metrics
+
+
+def measure_drift(device: torch.device, case: Case, folder: Path, bits: int = 1) -> dict[str, tuple[float, float]]:
+    """Job of the one process: how far it comes from its own reference if the last bits of its weights are others.
+
+    No layout can promise these: sums in another order differ by as much. But in bfloat16 a weight near the middle between two
+    numbers is cast to the other one, a router sends a token elsewhere, and the next gradient is another one. AdamW's first
+    moment shows it: it is a sum of gradients, which nothing was divided by.
+
+    Args:
+        device: to compute on.
+        case: of the reference.
+        folder: that the reference was written to.
+        bits: how far weights are moved, in units of their relative rounding.
+
+    Returns:
+        Parameter name to the largest error of its first moment after the steps, of some tries, and the scale of its gradient.
+    """
+    reference = Reference(folder)
+    floor = FLOORS[case.dtype] * reference.largest_gradient
+    found: dict[str, tuple[float, float]] = {}
+    for seed in range(SHAKES):
+        trainer = _ShakenTrainer(case.on_one_process(), device)
+        trainer.draw, trainer.bits = torch.Generator().manual_seed(seed), bits
+        trainer.record(folder / f"shaken-{seed}")
+        share = 1 - trainer.config.optimizer.betas[0]
+        for name, _ in trainer.model.named_parameters():
+            key = f"optimizer.{name}.exp_avg"
+            truth, gradient = reference.get(key), reference.get(f"gradient.{name}")
+            if truth is None or gradient is None:
+                continue
+            scale = max(float(gradient.abs().max()), floor)
+            error = compare(trainer.tensors.get(key), truth, share * scale)[0]
+            found[name] = (max(error, found.get(name, (0.0, 0.0))[0]), scale)
+    return found
 
 
 # -- mixed precision, as the plan states it --------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def generate(
     directory: Path,
     prompt: str,
     max_new_tokens: int = 64,
-    temperature: float = 0.8,
+    temperature: float | None = 0.8,
     top_p: float = 1.0,
     seed: int = 0,
     trust_remote_code: bool = False,
@@ -105,7 +105,8 @@ def generate(
         directory: what :func:`export_checkpoint` wrote, or any model that Meshwright trains.
         prompt: text.
         max_new_tokens: at most so many tokens.
-        temperature: 0 takes the likeliest token each time.
+        temperature: 0 takes the likeliest token each time; ``None``: the lowest that makes sense, which is 0, or, of a model
+            that denoises and so draws, that of :func:`~meshwright.models.diffusion_gemma.generation.continue_text`.
         top_p: nucleus of the distribution to sample from.
         seed: of sampling.
         trust_remote_code: run model code that comes with the directory.
@@ -143,7 +144,7 @@ def generate(
     if steps is not None:
         raise ConfigError(f"steps={steps}: {type(model).__name__} says one token after another; leave it out")
     sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
+    if temperature:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}
     torch.manual_seed(seed)
     with torch.no_grad():
@@ -162,7 +163,7 @@ def _denoise(
     tokenizer: Any,
     prompt: Any,
     max_new_tokens: int,
-    temperature: float,
+    temperature: float | None,
     top_p: float,
     seed: int,
     steps: int | None,
@@ -170,7 +171,7 @@ def _denoise(
 ) -> str:
     import torch
 
-    from meshwright.models.diffusion_gemma.generation import Draft, continue_text
+    from meshwright.models.diffusion_gemma.generation import TEMPERATURE, Draft, continue_text
 
     if top_p != 1.0:
         raise ConfigError(f"top_p={top_p}: block diffusion draws from the whole distribution; the legal value is 1")
@@ -181,4 +182,5 @@ def _denoise(
         show(f"canvas {draft.canvas + 1} step {draft.step:2}  uncertain {draft.uncertain:3} of {len(draft.certain)}  {text}")
 
     torch.manual_seed(seed)
+    temperature = TEMPERATURE if temperature is None else temperature
     return continue_text(model, tokenizer, prompt, max_new_tokens, temperature, steps, None if show is None else line)

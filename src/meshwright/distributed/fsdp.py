@@ -15,8 +15,7 @@ from meshwright.distributed.mesh import ParallelMesh
 from meshwright.distributed.twins import Twins
 from meshwright.plan.options import GradientReduction
 from meshwright.plan.prefetch import prefetch_targets
-from meshwright.plan.price import shard_axis
-from meshwright.plan.sharding_plan import ParameterRow, ShardingPlan, UnitRow
+from meshwright.plan.sharding_plan import ParameterRow, ShardingPlan, UnitRow, shard_axis
 
 __all__ = ["apply_units", "fsdp_units", "gathered", "move_buffers", "shard_unit"]
 
@@ -37,7 +36,7 @@ def apply_units(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> Non
         module = model.get_submodule(unit.name)
         modules = [model.get_submodule(part.name) for part in plan.parts(unit)]
         policy = _mixed_precision(unit)
-        if shard_axis(plan, unit) == "ep_shard":
+        if shard_axis(plan.layout, unit.kind) == "ep_shard":
             shard_unit(modules, mesh.fsdp_experts(), policy, offload, unit.reshard_after_forward, dims)
         elif mesh.replicated:
             _torch_compat.replicate_module(modules, shard_mesh, policy, offload)

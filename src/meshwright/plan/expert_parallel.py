@@ -77,7 +77,7 @@ def _row(rule: ExpertsRule, name: str, modules: dict[str, nn.Module], layout: La
 
 
 def _beside(name: str, pattern: str | None, modules: dict[str, nn.Module]) -> str | None:
-    """The module of a pattern that shares the most of its name with another one."""
+    """The first module of a pattern that is in the same module as another one."""
     parent = name.rpartition(".")[0]
     found = match_names(pattern, modules) if pattern is not None else []
     return next((other for other in found if other.startswith(f"{parent}." if parent else "")), None)

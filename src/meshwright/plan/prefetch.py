@@ -17,9 +17,6 @@ from meshwright.plan.sharding_plan import ROOT, ShardingPlan, UnitRow
 
 __all__ = ["Turns", "gathered_peak", "prefetch_problems", "prefetch_targets", "turns"]
 
-IMPLICIT = 1
-"""How many turns ahead FSDP2 gathers where nothing is said."""
-
 
 @dataclass(frozen=True)
 class Turns:
@@ -85,26 +82,28 @@ def gathered_peak(plan: ShardingPlan, gathered: Mapping[str, int]) -> int:
         gathered: bytes of each unit, by its name.
     """
     parts, options = turns(plan), plan.options
-    forward = IMPLICIT if options.prefetch_forward is None else options.prefetch_forward
-    backward = IMPLICIT if options.prefetch_backward is None else options.prefetch_backward
-    whole = sum(gathered[unit.name] for unit in parts.around)
-    deferred = [sum(gathered[unit.name] for unit in turn if unit.sync is SyncPolicy.DEFER) for turn in parts.turns]
-    kept = [sum(gathered[unit.name] for unit in turn if _kept_till_backward(unit)) for turn in parts.turns]
-    passing = [
-        sum(gathered[unit.name] for unit in turn) - deferred[index] - kept[index] for index, turn in enumerate(parts.turns)
-    ]
+    order = parts.turns
+
+    def ahead(turn: int, step: int, said: int | None) -> list[UnitRow]:
+        # FSDP2 itself gathers one unit ahead: the outer one of a turn, not what is inside it.
+        if said is None:
+            return list(order[turn + step][:1]) if 0 <= turn + step < len(order) else []
+        return [
+            unit for other in range(1, said + 1) if 0 <= turn + other * step < len(order) for unit in order[turn + other * step]
+        ]
+
+    def held(units: Iterable[UnitRow]) -> int:
+        return sum(gathered[name] for name in {unit.name for unit in units})
+
+    deferred = [unit for turn in order for unit in turn if unit.sync is SyncPolicy.DEFER]
+    stayed: list[UnitRow] = []  # of the turns before this one
     peak = 0
-    for turn in range(len(parts.turns)):
-        # In forward what is kept has come up to the turns gathered ahead; in backward, what is kept is left down to this turn.
-        last = turn + forward + 1
-        peak = max(peak, sum(deferred[:last]) + sum(kept[:last]) + sum(passing[turn:last]))
-        first = max(turn - backward, 0)
-        peak = max(peak, sum(deferred) + sum(kept[: turn + 1]) + sum(passing[first : turn + 1]))
-    return whole + peak
-
-
-def _kept_till_backward(unit: UnitRow) -> bool:
-    return unit.sync is not SyncPolicy.DEFER and not unit.reshard_after_forward
+    for index, turn in enumerate(order):
+        # In forward what stays has come up to the turns gathered ahead; in backward, what stays is left down to this turn.
+        peak = max(peak, held([*stayed, *turn, *ahead(index, 1, options.prefetch_forward)]))
+        peak = max(peak, held([*deferred, *stayed, *turn, *ahead(index, -1, options.prefetch_backward)]))
+        stayed += [unit for unit in turn if unit.sync is SyncPolicy.DEFER or not unit.reshard_after_forward]
+    return sum(gathered[unit.name] for unit in parts.around) + peak
 
 
 def prefetch_problems(options: ParallelOptions, layout: Layout, syncs: Iterable[SyncPolicy | None]) -> list[str]:

@@ -1,14 +1,14 @@
 """What a plan costs a rank: bytes held, and collectives and bytes of one optimizer step. Plain arithmetic over its rows."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.options import SyncPolicy
-from meshwright.plan.prefetch import gathered_peak
-from meshwright.plan.sharding_plan import EXPERTS, Move, ShardingPlan, UnitRow
+from meshwright.plan.prefetch import gathered_peak, turns
+from meshwright.plan.sharding_plan import Move, ParameterRow, ShardingPlan, UnitRow, shard_axis
 
-__all__ = ["Totals", "UnitTraffic", "shard_axis", "tensor_parallel_counts", "totals", "unit_traffic"]
+__all__ = ["Totals", "UnitTraffic", "tensor_parallel_counts", "totals", "unit_traffic"]
 
 ADAMW_STATES = 2
 """Tensors that AdamW keeps for a parameter (both moments), in the dtype and placement of the parameter."""
@@ -58,7 +58,7 @@ def unit_traffic(plan: ShardingPlan, unit: UnitRow, stage: int | None = None) ->
     layout, microbatches = plan.layout, plan.options.microbatches
     if unit.part_of:
         return UnitTraffic()
-    shards, replicas = layout.size(shard_axis(plan, unit)), layout.size("dp_replicate")
+    shards, replicas = layout.size(shard_axis(layout, unit.kind)), layout.size("dp_replicate")
     gathered, reduced = _unit_bytes(plan, unit, stage)
     gathers = 0
     if shards > 1 and gathered:
@@ -75,11 +75,6 @@ def unit_traffic(plan: ShardingPlan, unit: UnitRow, stage: int | None = None) ->
     if replicas > 1:
         all_reduces = min(reductions, 1) if plan.options.all_reduce_once else reductions
     return UnitTraffic(gathers, gathers * gathered, scatters, scatters * reduced, all_reduces, all_reduces * reduced // shards)
-
-
-def shard_axis(plan: ShardingPlan, unit: UnitRow) -> str:
-    """The axis (or flattened submesh) that a unit's parameters are gathered over."""
-    return "ep_shard" if unit.kind == EXPERTS and plan.layout.ep > 1 else "dp_shard_cp"
 
 
 _MOVED = {
@@ -125,18 +120,6 @@ def totals(plan: ShardingPlan) -> Totals:
 def _stage_totals(plan: ShardingPlan, stage: int) -> Totals:
     rows = [row for row in plan.parameters if row.stage == stage]
     gathered = {unit.name: 0 if unit.part_of or not unit.forwards else _unit_bytes(plan, unit, stage)[0] for unit in plan.units}
-    accumulating = plan.options.microbatches > 1
-    held, largest = 0, 0
-    for unit in plan.fsdp_units:
-        trained = [row for row in rows if row.unit == (unit.twin_of or unit.name) and row.trainable]
-        if len(plan.parts(unit)) > 1:
-            # Both passes hand over one gradient: that of the whole stack waits for the second.
-            accumulated = accumulating and unit.sync is not SyncPolicy.REDUCE_EACH
-            held += sum((row.reduced_bytes if accumulated else 0) + row.gathered_bytes for row in trained)
-        elif accumulating and unit.sync is not SyncPolicy.REDUCE_EACH:
-            held += sum(row.reduced_bytes for row in trained)  # accumulated in the dtype of reduction
-        else:
-            largest = max(largest, sum(row.gathered_bytes for row in trained))  # as backward writes it
     largest_name = max(gathered, key=lambda name: gathered[name])
     traffic = [unit_traffic(plan, unit, stage) for unit in plan.units]
     return Totals(
@@ -148,9 +131,42 @@ def _stage_totals(plan: ShardingPlan, stage: int) -> Totals:
         largest_unit=plan.unit(largest_name).label,
         largest_unit_bytes=gathered[largest_name],
         gathered_peak_bytes=gathered_peak(plan, gathered),
-        unsharded_gradient_peak_bytes=held + largest,
+        unsharded_gradient_peak_bytes=_gradient_peak(plan, rows),
         traffic=UnitTraffic(*(_total(traffic, name) for name in UnitTraffic.__dataclass_fields__)),
     )
+
+
+def _gradient_peak(plan: ShardingPlan, rows: Sequence[ParameterRow]) -> int:
+    """Bytes of gradients that backward made and that are not reduced yet, at the worst moment."""
+    trained = [row for row in rows if row.trainable]
+    parts = turns(plan)
+    units = {unit.name: unit for unit in plan.fsdp_units}
+    first_layer = next((index for index, row in enumerate(trained) if units[row.unit].kind == "layer"), 0)
+    waiting = 0  # all through backward
+    last = 0  # comes when all else is through, and is reduced with what waits
+    doubled = 0  # comes in several parts: the sum, the part and their new sum are there at once
+    written: dict[str, int] = {}  # by units that reduce as soon as they are through
+    for index, row in enumerate(trained):
+        around = units[row.unit] in parts.around
+        shared = len(plan.parts(units[row.unit])) > 1
+        if row.aliases and not any(unit.twin_of and unit.twin_of == row.unit for unit in plan.units):
+            doubled = max(doubled, 2 * row.gathered_bytes)
+        copies = [unit for unit in plan.fsdp_units if (unit.twin_of or unit.name) == row.unit]
+        for unit in copies:
+            accumulated = plan.options.microbatches > 1 and unit.sync is not SyncPolicy.REDUCE_EACH
+            waiting += row.reduced_bytes if accumulated else 0  # in the dtype of reduction
+            if shared:  # both passes hand over one gradient
+                waiting += row.gathered_bytes
+            elif accumulated and row.reduced_bytes == row.gathered_bytes:  # is added to the others at once
+                doubled = max(doubled, row.gathered_bytes)
+            elif around and index < first_layer and not row.aliases:
+                last += row.gathered_bytes
+            elif around:  # reduced at the end of backward
+                waiting += row.gathered_bytes
+            else:
+                written[unit.name] = written.get(unit.name, 0) + row.gathered_bytes
+    of_turns = max((sum(written.get(unit.name, 0) for unit in turn) for turn in parts.turns), default=0)
+    return waiting + max(last, doubled, of_turns)
 
 
 def _unit_bytes(plan: ShardingPlan, unit: UnitRow, stage: int | None) -> tuple[int, int]:

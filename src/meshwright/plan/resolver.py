@@ -12,7 +12,7 @@ from meshwright.plan.expert_parallel import resolve_experts
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
 from meshwright.plan.prefetch import prefetch_problems
 from meshwright.plan.recompute import checkpointing_modes
-from meshwright.plan.sharding_plan import EXPERTS, ROOT, ParameterRow, ShardingPlan, UnitRow, itemsize
+from meshwright.plan.sharding_plan import EXPERTS, ROOT, ParameterRow, ShardingPlan, UnitRow, itemsize, shard_axis
 from meshwright.plan.spec import ParallelSpec, generalize, last_of_each_container, match_names
 from meshwright.plan.tensor_parallel import resolve_tensor_parallel
 from meshwright.plan.tp_styles import STYLES, tp_dim, tp_placement
@@ -55,11 +55,9 @@ def resolve(
 
     problems: list[str] = []
     drafts = _draft_units(spec, model, options, problems)
-    if layout.size("dp_shard_cp") == 1 and layout.size("dp_replicate") > 1:
-        if options.reshard_after_forward:
-            problems.append("reshard_after_forward=True: with dp_shard=1 and replicas nothing is sharded; leave it out")
-        for draft in drafts.values():
-            draft.reshard_after_forward = False
+    whole = [d for d in drafts.values() if layout.size("dp_replicate") > 1 and layout.size(shard_axis(layout, d.kind)) == 1]
+    if options.reshard_after_forward and len(whole) == len(drafts):
+        problems.append("reshard_after_forward=True: with dp_shard=1 and replicas nothing is sharded; leave it out")
     pairs = pair_units(spec, drafts, problems)
     claims = _claim_parameters(spec, model, drafts, pairs, problems)
     frozen = _frozen_names(options, [claim.name for claim in claims], problems)
@@ -89,6 +87,8 @@ def resolve(
     choose_twins(spec, pairs, drafts, rows, options, problems)
     if problems:
         raise PlanError(problems)
+    for draft in whole:
+        draft.reshard_after_forward = False
     _afford(drafts, rows, options)
     units = _unit_rows(drafts, rows, options, modes)
     _check_units(units, rows)
@@ -303,18 +303,15 @@ def _parameter_row(
     placements: list[tuple[str, str]] = []
     by_fsdp = 0  # the dimension that FSDP shards
     tp_cut: int | None = None
-    by_ep = unit.kind == EXPERTS and layout.ep > 1
-    if by_ep:
+    axis = shard_axis(layout, unit.kind)
+    shards = layout.size(axis)
+    if by_ep := axis == "ep_shard":
         local[0] = ceil(local[0] / layout.ep)
-        shard_axis, shards = "ep_shard", layout.ep_shard
-    else:
-        shard_axis = "dp_shard" if layout.size("cp") == 1 else "dp_shard_cp"
-        shards = layout.size("dp_shard_cp")
-        if (tp_cut := tp_dim(tp_style, claim.shape)) is not None:
-            local[tp_cut] = ceil(local[tp_cut] / layout.size("tp"))
-            placements.append(("tp", tp_placement(tp_style, tp_cut)))
-            # Rows that are packed are several matrices, which torch could not tell apart any more if FSDP sharded them too.
-            by_fsdp = int(shards > 1 and tp_cut == 0 and STYLES[tp_style or ""].pieces > 1)
+    elif (tp_cut := tp_dim(tp_style, claim.shape)) is not None:
+        local[tp_cut] = ceil(local[tp_cut] / layout.size("tp"))
+        placements.append(("tp", tp_placement(tp_style, tp_cut)))
+        # Rows that are packed are several matrices, which torch could not tell apart any more if FSDP sharded them too.
+        by_fsdp = int(shards > 1 and tp_cut == 0 and STYLES[tp_style or ""].pieces > 1)
     if unit.kind == EXPERTS and local[0] % shards:
         # 128 experts over 1,024 ranks would be padded to eight times their size; their matrices are even otherwise.
         even = (dim for dim in range(1, len(local)) if dim != tp_cut and local[dim] % shards == 0)
@@ -324,7 +321,7 @@ def _parameter_row(
     gathered = prod(local)
     local[by_fsdp] //= shards
     if shards > 1:
-        placements.insert(0, (shard_axis, f"Shard({by_fsdp})"))
+        placements.insert(0, ("dp_shard" if layout.size("cp") == 1 and not by_ep else axis, f"Shard({by_fsdp})"))
     if by_ep:
         placements.append(("ep", "Shard(0)"))
     if layout.size("dp_replicate") > 1:

@@ -19,6 +19,8 @@ __all__ = [
     "ShardingPlan",
     "TensorParallelRow",
     "UnitRow",
+    "itemsize",
+    "shard_axis",
 ]
 
 ROOT = ""
@@ -366,6 +368,11 @@ def _field_differences(label: str, left: Any, right: Any) -> Iterator[PlanDiffer
         ours, theirs = getattr(left, item.name), getattr(right, item.name)
         if ours != theirs:
             yield PlanDifference(label, item.name, ours, theirs)
+
+
+def shard_axis(layout: Layout, kind: str) -> str:
+    """The axis (or flattened submesh) that the parameters of units of a kind are sharded and gathered over."""
+    return "ep_shard" if kind == EXPERTS and layout.ep > 1 else "dp_shard_cp"
 
 
 def itemsize(dtype: str) -> int:

@@ -85,7 +85,7 @@ def leave_to_rank_0(error: MeshwrightError) -> NoReturn:
 def finish_run(config: RunConfig) -> None:
     """Export the last checkpoint and sample from it, if the run asks for it. On one rank, without a process group."""
     from meshwright.checkpoint.export import export_checkpoint, generate
-    from meshwright.checkpoint.manager import latest, read_meta
+    from meshwright.checkpoint.manager import latest
     from meshwright.train.setup import Paths
 
     paths = Paths(config.directory)
@@ -95,13 +95,12 @@ def finish_run(config: RunConfig) -> None:
         return
     export_checkpoint(newest, paths.export)
     console.print(f"exported {paths.export}", highlight=False)
-    block_diffusion = read_meta(newest)["model_config"].get("model_type") == "diffusion_gemma"
     for prompt in config.sample.prompts:
         text = generate(
             paths.export,
             prompt,
             config.sample.max_new_tokens,
-            temperature=0.8 if block_diffusion else 0.0,  # denoising draws
+            temperature=None,
             trust_remote_code=config.model.trust_remote_code,
         )
         console.print(f"[bold]{prompt}[/bold]", end="")

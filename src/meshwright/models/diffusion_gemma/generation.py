@@ -16,7 +16,10 @@ from meshwright.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["Draft", "continue_text"]
+__all__ = ["TEMPERATURE", "Draft", "continue_text"]
+
+TEMPERATURE = 0.8
+"""Of the first step of a canvas, unless said otherwise. Denoising draws, so it is above 0."""
 
 SURE = 0.5
 """Probability of the likeliest token from which on a column counts as certain."""
@@ -85,7 +88,7 @@ def continue_text(
     tokenizer: "PreTrainedTokenizerBase",
     prompt: torch.Tensor,
     max_new_tokens: int = 256,
-    temperature: float = 0.8,
+    temperature: float = TEMPERATURE,
     steps: int | None = None,
     show: Callable[[Draft], None] | None = None,
 ) -> str:
