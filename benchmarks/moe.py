@@ -99,6 +99,7 @@ def table_of(results: Results, rounds: int, steps: int) -> Table:
             *KINDS.values(),
             "MB",
             "saved MiB",
+            "peak MiB",
             "RSS MiB",
             "CPU ms",
             "x",
