@@ -49,6 +49,7 @@ LAYOUTS = (
     Place("ep 2 x shard 2", 4, {"dp_shard": 4, "ep": 2}, experts=True),
     Place("2 x ep 2", 4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2}, experts=True),
     Place("ep 2 = tp 2", 2, {"dp_shard": 1, "tp": 2, "ep": 2}, experts=True),
+    Place("2 x ep 2 = tp 2", 4, {"dp_replicate": 2, "dp_shard": 1, "tp": 2, "ep": 2}, experts=True),
     Place("ep 4 = tp 2 x 2", 4, {"dp_shard": 2, "tp": 2, "ep": 4}, experts=True),
     Place("ep 2, tp 2 seq, shard 2", 4, {"dp_shard": 2, "tp": 2, "ep": 2}, experts=True, sequence_parallel=True),
     Place("2 x ep 2 x shard 2, tp 2", 8, {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "ep": 2}, experts=True),
