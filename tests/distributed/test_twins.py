@@ -21,6 +21,7 @@ from meshwright.models.diffusion_gemma.fsdp import (
 from meshwright.models.diffusion_gemma.options import DiffusionConfig
 from meshwright.models.spec import spec_of
 from meshwright.plan.options import ParallelOptions, SyncPolicy
+from meshwright.plan.prefetch import prefetch_targets
 from meshwright.plan.price import totals
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
@@ -184,6 +185,16 @@ def test_it_generates_while_it_is_sharded() -> None:
         assert torch.equal(answers[0], answers[2])
 
     run_ranks(on_rank, 2)
+
+
+def test_what_never_runs_is_not_gathered_ahead() -> None:
+    plan = planned(True, sync=SyncPolicy.REDUCE_EACH, prefetch_forward=4, prefetch_backward=4)
+    idle = {unit.name for unit in plan.units if not unit.forwards}
+    assert any("vision_tower" in name for name in idle)
+    for targets in prefetch_targets(plan):
+        ahead = {name for unit, names in targets.items() for name in names if name != unit}
+        assert any("decoder.layers" in name for name in ahead)
+        assert not ahead & idle
 
 
 def test_the_plan_chooses_by_what_the_stack_would_hold() -> None:

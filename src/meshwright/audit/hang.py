@@ -6,10 +6,11 @@ can tell. So each rank looks at itself (:func:`look`: what torch's flight record
 reduce-scatter is an all-reduce, and messages (send, recv) are recorded by NCCL only.
 """
 
+import faulthandler
 import os
 import re
-import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -280,44 +281,40 @@ def _collective(entry: dict[str, Any], ranks: dict[str, tuple[int, ...]]) -> Col
 
 
 def pulse(thread: int) -> tuple[Any, ...]:
-    """A value that changes while the process goes on: collectives entered, and where the Python code of ``thread`` is.
+    """A value that changes while the main thread goes on: where its Python code is, and how often it has waited.
 
-    The second is for pipelines, whose messages the recorder does not count, and for long work between two collectives.
+    It is asked twice a second while that thread runs, so it must not touch what that one changes. torch's recorder keeps what
+    it says of groups in maps that are read without a lock, and ``sys._current_frames`` makes objects of frames that may end
+    before they are followed: either may crash the process.
+
+    Args:
+        thread: number of the main thread.
     """
-    records = _torch_compat.flight_records(collectives=False)
-    status = [record.get("pg_status") for record in records or ()]
-    return status, [(code, instruction) for code, instruction, _ in _walk(thread)]
-
-
-def _walk(thread: int) -> list[tuple[Any, int, int]]:
-    """Code, instruction and line of each frame of a thread, innermost first.
-
-    The thread may go on meanwhile, and its frames end under our hands (in Python 3.11 even f_back of one that has ended is no
-    frame at times). So this one asks for a long turn, and what it could not follow counts as having moved.
-    """
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1.0)
-    found = []
     try:
-        frame = sys._current_frames().get(thread)
-        while frame is not None:
-            found.append((frame.f_code, frame.f_lasti, frame.f_lineno))
-            frame = frame.f_back
-    except AttributeError:
-        pass
-    finally:
-        sys.setswitchinterval(interval)
-    return found
+        status = Path("/proc/self/status").read_text()
+    except OSError:  # not Linux
+        status = ""
+    return _frames(thread), re.findall(r"^voluntary_ctxt_switches:.*", status, re.MULTILINE)
 
 
-def _frames(thread: int) -> list[Frame]:
-    return [Frame(code.co_filename, line, code.co_name) for code, _, line in _walk(thread)]
+def _frames(thread: int) -> tuple[Frame, ...]:
+    """Where a thread is, innermost frame first, by ``faulthandler``, which follows frames without making objects of them."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        _, *parts = re.split(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*$", file.read(), flags=re.MULTILINE)
+    stacks = zip(parts[::2], parts[1::2], strict=True)
+    return next((_frames_of_text(text) for number, text in stacks if int(number, 16) == thread), ())
+
+
+def _frames_of_text(text: str) -> tuple[Frame, ...]:
+    found = re.findall(r'File "(.+)", line (\d+) in (.+)', text)
+    return tuple(Frame(file, int(line), function) for file, line, function in found)
 
 
 def stack_of_text(text: str) -> tuple[Frame, ...]:
     """The useful frames of what ``faulthandler`` wrote of one thread."""
-    found = re.findall(r'File "(.+)", line (\d+) in (.+)', text)
-    return _useful([Frame(file, int(line), function) for file, line, function in found])
+    return _useful(_frames_of_text(text))
 
 
 def _useful(frames: Sequence[Frame]) -> tuple[Frame, ...]:

@@ -391,14 +391,12 @@ def operator_schema(operator: Any) -> Any:
     return getattr(operator, "_schema", None)
 
 
-def flight_records(*, collectives: bool = True) -> list[dict[str, Any]] | None:
-    """What torch's flight recorders hold of this process, one for gloo and one for NCCL; any thread may ask.
+def flight_records() -> list[dict[str, Any]] | None:
+    """What torch's flight recorders hold of this process, one for gloo and one for NCCL.
 
     They record where ``TORCH_FR_BUFFER_SIZE`` was set before the process had its first group. Only a report reads them,
-    so that a torch without them is not refused by :func:`check`.
-
-    Args:
-        collectives: with ``entries``, one for each collective; otherwise with ``pg_status`` alone, which costs little.
+    so that a torch without them is not refused by :func:`check`. Ask when the process stands still: what the recorder knows of
+    groups it reads without a lock, while a collective of another thread may add to it.
 
     Returns:
         ``None`` where this torch has no recorder that can be read as JSON.
@@ -406,7 +404,7 @@ def flight_records(*, collectives: bool = True) -> list[dict[str, Any]] | None:
     names = ["_dump_fr_trace_json", *(["_dump_nccl_trace_json"] if torch.cuda.is_initialized() else [])]
     library = getattr(torch._C, "_distributed_c10d", None)
     dumps = [getattr(library, name) for name in names if hasattr(library, name)]
-    return [json.loads(dump(includeCollectives=collectives)) for dump in dumps] or None
+    return [json.loads(dump(includeCollectives=True)) for dump in dumps] or None
 
 
 def group_ranks() -> dict[str, tuple[int, ...]]:

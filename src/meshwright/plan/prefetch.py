@@ -24,7 +24,7 @@ class Turns:
 
     Attributes:
         around: units that have layers in them; the root is the first.
-        turns: the others, in forward order: the units of one turn, the outer one first.
+        turns: the others, in forward order: the units of one turn, the outer one first. Idle ones have no turn.
     """
 
     around: tuple[UnitRow, ...]
@@ -36,6 +36,8 @@ def turns(plan: ShardingPlan) -> Turns:
     around: list[UnitRow] = []
     found: list[list[UnitRow]] = []
     for unit in plan.fsdp_units:  # in the order of the model, parents first
+        if not unit.forwards:
+            continue
         prefix = f"{unit.name}."
         if unit.name == ROOT or any(layer.startswith(prefix) for layer in plan.layers):
             around.append(unit)

@@ -151,7 +151,7 @@ def _gradient_peak(plan: ShardingPlan, rows: Sequence[ParameterRow]) -> int:
         shared = len(plan.parts(units[row.unit])) > 1
         if row.aliases and not any(unit.twin_of and unit.twin_of == row.unit for unit in plan.units):
             doubled = max(doubled, 2 * row.gathered_bytes)
-        copies = [unit for unit in plan.fsdp_units if (unit.twin_of or unit.name) == row.unit]
+        copies = [unit for unit in plan.fsdp_units if (unit.twin_of or unit.name) == row.unit and unit.forwards]
         for unit in copies:
             accumulated = plan.options.microbatches > 1 and unit.sync is not SyncPolicy.REDUCE_EACH
             waiting += row.reduced_bytes if accumulated else 0  # in the dtype of reduction
