@@ -336,6 +336,28 @@ def test_manager_builds_the_mesh_and_shards() -> None:
     run_ranks(on_rank, 4)
 
 
+@pytest.mark.parametrize(
+    ("world", "sizes"),
+    [(2, {"ep_size": 2}), (4, {"ep_size": 2}), (4, {"ep_size": 2, "dp_replicate_size": 2}), (4, {"ep_size": 4, "tp_size": 2})],
+    ids=str,
+)
+def test_manager_averages_over_data_ranks_with_experts_shared_out(world: int, sizes: dict[str, int]) -> None:
+    def on_rank(rank: int) -> None:
+        manager = FSDP2Manager(mp_policy=MixedPrecisionPolicy(), **sizes)
+        model = manager.parallelize(make("mixtral")[0])
+        readers = world // sizes.get("tp_size", 1)
+        data = batches(readers)
+        summed_loss(model, data[manager.mesh.rank("dp")]).backward()
+        alone, _ = make("mixtral")
+        (sum(summed_loss(alone, batch) for batch in data) / readers).backward()
+        for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(
+                whole(ours.grad), theirs.grad, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: name + text
+            )
+
+    run_ranks(on_rank, world)
+
+
 def test_a_tied_weight_across_units_is_refused_before_anything_is_sharded() -> None:
     model = Plain()
     model.head.weight = model.embed.weight

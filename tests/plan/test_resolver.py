@@ -281,8 +281,10 @@ def test_expert_parallel_that_cannot_be_is_refused_with_what_is_legal() -> None:
     spec, model = moe()
     with pytest.raises(LayoutError, match=r"ep=3: 8 experts are divisible by 1, 2, 4, 8"):
         resolve(spec, model, Layout(ep=3), world_size=6)
-    with pytest.raises(PlanError, match=r"gradient_reduction=mean with ep=2.*the legal value is sum"):
-        resolve(spec, model, Layout(ep=2), ParallelOptions(gradient_reduction="mean"), world_size=2)
+    with pytest.raises(
+        PlanError, match=r"reduce_dtype=float16 with ep=2, gradient_reduction=mean.*legal are bfloat16 and float32"
+    ):
+        resolve(spec, model, Layout(ep=2), ParallelOptions(gradient_reduction="mean", reduce_dtype="float16"), world_size=2)
     options = ParallelOptions(tp_plan={"model.layers.*.mlp.experts": "moe_tp_experts"})
     with pytest.raises(PlanError, match=r"tp_plan: slices the experts 'model.layers.1.mlp.experts', which ep=2 shares"):
         resolve(spec, model, Layout(dp_shard=1, tp=2, ep=2), options, world_size=2)

@@ -36,23 +36,34 @@ def apply_units(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> Non
         module = model.get_submodule(unit.name)
         modules = [model.get_submodule(part.name) for part in plan.parts(unit)]
         policy = _mixed_precision(unit)
-        if shard_axis(plan.layout, unit.kind) == "ep_shard":
+        axis = shard_axis(plan.layout, unit.kind)
+        if axis == "ep_shard":
             shard_unit(modules, mesh.fsdp_experts(), policy, offload, unit.reshard_after_forward, dims)
         elif mesh.replicated:
             _torch_compat.replicate_module(modules, shard_mesh, policy, offload)
         else:
             shard_unit(modules, shard_mesh, policy, offload, unit.reshard_after_forward, dims)
         if plan.options.gradient_reduction is GradientReduction.SUM:
-            assert isinstance(module, FSDPModule)
-            module.set_gradient_divide_factor(1.0)
-            # A plain sum on every backend: NCCL's and gloo's premultiplied sums have gaps.
-            module.set_force_sum_reduction_for_comms(True)
+            _divide(module, 1.0)
+        elif axis == "ep_shard":
+            # An expert has the tokens of several data ranks, and its group is smaller than theirs.
+            ranks = plan.layout.size("dp_replicate") * plan.layout.size("dp_shard_cp")
+            _divide(module, float(ranks), alone=plan.layout.size(axis) == 1)
         if len(modules) > 1:
             _torch_compat.hook_each_run(modules)
         if again:
             _torch_compat.forget_runs_without_gradient(module)
     twins.join()
     _prefetch(model, plan)
+
+
+def _divide(module: nn.Module, factor: float, *, alone: bool = False) -> None:
+    """Let a unit divide the sum of its gradients by a factor. ``alone``: there is one rank to scatter to."""
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(factor)
+    # A plain sum on every backend: NCCL's and gloo's premultiplied sums have gaps. Alone, FSDP2 divides where it copies,
+    # and with a plain sum once more after it (foreach_reduce of torch 2.13).
+    module.set_force_sum_reduction_for_comms(not alone)
 
 
 def _prefetch(model: nn.Module, plan: ShardingPlan) -> None:

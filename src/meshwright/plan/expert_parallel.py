@@ -30,10 +30,11 @@ def resolve_experts(
         options: what does not go together with ``ep`` is refused.
         problems: what is wrong is added to it.
     """
-    if layout.ep > 1 and options.gradient_reduction is GradientReduction.MEAN:
+    mean = options.gradient_reduction is GradientReduction.MEAN
+    if layout.ep > 1 and layout.ep_shard == 1 and mean and (options.reduce_dtype or options.param_dtype) == "float16":
         problems.append(
-            f"gradient_reduction=mean with ep={layout.ep}: an expert sees tokens of several ranks, so that an average over "
-            "ranks has no meaning for it; the legal value is sum"
+            f"reduce_dtype=float16 with ep={layout.ep}, gradient_reduction=mean and experts that are not sharded: FSDP2 would "
+            "divide their gradients twice; legal are bfloat16 and float32"
         )
     if layout.ep > 1 and not spec.experts:
         problems.append(
