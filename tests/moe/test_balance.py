@@ -13,9 +13,9 @@ from meshwright.checkpoint import storage
 from meshwright.checkpoint.export import export_checkpoint
 from meshwright.distributed.activation_checkpointing import checkpoint_layer
 from meshwright.distributed.parallelizer import get_lm_ac_layers
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, ModelError
 from meshwright.layout import Layout
-from meshwright.moe.balance import Balance, sequence_balance
+from meshwright.moe.balance import Balance, refusals, sequence_balance
 from meshwright.plan.options import ActivationCheckpointing
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ExpertsRow
@@ -70,7 +70,7 @@ def as_the_paper_has_it(scores: torch.Tensor, index: torch.Tensor, counts: torch
     return total
 
 
-@pytest.mark.parametrize("kind", Scores)
+@pytest.mark.parametrize("kind", [kind for kind in Scores if kind is not Scores.UNKNOWN])
 def test_the_formula(kind: Scores) -> None:
     torch.manual_seed(0)
     scores = torch.randn(3 * 5, 6, dtype=torch.float64)
@@ -206,7 +206,7 @@ def refused(tiny: Tiny, *overrides: str) -> str:
 def test_refusals(tiny: Tiny) -> None:
     assert "moe.aux_loss=0.01: LlamaForCausalLM has no mixtures of experts" in refused(tiny, "moe.aux_loss=0.01")
     assert (
-        "moe.bias_update_rate=0.001: the router 'model.layers.0.mlp.gate' has no bias that is added for the choice"
+        "moe.bias_update_rate=0.001: the router 'model.layers.0.mlp.gate' has no buffer that is known to be added"
         in refused(tiny, MIXTRAL, "moe.bias_update_rate=0.001")
     )
     frozen = refused(tiny, MIXTRAL, "moe.aux_loss=0.01", "parallel.freeze=['model.layers.*.mlp.gate.*']")
@@ -221,15 +221,36 @@ def test_refusals(tiny: Tiny) -> None:
 def test_an_unknown_router_is_refused_by_name() -> None:
     from dataclasses import replace
 
-    from meshwright.moe.balance import refusals
-
     model, spec = make("mixtral", meta=True)
     unknown = replace(spec, experts=tuple(replace(rule, router=None) for rule in spec.experts))
     plan = resolve(unknown, model, Layout(), world_size=1)
     found = refusals(plan, aux_loss=0.1, bias_update_rate=0.0, counts_tokens=True)
     assert found[0].startswith("moe.aux_loss=0.1: the router of 'model.layers.0.mlp.experts' is unknown")
     known = resolve(spec, model, Layout(), world_size=1)
+    assert refusals(known, aux_loss=0.1, bias_update_rate=0.0, counts_tokens=True) == []
     assert "block diffusion" in refusals(known, aux_loss=0.1, bias_update_rate=0.0, counts_tokens=False)[0]
+
+
+def test_scores_that_are_unknown_are_refused_to_the_loss_alone(tiny: Tiny) -> None:
+    from dataclasses import replace
+
+    model, spec = make("deepseek_v3", meta=True)
+    unknown = replace(spec, experts=tuple(replace(rule, scores=Scores.UNKNOWN) for rule in spec.experts))
+    plan = resolve(unknown, model, Layout(ep=2), world_size=2)
+    assert plan.experts[0].scores == "unknown"
+    (found,) = refusals(plan, aux_loss=0.1, bias_update_rate=0.1, counts_tokens=True)
+    assert found == (
+        "moe.aux_loss=0.1: what the scores of the router 'model.layers.1.mlp.gate' are is unknown; declare it (scores of an "
+        "ExpertsRule in a strategy, docs/adding-a-family.md): softmax, sigmoid, probabilities, or leave moe.aux_loss out"
+    )
+    assert refusals(plan, aux_loss=0.0, bias_update_rate=0.1, counts_tokens=True) == []
+    Balance(model, plan.experts, CPU, bias_update_rate=0.1)
+    with pytest.raises(
+        ModelError, match=r"aux_loss: what the scores of the routers \['model.layers.1.mlp.gate'\] are is unknown"
+    ):
+        Balance(model, plan.experts, CPU, aux_loss=0.1)
+    with pytest.raises(ModelError, match="legal: softmax, sigmoid, probabilities"):
+        sequence_balance(torch.ones(2, 4), torch.zeros(2, 1).long(), torch.ones(1, 2).bool(), Scores.UNKNOWN)
 
 
 # -- whole runs ---------------------------------------------------------------------------------------------------------------
