@@ -1,7 +1,7 @@
 """Balance of routers: the formula, its gradient, what is counted and when, biases that move and are kept."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from meshwright.checkpoint import storage
 from meshwright.checkpoint.export import export_checkpoint
-from meshwright.distributed.activation_checkpointing import checkpoint_layer
+from meshwright.distributed.activation_checkpointing import checkpoint_layer, find_operators
 from meshwright.distributed.parallelizer import get_lm_ac_layers
 from meshwright.errors import ConfigError, ModelError
 from meshwright.layout import Layout
@@ -108,13 +108,15 @@ def batch_of(rows_: int = 3, length: int = 10) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def watched(model: Any, mode: ActivationCheckpointing, **options: float) -> tuple[Balance, tuple[ExpertsRow, ...]]:
+def watched(
+    model: Any, mode: ActivationCheckpointing, kept: Iterable[str] = (), **options: float
+) -> tuple[Balance, tuple[ExpertsRow, ...]]:
     from meshwright.models.spec import spec_of
 
     experts = resolve(spec_of(model), model, Layout(), world_size=1).experts
     modules = [model.get_submodule(name) for row in experts for name in (row.module, row.router)]
     for layer in get_lm_ac_layers(model):
-        checkpoint_layer(layer, mode, routing=modules)
+        checkpoint_layer(layer, mode, find_operators(kept), routing=modules)
     return Balance(model.train(), experts, CPU, **options), experts
 
 
@@ -162,6 +164,32 @@ def test_the_gradient_is_that_of_the_sum_of_both_losses(family: str) -> None:
                 number = row.module.split(".")[2]
                 assert metrics[f"moe/max_load/{number}"] == pytest.approx(float(loads.max() / loads.double().mean())), mode
                 assert metrics[f"moe/idle_experts/{number}"] == int((loads == 0).sum())
+
+    run_ranks(on_rank, 1)
+
+
+def test_what_is_counted_is_no_operator_of_the_layer() -> None:
+    """Selective recomputation tells kept results apart by their order, and forward alone counts."""
+    names = ("aten._to_copy.default", "aten.add.Tensor", "aten.ones_like.default", "aten.mul.Tensor")
+
+    def on_rank(rank: int) -> None:
+        batch = batch_of()
+        counts = NextToken().routed(batch)
+
+        def found(mode: ActivationCheckpointing, *kept: str) -> tuple[list[torch.Tensor], torch.Tensor, dict[str, float]]:
+            model = make("mixtral")[0].bfloat16()  # whose norms and routers convert, as what counts does
+            balance, _ = watched(model, mode, kept=kept, aux_loss=0.3)
+            balance.begin_step(counts.sum())
+            with balance.microbatch(counts):
+                (summed_loss(model, batch) / 7).backward()
+            gradients = [parameter.grad for parameter in model.parameters()]
+            return gradients, *balance.losses(), balance.finish_step(lambda values: values, updated=True, logged=True)
+
+        expected = found(ActivationCheckpointing.NONE)
+        for kept in (*((name,) for name in names), names):
+            ours = found(ActivationCheckpointing.SELECTIVE, *kept)
+            assert ours[1:] == expected[1:], kept
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours[0], expected[0], strict=True)), kept
 
     run_ranks(on_rank, 1)
 

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from meshwright.distributed import _torch_compat
+from meshwright.distributed.activation_checkpointing import unwatched
 from meshwright.errors import ModelError
 from meshwright.plan.sharding_plan import ExpertsRow, ShardingPlan
 from meshwright.plan.spec import Scores
@@ -216,12 +217,14 @@ class Balance:
             scores, weights, index, *rest = output
             first = not _torch_compat.in_backward()  # a recomputation was counted already
             if first:
-                _count(router.loads, index, self._counts)
+                with unwatched():
+                    _count(router.loads, index, self._counts)
             if not self.aux_loss or self._counts is None or not scores.requires_grad:
                 return None
             loss = sequence_balance(scores, index, self._counts, Scores(router.row.scores)) * self.aux_loss / self._tokens
             if first:
-                self._value = self._value + loss.detach()
+                with unwatched():
+                    self._value = self._value + loss.detach()
             return (scores, _Joined.apply(weights, loss), index, *rest)
 
         return after
