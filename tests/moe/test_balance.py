@@ -1,7 +1,7 @@
 """Balance of routers: the formula, its gradient, what is counted and when, biases that move and are kept."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,11 @@ from safetensors import safe_open
 
 from meshwright.checkpoint import storage
 from meshwright.checkpoint.export import export_checkpoint
-from meshwright.distributed.activation_checkpointing import checkpoint_layer
+from meshwright.distributed.activation_checkpointing import checkpoint_layer, find_operators
 from meshwright.distributed.parallelizer import get_lm_ac_layers
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, ModelError
 from meshwright.layout import Layout
-from meshwright.moe.balance import Balance, sequence_balance
+from meshwright.moe.balance import Balance, refusals, sequence_balance
 from meshwright.plan.options import ActivationCheckpointing
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ExpertsRow
@@ -70,7 +70,7 @@ def as_the_paper_has_it(scores: torch.Tensor, index: torch.Tensor, counts: torch
     return total
 
 
-@pytest.mark.parametrize("kind", Scores)
+@pytest.mark.parametrize("kind", [kind for kind in Scores if kind is not Scores.UNKNOWN])
 def test_the_formula(kind: Scores) -> None:
     torch.manual_seed(0)
     scores = torch.randn(3 * 5, 6, dtype=torch.float64)
@@ -108,13 +108,15 @@ def batch_of(rows_: int = 3, length: int = 10) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def watched(model: Any, mode: ActivationCheckpointing, **options: float) -> tuple[Balance, tuple[ExpertsRow, ...]]:
+def watched(
+    model: Any, mode: ActivationCheckpointing, kept: Iterable[str] = (), **options: float
+) -> tuple[Balance, tuple[ExpertsRow, ...]]:
     from meshwright.models.spec import spec_of
 
     experts = resolve(spec_of(model), model, Layout(), world_size=1).experts
     modules = [model.get_submodule(name) for row in experts for name in (row.module, row.router)]
     for layer in get_lm_ac_layers(model):
-        checkpoint_layer(layer, mode, routing=modules)
+        checkpoint_layer(layer, mode, find_operators(kept), routing=modules)
     return Balance(model.train(), experts, CPU, **options), experts
 
 
@@ -166,6 +168,32 @@ def test_the_gradient_is_that_of_the_sum_of_both_losses(family: str) -> None:
     run_ranks(on_rank, 1)
 
 
+def test_what_is_counted_is_no_operator_of_the_layer() -> None:
+    """Selective recomputation tells kept results apart by their order, and forward alone counts."""
+    names = ("aten._to_copy.default", "aten.add.Tensor", "aten.ones_like.default", "aten.mul.Tensor")
+
+    def on_rank(rank: int) -> None:
+        batch = batch_of()
+        counts = NextToken().routed(batch)
+
+        def found(mode: ActivationCheckpointing, *kept: str) -> tuple[list[torch.Tensor], torch.Tensor, dict[str, float]]:
+            model = make("mixtral")[0].bfloat16()  # whose norms and routers convert, as what counts does
+            balance, _ = watched(model, mode, kept=kept, aux_loss=0.3)
+            balance.begin_step(counts.sum())
+            with balance.microbatch(counts):
+                (summed_loss(model, batch) / 7).backward()
+            gradients = [parameter.grad for parameter in model.parameters()]
+            return gradients, *balance.losses(), balance.finish_step(lambda values: values, updated=True, logged=True)
+
+        expected = found(ActivationCheckpointing.NONE)
+        for kept in (*((name,) for name in names), names):
+            ours = found(ActivationCheckpointing.SELECTIVE, *kept)
+            assert ours[1:] == expected[1:], kept
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours[0], expected[0], strict=True)), kept
+
+    run_ranks(on_rank, 1)
+
+
 def test_neither_evaluation_nor_a_draft_nor_another_step_is_counted() -> None:
     def on_rank(rank: int) -> None:
         model, _ = make("mixtral")
@@ -206,7 +234,7 @@ def refused(tiny: Tiny, *overrides: str) -> str:
 def test_refusals(tiny: Tiny) -> None:
     assert "moe.aux_loss=0.01: LlamaForCausalLM has no mixtures of experts" in refused(tiny, "moe.aux_loss=0.01")
     assert (
-        "moe.bias_update_rate=0.001: the router 'model.layers.0.mlp.gate' has no bias that is added for the choice"
+        "moe.bias_update_rate=0.001: the router 'model.layers.0.mlp.gate' has no buffer that is known to be added"
         in refused(tiny, MIXTRAL, "moe.bias_update_rate=0.001")
     )
     frozen = refused(tiny, MIXTRAL, "moe.aux_loss=0.01", "parallel.freeze=['model.layers.*.mlp.gate.*']")
@@ -221,15 +249,36 @@ def test_refusals(tiny: Tiny) -> None:
 def test_an_unknown_router_is_refused_by_name() -> None:
     from dataclasses import replace
 
-    from meshwright.moe.balance import refusals
-
     model, spec = make("mixtral", meta=True)
     unknown = replace(spec, experts=tuple(replace(rule, router=None) for rule in spec.experts))
     plan = resolve(unknown, model, Layout(), world_size=1)
     found = refusals(plan, aux_loss=0.1, bias_update_rate=0.0, counts_tokens=True)
     assert found[0].startswith("moe.aux_loss=0.1: the router of 'model.layers.0.mlp.experts' is unknown")
     known = resolve(spec, model, Layout(), world_size=1)
+    assert refusals(known, aux_loss=0.1, bias_update_rate=0.0, counts_tokens=True) == []
     assert "block diffusion" in refusals(known, aux_loss=0.1, bias_update_rate=0.0, counts_tokens=False)[0]
+
+
+def test_scores_that_are_unknown_are_refused_to_the_loss_alone(tiny: Tiny) -> None:
+    from dataclasses import replace
+
+    model, spec = make("deepseek_v3", meta=True)
+    unknown = replace(spec, experts=tuple(replace(rule, scores=Scores.UNKNOWN) for rule in spec.experts))
+    plan = resolve(unknown, model, Layout(ep=2), world_size=2)
+    assert plan.experts[0].scores == "unknown"
+    (found,) = refusals(plan, aux_loss=0.1, bias_update_rate=0.1, counts_tokens=True)
+    assert found == (
+        "moe.aux_loss=0.1: what the scores of the router 'model.layers.1.mlp.gate' are is unknown; declare it (scores of an "
+        "ExpertsRule in a strategy, docs/adding-a-family.md): softmax, sigmoid, probabilities, or leave moe.aux_loss out"
+    )
+    assert refusals(plan, aux_loss=0.0, bias_update_rate=0.1, counts_tokens=True) == []
+    Balance(model, plan.experts, CPU, bias_update_rate=0.1)
+    with pytest.raises(
+        ModelError, match=r"aux_loss: what the scores of the routers \['model.layers.1.mlp.gate'\] are is unknown"
+    ):
+        Balance(model, plan.experts, CPU, aux_loss=0.1)
+    with pytest.raises(ModelError, match="legal: softmax, sigmoid, probabilities"):
+        sequence_balance(torch.ones(2, 4), torch.zeros(2, 1).long(), torch.ones(1, 2).bool(), Scores.UNKNOWN)
 
 
 # -- whole runs ---------------------------------------------------------------------------------------------------------------

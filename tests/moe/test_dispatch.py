@@ -1,5 +1,7 @@
 """Dispatch of tokens to the ranks of their experts, against one module with all experts."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.errors import ModelError
 from meshwright.moe.dispatch import dispatch, static_splits
-from tests.harness import run_ranks
+from tests.harness import TIMEOUT, run_ranks
 
 WIDTH, EXPERTS, K = 5, 4, 2
 
@@ -106,10 +108,38 @@ def test_what_cannot_be_dispatched_is_refused() -> None:
             with pytest.raises(ModelError, match=r"experts take hidden \[tokens, features\]"):
                 dispatch(whole(), EXPERTS, dist.group.WORLD, *wrong)
         for expert in (EXPERTS, -1, 99):
-            with pytest.raises(ModelError, match="legal are 0 to 3"):
+            with pytest.raises(ModelError, match="6 times on rank 0: legal are 0 to 3"):
                 dispatch(whole(), EXPERTS, dist.group.WORLD, hidden, index.clone().fill_(expert), weights)
 
     run_ranks(on_rank, 1)
+
+
+def test_an_expert_that_there_is_not_stops_all_ranks() -> None:
+    """Whoever has it; nobody waits for the others."""
+
+    def on_rank(rank: int) -> list[tuple[str, float]]:
+        found = []
+        for guilty in ([1], [0, 1]):
+            hidden, index, weights = tokens(rank, 3)
+            if rank in guilty:
+                index[1, 0], index[2, 1] = EXPERTS, -7
+            began = time.monotonic()
+            with pytest.raises(ModelError) as error, CommCounter() as counter:
+                dispatch(whole(), EXPERTS, dist.group.WORLD, hidden, index, weights)
+            assert counter.counts == {"all_to_all": 1}
+            found.append((str(error.value), time.monotonic() - began))
+        # They are still in step.
+        alone, (hidden, index, weights) = whole(), tokens(rank, 3)
+        mine = slice(rank * 2, rank * 2 + 2)
+        output = dispatch(Experts(alone.weight[mine], alone.bias[mine]), EXPERTS, dist.group.WORLD, hidden, index, weights)
+        assert torch.allclose(output, alone(hidden, index, weights), rtol=0, atol=1e-14)
+        return found
+
+    message = "the router chose an expert that there is not, {}: legal are 0 to 3"
+    wanted = [message.format("2 times on rank 1"), message.format("2 times on rank 0, 2 times on rank 1")]
+    for found in run_ranks(on_rank, 2):
+        assert [text for text, _ in found] == wanted
+        assert all(seconds < TIMEOUT.total_seconds() / 4 for _, seconds in found)
 
 
 def test_static_splits_need_no_data() -> None:

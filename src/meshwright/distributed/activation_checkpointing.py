@@ -10,7 +10,7 @@ and stores the *results* that :class:`_Choice` picks; in the recomputation anoth
 running the operator. Results are told apart by their order, so both modes have to pick the same calls. Therefore a choice,
 which counts matrix products, belongs to one run of one layer: every microbatch, every use of a shared layer and every
 recomputation begins to count anew, and what a recomputation runs inside a forward (where the layer itself computes a gradient)
-is not counted.
+is not counted. What is done beside a layer, in its forward alone (a statistic), goes unseen (:func:`unwatched`).
 
 torch has such a pair (``create_selective_checkpoint_contexts``), and compiled layers use it, because the compiler reads the
 choice from it. It is not used otherwise, because in eager code it fails where a layer overwrites a result that was kept, as
@@ -26,8 +26,9 @@ shift what all later ones draw), and those of operators that write into their in
 
 import difflib
 import functools
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
@@ -43,7 +44,7 @@ from meshwright.errors import PlanError, UnsupportedError
 from meshwright.plan.options import ActivationCheckpointing
 from meshwright.plan.recompute import parts_of_layer
 
-__all__ = ["checkpoint_forward", "checkpoint_layer", "find_operators", "is_checkpointed"]
+__all__ = ["checkpoint_forward", "checkpoint_layer", "find_operators", "is_checkpointed", "unwatched"]
 
 Operators = frozenset[torch._ops.OpOverload]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -190,6 +191,22 @@ class _Held:
         return self.tensor._version == self.version
 
 
+_UNWATCHED: ContextVar[bool] = ContextVar("unwatched", default=False)
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Inside, operators are none of the layer's: neither kept nor handed out, nor counted.
+
+    For what hooks do in the forward of a layer and not in its recomputation, and that nothing of the layer is computed from.
+    """
+    token = _UNWATCHED.set(True)
+    try:
+        yield
+    finally:
+        _UNWATCHED.reset(token)
+
+
 class _Watching(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -207,7 +224,7 @@ class _Keep(_Watching):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not self.run.replaying and self.choice(func, args, kwargs):
+        if not self.run.replaying and not _UNWATCHED.get() and self.choice(func, args, kwargs):
             self.run.results.append((func, tree_map_only(torch.Tensor, functools.partial(_hold, func), result)))
         if func.namespace == "c10d":  # collectives that write into their arguments, and do not change versions
             self._forget({_torch_compat.memory_of(item) for item in tree_iter(args) if isinstance(item, torch.Tensor)})
@@ -245,7 +262,7 @@ class _Replay(_Watching):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.choice(func, args, kwargs):
+        if not _UNWATCHED.get() and self.choice(func, args, kwargs):
             operator, result = self.run.results[self.position] if self.position < len(self.run.results) else (None, None)
             if operator is not func:
                 raise UnsupportedError(

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MINIMUM_TRANSFORMERS",
+    "TURNED_ROUTERS",
     "Declarations",
     "LoadReport",
     "attention_of",
@@ -29,6 +30,7 @@ __all__ = [
     "is_experts",
     "keep_in_fp32",
     "load_sharded",
+    "router_class",
     "router_classes",
     "without_torch_init",
 ]
@@ -126,6 +128,21 @@ def router_classes(model: "nn.Module") -> "tuple[type[nn.Module], ...]":
                 if isinstance(kind, type) and getattr(item, "index", 0) == 0:
                     found.append(kind)
     return tuple(dict.fromkeys(found))
+
+
+TURNED_ROUTERS = frozenset(
+    {"GraniteMoeHybridTopKRouter", "GraniteMoeSWATopKRouter", "GraniteMoeSharedTopKRouter", "GraniteMoeTopKRouter"}
+)
+"""Routers that return the numbers of experts first, and scores last, in releases that do not list them: transformers 5.17."""
+
+
+def router_class(module: "nn.Module") -> str:
+    """The class of transformers whose forward a module runs; empty for a forward that is none of transformers' own.
+
+    So neither a subclass with a forward of its own nor remote code with a name that is known is taken for what it is not.
+    """
+    kind = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
+    return kind.__name__ if kind.__module__.startswith("transformers.models.") else ""
 
 
 def without_torch_init() -> AbstractContextManager[Any]:

@@ -1,9 +1,9 @@
 """NemotronH: blocks of four kinds in one list (Mamba-2, attention, MLP, mixture of experts), told apart by their mixer.
 
-Tensor parallel splits where a block is a pair of matrices: MLP blocks, the shared experts, and the routed experts as the model
-itself declares them; and the two vocabulary matrices. Mamba mixers stay whole, because their input projection is five matrices
-of different widths in one, and their gated norm works on groups that a slice would cut. Attention stays whole with them: it is
-a block in ten, and has as few as two key/value heads, which would limit `tp` for all the rest.
+Tensor parallel splits where a block is a pair of matrices: MLP blocks, the shared experts and the routed experts; and the two
+vocabulary matrices. Mamba mixers stay whole, because their input projection is five matrices of different widths in one, and
+their gated norm works on groups that a slice would cut. Attention stays whole with them: it is a block in ten, and has as few
+as two key/value heads, which would limit `tp` for all the rest.
 """
 
 from dataclasses import replace
@@ -23,7 +23,15 @@ _TP_STYLES = {
     "model.layers.*.mixer.shared_experts.down_proj": "rowwise",
     "lm_head": "colwise_gather_output",
 }
-"""Beside what the model declares: its embeddings and routed experts."""
+"""Beside what the model declares."""
+
+_DECLARED = {
+    "model.embeddings": "embedding_rowwise",
+    "model.layers.*.mixer.experts.up_proj": "colwise",
+    "model.layers.*.mixer.experts.down_proj": "rowwise",
+    "model.layers.*.mixer.experts": "moe_tp_experts",
+}
+"""What the model declares in transformers 5.23, and not in 5.17."""
 
 
 @register_parallel_strategy("NemotronHForCausalLM")
@@ -33,13 +41,17 @@ class NemotronHParallelizationStrategy(ParallelizationStrategy):
     def spec(self, model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
         """What the model declares of itself, with the styles that it leaves out."""
         derived = derived_spec(model, param_dtype)
-        modules = [name for name, _ in model.named_modules()]
-        styles = {pattern: style for pattern, style in _TP_STYLES.items() if match_names(pattern, modules)}
+        names = [name for named in (model.named_modules(), model.named_parameters()) for name, _ in named]
+
+        def present(styles: dict[str, str]) -> dict[str, str]:
+            return {pattern: style for pattern, style in styles.items() if match_names(pattern, names)}
+
+        declared = {**present(_DECLARED), **derived.tp_styles}
         # Attention is whole on every rank, so its heads do not limit tp.
         sizes = {field: attribute for field, attribute in derived.sizes.items() if field not in ("heads", "kv_heads")}
         structure = Structure(
-            styles={**derived.tp_styles, **styles},
+            styles={**declared, **present(_TP_STYLES)},
             head="lm_head",
             no_sequence_parallel="Mamba blocks carry a state from token to token, so that each rank needs the whole sequence",
         )
-        return replace(derived, sizes=sizes, structure=structure)
+        return replace(derived, tp_styles=declared, sizes=sizes, structure=structure)

@@ -26,11 +26,16 @@ import torch
 from torch import nn
 
 from meshwright.distributed import _torch_compat
+from meshwright.distributed.activation_checkpointing import unwatched
 from meshwright.errors import ModelError
 from meshwright.plan.sharding_plan import ExpertsRow, ShardingPlan
 from meshwright.plan.spec import Scores
 
 __all__ = ["Balance", "refusals", "sequence_balance"]
+
+
+_KINDS = ", ".join(kind for kind in Scores if kind is not Scores.UNKNOWN)
+_DECLARE = f"declare it (scores of an ExpertsRule in a strategy, docs/adding-a-family.md): {_KINDS}"
 
 
 def sequence_balance(scores: torch.Tensor, index: torch.Tensor, counts: torch.Tensor, kind: Scores) -> torch.Tensor:
@@ -44,7 +49,12 @@ def sequence_balance(scores: torch.Tensor, index: torch.Tensor, counts: torch.Te
 
     Returns:
         A scalar, in fp32 or better.
+
+    Raises:
+        ModelError: if it is unknown what the scores are.
     """
+    if kind is Scores.UNKNOWN:
+        raise ModelError(f"a balance loss is made of probabilities, and what the scores are is unknown; legal: {_KINDS}")
     experts, chosen = scores.shape[-1], index.shape[-1]
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if kind is Scores.SOFTMAX:
@@ -92,6 +102,9 @@ class Balance:
         aux_loss: coefficient of the balance loss; 0: none.
         bias_update_rate: what biases move by after a step; 0: not at all.
         load_metrics: whether loads are counted to be reported.
+
+    Raises:
+        ModelError: if a balance loss is wanted of a router whose scores are unknown.
     """
 
     def __init__(
@@ -108,6 +121,9 @@ class Balance:
         known = [row for row in rows if row.router]
         if not (aux_loss or bias_update_rate or load_metrics):
             known = []
+        blind = [row.router for row in known if aux_loss and row.scores == Scores.UNKNOWN]
+        if blind:
+            raise ModelError(f"aux_loss: what the scores of the routers {blind} are is unknown; {_DECLARE}")
         self._all_loads = torch.zeros(sum(row.experts for row in known), dtype=torch.int64, device=device)
         loads = self._all_loads.split([row.experts for row in known])
         self._routers = [_Router(row, label, mine) for row, label, mine in zip(known, _labels(known), loads, strict=True)]
@@ -201,12 +217,14 @@ class Balance:
             scores, weights, index, *rest = output
             first = not _torch_compat.in_backward()  # a recomputation was counted already
             if first:
-                _count(router.loads, index, self._counts)
+                with unwatched():
+                    _count(router.loads, index, self._counts)
             if not self.aux_loss or self._counts is None or not scores.requires_grad:
                 return None
             loss = sequence_balance(scores, index, self._counts, Scores(router.row.scores)) * self.aux_loss / self._tokens
             if first:
-                self._value = self._value + loss.detach()
+                with unwatched():
+                    self._value = self._value + loss.detach()
             return (scores, _Joined.apply(weights, loss), index, *rest)
 
         return after
@@ -267,6 +285,11 @@ def refusals(plan: ShardingPlan, *, aux_loss: float, bias_update_rate: float, co
                 f"{asked[0]}: block diffusion runs routers over a sequence and over its canvases, which have no common "
                 "balance; leave it out (moe.load_metrics counts both)"
             )
+        found += [
+            f"{asked[0]}: what the scores of the router {row.router!r} are is unknown; {_DECLARE}, or leave moe.aux_loss out"
+            for row in plan.experts
+            if row.router and row.scores == Scores.UNKNOWN
+        ]
         for row in plan.experts:
             own = [item for item in plan.parameters if row.router and item.name.startswith(f"{row.router}.")]
             if own and not any(item.trainable for item in own):
@@ -276,7 +299,8 @@ def refusals(plan: ShardingPlan, *, aux_loss: float, bias_update_rate: float, co
                 )
     if bias_update_rate:
         found += [
-            f"{asked[-1]}: the router {row.router!r} has no bias that is added for the choice alone; use moe.aux_loss"
+            f"{asked[-1]}: the router {row.router!r} has no buffer that is known to be added for the choice alone (bias of its "
+            "ExpertsRule); use moe.aux_loss"
             for row in plan.experts
             if row.router and not row.bias
         ]

@@ -3,7 +3,8 @@
 One rank's part of a mixture, ``T`` tokens with ``k`` experts each, of ``E`` experts over ``R`` ranks:
 
     pairs   [T * k]        (token, expert), sorted by expert, so that those for one rank are together
-    counts  [R, E / R]     pairs for each expert of each rank; exchanged, so that every receiver knows what it gets
+    counts  [R, E / R + 1] pairs for each expert of each rank, and those for no expert that there is; exchanged, so that every
+                           receiver knows what it gets, and all ranks stop together where one cannot go on
     rows    [pairs, H]     hidden states, all-to-all to the owners, who compute each with its one expert and weight 1
     results [pairs, H]     all-to-all back, to the order of the pairs; weighted and added up by the rank that sent them
 
@@ -78,7 +79,7 @@ def dispatch(
         [tokens, features]
 
     Raises:
-        ModelError: shapes that do not belong together, or an expert that there is not.
+        ModelError: shapes that do not belong together; on all ranks of the group, an expert that there is not on one of them.
     """
     if hidden.ndim != 2 or index.shape != weights.shape or index.shape[:1] != hidden.shape[:1]:
         shapes = ", ".join(str(tuple(item.shape)) for item in (hidden, index, weights))
@@ -110,16 +111,19 @@ def _route(index: torch.Tensor, experts: int, group: dist.ProcessGroup) -> _Rout
     # One place more than there are experts takes whatever is none, so that it is found here and not by a kernel.
     within = ids.clamp(-1, experts) % (experts + 1)
     counts = ids.new_zeros(experts + 1).scatter_add_(0, within, torch.ones_like(ids))
-    sent = counts[:experts].view(ranks, experts // ranks)
+    sent = torch.cat([counts[:experts].view(ranks, experts // ranks), counts[experts:].expand(ranks, 1)], dim=1)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
+    (sent, _), (received, strays) = sent.split([experts // ranks, 1], 1), received.split([experts // ranks, 1], 1)
     # The one time that the host waits for the device.
-    totals = torch.cat([sent.sum(1), received.sum(1), counts[experts:]]).tolist()
-    if totals[-1]:
-        raise ModelError(f"the router chose an expert that there is not: legal are 0 to {experts - 1}")
+    totals = torch.cat([sent.sum(1), received.sum(1), strays.flatten()]).tolist()
+    if any(totals[2 * ranks :]):
+        where = zip(dist.get_process_group_ranks(group), totals[2 * ranks :], strict=True)
+        found = ", ".join(f"{count} times on rank {rank}" for rank, count in where if count)
+        raise ModelError(f"the router chose an expert that there is not, {found}: legal are 0 to {experts - 1}")
     local = torch.arange(experts // ranks, device=ids.device).repeat(ranks)
-    rows = sum(totals[ranks:-1])
-    return _Route(order, totals[:ranks], totals[ranks:-1], local.repeat_interleave(received.flatten(), output_size=rows))
+    taken = totals[ranks : 2 * ranks]
+    return _Route(order, totals[:ranks], taken, local.repeat_interleave(received.flatten(), output_size=sum(taken)))
 
 
 def _static_route(index: torch.Tensor, experts: int, group: dist.ProcessGroup) -> _Route:

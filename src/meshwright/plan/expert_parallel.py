@@ -66,11 +66,18 @@ def _row(rule: ExpertsRule, name: str, modules: dict[str, nn.Module], layout: La
     router = _beside(name, rule.router, modules)
     if rule.router is not None and router is None:
         problems.append(f"router pattern {rule.router!r} matches no module beside {name!r}")
+    bias = ""
+    if router and rule.bias:
+        holders = [router, name.rpartition(".")[0]]
+        holder = next((other for other in holders if rule.bias in dict(modules[other].named_buffers(recurse=False))), None)
+        if holder is None:
+            problems.append(f"bias {rule.bias!r} is no buffer of the router {router!r}, nor of the module that holds it")
+        bias = f"{holder}.{rule.bias}" if holder else rule.bias
     return ExpertsRow(
         module=name,
         router=router or "",
         scores=rule.scores,
-        bias=f"{router}.{rule.bias}" if router and rule.bias else "",
+        bias=bias,
         experts=experts,
         local=experts // ep,
         token_axis="tp" if ep > 1 and layout.size("tp") > 1 else "",

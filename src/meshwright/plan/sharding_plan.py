@@ -191,7 +191,7 @@ class ExpertsRow:
         module: its name.
         router: name of the module that chooses experts; empty: unknown.
         scores: what the first output of the router is (:class:`~meshwright.plan.spec.Scores`).
-        bias: name of the router's buffer that balances the load; empty: none.
+        bias: name of the buffer that balances the load; empty: none that is known.
         experts: routed experts of the layer, ``local`` of them on each rank of `ep`.
         token_axis: axis whose ranks have the same tokens, of which each sends its share; empty: none.
     """

@@ -86,6 +86,9 @@ class Scores(StrEnum):
     PROBABILITIES = "probabilities"
     """Probabilities already."""
 
+    UNKNOWN = "unknown"
+    """Not declared. Everything but a balance loss, which is made of probabilities, can do without."""
+
 
 @dataclass(frozen=True)
 class ExpertsRule:
@@ -98,12 +101,13 @@ class ExpertsRule:
         pattern: the modules.
         router: pattern of the module beside each that chooses experts. It returns (scores, weights, index); ``None``: unknown.
         scores: what the scores are.
-        bias: buffer of the router that is added for the choice and gets no gradient, which balances the load without a loss.
+        bias: buffer of the router, or of the module that holds router and experts, that is added for the choice and gets no
+            gradient, which balances the load without a loss.
     """
 
     pattern: str
     router: str | None = None
-    scores: Scores = Scores.SOFTMAX
+    scores: Scores = Scores.UNKNOWN
     bias: str | None = None
 
 
