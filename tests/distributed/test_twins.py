@@ -170,6 +170,86 @@ def test_a_loss_of_the_canvas_alone_reaches_the_last_encoder_layer() -> None:
     run_ranks(on_rank, 2)
 
 
+@pytest.mark.parametrize(
+    ("dropped", "policy", "options"),
+    [
+        ("before each step", SyncPolicy.DEFER, {}),
+        ("in each microbatch", SyncPolicy.DEFER, {}),
+        ("in each microbatch", SyncPolicy.RESHARD_EACH, {"activation_checkpointing": "full"}),
+        ("instead of a microbatch", SyncPolicy.RESHARD_EACH, {}),
+        ("in each microbatch", None, {"activation_checkpointing": "full"}),  # a loop without GradSync
+        ("once", None, {}),
+    ],
+)
+def test_a_forward_without_a_backward_keeps_no_later_gradient_back(
+    dropped: str, policy: SyncPolicy | None, options: dict[str, Any]
+) -> None:
+    """An evaluation without ``no_grad``, or a loss that a loop leaves: shared layers would wait for its backward for ever."""
+
+    def batches(objective: BlockDiffusion, rank: int, ranks: int) -> list[dict[str, torch.Tensor]]:
+        """Of two steps of two microbatches, others on each rank."""
+        rows = [range(2 * (number * ranks + rank), 2 * (number * ranks + rank) + 2) for number in range(4)]
+        return objective.training([texts(2, 24, seed=row.start) for row in rows], rows)
+
+    def on_rank(rank: int) -> None:
+        alone = tiny_diffusion_gemma(**FOUR)
+        expected = BlockDiffusion(DiffusionConfig(), 0, 8, TOKENS["vocab_size"], 24)
+        expected.attach(alone)
+        everywhere = [batches(expected, other, 2) for other in range(2)]
+        model, plan, objective = sharded(False, sync=policy or SyncPolicy.REDUCE_EACH, **options)
+        sync = GradSync.from_plan(model, plan)
+        mine = everywhere[rank]
+        held = []  # a graph that lives on is no reason to wait for its backward either
+        for step in range(2):
+            made = mine[2 * step : 2 * step + 2]
+            left = set()
+            if dropped == "before each step" or (dropped == "once" and step == 0):
+                held.append(objective.sums(model, made[0]))
+            for index, batch in enumerate(made) if policy is None else sync.microbatches(made):
+                losses = objective.sums(model, batch)
+                if dropped == "instead of a microbatch" and index == 0:
+                    held.append(losses)
+                    left.add(index)
+                    continue
+                if dropped == "in each microbatch":
+                    held.append(objective.sums(model, batch))
+                    with torch.no_grad():
+                        objective.sums(model, batch)
+                sum(losses).backward()
+            for made in everywhere:
+                for index, batch in enumerate(made[2 * step : 2 * step + 2]):
+                    if index not in left:
+                        sum(expected.sums(alone, batch)).backward()
+            found = dict(model.named_parameters())
+            reached = {name for name, parameter in alone.named_parameters() if parameter.grad is not None}
+            assert reached == {name for name, parameter in found.items() if parameter.grad is not None}
+            for name in sorted(reached):
+                right = alone.get_parameter(name).grad
+                assert (whole(found[name].grad) - right).abs().max() <= 1e-5 * right.abs().max(), (step, name)
+            assert not any(_torch_compat.is_unsharded(unit) for unit in fsdp_units(model).values()) or policy is None
+            for parameter in (*model.parameters(), *alone.parameters()):
+                parameter.grad = None
+
+    run_ranks(on_rank, 2)
+
+
+def test_a_dropped_loss_costs_no_collective() -> None:
+    """GradSync knows that none of an earlier microbatch is to come, so shared layers reduce once, behind their last backward."""
+
+    def on_rank(rank: int) -> None:
+        model, plan, objective = sharded(False, sync=SyncPolicy.DEFER, microbatches=2)
+        sync = GradSync.from_plan(model, plan)
+        held = []
+        for _ in range(2):
+            with sync.forward_only():
+                held += [sum(objective.sums(model, batch)) for batch in objective.training([texts(2, 24)], [range(2)])]
+            with CommCounter() as counter:
+                step(model, sync, objective, 2)
+            assert (counter.counts["all_gather"], counter.counts["reduce_scatter"]) == (9, 9)
+
+    run_ranks(on_rank, 2)
+
+
 def test_it_generates_while_it_is_sharded() -> None:
     def on_rank(rank: int) -> None:
         prompt = torch.tensor([[5, 6, 7, 8]])
