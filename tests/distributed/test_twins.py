@@ -1,26 +1,31 @@
 """A stack that runs twice: twin units and shared units, their collectives, and what they hold."""
 
+import functools
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
 
 from meshwright.distributed import _torch_compat
+from meshwright.distributed.activation_checkpointing import checkpoint_layer
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.fsdp import fsdp_units
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import build_mesh
 from meshwright.distributed.strategy import get_parallelization_strategy
-from meshwright.errors import PlanError
+from meshwright.errors import PlanError, UnsupportedError
 from meshwright.layout import Layout
 from meshwright.models.diffusion_gemma.fsdp import (
     _has_fsdp_state,
     fully_shard_diffusion_gemma,
     register_diffusion_gemma_parallel_strategy,
 )
+from meshwright.models.diffusion_gemma.model import enable
 from meshwright.models.diffusion_gemma.options import DiffusionConfig
 from meshwright.models.spec import spec_of
-from meshwright.plan.options import ParallelOptions, SyncPolicy
+from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
 from meshwright.plan.price import totals
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
@@ -147,6 +152,58 @@ def test_ties_survive_steps_and_twins_gather_what_the_optimizer_changed(twin: bo
     run_ranks(on_rank, 3)
 
 
+@pytest.mark.parametrize(
+    ("twin", "options"),
+    [
+        (None, {}),  # one process, and torch's checkpoint around the whole model
+        (True, {"activation_checkpointing": "full"}),
+        (False, {"activation_checkpointing": "full"}),
+        (True, {"activation_checkpointing": "selective"}),
+        (True, {"activation_checkpointing": "submodule"}),
+    ],
+)
+def test_activation_checkpointing_in_a_loop_of_one_s_own(twin: bool | None, options: dict[str, Any]) -> None:
+    """The encoder makes a cache that knows of windows (of eight tokens here), which a layer run again would write to again."""
+
+    def gradients(model: Any, ranks: Any, around: Any = lambda call: call()) -> dict[str, torch.Tensor]:
+        for rank in ranks:
+            read = torch.arange(10, 34)[None] + rank
+            call = functools.partial(model, read[:, :16], decoder_input_ids=read[:, 16:])  # ids by position
+            around(lambda call=call: call().logits).square().sum().backward()
+        return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+    def on_rank(rank: int) -> None:
+        expected = gradients(tiny_diffusion_gemma(**FOUR), range(2))
+        if twin is None:
+            model = tiny_diffusion_gemma(**FOUR)
+            enable(model)
+            for layer in (*model.model.encoder.language_model.layers, *model.model.decoder.layers):
+                checkpoint_layer(layer, ActivationCheckpointing.FULL)
+            found = gradients(model, range(2), functools.partial(checkpoint, use_reentrant=False))
+        else:
+            model = sharded(twin, sync=SyncPolicy.REDUCE_EACH, **options)[0]
+            found = gradients(model, (rank,))
+        assert expected.keys() >= found.keys() > set()
+        assert any("encoder.language_model.layers" in name for name in found)
+        for name, gradient in found.items():
+            assert (gradient - expected[name]).abs().max() <= 1e-5 * expected[name].abs().max(), name
+        read = torch.arange(10, 34)[None]
+        with pytest.raises(
+            UnsupportedError, match="past_key_values: an encoder layer that activation checkpointing runs again"
+        ):
+            model(input_ids=read[:, :16], decoder_input_ids=read[:, 16:], past_key_values=DynamicCache())
+        GradSync(model).abandon()  # what the root had begun
+        with torch.no_grad():  # one goes on with a cache that a forward returned, as with transformers' own
+            first = model(input_ids=read[:, :8], decoder_input_ids=read[:, 16:]).past_key_values
+            logits = [
+                model(input_ids=ids, past_key_values=cache, decoder_input_ids=read[:, 16:]).logits
+                for ids, cache in ((read[:, :16], None), (read[:, 8:16], first))
+            ]
+        assert (logits[0] - logits[1]).abs().max() <= 1e-4 * logits[0].abs().max()
+
+    run_ranks(on_rank, 2)
+
+
 def test_a_loss_of_the_canvas_alone_reaches_the_last_encoder_layer() -> None:
     """Its output has no gradient then, only its keys and values, so that FSDP would not gather it: a segmentation fault."""
 
@@ -234,7 +291,7 @@ def test_a_forward_without_a_backward_keeps_no_later_gradient_back(
 
 
 def test_a_dropped_loss_costs_no_collective() -> None:
-    """GradSync knows that none of an earlier microbatch is to come, so shared layers reduce once, behind their last backward."""
+    """GradSync knows that no backward of what ran before is to come, so shared layers reduce once, behind their last one."""
 
     def on_rank(rank: int) -> None:
         model, plan, objective = sharded(False, sync=SyncPolicy.DEFER, microbatches=2)

@@ -9,18 +9,22 @@
 
 The three are one ``model(denoise=batch)``: :func:`enable` puts a forward before that of the model, on the instance, and
 everything that hangs on the root's forward (hooks of FSDP, of mixed precision, of a recorder) sees one call a microbatch. The
-class is not touched, and ``model(...)`` without ``denoise`` is what it was.
+class is not touched, and ``model(...)`` without ``denoise`` computes what it did, also with activation checkpointing.
 
 The embedding is used here outside of its own forward, as the output head and by self-conditioning, so it belongs to the root
 unit.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from meshwright.distributed._torch_compat import in_backward
+from meshwright.distributed.activation_checkpointing import is_checkpointed
+from meshwright.errors import UnsupportedError
 from meshwright.models._transformers_compat import attention_of
 from meshwright.models.diffusion_gemma.fsdp import register_diffusion_gemma_parallel_strategy
 from meshwright.models.diffusion_gemma.masks import as_additive, block_causal_masks
@@ -66,11 +70,25 @@ class _Forward:
 
     def __init__(self, model: "PreTrainedModel", inner: Any) -> None:
         self.model, self.inner = model, inner
+        self.signature = inspect.signature(inner)
 
     def __call__(self, *args: Any, denoise: dict[str, torch.Tensor] | None = None, **kwargs: Any) -> Any:
         if denoise is None:
-            return _anchored(self.inner(*args, **kwargs))
+            return _anchored(self._own(args, kwargs))
         return _three_passes(self.model, self.inner, denoise, *args, **kwargs)
+
+    def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's own forward. In training, where the encoder would make a cache, it gets one that is written once."""
+        call = self.signature.bind_partial(*args, **kwargs)
+        if self.model.training and call.arguments.get("input_ids") is not None:
+            if call.arguments.get("past_key_values") is None:
+                call.arguments["past_key_values"] = _cache_type()(config=self.model.config.get_text_config())
+            elif torch.is_grad_enabled() and any(map(is_checkpointed, self.model.model.encoder.modules())):
+                raise UnsupportedError(
+                    "past_key_values: an encoder layer that activation checkpointing runs again would write to it again; in "
+                    "training with activation checkpointing leave it out, and the model makes one"
+                )
+        return self.inner(*call.args, **call.kwargs)
 
 
 def _anchored(output: Any) -> Any:
@@ -125,13 +143,14 @@ def _cache_type() -> Any:
     class WrittenOnce(DynamicCache):
         """Keys and values of one clean sequence. An encoder layer that activation checkpointing runs again writes nothing.
 
-        It is made without the config: a cache that knows of windows would drop keys that earlier blocks need.
+        For ``denoise`` it is made without the config: a cache that knows of windows would drop keys that earlier blocks need.
         """
 
         def update(
             self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
         ) -> Any:
-            if layer_idx < len(self.layers) and self.layers[layer_idx].is_initialized:
+            # Outside of backward a second write is one of the caller, who goes on with what a forward returned.
+            if layer_idx < len(self.layers) and self.layers[layer_idx].is_initialized and in_backward():
                 return key_states, value_states
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
