@@ -307,6 +307,31 @@ def test_a_dropped_loss_costs_no_collective() -> None:
     run_ranks(on_rank, 2)
 
 
+def test_no_loss_leaves_the_model_rounded() -> None:
+    """FSDP casts all that leaves the root to ``output_dtype``; logits, and what is computed of them outside, may be."""
+
+    def on_rank(rank: int) -> None:
+        found = {}
+        for dtype in (None, "float32", "bfloat16", "float16"):
+            model, _, objective = sharded(True, sync=SyncPolicy.REDUCE_EACH, output_dtype=dtype)
+            [batch] = objective.training([texts(2, 24)], [range(2)])
+            if dtype in (None, "float32"):
+                found[dtype] = objective.sums(model, batch)
+                assert {loss.dtype for loss in found[dtype]} == {torch.float32}
+                continue
+            with pytest.raises(
+                PlanError, match=f"output_dtype={dtype}: the encoder's loss.*legal are None, float32 and float64"
+            ):
+                objective.sums(model, batch)
+            GradSync(model).abandon()
+            denoised = model(denoise=batch)
+            assert denoised.encoder_loss is None
+            assert denoised.logits.dtype == getattr(torch, dtype)
+        assert found[None] == found["float32"]
+
+    run_ranks(on_rank, 2)
+
+
 def test_it_generates_while_it_is_sharded() -> None:
     def on_rank(rank: int) -> None:
         prompt = torch.tensor([[5, 6, 7, 8]])
