@@ -1,26 +1,31 @@
 """A stack that runs twice: twin units and shared units, their collectives, and what they hold."""
 
+import functools
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
 
 from meshwright.distributed import _torch_compat
+from meshwright.distributed.activation_checkpointing import checkpoint_layer
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.fsdp import fsdp_units
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import build_mesh
 from meshwright.distributed.strategy import get_parallelization_strategy
-from meshwright.errors import PlanError
+from meshwright.errors import PlanError, UnsupportedError
 from meshwright.layout import Layout
 from meshwright.models.diffusion_gemma.fsdp import (
     _has_fsdp_state,
     fully_shard_diffusion_gemma,
     register_diffusion_gemma_parallel_strategy,
 )
+from meshwright.models.diffusion_gemma.model import enable
 from meshwright.models.diffusion_gemma.options import DiffusionConfig
 from meshwright.models.spec import spec_of
-from meshwright.plan.options import ParallelOptions, SyncPolicy
+from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
 from meshwright.plan.prefetch import prefetch_targets
 from meshwright.plan.price import totals
 from meshwright.plan.resolver import resolve
@@ -148,6 +153,58 @@ def test_ties_survive_steps_and_twins_gather_what_the_optimizer_changed(twin: bo
     run_ranks(on_rank, 3)
 
 
+@pytest.mark.parametrize(
+    ("twin", "options"),
+    [
+        (None, {}),  # one process, and torch's checkpoint around the whole model
+        (True, {"activation_checkpointing": "full"}),
+        (False, {"activation_checkpointing": "full"}),
+        (True, {"activation_checkpointing": "selective"}),
+        (True, {"activation_checkpointing": "submodule"}),
+    ],
+)
+def test_activation_checkpointing_in_a_loop_of_one_s_own(twin: bool | None, options: dict[str, Any]) -> None:
+    """The encoder makes a cache that knows of windows (of eight tokens here), which a layer run again would write to again."""
+
+    def gradients(model: Any, ranks: Any, around: Any = lambda call: call()) -> dict[str, torch.Tensor]:
+        for rank in ranks:
+            read = torch.arange(10, 34)[None] + rank
+            call = functools.partial(model, read[:, :16], decoder_input_ids=read[:, 16:])  # ids by position
+            around(lambda call=call: call().logits).square().sum().backward()
+        return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+    def on_rank(rank: int) -> None:
+        expected = gradients(tiny_diffusion_gemma(**FOUR), range(2))
+        if twin is None:
+            model = tiny_diffusion_gemma(**FOUR)
+            enable(model)
+            for layer in (*model.model.encoder.language_model.layers, *model.model.decoder.layers):
+                checkpoint_layer(layer, ActivationCheckpointing.FULL)
+            found = gradients(model, range(2), functools.partial(checkpoint, use_reentrant=False))
+        else:
+            model = sharded(twin, sync=SyncPolicy.REDUCE_EACH, **options)[0]
+            found = gradients(model, (rank,))
+        assert expected.keys() >= found.keys() > set()
+        assert any("encoder.language_model.layers" in name for name in found)
+        for name, gradient in found.items():
+            assert (gradient - expected[name]).abs().max() <= 1e-5 * expected[name].abs().max(), name
+        read = torch.arange(10, 34)[None]
+        with pytest.raises(
+            UnsupportedError, match="past_key_values: an encoder layer that activation checkpointing runs again"
+        ):
+            model(input_ids=read[:, :16], decoder_input_ids=read[:, 16:], past_key_values=DynamicCache())
+        GradSync(model).abandon()  # what the root had begun
+        with torch.no_grad():  # one goes on with a cache that a forward returned, as with transformers' own
+            first = model(input_ids=read[:, :8], decoder_input_ids=read[:, 16:]).past_key_values
+            logits = [
+                model(input_ids=ids, past_key_values=cache, decoder_input_ids=read[:, 16:]).logits
+                for ids, cache in ((read[:, :16], None), (read[:, 8:16], first))
+            ]
+        assert (logits[0] - logits[1]).abs().max() <= 1e-4 * logits[0].abs().max()
+
+    run_ranks(on_rank, 2)
+
+
 def test_a_loss_of_the_canvas_alone_reaches_the_last_encoder_layer() -> None:
     """Its output has no gradient then, only its keys and values, so that FSDP would not gather it: a segmentation fault."""
 
@@ -167,6 +224,111 @@ def test_a_loss_of_the_canvas_alone_reaches_the_last_encoder_layer() -> None:
             for name, gradient in other.items():
                 expected = found[0][name]
                 assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize(
+    ("dropped", "policy", "options"),
+    [
+        ("before each step", SyncPolicy.DEFER, {}),
+        ("in each microbatch", SyncPolicy.DEFER, {}),
+        ("in each microbatch", SyncPolicy.RESHARD_EACH, {"activation_checkpointing": "full"}),
+        ("instead of a microbatch", SyncPolicy.RESHARD_EACH, {}),
+        ("in each microbatch", None, {"activation_checkpointing": "full"}),  # a loop without GradSync
+        ("once", None, {}),
+    ],
+)
+def test_a_forward_without_a_backward_keeps_no_later_gradient_back(
+    dropped: str, policy: SyncPolicy | None, options: dict[str, Any]
+) -> None:
+    """An evaluation without ``no_grad``, or a loss that a loop leaves: shared layers would wait for its backward for ever."""
+
+    def batches(objective: BlockDiffusion, rank: int, ranks: int) -> list[dict[str, torch.Tensor]]:
+        """Of two steps of two microbatches, others on each rank."""
+        rows = [range(2 * (number * ranks + rank), 2 * (number * ranks + rank) + 2) for number in range(4)]
+        return objective.training([texts(2, 24, seed=row.start) for row in rows], rows)
+
+    def on_rank(rank: int) -> None:
+        alone = tiny_diffusion_gemma(**FOUR)
+        expected = BlockDiffusion(DiffusionConfig(), 0, 8, TOKENS["vocab_size"], 24)
+        expected.attach(alone)
+        everywhere = [batches(expected, other, 2) for other in range(2)]
+        model, plan, objective = sharded(False, sync=policy or SyncPolicy.REDUCE_EACH, **options)
+        sync = GradSync.from_plan(model, plan)
+        mine = everywhere[rank]
+        held = []  # a graph that lives on is no reason to wait for its backward either
+        for step in range(2):
+            made = mine[2 * step : 2 * step + 2]
+            left = set()
+            if dropped == "before each step" or (dropped == "once" and step == 0):
+                held.append(objective.sums(model, made[0]))
+            for index, batch in enumerate(made) if policy is None else sync.microbatches(made):
+                losses = objective.sums(model, batch)
+                if dropped == "instead of a microbatch" and index == 0:
+                    held.append(losses)
+                    left.add(index)
+                    continue
+                if dropped == "in each microbatch":
+                    held.append(objective.sums(model, batch))
+                    with torch.no_grad():
+                        objective.sums(model, batch)
+                sum(losses).backward()
+            for made in everywhere:
+                for index, batch in enumerate(made[2 * step : 2 * step + 2]):
+                    if index not in left:
+                        sum(expected.sums(alone, batch)).backward()
+            found = dict(model.named_parameters())
+            reached = {name for name, parameter in alone.named_parameters() if parameter.grad is not None}
+            assert reached == {name for name, parameter in found.items() if parameter.grad is not None}
+            for name in sorted(reached):
+                right = alone.get_parameter(name).grad
+                assert (whole(found[name].grad) - right).abs().max() <= 1e-5 * right.abs().max(), (step, name)
+            assert not any(_torch_compat.is_unsharded(unit) for unit in fsdp_units(model).values()) or policy is None
+            for parameter in (*model.parameters(), *alone.parameters()):
+                parameter.grad = None
+
+    run_ranks(on_rank, 2)
+
+
+def test_a_dropped_loss_costs_no_collective() -> None:
+    """GradSync knows that no backward of what ran before is to come, so shared layers reduce once, behind their last one."""
+
+    def on_rank(rank: int) -> None:
+        model, plan, objective = sharded(False, sync=SyncPolicy.DEFER, microbatches=2)
+        sync = GradSync.from_plan(model, plan)
+        held = []
+        for _ in range(2):
+            with sync.forward_only():
+                held += [sum(objective.sums(model, batch)) for batch in objective.training([texts(2, 24)], [range(2)])]
+            with CommCounter() as counter:
+                step(model, sync, objective, 2)
+            assert (counter.counts["all_gather"], counter.counts["reduce_scatter"]) == (9, 9)
+
+    run_ranks(on_rank, 2)
+
+
+def test_no_loss_leaves_the_model_rounded() -> None:
+    """FSDP casts all that leaves the root to ``output_dtype``; logits, and what is computed of them outside, may be."""
+
+    def on_rank(rank: int) -> None:
+        found = {}
+        for dtype in (None, "float32", "bfloat16", "float16"):
+            model, _, objective = sharded(True, sync=SyncPolicy.REDUCE_EACH, output_dtype=dtype)
+            [batch] = objective.training([texts(2, 24)], [range(2)])
+            if dtype in (None, "float32"):
+                found[dtype] = objective.sums(model, batch)
+                assert {loss.dtype for loss in found[dtype]} == {torch.float32}
+                continue
+            with pytest.raises(
+                PlanError, match=f"output_dtype={dtype}: the encoder's loss.*legal are None, float32 and float64"
+            ):
+                objective.sums(model, batch)
+            GradSync(model).abandon()
+            denoised = model(denoise=batch)
+            assert denoised.encoder_loss is None
+            assert denoised.logits.dtype == getattr(torch, dtype)
+        assert found[None] == found["float32"]
 
     run_ranks(on_rank, 2)
 

@@ -146,9 +146,19 @@ def test_what_does_not_apply_is_refused(tiny: Tiny) -> None:
         ((*RUN, "training.objective=next_token"), r"legal are block_diffusion and null"),
         ((*RUN, "data.packing=pack"), r"data\.packing=pack.*the legal value is pad"),
         ((*RUN, "model.attn_implementation=flex_attention"), r"flex_attention: takes no mask.*sdpa and eager"),
+        (
+            (*RUN, "parallel.output_dtype=bfloat16"),
+            r"parallel\.output_dtype=bfloat16: the encoder's loss.*legal are null, float32",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             make_setup(tiny(*overrides), 1)
+    # Logits in bfloat16 are a loss of precision that was asked for, in any objective; sums over tokens are not among them then.
+    for overrides in (
+        ("parallel.output_dtype=float32",),
+        ("parallel.output_dtype=bfloat16", "diffusion.encoder_loss_weight=0"),
+    ):
+        assert make_setup(tiny(*RUN, *overrides), 1).plan.unit("").output_dtype == overrides[0].partition("=")[2]
     for override in ("diffusion.minimum_noise=1.5", "diffusion.self_conditioning=-1", "diffusion.encoder_loss_weight=-1"):
         with pytest.raises(ConfigError, match=override.split("=")[0]):
             tiny(*RUN, override)

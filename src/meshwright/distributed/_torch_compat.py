@@ -39,6 +39,7 @@ __all__ = [
     "end_backward",
     "flatten_mesh",
     "flight_records",
+    "forget_runs",
     "forget_runs_without_gradient",
     "fsdp_state",
     "group_of_call",
@@ -178,8 +179,7 @@ def reset_iteration(module: nn.Module | FSDPModule) -> None:
         group._training_state = _RESTING
         group._post_forward_indices.clear()
         group._partial_reduce_output = None
-        if hasattr(group, "_meshwright_runs"):
-            group._meshwright_runs = 0
+    forget_runs(module)
     settle(module)
     for group in param_groups(module):
         for fsdp_param in group.fsdp_params:
@@ -205,6 +205,15 @@ def hook_each_run(modules: Sequence[nn.Module]) -> None:
 
 
 def _reduce_after_last_backward(group: Any) -> None:
+    """Count forwards and backwards of a group, and let it reduce where they are even.
+
+    Not every forward has a backward: its loss may be dropped (it is NaN, or it was an evaluation that recorded gradients), or
+    not depend on it. Nothing tells such a forward from one whose backward is still to come, until the backward of the whole
+    model ends. FSDP2 then calls ``post_backward`` once more, from outside of any node of autograd, for each group that is not
+    in the state that ``post_backward`` leaves it in. So a group that waits for more is not left in that state, and this call,
+    behind which nothing can come in the same backward, is the last whatever was counted. All ranks count the same, so that
+    they agree on when that is; what garbage collection frees would not do.
+    """
     register, post_backward = group._register_post_backward_hook, group.post_backward
     group._meshwright_runs = 0  # forwards whose backward is still to come
     group._meshwright_keeps = False
@@ -216,7 +225,8 @@ def _reduce_after_last_backward(group: Any) -> None:
         return found
 
     def reduce_if_last(*unused: Any) -> None:
-        group._meshwright_runs = max(0, group._meshwright_runs - 1)
+        at_end = torch._C._current_autograd_node() is None
+        group._meshwright_runs = 0 if at_end else max(0, group._meshwright_runs - 1)
         reduces, reshards, last = group.reduce_grads, group.reshard_after_backward, group._meshwright_runs == 0
         group.reduce_grads = reduces and last
         group.reshard_after_backward = reshards and (last or not group._meshwright_keeps)
@@ -224,8 +234,17 @@ def _reduce_after_last_backward(group: Any) -> None:
             post_backward(*unused)
         finally:
             group.reduce_grads, group.reshard_after_backward = reduces, reshards
+        if not last:
+            group._training_state = _RESTING  # the next run's backward begins from it as well as from POST_BACKWARD
 
     group._register_post_backward_hook, group.post_backward = count, reduce_if_last
+
+
+def forget_runs(module: nn.Module | FSDPModule) -> None:
+    """Let a unit of :func:`hook_each_run` wait for no backward of the forwards that it ran so far."""
+    for group in param_groups(module):
+        if hasattr(group, "_meshwright_runs"):
+            group._meshwright_runs = 0
 
 
 def tolerate_rest(module: nn.Module | FSDPModule) -> None:
@@ -452,6 +471,7 @@ def check() -> None:
         (FSDPParam, "reset_sharded_param"),
         (FSDPState, "_fsdp_param_group"),
         (FSDPState, "_lazy_init"),
+        (torch._C, "_current_autograd_node"),
         (torch._C, "_current_graph_task_id"),
         (torch.autograd.Variable, "_execution_engine"),
         (torch._C, "_dispatch_get_all_op_names"),

@@ -104,6 +104,8 @@ class GradSync:
         try:
             while current is not None:
                 following = next(iterator, None)
+                # Not in begin_microbatch(), which may also stand between a forward and its backward.
+                self._forget_runs()
                 self.begin_microbatch(last=following is None)
                 yield current
                 current = following
@@ -155,6 +157,7 @@ class GradSync:
                 "all_reduce_once=True cannot reduce; set all_reduce_once=False, or sync=defer"
                 for name in stranded
             )
+        self._forget_runs()
         self._reshard_after_forward()
         self._reshard()
 
@@ -163,6 +166,11 @@ class GradSync:
         for unit in self._units.values():
             _torch_compat.reset_iteration(unit.module)
         self._reshard()
+
+    def _forget_runs(self) -> None:
+        """What ran with gradient and had no backward, such as a loss that was dropped, is not waited for any more."""
+        for unit in self._units.values():
+            _torch_compat.forget_runs(unit.module)
 
     def _reshard(self) -> None:
         for unit in self._units.values():

@@ -17,7 +17,7 @@ from meshwright.errors import ConfigError
 from meshwright.models._transformers_compat import attention_of
 from meshwright.models.diffusion_gemma.canvas import lay_out
 from meshwright.models.diffusion_gemma.corruption import EVALUATION_RATES, corrupt, draw, one_block
-from meshwright.models.diffusion_gemma.model import ATTENTIONS, enable
+from meshwright.models.diffusion_gemma.model import ATTENTIONS, enable, rounds_losses
 from meshwright.models.diffusion_gemma.options import DiffusionConfig
 from meshwright.train.config import RunConfig
 from meshwright.train.loss import count_tokens, forward_logits, token_loss_sum
@@ -229,6 +229,11 @@ def make_objective(config: RunConfig, model: "PreTrainedModel") -> Objective:
             problems.append(
                 f"model.attn_implementation={attention_of(model)}: takes no mask of blocks; with block diffusion legal are "
                 f"{' and '.join(ATTENTIONS)}"
+            )
+        if config.diffusion.encoder_loss_weight > 0 and rounds_losses(config.parallel.output_dtype):
+            problems.append(
+                f"parallel.output_dtype={config.parallel.output_dtype}: the encoder's loss, a sum in nats, would be rounded to "
+                "it as it leaves the model; with diffusion.encoder_loss_weight above 0 legal are null, float32 and float64"
             )
     if problems:
         raise ConfigError(problems)

@@ -9,18 +9,22 @@
 
 The three are one ``model(denoise=batch)``: :func:`enable` puts a forward before that of the model, on the instance, and
 everything that hangs on the root's forward (hooks of FSDP, of mixed precision, of a recorder) sees one call a microbatch. The
-class is not touched, and ``model(...)`` without ``denoise`` is what it was.
+class is not touched, and ``model(...)`` without ``denoise`` computes what it did, also with activation checkpointing.
 
 The embedding is used here outside of its own forward, as the output head and by self-conditioning, so it belongs to the root
 unit.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from meshwright.distributed._torch_compat import in_backward
+from meshwright.distributed.activation_checkpointing import is_checkpointed
+from meshwright.errors import PlanError, UnsupportedError
 from meshwright.models._transformers_compat import attention_of
 from meshwright.models.diffusion_gemma.fsdp import register_diffusion_gemma_parallel_strategy
 from meshwright.models.diffusion_gemma.masks import as_additive, block_causal_masks
@@ -28,7 +32,7 @@ from meshwright.models.diffusion_gemma.masks import as_additive, block_causal_ma
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ATTENTIONS", "Denoised", "enable"]
+__all__ = ["ATTENTIONS", "Denoised", "enable", "rounds_losses"]
 
 ATTENTIONS = ("sdpa", "eager")
 """Attentions of transformers that take a mask of any pattern."""
@@ -50,15 +54,31 @@ class Denoised(NamedTuple):
     anchor: torch.Tensor
 
 
-def enable(model: "PreTrainedModel") -> None:
+def rounds_losses(output_dtype: str | None) -> bool:
+    """Whether a loss that leaves the model is spoiled by the dtype that the root casts its outputs to.
+
+    A loss is a sum over tokens in nats: bfloat16 keeps three digits of it, and of what its gradient is multiplied with, and
+    float16 ends at 65,504. FSDP casts every floating tensor that leaves the root, so one cannot be kept out of it.
+    """
+    return output_dtype is not None and getattr(torch, output_dtype).itemsize < torch.float32.itemsize
+
+
+def enable(model: "PreTrainedModel", output_dtype: str | None = None) -> None:
     """Let a ``DiffusionGemmaForBlockDiffusion`` take ``model(denoise=batch, encoder_loss=...)``; to do it twice is no harm.
 
     The batch holds ``input_ids`` and ``position_ids`` [B, S], ``canvas_ids`` (noised), ``canvas_positions`` and
     ``canvas_blocks`` [B, R], and ``self_conditioned`` [B, 1]; see :mod:`~meshwright.models.diffusion_gemma.canvas`.
     ``encoder_loss`` makes a loss of the encoder's logits [B, S, V] of the next tokens. Returned is a :class:`Denoised`.
+
+    Args:
+        model: changed in place.
+        output_dtype: that its root casts outputs to. One that :func:`rounds_losses` is refused, as a :class:`PlanError`, by a
+            call that asks for ``encoder_loss``.
     """
     if not isinstance(model.forward, _Forward):
         model.forward = _Forward(model, model.forward)
+    if output_dtype is not None:
+        model.forward.output_dtype = output_dtype
 
 
 class _Forward:
@@ -66,11 +86,31 @@ class _Forward:
 
     def __init__(self, model: "PreTrainedModel", inner: Any) -> None:
         self.model, self.inner = model, inner
+        self.signature = inspect.signature(inner)
+        self.output_dtype: str | None = None
 
     def __call__(self, *args: Any, denoise: dict[str, torch.Tensor] | None = None, **kwargs: Any) -> Any:
         if denoise is None:
-            return _anchored(self.inner(*args, **kwargs))
+            return _anchored(self._own(args, kwargs))
+        if kwargs.get("encoder_loss") is not None and rounds_losses(self.output_dtype):
+            raise PlanError(
+                f"output_dtype={self.output_dtype}: the encoder's loss, a sum in nats, would be rounded to it as it leaves the "
+                "model; with encoder_loss legal are None, float32 and float64 (of mp_policy, or of parallel)"
+            )
         return _three_passes(self.model, self.inner, denoise, *args, **kwargs)
+
+    def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's own forward. In training, where the encoder would make a cache, it gets one that is written once."""
+        call = self.signature.bind_partial(*args, **kwargs)
+        if self.model.training and call.arguments.get("input_ids") is not None:
+            if call.arguments.get("past_key_values") is None:
+                call.arguments["past_key_values"] = _cache_type()(config=self.model.config.get_text_config())
+            elif torch.is_grad_enabled() and any(map(is_checkpointed, self.model.model.encoder.modules())):
+                raise UnsupportedError(
+                    "past_key_values: an encoder layer that activation checkpointing runs again would write to it again; in "
+                    "training with activation checkpointing leave it out, and the model makes one"
+                )
+        return self.inner(*call.args, **call.kwargs)
 
 
 def _anchored(output: Any) -> Any:
@@ -97,6 +137,7 @@ def _three_passes(
     model: "PreTrainedModel",
     forward: Any,
     batch: dict[str, torch.Tensor],
+    *,
     encoder_loss: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> Denoised:
     written = _cache_type()()
@@ -125,13 +166,14 @@ def _cache_type() -> Any:
     class WrittenOnce(DynamicCache):
         """Keys and values of one clean sequence. An encoder layer that activation checkpointing runs again writes nothing.
 
-        It is made without the config: a cache that knows of windows would drop keys that earlier blocks need.
+        For ``denoise`` it is made without the config: a cache that knows of windows would drop keys that earlier blocks need.
         """
 
         def update(
             self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
         ) -> Any:
-            if layer_idx < len(self.layers) and self.layers[layer_idx].is_initialized:
+            # Outside of backward a second write is one of the caller, who goes on with what a forward returned.
+            if layer_idx < len(self.layers) and self.layers[layer_idx].is_initialized and in_backward():
                 return key_states, value_states
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 

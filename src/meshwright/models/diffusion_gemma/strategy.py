@@ -17,7 +17,7 @@ from meshwright.distributed.strategy import ParallelizationStrategy, register_pa
 from meshwright.models.decoder import global_heads
 from meshwright.models.diffusion_gemma.fsdp import enable_generate
 from meshwright.models.spec import derived_spec
-from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.plan.sharding_plan import ROOT, ShardingPlan
 from meshwright.plan.spec import ParallelSpec, Structure, TwinStacks, UnitRule
 
 __all__ = ["DECODER", "ENCODER", "DiffusionGemmaParallelizationStrategy"]
@@ -60,6 +60,6 @@ class DiffusionGemmaParallelizationStrategy(ParallelizationStrategy):
         from meshwright.models.diffusion_gemma.model import enable  # it registers this strategy
 
         model = super().carry_out(model, plan, mesh)
-        enable(model)
+        enable(model, plan.unit(ROOT).output_dtype)
         enable_generate(model)
         return model
