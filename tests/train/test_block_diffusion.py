@@ -165,7 +165,7 @@ def test_what_does_not_apply_is_refused(tiny: Tiny) -> None:
 
 
 def test_keys_of_the_parts_of_a_config_are_checked(tiny: Tiny) -> None:
-    changed = RUN[0].replace("'head_dim': 8, 'global", "'head_dims': 8, 'global")
+    changed = RUN[0].replace("'head_dim':", "'head_dims':", 1)
     with pytest.raises(ConfigError, match=r"model\.config\.text_config\.head_dims: unknown key.*did you mean 'head_dim'"):
         make_setup(tiny(changed, RUN[1]), 1)
 

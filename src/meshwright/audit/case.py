@@ -75,7 +75,8 @@ def in_dtype(config: RunConfig, compute: str, store: str | None = None) -> RunCo
     """A configuration that computes in a dtype, and stores in another if it is given."""
     parallel = config.parallel
     reduce = parallel.reduce_dtype if compute == "bfloat16" else compute
-    output = compute if parallel.output_dtype is not None else None
+    wider = compute == "bfloat16" and parallel.output_dtype in ("float32", "float64")
+    output = parallel.output_dtype if parallel.output_dtype is None or wider else compute
     changed: dict[str, Any] = {
         "parallel": parallel.model_copy(update={"param_dtype": compute, "reduce_dtype": reduce, "output_dtype": output})
     }
