@@ -19,8 +19,9 @@ __all__ = ["corpus"]
         ("float64", "diffusion.encoder_loss_weight=0.5"),
         ("float64", "diffusion.encoder_loss_weight=0", "diffusion.mode=one_block"),
         ("float32", "diffusion.freeze_router=true", "model.attn_implementation=eager"),
+        ("bfloat16", "parallel.output_dtype=float32"),
     ],
-    ids=["all blocks", "one block, no encoder loss", "routers frozen"],
+    ids=["all blocks", "one block, no encoder loss", "routers frozen", "outputs in fp32"],
 )
 def test_two_ranks_compute_what_one_process_does(tmp_path: Path, corpus: Path, layout: str, options: tuple[str, ...]) -> None:
     dtype, *overrides = options

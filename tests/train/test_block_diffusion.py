@@ -150,6 +150,10 @@ def test_what_does_not_apply_is_refused(tiny: Tiny) -> None:
             (*RUN, "parallel.output_dtype=bfloat16"),
             r"parallel\.output_dtype=bfloat16: the encoder's loss.*legal are null, float32",
         ),
+        (
+            (*RUN, "parallel.compile=true", "parallel.activation_checkpointing=full"),
+            r"activation_checkpointing=full with parallel\.compile.*legal are none and submodule",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             make_setup(tiny(*overrides), 1)

@@ -19,6 +19,7 @@ from meshwright.models.diffusion_gemma.canvas import lay_out
 from meshwright.models.diffusion_gemma.corruption import EVALUATION_RATES, corrupt, draw, one_block
 from meshwright.models.diffusion_gemma.model import ATTENTIONS, enable, rounds_losses
 from meshwright.models.diffusion_gemma.options import DiffusionConfig
+from meshwright.plan.options import ActivationCheckpointing
 from meshwright.train.config import RunConfig
 from meshwright.train.loss import count_tokens, forward_logits, token_loss_sum
 
@@ -234,6 +235,13 @@ def make_objective(config: RunConfig, model: "PreTrainedModel") -> Objective:
             problems.append(
                 f"parallel.output_dtype={config.parallel.output_dtype}: the encoder's loss, a sum in nats, would be rounded to "
                 "it as it leaves the model; with diffusion.encoder_loss_weight above 0 legal are null, float32 and float64"
+            )
+        parallel = config.parallel
+        modes = {parallel.activation_checkpointing, *parallel.activation_checkpointing_layers.values()}
+        if parallel.compile and ActivationCheckpointing.FULL in modes:
+            problems.append(
+                "parallel.activation_checkpointing=full with parallel.compile: an encoder layer writes its keys and values down "
+                "for the canvases in its first run and not when it runs again, which are two graphs; legal are none and submodule"
             )
     if problems:
         raise ConfigError(problems)
