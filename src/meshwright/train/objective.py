@@ -240,8 +240,8 @@ def make_objective(config: RunConfig, model: "PreTrainedModel") -> Objective:
         modes = {parallel.activation_checkpointing, *parallel.activation_checkpointing_layers.values()}
         if parallel.compile and ActivationCheckpointing.FULL in modes:
             problems.append(
-                "parallel.activation_checkpointing=full with parallel.compile: an encoder layer writes its keys and values down "
-                "for the canvases in its first run and not when it runs again, which are two graphs; legal are none and submodule"
+                "parallel.activation_checkpointing=full with parallel.compile: an encoder layer writes its keys and values "
+                "down in its first run and not when it runs again, which are two graphs; legal are none and submodule"
             )
     if problems:
         raise ConfigError(problems)
