@@ -37,6 +37,13 @@ def run(command: list[str]) -> tuple[int, str, str]:
 
 
 @pytest.mark.command
+def test_the_package_is_the_command() -> None:
+    code, out, error = run([sys.executable, "-m", "meshwright", "plan", "no-such-file.yaml"])
+    assert (code, out) == (2, "")
+    assert error.startswith("error: no-such-file.yaml")
+
+
+@pytest.mark.command
 def test_own_launcher(config: str, expected: list[float]) -> None:
     """The console script: a plan, a line a step, an export, a sample; nothing on stderr."""
     command = [str(Path(sys.executable).with_name("meshwright")), "train", config, "--nproc", "2", "export=true"]

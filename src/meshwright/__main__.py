@@ -1,0 +1,5 @@
+"""``python -m meshwright`` is the command ``meshwright``."""
+
+from meshwright.cli.main import main
+
+main()
