@@ -338,7 +338,13 @@ def test_manager_builds_the_mesh_and_shards() -> None:
 
 @pytest.mark.parametrize(
     ("world", "sizes"),
-    [(2, {"ep_size": 2}), (4, {"ep_size": 2}), (4, {"ep_size": 2, "dp_replicate_size": 2}), (4, {"ep_size": 4, "tp_size": 2})],
+    [
+        (2, {"ep_size": 2}),
+        (4, {"ep_size": 2}),
+        (4, {"ep_size": 2, "dp_replicate_size": 2}),
+        (4, {"ep_size": 4, "tp_size": 2}),
+        (4, {"ep_size": 2, "tp_size": 2, "dp_size": 2, "dp_replicate_size": 2}),
+    ],
     ids=str,
 )
 def test_manager_averages_over_data_ranks_with_experts_shared_out(world: int, sizes: dict[str, int]) -> None:

@@ -22,7 +22,6 @@ __all__ = ["apply_units", "fsdp_units", "gathered", "move_buffers", "shard_unit"
 
 def apply_units(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> None:
     """Make each unit of the plan an FSDP unit, inside out, the root last."""
-    shard_mesh = mesh.fsdp()
     twins = Twins(model, plan)
     dims = {
         id(model.get_parameter(name)): dim
@@ -37,12 +36,11 @@ def apply_units(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> Non
         modules = [model.get_submodule(part.name) for part in plan.parts(unit)]
         policy = _mixed_precision(unit)
         axis = shard_axis(plan.layout, unit.kind)
-        if axis == "ep_shard":
-            shard_unit(modules, mesh.fsdp_experts(), policy, offload, unit.reshard_after_forward, dims)
-        elif mesh.replicated:
-            _torch_compat.replicate_module(modules, shard_mesh, policy, offload)
+        unit_mesh = mesh.fsdp_experts() if axis == "ep_shard" else mesh.fsdp()
+        if mesh.replicated:
+            _torch_compat.replicate_module(modules, unit_mesh, policy, offload)
         else:
-            shard_unit(modules, shard_mesh, policy, offload, unit.reshard_after_forward, dims)
+            shard_unit(modules, unit_mesh, policy, offload, unit.reshard_after_forward, dims)
         if plan.options.gradient_reduction is GradientReduction.SUM:
             _divide(module, 1.0)
         elif axis == "ep_shard":

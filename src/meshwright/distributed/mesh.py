@@ -63,15 +63,22 @@ class ParallelMesh:
 
     def fsdp_experts(self) -> DeviceMesh:
         """The mesh that parameters of experts are sharded and reduced over, where `ep` is above 1: inside a replica
-        `ep_shard`; with replicas ``(dp_replicate, ep_shard)``.
+        `ep_shard`; with replicas ``(dp_replicate, ep_shard)``, or ``dp_replicate`` where nothing is sharded.
         """
         assert self.experts is not None
+        if self.replicated:
+            return self.experts["dp_replicate"]
         return self.experts["dp_replicate", "ep_shard"] if self.layout.size("dp_replicate") > 1 else self.experts["ep_shard"]
 
     @property
     def replicated(self) -> bool:
-        """Whether every rank of the data axes holds whole parameters: replicas, and no shards."""
-        return self.layout.size("dp_shard_cp") == 1 and self.layout.size("dp_replicate") > 1
+        """Whether nothing is sharded: there are replicas, whose ranks hold whole parameters, but for `tp` and `ep`.
+
+        With experts sharded over `ep_shard`, which takes in ranks of `tp`, it is not so: one model has one kind of unit,
+        because a root of torch's ``replicate`` does not see units of ``fully_shard`` as its own.
+        """
+        alone = self.layout.ep == 1 or self.layout.ep_shard == 1
+        return self.layout.size("dp_shard_cp") == 1 and self.layout.size("dp_replicate") > 1 and alone
 
     def rank(self, name: str) -> int:
         """This process's index on an axis or flattened submesh."""
