@@ -6,11 +6,10 @@ can tell. So each rank looks at itself (:func:`look`: what torch's flight record
 reduce-scatter is an all-reduce, and messages (send, recv) are recorded by NCCL only.
 """
 
-import faulthandler
 import os
 import re
+import sys
 import sysconfig
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -280,41 +279,37 @@ def _collective(entry: dict[str, Any], ranks: dict[str, tuple[int, ...]]) -> Col
     )
 
 
-def pulse(thread: int) -> tuple[Any, ...]:
-    """A value that changes while the main thread goes on: where its Python code is, and how often it has waited.
+def pulse() -> str:
+    """A value that changes while the main thread goes on: how often it has waited for something, where the system tells.
 
-    It is asked twice a second while that thread runs, so it must not touch what that one changes. torch's recorder keeps what
-    it says of groups in maps that are read without a lock, and ``sys._current_frames`` makes objects of frames that may end
-    before they are followed: either may crash the process.
-
-    Args:
-        thread: number of the main thread.
+    It is asked twice a second while that thread runs, so it must touch nothing that a running process changes. torch's recorder
+    keeps what it says of groups in maps that are read without a lock, and whoever walks Python's stacks (``faulthandler``
+    included) meets threads that are just being made or ended: either crashes a process once in some thousand times.
     """
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:  # not Linux
-        status = ""
-    return _frames(thread), re.findall(r"^voluntary_ctxt_switches:.*", status, re.MULTILINE)
+        return ""
+    return "".join(re.findall(r"^voluntary_ctxt_switches:.*", status, re.MULTILINE))
 
 
-def _frames(thread: int) -> tuple[Frame, ...]:
-    """Where a thread is, innermost frame first, by ``faulthandler``, which follows frames without making objects of them."""
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        _, *parts = re.split(r"^(?:Current thread|Thread) 0x([0-9a-f]+).*$", file.read(), flags=re.MULTILINE)
-    stacks = zip(parts[::2], parts[1::2], strict=True)
-    return next((_frames_of_text(text) for number, text in stacks if int(number, 16) == thread), ())
-
-
-def _frames_of_text(text: str) -> tuple[Frame, ...]:
-    found = re.findall(r'File "(.+)", line (\d+) in (.+)', text)
-    return tuple(Frame(file, int(line), function) for file, line, function in found)
+def _frames(thread: int) -> list[Frame]:
+    """Where a thread is, innermost frame first. It should stand still: its frames must not end while they are followed."""
+    found = []
+    try:
+        frame = sys._current_frames().get(thread)
+        while frame is not None:
+            found.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+            frame = frame.f_back
+    except AttributeError:  # in Python 3.11 f_back of a frame that has ended is no frame at times
+        pass
+    return found
 
 
 def stack_of_text(text: str) -> tuple[Frame, ...]:
     """The useful frames of what ``faulthandler`` wrote of one thread."""
-    return _useful(_frames_of_text(text))
+    found = re.findall(r'File "(.+)", line (\d+) in (.+)', text)
+    return _useful([Frame(file, int(line), function) for file, line, function in found])
 
 
 def _useful(frames: Sequence[Frame]) -> tuple[Frame, ...]:

@@ -169,13 +169,13 @@ def _attempt(function: Callable[..., Any], *args: Any) -> bytes:
 def _watch(seat: Seat, main: int, watch: Connection, say: Callable[[RankState | None], None], parent: int) -> None:
     """Say nothing but ``None`` while the main thread goes on, and where it is when asked; die with the parent."""
     clock = _cpu_clock(main) if seat.kind == "cpu" else lambda: 0.0  # a wait for a GPU spins
-    before, spent = None, 0.0
+    before, spent = "", 0.0
     try:
         while os.getppid() == parent:
             if watch.poll(BEAT):
                 watch.recv()
                 say(look(seat.rank, main))
-            now, used = pulse(main), clock()
+            now, used = pulse(), clock()
             if now != before or used > spent + BUSY * BEAT:
                 say(None)
             before, spent = now, used
