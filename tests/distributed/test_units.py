@@ -343,7 +343,8 @@ def test_manager_builds_the_mesh_and_shards() -> None:
         (4, {"ep_size": 2}),
         (4, {"ep_size": 2, "dp_replicate_size": 2}),
         (4, {"ep_size": 4, "tp_size": 2}),
-        (4, {"ep_size": 2, "tp_size": 2, "dp_size": 2, "dp_replicate_size": 2}),
+        (4, {"ep_size": 2, "tp_size": 2, "dp_size": 2, "dp_replicate_size": 2}),  # nothing is sharded
+        (8, {"ep_size": 2, "tp_size": 4, "dp_size": 2, "dp_replicate_size": 2}),  # experts alone are, over ranks of tp
     ],
     ids=str,
 )

@@ -144,7 +144,7 @@ def generate(
     if steps is not None:
         raise ConfigError(f"steps={steps}: {type(model).__name__} says one token after another; leave it out")
     sampling: dict[str, Any] = {"do_sample": False}
-    if temperature:
+    if temperature is not None and temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}
     torch.manual_seed(seed)
     with torch.no_grad():
