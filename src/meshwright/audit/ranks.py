@@ -280,7 +280,8 @@ def digest(tensor: torch.Tensor) -> str:
 def axis_names(layout: Layout, rank: int) -> dict[tuple[int, ...], str]:
     """Ranks of each group that a rank is in to the name of its axes."""
     found: dict[tuple[int, ...], list[str]] = {}
-    axes = {"dp_replicate": "dp", "dp_shard": "dp", "dp_shard_cp": "dp", "ep_shard": "dp", "ep": "ep", "tp": "tp"}
+    data = ("dp_replicate", "dp_shard", "dp_shard_cp", "dp_cp", "ep_shard")
+    axes = {**dict.fromkeys(data, "dp"), "ep": "ep", "tp": "tp"}
     for axis, name in axes.items():
         ranks = tuple(layout.group(axis, rank))
         if len(ranks) > 1 and name not in found.setdefault(ranks, []):

@@ -49,6 +49,7 @@ def apply_units(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> Non
             _divide(module, float(ranks), alone=plan.layout.size(axis) == 1)
         if len(modules) > 1:
             _torch_compat.hook_each_run(modules)
+        _torch_compat.supervise(module, mesh["dp_cp"].get_group())
         if again:
             _torch_compat.forget_runs_without_gradient(module)
     twins.join()

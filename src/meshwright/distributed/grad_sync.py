@@ -10,6 +10,9 @@ A unit is in one of three policies (:class:`~meshwright.plan.options.SyncPolicy`
 
 "Gradient kept" is FSDP2's accumulation of the unsharded gradient in the reduce dtype. Units are found from FSDP state,
 never by name, so a unit that the policies do not mention follows the default, and one that never ran does no harm.
+
+A unit that ran reduces all its trainable parameters, so ranks and microbatches may use different ones. What no rank used in a
+step keeps no gradient (:mod:`~meshwright.distributed.use`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +25,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.fsdp import fsdp_units
-from meshwright.errors import PlanError, UnsupportedError
+from meshwright.distributed.use import FlagsOfUse
+from meshwright.errors import PlanError
 from meshwright.plan.options import SyncPolicy
 from meshwright.plan.sharding_plan import ShardingPlan
 
@@ -53,6 +57,8 @@ class GradSync:
         default: policy of the other units.
         all_reduce_once: with ``reduce_each`` and replicas, all-reduce across replicas only in the last microbatch;
             before it gradients are reduce-scattered inside each replica.
+        exchange_use: whether ranks tell each other which parameters they used, one small all-reduce a step. ``False``: all
+            ranks use all trainable parameters in each step; a rank that does not raises.
 
     Attributes:
         ends_step: for pipelines: whether the last backward of the schedule that runs now is that of an optimizer step.
@@ -68,6 +74,7 @@ class GradSync:
         default: SyncPolicy = SyncPolicy.DEFER,
         *,
         all_reduce_once: bool = True,
+        exchange_use: bool = True,
     ) -> None:
         policies = policies or {}
         units = fsdp_units(model)
@@ -75,7 +82,8 @@ class GradSync:
             known = ", ".join(repr(name) for name in units) or "none"
             raise PlanError([f"sync policy for {name!r}, which is no FSDP unit; units are {known}" for name in unknown])
         for module in units.values():
-            _torch_compat.tolerate_rest(module)
+            _torch_compat.supervise(module)
+        self._model, self._use = model, FlagsOfUse(units, exchanged=exchange_use)
         self.all_reduce_once = all_reduce_once
         self.ends_step = True
         self._ending = False
@@ -92,7 +100,7 @@ class GradSync:
     def from_plan(cls, model: nn.Module, plan: ShardingPlan) -> "GradSync":
         """The machine for a model that :func:`~meshwright.distributed.parallelizer.parallelize` made from ``plan``."""
         policies = {unit.name: unit.sync for unit in plan.fsdp_units}
-        return cls(model, policies, all_reduce_once=plan.options.all_reduce_once)
+        return cls(model, policies, all_reduce_once=plan.options.all_reduce_once, exchange_use=plan.flags_of_use)
 
     def microbatches(self, batches: Iterable[T]) -> Iterator[tuple[int, T]]:
         """Yield (index, batch) with every unit set for that microbatch; after the last one all units are resharded.
@@ -117,6 +125,7 @@ class GradSync:
     def begin_microbatch(self, *, last: bool) -> None:
         """Set every unit for the forward and backward of one microbatch; ``last``: of its optimizer step."""
         self._ending = False
+        self._use.begin()
         for unit in self._units.values():
             defer = unit.policy is SyncPolicy.DEFER
             reduce = last or unit.policy is SyncPolicy.REDUCE_EACH
@@ -146,23 +155,29 @@ class GradSync:
         From here on units reshard after forward as they did before the first step.
 
         Raises:
-            UnsupportedError: a unit had gradients in an earlier microbatch and none in the last one, so that they were
-                never all-reduced across replicas. They are dropped.
+            UnsupportedError: the ranks ran different units; or see ``exchange_use``. Gradients are dropped.
         """
-        stranded = [name for name, unit in self._units.items() if _torch_compat.left_unreduced(unit.module)]
-        if stranded:
+        try:
+            self._reduce_rest()
+            self._use.end(self._model)
+        except BaseException:
             self.abandon()
-            raise UnsupportedError(
-                f"unit {name or '(root)'!r}: had gradients in an earlier microbatch and none in the last, which "
-                "all_reduce_once=True cannot reduce; set all_reduce_once=False, or sync=defer"
-                for name in stranded
-            )
+            raise
         self._forget_runs()
         self._reshard_after_forward()
         self._reshard()
 
+    def _reduce_rest(self) -> None:
+        """Reduce units that ran and that no backward came to: their last run has no part in the loss."""
+        waiting = [unit.module for unit in self._units.values() if _torch_compat.waits_for_reduction(unit.module)]
+        for module in waiting:
+            _torch_compat.post_backward(module)
+        for module in waiting:
+            _torch_compat.end_backward(module)
+
     def abandon(self) -> None:
         """End an optimizer step that failed, wherever it did: drop gradients that were kept unsharded, and reshard."""
+        self._use.abandon()
         for unit in self._units.values():
             _torch_compat.reset_iteration(unit.module)
         self._reshard()
@@ -180,7 +195,7 @@ class GradSync:
 
     @contextmanager
     def forward_only(self) -> Iterator[None]:
-        """For evaluation: inside, units reshard after forward as the plan says; afterwards all are resharded."""
+        """For evaluation, between steps: inside, units reshard after forward as the plan says; afterwards all are resharded."""
         self._reshard_after_forward()
         try:
             yield

@@ -1,5 +1,6 @@
 """spec_of(): the ParallelSpec of a model. For a model of transformers it is derived from what the model declares of itself."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -56,7 +57,8 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
         ModelError: if it is no model of transformers, or does not declare its layers; the message says what to declare.
     """
     if (wrapped := _base_of_peft(model)) is not None:
-        return under_prefix(spec_of(wrapped, param_dtype), "base_model.model.")
+        # Which of its adapters a forward uses is up to the model.
+        return replace(under_prefix(spec_of(wrapped, param_dtype), "base_model.model."), uses_all_parameters=False)
     if not _is_transformers(model):
         raise ModelError(
             f"{type(model).__name__} is not a model of transformers, so nothing is known of it: "
@@ -91,6 +93,7 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
         tp_styles=_matching(styles, model),
         sizes=_sizes(model),
         structure=structure,
+        uses_all_parameters=structure is not None,
     )
 
 

@@ -8,7 +8,7 @@ from meshwright.plan.options import SyncPolicy
 from meshwright.plan.prefetch import gathered_peak, turns
 from meshwright.plan.sharding_plan import Move, ParameterRow, ShardingPlan, UnitRow, shard_axis
 
-__all__ = ["Totals", "UnitTraffic", "tensor_parallel_counts", "totals", "unit_traffic"]
+__all__ = ["Totals", "UnitTraffic", "tensor_parallel_counts", "totals", "unit_traffic", "use_traffic"]
 
 ADAMW_STATES = 2
 """Tensors that AdamW keeps for a parameter (both moments), in the dtype and placement of the parameter."""
@@ -111,6 +111,16 @@ def tensor_parallel_counts(plan: ShardingPlan) -> Counter[str]:
     return Counter({kind: count * plan.options.microbatches for kind, count in found.items() if kind and count})
 
 
+def use_traffic(plan: ShardingPlan, stage: int) -> UnitTraffic:
+    """The all-reduce at the end of a step that tells which trainable parameters were used: a number of eight bytes for each,
+    and two for the order in which units ran.
+    """
+    if not plan.flags_of_use:
+        return UnitTraffic()
+    trainable = sum(row.trainable for row in plan.parameters if row.stage == stage)
+    return UnitTraffic(all_reduces=1, all_reduce_bytes=8 * (trainable + 2))
+
+
 def totals(plan: ShardingPlan) -> Totals:
     """Add a plan up, for the pipeline stage that holds the most."""
     stages = range(plan.layout.size("pp"))
@@ -132,7 +142,7 @@ def _stage_totals(plan: ShardingPlan, stage: int) -> Totals:
         largest_unit_bytes=gathered[largest_name],
         gathered_peak_bytes=gathered_peak(plan, gathered),
         unsharded_gradient_peak_bytes=_gradient_peak(plan, rows),
-        traffic=UnitTraffic(*(_total(traffic, name) for name in UnitTraffic.__dataclass_fields__)),
+        traffic=UnitTraffic(*(_total([*traffic, use_traffic(plan, stage)], name) for name in UnitTraffic.__dataclass_fields__)),
     )
 
 

@@ -103,6 +103,7 @@ def resolve(
         experts,
         tp_level=sharing.level,
         tp_passed_over=sharing.passed_over,
+        flags_of_use=not spec.uses_all_parameters and layout.size("dp_cp") > 1,
     )
 
 

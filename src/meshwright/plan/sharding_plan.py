@@ -247,6 +247,7 @@ class ShardingPlan:
         experts: one row for each mixture of experts.
         tp_level: whose tensor parallel styles were taken: ``given``, ``family``, ``model`` or ``generic``.
         tp_passed_over: (level, reason) of the levels above it.
+        flags_of_use: whether data ranks tell each other at the end of a step which parameters they used.
     """
 
     family: str
@@ -259,6 +260,7 @@ class ShardingPlan:
     experts: tuple[ExpertsRow, ...] = ()
     tp_level: str = ""
     tp_passed_over: tuple[tuple[str, str], ...] = ()
+    flags_of_use: bool = False
 
     @property
     def fsdp_units(self) -> tuple[UnitRow, ...]:
@@ -303,6 +305,7 @@ class ShardingPlan:
             "experts": [asdict(row) for row in self.experts],
             "tp_level": self.tp_level,
             "tp_passed_over": [list(pair) for pair in self.tp_passed_over],
+            "flags_of_use": self.flags_of_use,
             "totals": asdict(totals(self)),
         }
         return json.dumps(content, indent=1)
@@ -332,6 +335,7 @@ class ShardingPlan:
             experts=tuple(row(ExpertsRow, item) for item in content.get("experts", [])),
             tp_level=content.get("tp_level", ""),
             tp_passed_over=tuples(content.get("tp_passed_over", [])),
+            flags_of_use=content.get("flags_of_use", False),
         )
 
     def diff(self, other: "ShardingPlan") -> list[PlanDifference]:

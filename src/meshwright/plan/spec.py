@@ -171,6 +171,9 @@ class ParallelSpec:
         tp_styles: parameter or module pattern to tensor parallel style, in the words of transformers, as the model declares it.
         sizes: field of :class:`~meshwright.layout.ModelSizes` to the attribute of the model's config that holds it.
         structure: of its layers; ``None``: unknown.
+        uses_all_parameters: whether the loss of every microbatch depends on every trainable parameter, idle modules apart, so that
+            ranks need not tell each other which they used. Not so for a vision tower without images, or experts that are
+            modules of a list.
     """
 
     family: str
@@ -184,6 +187,7 @@ class ParallelSpec:
     tp_styles: Mapping[str, str] = field(default_factory=dict)
     sizes: Mapping[str, str] = field(default_factory=dict)
     structure: Structure | None = None
+    uses_all_parameters: bool = False
 
 
 def under_prefix(spec: ParallelSpec, prefix: str) -> ParallelSpec:
