@@ -48,6 +48,15 @@ def test_heads_that_do_not_divide_list_the_divisors() -> None:
     assert "tp=3: 8 key/value heads are divisible by 1, 2, 4, 8" in problems(Layout(tp=3), 6, ModelSizes(heads=24, kv_heads=8))
 
 
+def test_only_key_value_heads_are_shared_by_ranks_also_where_there_are_as_many_as_heads() -> None:
+    for heads in (4, 1000):  # a large number is another object each time
+        sizes = ModelSizes(heads=heads, kv_heads=heads, kv_groups=True)
+        assert problems(Layout(tp=2 * heads), 2 * heads, sizes)[0].startswith(
+            f"tp={2 * heads}: {heads} attention heads are divis"
+        )
+    assert Layout(tp=4).resolve(4, ModelSizes(heads=8, kv_heads=2, kv_groups=True)).dp_shard == 1
+
+
 def test_all_problems_come_in_one_report() -> None:
     found = problems(Layout(tp=3, pp=5, ep=3), 64, ModelSizes(layers=4, heads=8, kv_heads=4, experts=8))
     for start in ("world size 64", "tp=3: 8 attention heads", "tp=3: 4 key/value heads", "pp=5: 4 layers", "ep=3: 8 experts"):

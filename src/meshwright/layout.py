@@ -62,8 +62,10 @@ class ModelSizes:
         """What of a layout does not fit the model, one message a knob."""
         found = []
         tp, pp = layout.size("tp"), layout.size("pp")
-        for what, count in (("attention heads", self.heads), ("key/value heads", self.kv_heads)):
-            grouped = self.kv_groups and count is self.kv_heads
+        for what, count, grouped in (
+            ("attention heads", self.heads, False),
+            ("key/value heads", self.kv_heads, self.kv_groups),
+        ):
             if count and tp > 1 and count % tp and not (grouped and tp % count == 0):
                 several = f", or shared by a multiple of {count} ranks" if grouped else ""
                 found.append(f"tp={tp}: {count} {what} are divisible by {_listed(divisors(count))}{several}")

@@ -59,8 +59,9 @@ def test_fake_tensors_hold_what_real_ones_do(twin: bool, sync: str) -> None:
     promised = totals(planned(case).plan)
     traffic = promised.traffic
     for found in (fake, real):
-        assert found.counts == {"all_gather": traffic.all_gathers, "reduce_scatter": traffic.reduce_scatters}
-        assert found.sent == {"all_gather": traffic.all_gather_bytes, "reduce_scatter": traffic.reduce_scatter_bytes}
+        kinds = ("all_gather", "reduce_scatter", "all_reduce")  # the last: flags of use
+        assert found.counts == {kind: getattr(traffic, f"{kind}s") for kind in kinds}
+        assert found.sent == {kind: getattr(traffic, f"{kind}_bytes") for kind in kinds}
     assert fake.state == real.state > 0
     assert fake.gathered == real.gathered == promised.gathered_peak_bytes > 0
     assert fake.gradients == real.gradients > 0

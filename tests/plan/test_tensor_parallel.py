@@ -210,6 +210,17 @@ UNSOUND = {
         "qwen2", {"model.embed_tokens": "embedding_colwise", "lm_head": "colwise_rep"},
         "tied parameters need styles that slice the same dimension",
     ),
+    "heads that the attention counts": (
+        "opt",
+        {
+            **{f"model.decoder.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
+            "model.decoder.layers.*.self_attn.out_proj": "rowwise",
+        },
+        "v_proj' is colwise, and 'model.decoder.layers.*.self_attn' counts heads by itself (num_heads)",
+    ),
+    "a statistic over features": (
+        "gemma3n_text", MLP_ONLY, "'model.layers.*.mlp' is sliced over features, and its code takes their mean",
+    ),
 }  # fmt: skip
 
 
@@ -238,6 +249,39 @@ def test_a_llama_whose_attention_counts_heads_is_not_generic() -> None:
     model = nn.ModuleDict({"layers": nn.ModuleList([layer])})
     with pytest.raises(PlanError, match=r"self_attn counts heads by itself \(n_heads\)"):
         resolve(ParallelSpec("mine", layers=("layers.*",)), model, TP2, ParallelOptions())
+
+
+def test_an_mlp_that_takes_a_statistic_over_its_features_is_whole_where_the_model_declares_it_sliced() -> None:
+    """transformers declares Gemma 3n's so, and gradients were off by 1.7."""
+    model, spec = make("gemma3n_text", meta=True)
+    assert spec.tp_styles["model.layers.*.mlp.gate_proj"] == "colwise"
+    plan = resolve(spec, model, TP2, ParallelOptions())
+    assert plan.tp_passed_over[-1] == ("model.layers.*.mlp", "takes the mean of its features")
+    styles = {row.name: row.tp_style for row in plan.parameters}
+    assert styles["model.layers.0.mlp.down_proj.weight"] is None
+    assert styles["model.layers.0.self_attn.o_proj.weight"] == "rowwise"
+    assert not any(".mlp" in row.module for row in plan.tensor_parallel)
+
+
+class Normalized(nn.Module):
+    """Between its two matrices stands a child that has no parameters."""
+
+    def __init__(self, child: nn.Module) -> None:
+        super().__init__()
+        self.up, self.between, self.down = nn.Linear(8, 8), child, nn.Linear(8, 8)
+
+    def forward(self, x: Any) -> Any:
+        return self.down(self.between(self.up(x)))
+
+
+@pytest.mark.parametrize(
+    ("child", "whole"), [(nn.GELU(), False), (nn.Softmax(-1), True), (nn.LayerNorm(8, elementwise_affine=False), True)]
+)
+def test_a_child_without_parameters_may_take_the_statistic(child: nn.Module, whole: bool) -> None:
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"mlp": Normalized(child)})])})
+    styles = {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
+    plan = resolve(ParallelSpec("mine", layers=("blocks.*",), tp_styles=styles), model, TP2, ParallelOptions())
+    assert (plan.parameter("blocks.0.mlp.up.weight").tp_style is None) is whole
 
 
 def test_gemma_4_whose_global_layers_have_heads_of_their_own() -> None:

@@ -38,12 +38,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "global_head_dim": 16,
         "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32,
     },  # experts beside a dense MLP
+    "gemma3n_text": {
+        **_HEADS, "intermediate_size": [48] * 4, "num_hidden_layers": 4, "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0], "num_kv_shared_layers": 2, "laurel_rank": 4,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 67,
+    },  # statistics over the features of an MLP, keys shared between layers, an embedding for each layer
     "phi3": {**TINY, "resid_pdrop": 0.0},  # one matrix for queries, keys and values
     "olmo2": TINY,  # norms after the sublayers
     "gpt2": {
         "vocab_size": 67, "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64,
         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
     },  # biases everywhere, learned positions, tied
+    "opt": {
+        "vocab_size": 67, "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "max_position_embeddings": 64, "dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1,
+        "eos_token_id": 2,
+    },  # an attention that counts its heads, learned positions
     "mixtral": {**_HEADS, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {
         **TINY, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0],

@@ -80,8 +80,8 @@ class FlagsOfUse:
         if left_out and self._checked:
             names = {parameter: name for name, parameter in model.named_parameters()}
             raise UnsupportedError(
-                f"parameter {names.get(parameter, '?')!r}: got no gradient on this rank, but the spec says that every step uses "
-                "all parameters (ParallelSpec.uses_all_parameters); set that to False, so that the ranks exchange flags of use"
+                f"parameter {names.get(parameter, '?')!r}: got no gradient on this rank, but the spec says that every "
+                "microbatch uses all parameters; set ParallelSpec.uses_all_parameters=False, and the ranks exchange flags of use"
                 for parameter in left_out
             )
         for parameter in left_out:
@@ -116,11 +116,14 @@ class FlagsOfUse:
 
     def _maximum(self, values: Sequence[int]) -> list[int]:
         """The largest of each value over all ranks."""
-        tensor = torch.tensor(values, dtype=torch.int64)
+        with _torch_compat.unseen():  # these are values also where a step is only traced
+            tensor = torch.tensor(values, dtype=torch.int64)
         for group in self.groups:
-            tensor = tensor.to(_torch_compat.device_of_control(group))
+            with _torch_compat.unseen():
+                tensor = tensor.to(_torch_compat.device_of_control(group))
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
-        return tensor.tolist()
+        with _torch_compat.unseen():
+            return tensor.tolist()
 
     def _compare(self, extremes: Sequence[int]) -> None:
         """Raise on all ranks alike, unless the largest and the smallest of a number are one."""
@@ -156,8 +159,8 @@ def _difference(told: Mapping[int, Sequence[str]]) -> str:
             ours, theirs = (list_[index] if index < len(list_) else "does nothing more" for list_ in (events, others))
             if ours != theirs:
                 return (
-                    f"ranks do not run the same units: rank {first} {ours} where rank {rank} {theirs}. All ranks must run all units "
-                    "in the same order, for their collectives are matched by it; run the unit everywhere, and "
-                    "multiply its output by zero where it has nothing to do, or declare no unit there (ParallelSpec)"
+                    f"ranks do not run the same units: rank {first} {ours} where rank {rank} {theirs}. Collectives are matched "
+                    "by their order, so all ranks must run all units in one order; run the unit everywhere, and multiply its "
+                    "output by zero where it has nothing to do, or declare no unit there (ParallelSpec)"
                 )
     return "ranks did not run the same units in the same order"

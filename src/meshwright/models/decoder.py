@@ -18,6 +18,7 @@ LLAMA = Structure(
     tokenwise=("model.norm",),
     head="lm_head",
     kv_projections=("model.layers.*.self_attn.k_proj", "model.layers.*.self_attn.v_proj"),
+    uses_all_parameters=True,
 )
 """Also of what differs from Llama only in norms, biases, windows or experts."""
 
@@ -76,12 +77,18 @@ def _gemma4(config: Any) -> Structure:
     return known
 
 
+_GEMMA3N = Structure(
+    head="lm_head", no_sequence_parallel="each layer adds an embedding of the whole sequence (hidden_size_per_layer_input)"
+)
+"""Its layers carry several streams (AltUp) and reuse keys of others, so their inside is not that of a Llama."""
+
 _KNOWN: dict[str, Structure | Callable[[Any], Structure]] = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": LLAMA,
     "Qwen2ForCausalLM": LLAMA,
     "Qwen3ForCausalLM": LLAMA,
     "Gemma3ForCausalLM": LLAMA,
+    "Gemma3nForCausalLM": _GEMMA3N,
     "MixtralForCausalLM": LLAMA,
     "Qwen3MoeForCausalLM": LLAMA,
     "Olmo2ForCausalLM": _REPLICATED_ATTENTION,

@@ -93,7 +93,7 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
         tp_styles=_matching(styles, model),
         sizes=_sizes(model),
         structure=structure,
-        uses_all_parameters=structure is not None,
+        uses_all_parameters=structure is not None and structure.uses_all_parameters,
     )
 
 

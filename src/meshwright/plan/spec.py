@@ -142,6 +142,7 @@ class Structure:
             one reads head counts from its config to take them apart, so that it is given those of its rank.
         divisible: what else ``tp`` must divide: what it is, and how many.
         no_sequence_parallel: why the family cannot shard its residual stream over the sequence; empty: it can.
+        uses_all_parameters: see :class:`ParallelSpec`.
     """
 
     styles: Mapping[str, str] = field(default_factory=dict)
@@ -152,6 +153,7 @@ class Structure:
     fused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     divisible: tuple[tuple[str, int], ...] = ()
     no_sequence_parallel: str = ""
+    uses_all_parameters: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,9 +173,9 @@ class ParallelSpec:
         tp_styles: parameter or module pattern to tensor parallel style, in the words of transformers, as the model declares it.
         sizes: field of :class:`~meshwright.layout.ModelSizes` to the attribute of the model's config that holds it.
         structure: of its layers; ``None``: unknown.
-        uses_all_parameters: whether the loss of every microbatch depends on every trainable parameter, idle modules apart, so that
-            ranks need not tell each other which they used. Not so for a vision tower without images, or experts that are
-            modules of a list.
+        uses_all_parameters: whether the loss of every microbatch depends on every trainable parameter, idle modules apart. Then
+            ranks need not tell each other which they used. It is not so for a vision tower without images, nor for experts
+            that are modules of a list.
     """
 
     family: str

@@ -6,7 +6,6 @@ the user, written for the family, declared by the model, or, for a model whose l
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType
 
 from torch import nn
 
@@ -14,6 +13,7 @@ from meshwright.layout import Layout, ModelSizes, divisors
 from meshwright.plan.given_styles import load_styles
 from meshwright.plan.options import ParallelOptions
 from meshwright.plan.sharding_plan import TensorParallelRow
+from meshwright.plan.sliced_code import counts_heads
 from meshwright.plan.spec import ParallelSpec, generalize, match_names
 from meshwright.plan.tp_rows import Rows
 from meshwright.plan.tp_styles import STYLES, Claim, styles_of_parameters, tp_dim
@@ -89,7 +89,8 @@ def resolve_tensor_parallel(
         if count % tp:
             problems.append(f"tp={tp}: {count} {what} are divisible by {', '.join(map(str, divisors(count)))}")
     _check_slices(builder.of_parameters, claims, layout, problems)
-    return TensorParallelChoice(level, tuple(passed_over), builder.of_parameters, builder.sorted_rows())
+    whole = tuple((name, f"takes the {statistic} of its features") for name, statistic in builder.left_whole.items())
+    return TensorParallelChoice(level, (*passed_over, *whole), builder.of_parameters, builder.sorted_rows())
 
 
 def choose_styles(
@@ -137,18 +138,10 @@ def _not_generic(spec: ParallelSpec, model: nn.Module) -> str:
             if found != matrices:
                 held, wanted = (", ".join(sorted(names)) for names in (found, matrices))
                 return f"{generalize(layer)}.{part} holds {held}; a Llama's holds {wanted}"
-        attention = model.get_submodule(f"{layer}.self_attn")
         # A Llama's attention reads heads from shapes. One that knows their number would not see that it has fewer.
-        counts = [name for name in _names_in(type(attention).forward.__code__) if "head" in name and name != "head_dim"]
-        if counts:
-            return f"{generalize(layer)}.self_attn counts heads by itself ({counts[0]}), and would not see that it has fewer"
+        if count := counts_heads(model.get_submodule(f"{layer}.self_attn")):
+            return f"{generalize(layer)}.self_attn counts heads by itself ({count}), and would not see that it has fewer"
     return "" if layers else "there are no layers"
-
-
-def _names_in(code: CodeType) -> list[str]:
-    """Attributes and globals that a function reads, and those inside it."""
-    inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names_in(constant)]
-    return [*code.co_names, *inner]
 
 
 def _check_slices(styles: Mapping[str, str], claims: Sequence[Claim], layout: Layout, problems: list[str]) -> None:

@@ -5,6 +5,7 @@
 - What adds to a sum over ranks is a part on every rank.
 - A matrix that holds several is sliced as such.
 - Every module that holds a sliced parameter computes with slices, also where it is tied to another.
+- An attention whose heads are split does not count them by itself.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import nn
 
 from meshwright.plan.sharding_plan import TensorParallelRow
+from meshwright.plan.sliced_code import counts_heads
 from meshwright.plan.spec import generalize
 from meshwright.plan.tp_styles import DERIVED, FIRST, STYLES, Claim, canonical, tp_dim
 
@@ -19,6 +21,8 @@ __all__ = ["unheld", "unsound"]
 
 _PACKED = {"packed_colwise", "fused_colwise"}
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
+_BLIND = {"colwise", "packed_colwise"}
+"""Styles that slice over heads or features without a word to the module around them."""
 
 
 def unsound(
@@ -57,6 +61,7 @@ def unsound(
         elif scope and scope not in layers and scope not in told:
             told.add(scope)
             yield from _between(scope, modules, of_modules, of_parameters, own_styles, adapters, first_name)
+    yield from _counting(modules, of_modules, head)
     for name, style in of_modules.items():
         if style == "replicated_with_grad_allreduce" and not _split_around(name, of_modules, layers):
             yield f"{name!r} is {style}, and nothing beside it is split, so that it sees no slices; legal is replicate"
@@ -70,6 +75,20 @@ def unsound(
             continue  # its logits may stay sharded
         if given in FIRST and known not in (None, given) and (given in _PACKED or known in _PACKED | _GATHERED):
             yield f"{claim.name!r} is {given}, and by the model {known}, for its output is taken apart; legal is {known}"
+
+
+def _counting(modules: Mapping[str, nn.Module], of_modules: Mapping[str, str], head: str | None) -> Iterator[str]:
+    """Modules that count the heads of a matrix whose output stays sliced, and that are not told how many a rank has."""
+    parents = {name.rpartition(".")[0]: name for name, style in of_modules.items() if style in _BLIND and name != head}
+    told: set[str] = set()
+    for parent, name in parents.items():
+        count = counts_heads(modules[parent])
+        if count and generalize(parent) not in told:
+            told.add(generalize(parent))
+            yield (
+                f"{generalize(name)!r} is {of_modules[name]}, and {generalize(parent)!r} counts heads by itself ({count}), so "
+                "it would not see that it has fewer; legal is colwise_gather_output, or no style"
+            )
 
 
 def _split_around(name: str, of_modules: Mapping[str, str], layers: Sequence[str]) -> bool:

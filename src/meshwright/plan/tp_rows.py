@@ -21,7 +21,8 @@ from torch import nn
 from meshwright.layout import Layout, ModelSizes
 from meshwright.plan.options import ParallelOptions
 from meshwright.plan.sharding_plan import Move, TensorParallelRow
-from meshwright.plan.spec import ParallelSpec, Structure, match_names
+from meshwright.plan.sliced_code import mixes_features
+from meshwright.plan.spec import ParallelSpec, Structure, generalize, match_names
 from meshwright.plan.tp_checks import unheld, unsound
 from meshwright.plan.tp_styles import DERIVED, FIRST, HEAD, STYLES, Claim, canonical, styles_of_parameters
 
@@ -45,6 +46,7 @@ class Rows:
         self.of_modules: dict[str, str] = {}
         self.rows: dict[str, TensorParallelRow] = {}
         self.regions: dict[str, str] = {}
+        self.left_whole: dict[str, str] = {}
         self.loss_parallel = False
 
     def assign(self, where: str, styles: Mapping[str, str], claims: Sequence[Claim], problems: list[str]) -> None:
@@ -61,7 +63,27 @@ class Rows:
                 self.of_modules.setdefault(name, style)
         if self.ep > 1:
             self._leave_experts(where, problems)
+        self._leave_statistics(where, problems)
         self._group_heads()
+
+    def _leave_statistics(self, where: str, problems: list[str]) -> None:
+        """A module that takes a statistic over features which styles slice is held whole, or refused where they were given."""
+        layers = self._layers()
+        for name in dict.fromkeys(name.rpartition(".")[0] for name, style in self.of_modules.items() if style in FIRST):
+            statistic = mixes_features(self.modules[name])
+            if not statistic:
+                continue
+            if where == "tp_plan" or not name or name in layers:
+                problems.append(
+                    f"{where}: {generalize(name)!r} is sliced over features, and its code takes their {statistic}, which of a "
+                    "slice is another one; leave it out"
+                )
+                continue
+            self.left_whole[generalize(name)] = statistic
+            for inside in [other for other in self.of_modules if other.startswith(f"{name}.")]:
+                del self.of_modules[inside]
+            for inside in [other for other in self.of_parameters if canonical(other).startswith(f"{name}.")]:
+                del self.of_parameters[inside]
 
     def _leave_experts(self, where: str, problems: list[str]) -> None:
         """Experts are shared over `ep`, and not sliced besides."""
