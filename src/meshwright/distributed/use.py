@@ -81,7 +81,7 @@ class FlagsOfUse:
             names = {parameter: name for name, parameter in model.named_parameters()}
             raise UnsupportedError(
                 f"parameter {names.get(parameter, '?')!r}: got no gradient on this rank, but the spec says that every "
-                "microbatch uses all parameters; set ParallelSpec.uses_all_parameters=False, and the ranks exchange flags of use"
+                "microbatch uses all parameters; with ParallelSpec.uses_all_parameters=False the ranks exchange flags of use"
                 for parameter in left_out
             )
         for parameter in left_out:

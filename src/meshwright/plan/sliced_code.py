@@ -12,7 +12,6 @@ kinds of code compute something else on slices, without an error:
 import inspect
 import re
 from collections.abc import Callable
-from functools import lru_cache
 from types import CodeType, FunctionType
 
 from torch import nn
@@ -42,11 +41,10 @@ def mixes_features(module: nn.Module) -> str:
         return ""
     children = [child for child in module.children() if next(child.parameters(), None) is None]
     of_children = [name for child in children for name in _names_of(type(child))]
-    return next((name for name in (*names, *of_children) if name in _STATISTICS), "")
+    return next((name for name in [*names, *of_children] if name in _STATISTICS), "")
 
 
-@lru_cache(maxsize=4096)
-def _names_of(kind: type[nn.Module]) -> tuple[str, ...]:
+def _names_of(kind: type[nn.Module]) -> list[str]:
     """Attributes and globals that the forward of a class uses, and the methods that it calls."""
     found: list[str] = []
     todo: list[Callable[..., object]] = [kind.forward]
@@ -60,7 +58,7 @@ def _names_of(kind: type[nn.Module]) -> tuple[str, ...]:
             if isinstance(method, FunctionType) and name not in seen and not hasattr(nn.Module, name):
                 seen.add(name)
                 todo.append(method)
-    return tuple(found)
+    return found
 
 
 def _names_in(code: CodeType) -> list[str]:
