@@ -14,6 +14,8 @@ import torch._dynamo  # preloaded: FSDP's hooks import it on first use, which wo
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from meshwright.distributed import _torch_compat
+
 TIMEOUT = timedelta(seconds=20)
 """Of every collective: a rank that failed makes its peers fail, not hang."""
 
@@ -55,6 +57,7 @@ def _rank(function: Callable[..., Any], rank: int, world_size: int, folder: Path
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:
         if group:
+            _torch_compat.one_gloo_worker()
             dist.init_process_group(
                 "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=TIMEOUT
             )

@@ -400,7 +400,7 @@ def step(
             loss.backward()
             losses.append(loss.item())
     traffic = totals(plan).traffic
-    planned = Counter(all_gather=traffic.all_gathers, reduce_scatter=traffic.reduce_scatters)
+    planned = Counter(all_gather=traffic.all_gathers, reduce_scatter=traffic.reduce_scatters, all_reduce=traffic.all_reduces)
     return (losses, gradients(model)), counter.counts, planned
 
 
@@ -571,9 +571,8 @@ def test_parts_of_a_layer_are_its_attention_its_mlp_and_its_norms(family: str) -
         parts = list(parts_of_layer(layer))
         names = {name for name, module in layer.named_children() if module in parts}
         assert len(parts) == len(names) >= (2 if family == "nemotron_h" else 4)  # a block of its is a norm and one mixer
-        assert all(
-            any(word in name for word in ("attn", "mlp", "norm", "ln_", "mixer", "router", "experts")) for name in names
-        ), names
+        words = ("attn", "mlp", "fc", "norm", "ln_", "mixer", "router", "experts", "altup", "laurel", "per_layer")
+        assert all(any(word in name for word in words) for name in names), names
         held = {id(p) for part in parts for p in part.parameters()}
         assert held == {id(p) for p in layer.parameters()}
 

@@ -129,6 +129,7 @@ def _join(seat: Seat) -> None:
         if torch.cuda.device_count() == 0:
             raise UnsupportedError("workers on cuda: there is no GPU on this machine")
         torch.cuda.set_device(seat.device)
+    _torch_compat.one_gloo_worker()
     dist.init_process_group(
         "gloo" if seat.kind == "cpu" else "cpu:gloo,cuda:nccl",
         init_method=f"file://{seat.folder / 'store'}",

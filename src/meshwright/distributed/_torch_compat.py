@@ -5,6 +5,7 @@ of them is refused with its name, not with an ``AttributeError`` in the middle o
 """
 
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -52,12 +53,14 @@ __all__ = [
     "group_of_call",
     "group_ranks",
     "hook_each_run",
+    "inherit_timeout",
     "in_backward",
     "is_decomposed",
     "is_set_up",
     "is_unsharded",
     "keep_between_runs",
     "memory_of",
+    "one_gloo_worker",
     "operator_names",
     "operator_schema",
     "own_backward_of_stage",
@@ -80,12 +83,56 @@ __all__ = [
 ]
 
 MINIMUM_TORCH = (2, 11)
+_WITH_TIMEOUT = tuple(
+    kind for kind in (getattr(distributed_c10d, f"ProcessGroup{name}", None) for name in ("Gloo", "NCCL")) if kind is not None
+)
 _RESTING = TrainingState.IDLE
 
 
 # torch 2.13 renamed both; 2.11 has only the older names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def one_gloo_worker() -> None:
+    """Let every gloo group that is made from here on run its collectives in one thread, not in two. Idempotent.
+
+    Both threads of a group write the name of the collective that ended last into one string without a lock, and names of over 15
+    letters (functional all-gathers, so DTensor's) live on the heap, which is corrupted once in some thousand jobs
+    (docs/upstream.md). The order of a group's collectives is the same on all ranks, so one thread is enough.
+    """
+    gloo = distributed_c10d.ProcessGroupGloo
+    if getattr(gloo.__init__, "_meshwright", False):
+        return
+    create = gloo.__init__
+
+    def create_with_one_thread(self: Any, store: Any, rank: int, size: int, *given: Any, **named: Any) -> None:
+        options = next((item for item in (*given, *named.values()) if isinstance(item, gloo._Options)), None)
+        if options is None:
+            options = gloo._Options()
+            # Read as torch reads it: one device for each interface, or the one that the host's name leads to.
+            interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+            options._devices = [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
+            timeout = given[0] if given else named.get("timeout")
+            options._timeout = distributed_c10d.default_pg_timeout if timeout is None else timeout
+        options._threads = 1
+        create(self, store, rank, size, options)
+
+    create_with_one_thread._meshwright = True  # type: ignore[attr-defined]
+    gloo.__init__ = create_with_one_thread
+
+
+def inherit_timeout(mesh: DeviceMesh) -> None:
+    """Give the groups of a mesh the timeout of the default group. By itself torch gives them that of their backend: half an
+    hour for gloo, ten minutes for NCCL.
+    """
+    world = distributed_c10d._get_default_group()
+    for device in world._device_types:
+        backend = world._get_backend(device)
+        if isinstance(backend, _WITH_TIMEOUT):
+            for group in mesh.get_all_groups():
+                distributed_c10d._set_pg_timeout(backend.options._timeout, group)
+            return
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -582,6 +629,8 @@ def check() -> None:
     if version < MINIMUM_TORCH:
         found.append(f"torch {torch.__version__}: Meshwright needs {'.'.join(map(str, MINIMUM_TORCH))} or later")
     for owner, name in (
+        (distributed_c10d, "_get_default_group"),
+        (distributed_c10d, "_set_pg_timeout"),
         (DeviceMesh, "_flatten"),
         (DeviceMesh, "_concatenate"),
         (FSDPModule, "_get_fsdp_state"),
@@ -620,6 +669,11 @@ def check() -> None:
     ):
         known = kind.__init__.__code__.co_names
         found.extend(f"torch {torch.__version__}: {kind.__name__} has no {name}" for name in names if name not in known)
+    if dist.is_gloo_available():
+        gloo = distributed_c10d.ProcessGroupGloo
+        names = [(gloo, "create_default_device"), (gloo, "create_device"), (gloo, "_Options")]
+        names += [(gloo._Options, name) for name in ("_devices", "_threads", "_timeout")] if hasattr(gloo, "_Options") else []
+        found.extend(f"torch {torch.__version__}: gloo has no {name}" for owner, name in names if not hasattr(owner, name))
     try:
         from torch.distributed._composable.replicate_with_fsdp import replicate  # noqa: F401
     except ImportError:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from meshwright.distributed import _torch_compat
 from meshwright.distributed.mesh import ParallelMesh, build_mesh
 from meshwright.distributed.parallelizer import check_supported
 from meshwright.distributed.policies import options_of_policies
@@ -81,6 +82,7 @@ class FSDP2Manager:
     def __post_init__(self) -> None:
         """Check the sizes and build the mesh; starts the process group if torchrun's variables are there and none is."""
         if not dist.is_initialized():
+            _torch_compat.one_gloo_worker()
             dist.init_process_group(self.backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"))
         layout = self._layout().resolve(dist.get_world_size())
         check_supported(layout)

@@ -105,6 +105,7 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> ParallelMesh:
     if not dist.is_initialized():
         raise LayoutError("no process group: start one first (torch.distributed.init_process_group, or `meshwright train`)")
     _torch_compat.check()
+    _torch_compat.one_gloo_worker()
     layout = layout.resolve(dist.get_world_size())
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
@@ -113,11 +114,14 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> ParallelMesh:
     experts = None
     if layout.ep > 1:
         experts = init_device_mesh(device_type, tuple(layout.expert_sizes().values()), mesh_dim_names=EXPERT_AXES)
-    return ParallelMesh(layout, root, _flattened(root), experts)
+    return _complete(layout, root, experts)
 
 
-def _flattened(root: DeviceMesh) -> Mapping[str, DeviceMesh]:
-    return MappingProxyType({name: _torch_compat.flatten_mesh(root[parts], name) for name, parts in FLATTENED.items()})
+def _complete(layout: Layout, root: DeviceMesh, experts: DeviceMesh | None = None) -> ParallelMesh:
+    flattened = {name: _torch_compat.flatten_mesh(root[parts], name) for name, parts in FLATTENED.items()}
+    for mesh in (root, *flattened.values(), *([] if experts is None else [experts])):
+        _torch_compat.inherit_timeout(mesh)
+    return ParallelMesh(layout, root, MappingProxyType(flattened), experts)
 
 
 def adopt_mesh(
@@ -138,9 +142,10 @@ def adopt_mesh(
         LayoutError: a mesh with further axes above 1, or without names.
     """
     names = device_mesh.mesh_dim_names or ()
+    _torch_compat.one_gloo_worker()
     if names == AXES and (replicate, shard, tp) == ("dp_replicate", "dp_shard_cp", "tp"):
         layout = Layout(**dict(zip(AXES, device_mesh.mesh.shape, strict=True)))
-        return ParallelMesh(layout, device_mesh, _flattened(device_mesh))
+        return _complete(layout, device_mesh)
     # Their order in the mesh, which says which ranks are neighbours, need not be ours.
     roles = (replicate, shard, tp)
     legal = f"legal here are {', '.join(map(repr, roles))} and axes of size 1"
@@ -154,4 +159,4 @@ def adopt_mesh(
     layout = Layout(dp_replicate=sizes[replicate], dp_shard=sizes[shard], tp=sizes[tp])
     ranks = device_mesh.mesh.permute(*order, *rest).reshape(tuple(layout.sizes().values()))
     root = DeviceMesh(device_mesh.device_type, ranks, mesh_dim_names=AXES)
-    return ParallelMesh(layout, root, _flattened(root))
+    return _complete(layout, root)

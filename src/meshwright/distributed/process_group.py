@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from meshwright.distributed import _torch_compat
 from meshwright.errors import ConfigError
 
 __all__ = ["adopt_slurm", "distributed_environment", "end_openmp_threads", "process_group"]
@@ -67,6 +68,7 @@ def process_group(timeout: timedelta, kind: str) -> Iterator[torch.device]:
         kind: ``cpu`` or ``cuda``.
     """
     adopt_slurm()
+    _torch_compat.one_gloo_worker()
     device = torch.device("cpu")
     if kind == "cuda":
         # Where each task sees only its own GPU, that is number 0.

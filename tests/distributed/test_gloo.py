@@ -1,0 +1,73 @@
+"""Gloo groups run their collectives in one thread: two corrupt the heap (docs/upstream.md)."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import distribute_tensor
+
+from meshwright.distributed import _torch_compat
+from meshwright.distributed.fsdp2 import FSDP2Manager
+from meshwright.distributed.mesh import build_mesh
+from meshwright.distributed.process_group import process_group
+from meshwright.layout import Layout
+from tests.harness import TIMEOUT, run_ranks
+
+
+def options_of(group: dist.ProcessGroup | None = None):
+    return (group or dist.group.WORLD)._get_backend(torch.device("cpu")).options
+
+
+def test_every_group_of_a_mesh_has_one_thread_and_the_timeout_of_the_default_group() -> None:
+    def on_rank(rank: int) -> None:
+        mesh = build_mesh(Layout(dp_replicate=2), "cpu")
+        for group in (None, mesh["dp_replicate"].get_group(), mesh["dp_shard"].get_group(), mesh["dp_cp"].get_group()):
+            assert options_of(group)._threads == 1
+            assert options_of(group)._timeout == TIMEOUT
+        # Several collectives in flight come to their ends in order.
+        pieces = [distribute_tensor(torch.arange(8.0) + index, mesh["dp_shard"]).full_tensor() for index in range(20)]
+        assert all(torch.equal(piece, torch.arange(8.0) + index) for index, piece in enumerate(pieces))
+
+    run_ranks(on_rank, 4)
+
+
+def test_whoever_starts_the_process_group_it_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_train(rank: int) -> None:
+        for name in ("RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        with process_group(timedelta(seconds=7), "cpu"):
+            assert options_of()._threads == 1
+            assert options_of()._timeout == timedelta(seconds=7)
+
+    def of_the_manager(rank: int) -> None:
+        for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
+            monkeypatch.setenv(name, value)
+        FSDP2Manager()
+        assert options_of()._threads == 1
+
+    run_ranks(of_train, 1, group=False)
+    run_ranks(of_the_manager, 1, group=False)
+
+
+def test_what_torch_honours_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def on_rank(rank: int) -> None:
+        _torch_compat.one_gloo_worker()
+        _torch_compat.one_gloo_worker()
+        gloo = dist.ProcessGroupGloo
+        for named, devices in (("", 1), ("lo", 1), ("lo,lo", 2)):
+            monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
+            options = gloo(dist.HashStore(), 0, 1, timedelta(seconds=3)).options
+            assert (len(options._devices), options._threads, options._timeout) == (devices, 1, timedelta(seconds=3))
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+        with pytest.raises(RuntimeError, match="no-such-interface"):
+            gloo(dist.HashStore(), 0, 1, timedelta(seconds=3))
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+        assert gloo(dist.HashStore(), 0, 1).options._timeout == dist.distributed_c10d.default_pg_timeout
+        given = gloo._Options()
+        given._devices, given._timeout = [gloo.create_device(interface="lo")], timedelta(seconds=5)
+        assert gloo(dist.HashStore(), 0, 1, given).options._timeout == timedelta(seconds=5)
+        assert given._threads == 1
+        assert isinstance(gloo(dist.HashStore(), 0, 1, timeout=timedelta(seconds=9)), gloo)
+
+    run_ranks(on_rank, 1, group=False)
