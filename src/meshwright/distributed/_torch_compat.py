@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,8 +54,8 @@ __all__ = [
     "group_of_call",
     "group_ranks",
     "hook_each_run",
-    "inherit_timeout",
     "in_backward",
+    "inherit_timeout",
     "is_decomposed",
     "is_set_up",
     "is_unsharded",
@@ -97,11 +98,13 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 def one_gloo_worker() -> None:
     """Let every gloo group that is made from here on run its collectives in one thread, not in two. Idempotent.
 
-    Both threads of a group write the name of the collective that ended last into one string without a lock, and names of over 15
+    Both threads of a group write the name of the collective that ended last into one string without a lock. Names of over 15
     letters (functional all-gathers, so DTensor's) live on the heap, which is corrupted once in some thousand jobs
     (docs/upstream.md). The order of a group's collectives is the same on all ranks, so one thread is enough.
     """
-    gloo = distributed_c10d.ProcessGroupGloo
+    if not dist.is_gloo_available():
+        return
+    gloo: Any = distributed_c10d.ProcessGroupGloo
     if getattr(gloo.__init__, "_meshwright", False):
         return
     create = gloo.__init__
@@ -618,6 +621,15 @@ def group_of_call(args: Sequence[Any]) -> tuple[int, ...]:
     return group_ranks().get(name, ())
 
 
+def _has(owner: Any, path: str) -> bool:
+    """Whether there is an attribute of an attribute."""
+    try:
+        attrgetter(path)(owner)
+    except AttributeError:
+        return False
+    return True
+
+
 def check() -> None:
     """Refuse a torch that lacks a name used here.
 
@@ -671,9 +683,9 @@ def check() -> None:
         found.extend(f"torch {torch.__version__}: {kind.__name__} has no {name}" for name in names if name not in known)
     if dist.is_gloo_available():
         gloo = distributed_c10d.ProcessGroupGloo
-        names = [(gloo, "create_default_device"), (gloo, "create_device"), (gloo, "_Options")]
-        names += [(gloo._Options, name) for name in ("_devices", "_threads", "_timeout")] if hasattr(gloo, "_Options") else []
-        found.extend(f"torch {torch.__version__}: gloo has no {name}" for owner, name in names if not hasattr(owner, name))
+        for name in ("create_default_device", "create_device", "_Options._devices", "_Options._threads", "_Options._timeout"):
+            if not _has(gloo, name):
+                found.append(f"torch {torch.__version__} has no ProcessGroupGloo.{name}")
     try:
         from torch.distributed._composable.replicate_with_fsdp import replicate  # noqa: F401
     except ImportError:
