@@ -70,7 +70,11 @@ def _summary(plan: ShardingPlan) -> Table:
             human_bytes(traffic.reduce_scatter_bytes),
             f"{traffic.reduce_scatters} collectives",
         ),
-        ("all-reduced per step", human_bytes(traffic.all_reduce_bytes), f"{traffic.all_reduces} collectives"),
+        (
+            "all-reduced per step",
+            human_bytes(traffic.all_reduce_bytes),
+            f"{traffic.all_reduces} collectives{', one of them flags of use' if plan.flags_of_use else ''}",
+        ),
     ):
         table.add_row(*line)
     return table
