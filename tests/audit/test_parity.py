@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from meshwright.audit.conduct import Auditor
-from meshwright.audit.families import FAMILIES, SPARSE
+from meshwright.audit.families import FAMILIES, SPARSE, UNPACKED
 from meshwright.audit.matrix import (
     LAYOUTS,
     VARIANTS,
@@ -181,7 +181,7 @@ def test_balance_of_experts(auditor: Auditor, folder: Path, family: str, label: 
     """A balance loss as large as the training loss, and biases where there are some: those of one process."""
     place = next(place for place in (ONE, *LAYOUTS) if place.label == label)
     moe = {"aux_loss": 1.0, "bias_update_rate": 0.01 if family in ("deepseek_v3", "nemotron_h") else None}
-    packing = "pad" if family in ("gpt_oss", "nemotron_h") else "pack"
+    packing = "pad" if family in UNPACKED else "pack"
     found = []
     for microbatches in (1, 3):
         variant = Variant(SyncPolicy.DEFER, "float64", microbatches, False, False)
@@ -249,7 +249,7 @@ def test_sequence_and_loss_parallel(auditor: Auditor, folder: Path, place: Place
 def test_every_mixture_of_experts_over_ep(auditor: Auditor, folder: Path, family: str) -> None:
     """Each expert in one half of the ranks, sharded there; some microbatches leave experts without a token."""
     place = next(place for place in LAYOUTS if place.label == "ep 2 x shard 2")
-    packing = "pad" if family in ("gpt_oss", "nemotron_h", "diffusion_gemma") else "pack"
+    packing = "pad" if family in UNPACKED else "pack"
     variant = Variant(SyncPolicy.REDUCE_EACH, "float64", 2, False, False)
     assert audited(auditor, folder, place, variant, family, packing=packing).worst_gradient < 1e-12
 

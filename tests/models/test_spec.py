@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from meshwright.audit.families import SPARSE
+from meshwright.audit.families import SPARSE, UNPACKED
 from meshwright.errors import ConfigError, ModelError
 from meshwright.models import _transformers_compat
 from meshwright.models.build import build_on_meta, check_files, materialize, pretrained_config, weight_files
@@ -17,10 +17,11 @@ from tests.tiny import FAMILIES, Plain, tiny_config, tiny_model
 def test_layers_come_from_the_models_own_declaration(family: str) -> None:
     model = tiny_model(family, meta=True)
     spec = spec_of(model)
-    assert spec.layers == ("transformer.h.*",) if family == "gpt2" else ("model.layers.*",)
+    others = {"gpt2": "transformer.h.*", "opt": "model.decoder.layers.*"}
+    assert spec.layers == (others.get(family, "model.layers.*"),)
     assert spec.units == ()
     assert spec.family == type(model).__name__
-    if family not in ("gpt2", "gpt_oss", "deepseek_v3", "nemotron_h"):  # these declare nothing for attention
+    if family not in ("gpt2", "opt", "gpt_oss", "deepseek_v3", "nemotron_h"):  # these declare nothing for attention
         assert spec.tp_styles["model.layers.*.self_attn.o_proj"].startswith("rowwise")
     assert [rule.router is not None for rule in spec.experts] == [True] * (family in SPARSE)
     assert bool(spec.tied) == model.config.tie_word_embeddings
@@ -41,7 +42,7 @@ def test_private_names_are_all_there() -> None:
     _transformers_compat.check()
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gpt_oss", "nemotron_h"}))  # refused: test_boundaries.py
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - UNPACKED))  # refused: test_boundaries.py
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_packed_documents_do_not_see_each_other(family: str, attention: str) -> None:
     """Positions that restart are all that tells a model where a document begins."""

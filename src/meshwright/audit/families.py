@@ -5,7 +5,7 @@ A new family is a new entry: keys are those of its config in transformers.
 
 from typing import Any
 
-__all__ = ["FAMILIES", "SPARSE", "TINY", "TWINS"]
+__all__ = ["FAMILIES", "SPARSE", "TINY", "TWINS", "UNPACKED"]
 
 TINY: dict[str, Any] = {
     "vocab_size": 67,
@@ -98,6 +98,9 @@ SPARSE = {
     family for family, config in FAMILIES.items() if any("experts" in key for key in (*config, *config.get("text_config", ())))
 }
 """Those with experts."""
+
+UNPACKED = {"gpt_oss", "nemotron_h", "opt", "diffusion_gemma"}
+"""Those in which a document changes the one that is packed after it, or that take one document a sequence: data are padded."""
 
 TWINS = {"diffusion_gemma"}
 """Those with a stack that runs twice, under two names."""
