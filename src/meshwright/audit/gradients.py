@@ -32,46 +32,68 @@ def gradient_findings(
             f"no gradient of {described(plan, unarrived)} arrived on {in_ranks(where)}: it is never reduced",
             unarrived,
         )
-    ways: dict[tuple[Kind, str], list[str]] = {}
+    ways: dict[tuple[Kind, str], list[Row]] = {}
     sharded = sharded_over(plan)
     for row in arrived:
         pairs = differing(plan.layout, sharded[row.name], row.name, "gradient", ranks)
         way = (Kind.UNREDUCED, apart(plan.layout, pairs)) if pairs else _way(plan, reference, row)
-        ways.setdefault(way, []).append(row.name)
-    for (kind, words), names in sorted(ways.items(), key=lambda item: -len(item[1])):
-        yield Finding(kind, f"the gradient of {described(plan, names)} {words}", tuple(names))
+        ways.setdefault(way, []).append(row)
+    # The largest error first: nearer to the cause, and not what the cause leaves behind elsewhere.
+    for (kind, words), of_way in sorted(ways.items(), key=lambda item: -max(row.error for row in item[1])):
+        names, worst = [row.name for row in of_way], max(of_way, key=lambda row: row.error)
+        off = f" (off by {worst.error:.2g}{f' in {worst.name}' if len(names) > 1 else ''})" if words in _UNEXPLAINED else ""
+        yield Finding(kind, f"the gradient of {described(plan, names)} {words}{off}", tuple(names))
+
+
+_FOREIGN = "is not made of the gradients of the microbatches: something foreign is in it, or part of it is missing"
+_ALIKE = "is wrong, and the gradients of the microbatches are too much alike to tell which of them are in it"
+_UNEXPLAINED = (_FOREIGN, _ALIKE)
 
 
 def _way(plan: ShardingPlan, reference: Reference, row: Row) -> tuple[Kind, str]:
     """How one gradient is wrong."""
-    readers = plan.layout.size("dp")
-    weights = [weight for weight in row.weights if not math.isnan(weight)]
-    if len(weights) > 1:
-        if _alike(weights):
-            return Kind.GRADIENT, _factor(plan.layout, plan.options.microbatches, sum(weights) / len(weights))
-        by_rank = _by_rank(row.weights, readers)
-        if (one := _only(by_rank)) is not None:
-            return Kind.UNREDUCED, f"is that of data rank {one} alone: it is not summed over the ranks"
-        by_microbatch = _by_rank([row.weights[i] for i in _transposed(len(row.weights), readers)], len(row.weights) // readers)
-        if (one := _only(by_microbatch)) is not None:
-            return Kind.GRADIENT, f"is that of microbatch {one + 1} alone: those of the others are lost"
-        if lost := [index + 1 for index, group in enumerate(by_microbatch) if all(abs(w) < EXACT for w in group)]:
-            return Kind.GRADIENT, f"lacks microbatch {', '.join(map(str, lost))} of {len(by_microbatch)}"
-        if lost := [index for index, group in enumerate(by_rank) if all(abs(w) < EXACT for w in group)]:
-            return Kind.UNREDUCED, f"lacks what data {in_ranks(lost)} computed: it is not summed over all ranks"
-        for what, average in averages(reference, readers):
-            if _fits(row.weights, average):
-                return Kind.GRADIENT, f"is averaged over {what}, not over tokens"
-        shown = ", ".join("?" if math.isnan(weight) else f"{weight:.3f}" for weight in row.weights)
-        return Kind.GRADIENT, f"weighs the microbatches of the ranks by {shown}; each should weigh 1"
-    if row.residual < EXACT:
-        return Kind.GRADIENT, _factor(plan.layout, plan.options.microbatches, row.ratio)
     if math.isinf(row.error):
-        return Kind.GRADIENT, "is not finite"
-    return (
-        Kind.GRADIENT,
-        "is not made of the gradients of the microbatches: something foreign is in it, or part of it is missing",
-    )
+        return Kind.GRADIENT, "is not finite" if not row.missing else "is missing"
+    weights = [weight for weight in row.weights if not math.isnan(weight)]
+    layout, microbatches = plan.layout, plan.options.microbatches
+    if len(weights) > 1:
+        if not _alike(weights):
+            return _weighed(layout.size("dp"), reference, row)
+        factor = sum(weights) / len(weights)
+        if not _is_one(factor):
+            return Kind.GRADIENT, _factor(layout, microbatches, factor)
+    elif row.residual < EXACT and not _is_one(row.ratio):
+        return Kind.GRADIENT, _factor(layout, microbatches, row.ratio)
+    return Kind.GRADIENT, _ALIKE if len(row.weights) > 1 and not weights else _FOREIGN
+
+
+def _weighed(readers: int, reference: Reference, row: Row) -> tuple[Kind, str]:
+    """A gradient that is made of those of the microbatches, in parts that are not alike."""
+    by_rank = _by_rank(row.weights, readers)
+    if (one := _only(by_rank)) is not None:
+        return Kind.UNREDUCED, f"is that of data rank {one} alone: it is not summed over the ranks"
+    by_microbatch = _by_rank([row.weights[i] for i in _transposed(len(row.weights), readers)], len(row.weights) // readers)
+    if (one := _only(by_microbatch)) is not None:
+        return Kind.GRADIENT, f"is that of microbatch {one + 1} alone: those of the others are lost"
+    if lost := [index + 1 for index, group in enumerate(by_microbatch) if _is_lost(group)]:
+        return Kind.GRADIENT, f"lacks microbatch {', '.join(map(str, lost))} of {len(by_microbatch)}"
+    if lost := [index for index, group in enumerate(by_rank) if _is_lost(group)]:
+        return Kind.UNREDUCED, f"lacks what data {in_ranks(lost)} computed: it is not summed over all ranks"
+    for what, average in averages(reference, readers):
+        if _fits(row.weights, average):
+            return Kind.GRADIENT, f"is averaged over {what}, not over tokens"
+    shown = ", ".join("?" if math.isnan(weight) else f"{weight:.3f}" for weight in row.weights)
+    return Kind.GRADIENT, f"weighs the microbatches of the ranks by {shown}; each should weigh 1"
+
+
+def _is_one(factor: float) -> bool:
+    """Whether a factor would be printed as 1, and so is none."""
+    return f"{factor:.4g}" == "1"
+
+
+def _is_lost(group: Sequence[float]) -> bool:
+    """Whether the weights of some microbatches are there and all 0."""
+    return bool(group) and all(abs(weight) < EXACT for weight in group)
 
 
 def _factor(layout: Layout, microbatches: int, factor: float) -> str:
@@ -116,8 +138,9 @@ def _transposed(count: int, readers: int) -> list[int]:
 
 def _only(groups: Sequence[Sequence[float]]) -> int | None:
     """The one group of weights that is there, where all others are 0."""
-    there = [index for index, group in enumerate(groups) if any(abs(weight) >= EXACT for weight in group)]
-    return there[0] if len(there) == 1 and len(groups) > 1 else None
+    known = [index for index, group in enumerate(groups) if group]
+    there = [index for index in known if any(abs(weight) >= EXACT for weight in groups[index])]
+    return there[0] if len(there) == 1 and len(known) > 1 else None
 
 
 def _fits(weights: Sequence[float], expected: Sequence[float]) -> bool:
