@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from meshwright.audit.compare import Row
 from meshwright.audit.findings import CONSEQUENCES, Finding, Kind, in_ranks, listed
 from meshwright.audit.gradients import averages, gradient_findings
+from meshwright.audit.origin import origin_findings
 from meshwright.audit.ranks import RankResult, axis_names
 from meshwright.audit.reference import Reference
 from meshwright.audit.replicas import differing, replica_findings, sharded_over
@@ -28,6 +29,7 @@ def diagnose(plan: ShardingPlan, reference: Reference, ranks: Sequence[RankResul
         *_random(ranks),
         *_ties(ranks),
         *_frozen(ranks),
+        *_origin(rows, ranks, tolerances),
         *gradient_findings(plan, reference, rows, ranks),
         *replica_findings(plan, ranks),
         *_modes(reference, ranks),
@@ -132,6 +134,12 @@ def _frozen(ranks: Sequence[RankResult]) -> Iterator[Finding]:
     names = tuple(dict.fromkeys(name for result in ranks for name in result.frozen_moved))
     if names:
         yield Finding(Kind.FROZEN, f"moved, or got a gradient, though frozen: {listed(names)}", names)
+
+
+def _origin(rows: Sequence[Row], ranks: Sequence[RankResult], tolerances: Tolerances) -> Iterator[Finding]:
+    """Where it begins. In float64 the borders are judges; elsewhere they explain what is wrong with gradients."""
+    if tolerances.dtype == "float64" or not all(row.passed for row in rows if row.what == "gradient"):
+        yield from origin_findings(ranks)
 
 
 # -- after the gradient ------------------------------------------------------------------------------------------------------

@@ -33,6 +33,12 @@ class Kind(StrEnum):
     FROZEN = "frozen"
     """A parameter that is not trained got a gradient or another value."""
 
+    FORWARD = "forward"
+    """A module computes something else: its inputs agree, its output does not."""
+
+    BACKWARD = "backward"
+    """A module's own backward is wrong: the gradient of its output agrees, that of its input does not."""
+
     UNREDUCED = "unreduced"
     """A gradient was not summed over the ranks: each rank has only its own, or none has any."""
 
@@ -59,13 +65,15 @@ class Kind(StrEnum):
 
 
 _AFTER_GRADIENTS = (Kind.REPLICAS, Kind.NORM, Kind.STATE, Kind.LATER)
-_ALL_NUMBERS = (Kind.UNREDUCED, Kind.GRADIENT, Kind.LOSS, *_AFTER_GRADIENTS)
+_ALL_NUMBERS = (Kind.FORWARD, Kind.BACKWARD, Kind.UNREDUCED, Kind.GRADIENT, Kind.LOSS, *_AFTER_GRADIENTS)
 CONSEQUENCES = {
     Kind.VALUES: _ALL_NUMBERS,
     Kind.DATA: _ALL_NUMBERS,
     Kind.RANDOM: _ALL_NUMBERS,
     Kind.LOST: _ALL_NUMBERS,
     Kind.TIES: (*_ALL_NUMBERS, Kind.LOST),
+    Kind.FORWARD: _ALL_NUMBERS[1:],
+    Kind.BACKWARD: _ALL_NUMBERS[2:],
     Kind.UNREDUCED: _AFTER_GRADIENTS,
     Kind.GRADIENT: _AFTER_GRADIENTS,
     Kind.REPLICAS: (Kind.LATER,),

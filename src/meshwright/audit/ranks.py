@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, BorderRecorder, BorderRow, compare_borders
 from meshwright.audit.case import AuditTrainer, Case, local_part, modules_in_evaluation
 from meshwright.audit.compare import Row, compare, weights_of_parts
 from meshwright.audit.precision import FLOORS
@@ -21,6 +22,7 @@ from meshwright.checkpoint import state
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.grad_clip import total_grad_norm
 from meshwright.layout import Layout
+from meshwright.plan.borders import borders, first_microbatch, held
 from meshwright.plan.sharding_plan import ParameterRow
 from meshwright.train.trainer import Batch
 
@@ -48,6 +50,8 @@ class RankResult:
         counts: for each step, axis to collectives of the microbatches by kind, and ``bytes`` alike. FSDP's axes are one,
             ``dp``; axes over the same ranks are one, as in ``dp+ep``; a group that is no axis has its ranks for a name. Empty
             where layers are compiled.
+        borders: of modules, compared in the first microbatch, in the order in which this rank came by; empty where layers are
+            compiled, and where rounding is not that of one process. ``borders_left_out``: that were too many to be kept.
         seconds: that the steps took, comparisons included.
     """
 
@@ -67,6 +71,8 @@ class RankResult:
     drew: bool = False
     counts: list[dict[str, Counter[str]]] = field(default_factory=list)
     bytes: list[dict[str, Counter[str]]] = field(default_factory=list)
+    borders: list[BorderRow] = field(default_factory=list)
+    borders_left_out: int = 0
     seconds: float = 0.0
 
 
@@ -98,6 +104,7 @@ class RankTrainer(AuditTrainer):
             self._row("initial value", name, parameter, self.reference.get(f"initial.{name}"), tolerance=0.0)
         held = {**self.named, **dict(self.model.named_buffers())}
         self.result.digests["initial value"] = {name: digest(tensor) for name, tensor in held.items()}
+        self.at_borders = self._border_recorder()
         frozen = {name: digest(p) for name, p in self.named.items() if not self.planned[name].trainable}
         while self.step < self.case.steps:
             metrics = self.train_step()
@@ -133,8 +140,29 @@ class RankTrainer(AuditTrainer):
             self.result.bytes.append(self._by_axis(counter.bytes_of))
         self.result.drew |= self._generators() != generators
         if self.step == 0:
+            self.at_borders.close()
+            self._compare_borders(batches[0])
             self._compare_gradients()
         return loss
+
+    def _border_recorder(self) -> BorderRecorder:
+        """Of the first microbatch; of nothing, where hooks would break a compiled graph or rounding hides what they see."""
+        compiled = any(unit.compile for unit in self.setup.plan.units)
+        names = () if compiled or self.tolerances.rounded() else borders(self.setup.plan, self.model)
+        return BorderRecorder(self.model, names, (0,), MOST_BYTES_OF_BORDERS // self.setup.layout.size("dp"))
+
+    def _compare_borders(self, batch: Batch) -> None:
+        plan, place = self.setup.plan, self.setup.layout.coordinates(self.rank)
+        rows, length = batch["input_ids"].shape
+        first = first_microbatch(plan, place)
+        self.result.borders = compare_borders(
+            self.at_borders.tensors[0],
+            lambda point: self.reference.get(f"border.{first}.{point}"),
+            lambda point, features: held(plan, point.module, point.side, place, rows, length, features),
+            self.tolerances.border(),
+            FLOORS[self.case.dtype],
+        )
+        self.result.borders_left_out = self.at_borders.left_out
 
     def _by_axis(self, of_groups: Mapping[tuple[int, ...], Counter[str]]) -> dict[str, Counter[str]]:
         names = axis_names(self.setup.layout, self.rank)
