@@ -322,3 +322,91 @@ def shared_heads_not_summed(trainer: RankTrainer) -> None:
 def regions_not_entered(trainer: RankTrainer) -> None:
     """The all-reduce of backward is forgotten: upstream of attention and MLP gradients are those of slices."""
     _replanned(trainer, "region", entry=Move.NONE)
+
+
+def _around_forward(module: nn.Module, change: Callable[..., Any]) -> None:
+    """``change(inner, *args, **kwargs)`` instead of a module's forward, inside of all hooks."""
+    inner = module.forward
+    module.forward = lambda *args, **kwargs: change(inner, *args, **kwargs)
+
+
+def wrong_rotary_positions_on_rank_1(trainer: RankTrainer) -> None:
+    """The attention of one layer rotates queries and keys by the positions of the tokens before them."""
+
+    def change(inner: Any, *args: Any, position_embeddings: Any, **kwargs: Any) -> Any:
+        return inner(*args, position_embeddings=tuple(part.roll(1, 1) for part in position_embeddings), **kwargs)
+
+    if trainer.rank == 1:
+        _around_forward(trainer.model.get_submodule(f"{UNIT}.self_attn"), change)
+
+
+def rotary_begins_elsewhere_on_rank_1(trainer: RankTrainer) -> None:
+    """What context parallel does where it forgets which part of the sequence it has."""
+
+    def change(inner: Any, hidden: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return inner(hidden, position_ids + 3 * (position_ids > 2))
+
+    if trainer.rank == 1:
+        _around_forward(trainer.model.get_submodule("model.rotary_emb"), change)
+
+
+def wrong_head_of_a_group(trainer: RankTrainer) -> None:
+    """Queries meet the keys and values of the group beside their own."""
+    attention = trainer.model.get_submodule(f"{UNIT}.self_attn")
+    for name in ("k_proj", "v_proj"):
+        module = attention.get_submodule(name)
+        _around_forward(module, lambda inner, hidden: inner(hidden).roll(attention.head_dim, -1))
+
+
+def position_ids_shifted_on_rank_1(trainer: RankTrainer) -> None:
+    """The model is handed other positions than it should: nothing computes wrongly before the rotary embedding is fed."""
+
+    def change(inner: Any, *args: Any, position_ids: torch.Tensor, **kwargs: Any) -> Any:
+        return inner(*args, position_ids=position_ids + 3 * (position_ids > 2), **kwargs)
+
+    if trainer.rank == 1:
+        _around_forward(trainer.model.get_submodule("model"), change)
+
+
+def _changed_dispatch(trainer: RankTrainer, change: Callable[..., Any]) -> None:
+    if trainer.rank == 1:
+        _around_forward(trainer.model.get_submodule(f"{UNIT}.mlp.experts"), change)
+
+
+def dropped_token_in_dispatch(trainer: RankTrainer) -> None:
+    """One token of one rank gets nothing back from its experts: a capacity that is one too small."""
+
+    def change(inner: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Any:
+        kept = torch.ones_like(weights)
+        kept[5] = 0
+        return inner(hidden, index, weights * kept)
+
+    _changed_dispatch(trainer, change)
+
+
+def swapped_combine_weights(trainer: RankTrainer) -> None:
+    """The two experts of a token are added up with each other's weight."""
+    _changed_dispatch(trainer, lambda inner, hidden, index, weights: inner(hidden, index, weights.flip(1)))
+
+
+class _WrongBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * (1 + gradient.detach().sign() / 10)
+
+
+def wrong_backward_in_an_mlp(trainer: RankTrainer) -> None:
+    """A kernel with a backward of its own, which is wrong; forward is right."""
+    module = trainer.model.get_submodule(f"{UNIT}.mlp")
+    _around_forward(module, lambda inner, hidden: inner(_WrongBackward.apply(hidden)))
+
+
+def wrong_backward_between_modules(trainer: RankTrainer) -> None:
+    """On the way from a layer to the one before it."""
+    trainer.model.get_submodule(UNIT).register_forward_pre_hook(
+        lambda _, args: (_WrongBackward.apply(args[0]), *args[1:]), prepend=True
+    )

@@ -27,7 +27,7 @@ ROW = Row("gradient", "layers.0.weight", "layers.0", "", 0.3, 1.0, 0.4, 1e-9, 1.
 
 def said(*rows: Row) -> list[str]:
     reference: Any = SimpleNamespace(microbatch_tokens=[5, 6, 7, 8])
-    rank: Any = SimpleNamespace(rank=0, without_gradient=[], digests={})
+    rank: Any = SimpleNamespace(rank=0, without_gradient=[], digests={}, borders=[])
     return [finding.message for finding in gradient_findings(PLAN, reference, rows, [rank])]
 
 

@@ -38,11 +38,21 @@ def gradient_findings(
         pairs = differing(plan.layout, sharded[row.name], row.name, "gradient", ranks)
         way = (Kind.UNREDUCED, apart(plan.layout, pairs)) if pairs else _way(plan, reference, row)
         ways.setdefault(way, []).append(row)
+    agree = any(result.borders for result in ranks) and all(row.passed for result in ranks for row in result.borders)
     # The largest error first: nearer to the cause, and not what the cause leaves behind elsewhere.
     for (kind, words), of_way in sorted(ways.items(), key=lambda item: -max(row.error for row in item[1])):
         names, worst = [row.name for row in of_way], max(of_way, key=lambda row: row.error)
-        off = f" (off by {worst.error:.2g}{f' in {worst.name}' if len(names) > 1 else ''})" if words in _UNEXPLAINED else ""
-        yield Finding(kind, f"the gradient of {described(plan, names)} {words}{off}", tuple(names))
+        more = ""
+        if words in _UNEXPLAINED:
+            more = f" (off by {worst.error:.2g}{f' in {worst.name}' if len(names) > 1 else ''})"
+            more += _BORDERS_AGREE if agree else ""
+        yield Finding(kind, f"the gradient of {described(plan, names)} {words}{more}", tuple(names))
+
+
+_BORDERS_AGREE = (
+    "; in the first microbatch activations and their gradients agree at every border, so look at the gradients of parameters, "
+    "their reduction, and later microbatches"
+)
 
 
 _FOREIGN = "is not made of the gradients of the microbatches: something foreign is in it, or part of it is missing"
