@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.audit.data import edge_words
 from meshwright.audit.ranks import RankTrainer
+from meshwright.data.packing import IGNORE
 from meshwright.distributed import _torch_compat, tensor_parallel
 from meshwright.distributed.fsdp import fsdp_units
 from meshwright.plan.sharding_plan import Move
@@ -410,3 +412,41 @@ def wrong_backward_between_modules(trainer: RankTrainer) -> None:
     trainer.model.get_submodule(UNIT).register_forward_pre_hook(
         lambda _, args: (_WrongBackward.apply(args[0]), *args[1:]), prepend=True
     )
+
+
+def _last_word_of_rank_0(trainer: RankTrainer) -> int:
+    return edge_words(trainer.model.config.vocab_size, trainer.setup.layout.size("tp"))[1]
+
+
+def last_word_of_a_slice_not_looked_up(trainer: RankTrainer) -> None:
+    """A bound that is one too small: the word is taken for one of the next rank, which does not have it either."""
+    word = _last_word_of_rank_0(trainer)
+
+    def change(inner: Any, ids: torch.Tensor) -> torch.Tensor:
+        return inner(ids).masked_fill((ids == word).unsqueeze(-1), 0)
+
+    _around_forward(trainer.model.get_submodule("model.embed_tokens"), change)
+
+
+def _around_loss(trainer: RankTrainer, change: Callable[..., Any]) -> None:
+    inner = trainer.objective.sums
+    trainer.objective.sums = lambda model, batch: change(inner, model, batch)  # type: ignore[method-assign]
+
+
+def last_word_of_a_slice_is_no_label(trainer: RankTrainer) -> None:
+    word = _last_word_of_rank_0(trainer)
+
+    def change(inner: Any, model: Any, batch: Any) -> Any:
+        return inner(model, {**batch, "labels": batch["labels"].masked_fill(batch["labels"] == word, IGNORE)})
+
+    _around_loss(trainer, change)
+
+
+def mean_of_a_microbatch(trainer: RankTrainer) -> None:
+    """A mean that is made a sum again: the same, but for a microbatch without a label."""
+
+    def change(inner: Any, model: Any, batch: Any) -> Any:
+        tokens = (batch["labels"] != IGNORE).sum()
+        return tuple(term / tokens * tokens for term in inner(model, batch))
+
+    _around_loss(trainer, change)

@@ -296,6 +296,8 @@ def _checks(
         f"{reference.boundaries} boundaries between documents"
     )
     yield Check("each rank was fed its share", compared, "", Kind.DATA not in wrong)
+    compared = f"{reference.words_fed} of {reference.words}, as inputs and as labels of the first step"
+    yield Check("words at the edges of slices of the vocabulary, and padding", compared, "", True)
     if reference.experts:
         compared = f"{reference.idle_experts} of {reference.experts}, in the first step"
         yield Check("experts without a token in a microbatch", compared, "", True)

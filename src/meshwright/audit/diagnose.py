@@ -151,7 +151,7 @@ def _loss(layout: Layout, reference: Reference, ranks: Sequence[RankResult], tol
             loss = result.losses[step]
             if _near(loss, truth, tolerances.scalar("loss", step)):
                 continue
-            how = f"{loss / truth:.4g} times it"
+            how = f"{loss / truth:.4g} times it" if math.isfinite(loss) else f"not finite{_unlabelled(reference, step)}"
             tokens = sum(reference.microbatch_tokens)
             for what, weights in averages(reference, layout.size("dp")) if step == 0 else ():
                 parts = zip(weights, reference.microbatch_losses, strict=True)
@@ -159,7 +159,7 @@ def _loss(layout: Layout, reference: Reference, ranks: Sequence[RankResult], tol
                 if _near(loss, average, max(tolerances.scalar("loss", step), 1e-6)):
                     how = f"averaged over {what}, not over tokens"
             where = f"rank {result.rank} in step {step + 1}"
-            kind = Kind.LATER if step else Kind.LOSS
+            kind = Kind.LATER if step and math.isfinite(loss) else Kind.LOSS
             yield Finding(kind, f"the loss on {where} is {loss:.9g}, that of one process {truth:.9g}: {how}")
             return
 
@@ -176,17 +176,22 @@ def _norms(reference: Reference, ranks: Sequence[RankResult], rows: Sequence[Row
             exact = own and step == 0 and when.startswith("before")
             if _near(value, truth, TOLERANCES[tolerances.dtype] if exact else tolerances.scalar("norm", step)):
                 continue
-            why = ""
+            why = "" if math.isfinite(value) else _unlabelled(reference, step)
             if right and step == 0 and value < truth and len({round(other, 12) for other in values}) > 1:
                 why = "; the gradients are right and the ranks have different norms, each that of its own shards: not summed"
-            elif right and step == 0:
+            elif right and step == 0 and math.isfinite(value):
                 why = "; the gradients are right, so it is the norm itself, or the scaling"
             yield Finding(
-                Kind.LATER if step else Kind.NORM,
+                Kind.LATER if step and math.isfinite(value) else Kind.NORM,
                 f"the norm of the gradient {when} is {value:.6g} on rank {result.rank} in step {step + 1}, {truth:.6g} "
                 f"{'of the gathered gradients' if exact else 'in one process'}{why}",
             )
             return
+
+
+def _unlabelled(reference: Reference, step: int) -> str:
+    """What a number that is not finite may come from."""
+    return "; a microbatch of that step has no valid token" if step == reference.unlabelled_step else ""
 
 
 def _near(value: float, truth: float, tolerance: float) -> bool:

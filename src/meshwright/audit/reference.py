@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, BorderRecorder
 from meshwright.audit.case import AuditTrainer, Case, modules_in_evaluation
 from meshwright.audit.compare import compare
+from meshwright.audit.data import UnevenLoader
 from meshwright.audit.precision import FLOORS
 from meshwright.checkpoint import state
 from meshwright.distributed.grad_clip import total_grad_norm
@@ -50,6 +51,9 @@ class Reference:
         boundaries: documents of the first step that begin within a sequence.
         idle_experts: experts of a layer that got no token of a microbatch of the first step, counted over both, of
             ``experts`` in all; 0 of 0 for a dense model.
+        words: at edges of slices of the vocabulary, and padding, that were to be fed in the first step, and ``words_fed``: that
+            were, as inputs and as labels.
+        unlabelled_step: that has a microbatch without a valid token, counted from 0; ``None``: none has.
         borders_left_out: tensors at borders that were not kept, for there were too many.
     """
 
@@ -67,6 +71,9 @@ class Reference:
         self.evaluating: list[str] = meta["evaluating"]
         self.idle_experts: int = meta["idle_experts"]
         self.experts: int = meta["experts"]
+        self.words: int = meta["words"]
+        self.words_fed: int = meta["words_fed"]
+        self.unlabelled_step: int | None = meta["unlabelled_step"]
         self.borders_left_out: int = meta["borders_left_out"]
         self._file = safe_open(folder / "reference.safetensors", framework="pt")
         self._names = set(self._file.keys())
@@ -126,6 +133,7 @@ class ReferenceTrainer(AuditTrainer):
         sequences: list[str] = []
         self.meta["evaluating"] = modules_in_evaluation(self.model)
         self.meta["boundaries"] = sum(int((batch["position_ids"][:, 1:] == 0).sum()) for batch in batches)
+        self._note_what_hurts(batches)
         for index, batch in enumerate(batches):
             before = {name: parameter.grad for name, parameter in trained.items()}
             for parameter in trained.values():
@@ -145,6 +153,14 @@ class ReferenceTrainer(AuditTrainer):
             if parameter.grad is not None:
                 self.keep(f"gradient.{name}", parameter.grad)
         return total
+
+    def _note_what_hurts(self, batches: list[Batch]) -> None:
+        loader = self.loader
+        assert isinstance(loader, UnevenLoader)
+        inputs, labels = ({int(i) for batch in batches for i in batch[key].unique()} for key in ("input_ids", "labels"))
+        self.meta["words"], self.meta["words_fed"] = len(loader.words), len(inputs & labels & set(loader.words))
+        begin = loader.unlabelled.start if loader.unlabelled else None
+        self.meta["unlabelled_step"] = None if begin is None else begin // loader.global_batch_size
 
     def clip(self) -> torch.Tensor:
         """A run that clips is to clip in its first step here, or clipping would not be compared."""
