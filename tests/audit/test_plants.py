@@ -1,5 +1,7 @@
 """The audit must be able to fail: each kind of bug is planted, and gets its own words."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -42,6 +44,29 @@ def test_nothing_planted_nothing_found(auditor: Auditor, tmp_path: Path) -> None
         assert report.passed, report.findings
         assert report.worst_gradient < 1e-12
         assert {row.what for row in report.rows} >= {"gradient", "parameter", "exp_avg", "exp_avg_sq", "buffer"}
+
+
+QUIET = """
+import sys
+from pathlib import Path
+from meshwright.audit.conduct import Auditor
+from meshwright.audit.matrix import LAYOUTS, Variant, family_case
+from meshwright.plan.options import SyncPolicy
+
+places = {place.label: place for place in LAYOUTS}
+with Auditor() as auditor:
+    for family, label in (("llama", "shard 2"), ("llama", "replicate 2"), ("llama", "tp 2 seq"), ("mixtral", "ep 2")):
+        variant = Variant(SyncPolicy.DEFER, "float64", 2, True, "seq" not in label, True)
+        report = auditor.audit(family_case(family, places[label], variant, Path(sys.argv[1])), places[label].world_size)
+        assert report.passed, report.verdict
+"""
+
+
+def test_no_warning_on_the_way_to_a_pass(tmp_path: Path) -> None:
+    """In a process of its own: pytest keeps warnings of forked workers to itself."""
+    run = [sys.executable, "-W", "always", "-c", QUIET, str(tmp_path)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=180, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from meshwright.audit.tolerance import TOLERANCES, Tolerances
 from meshwright.checkpoint import state
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.grad_clip import total_grad_norm
+from meshwright.distributed.mesh import whole_tensor
 from meshwright.layout import Layout
 from meshwright.plan.borders import borders, first_microbatch, held
 from meshwright.plan.sharding_plan import ParameterRow
@@ -292,7 +293,7 @@ class RankTrainer(AuditTrainer):
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """The global values of a tensor; all ranks take part."""
     value = tensor.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return whole_tensor(value) if isinstance(value, DTensor) else value
 
 
 def _placements(row: ParameterRow) -> str:
