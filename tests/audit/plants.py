@@ -257,6 +257,28 @@ def buffer_on_rank_1_in_the_end(trainer: RankTrainer) -> None:
     trainer.optimizer.register_step_post_hook(after_step)
 
 
+def buffer_off_after_step_1(trainer: RankTrainer, only: int | None = None) -> None:
+    """And right again in the end."""
+    buffer = next(trainer.model.buffers())
+    inner = trainer.backward
+
+    def backward(batches: Any, divisor: Any) -> Any:
+        if trainer.step == 1 and only in (None, trainer.rank):
+            buffer.div_(2)
+        return inner(batches, divisor)
+
+    def after_step(*_: Any) -> None:
+        if trainer.step == 0 and only in (None, trainer.rank):
+            buffer.mul_(2)
+
+    trainer.backward = backward  # type: ignore[method-assign]
+    trainer.optimizer.register_step_post_hook(after_step)
+
+
+def buffer_off_after_step_1_on_rank_1(trainer: RankTrainer) -> None:
+    buffer_off_after_step_1(trainer, only=1)
+
+
 def parameter_by_another_name(trainer: RankTrainer) -> None:
     def after_step(*_: Any) -> None:
         norm = trainer.model.get_submodule("model.norm")

@@ -112,6 +112,8 @@ def test_no_warning_on_the_way_to_a_pass(tmp_path: Path) -> None:
         (plants.gathers_again_in_step_2, "shard 2", {}, Kind.COLLECTIVES, "rank 0 in step 2 made"),
         (plants.buffer_on_rank_1, "shard 2", {}, Kind.VALUES, "ranks 0 and 1 begin with different values of model.rotary_emb.inv_freq"),
         (plants.buffer_on_rank_1_in_the_end, "shard 2", {}, Kind.REPLICAS, "replicas differ: the buffer of model.rotary_emb.inv_freq"),
+        (plants.buffer_off_after_step_1, "shard 2", {}, Kind.STATE, "the buffers of model.rotary_emb.inv_freq differ after step 1"),
+        (plants.buffer_off_after_step_1_on_rank_1, "shard 2", {}, Kind.REPLICAS, "replicas differ: the buffer of model.rotary_emb.inv_freq"),
         (plants.parameter_by_another_name, "shard 2", {}, Kind.LOST, "only one process or only the ranks have, after the steps: model.norm.gain, model.norm.weight"),
         (plants.evaluation_mode_on_rank_1, "shard 2", {}, Kind.MODE, "rank 1 has"),
         (plants.half_the_loss_from_step_2, "shard 2", {}, Kind.LATER, "in step 2 is"),

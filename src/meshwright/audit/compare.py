@@ -44,6 +44,7 @@ class Row:
         missing: whether there was nothing to compare.
         weights: of the microbatches, in the order of the reference, for a gradient that failed; empty otherwise. NaN: cannot be
             told.
+        step: of a buffer that failed: after which it did first, counted from 1; otherwise 0.
     """
 
     what: str
@@ -57,6 +58,7 @@ class Row:
     scale: float
     missing: bool = False
     weights: tuple[float, ...] = ()
+    step: int = 0
 
     @property
     def passed(self) -> bool:

@@ -211,7 +211,7 @@ def _state(rows: Sequence[Row]) -> Iterator[Finding]:
         noun = {"parameter": "the values", "buffer": "the buffers"}.get(what, f"the optimizer's {what}")
         yield Finding(
             Kind.STATE,
-            f"{noun} of {listed(names)} differ after the steps, the worst first (error {worst.error:.2g}, ratio "
+            f"{noun} of {listed(names)} differ after {f'step {worst.step}' if worst.step else 'the steps'}, the worst first (error {worst.error:.2g}, ratio "
             f"{worst.ratio:.4g}), though the first gradients agree",
             names,
         )

@@ -5,7 +5,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -112,6 +112,7 @@ class RankTrainer(AuditTrainer):
             self.result.losses.append(metrics["loss"])
             self.result.norms.append(metrics["gradient_norm"])
             self.step += 1
+            self._compare_buffers()
         names = {name for name, _ in self.model.named_parameters()} ^ self.planned.keys()
         buffers = {name for name, _ in self.model.named_buffers()} ^ set(self.reference.names("buffer"))
         self.result.lost = sorted({*names, *buffers})
@@ -221,12 +222,29 @@ class RankTrainer(AuditTrainer):
                 floor = share.get(kind, 0.0) * (scale**2 if kind == "exp_avg_sq" else scale)
                 allowed = {"step": 0.0, "exp_avg_sq": 2 * tolerance}.get(kind, tolerance)
                 self._row(kind, name, states.get(kind, {}).get(name), truth, allowed, floor)
-        for name, buffer in self.model.named_buffers():
-            self._row("buffer", name, buffer, self.reference.get(f"buffer.{name}"), TOLERANCES[self.case.dtype])
         self.result.digests["parameter"] = {name: digest(parameter) for name, parameter in self.named.items()}
-        self.result.digests["buffer"] = {name: digest(buffer) for name, buffer in self.model.named_buffers()}
         for kind, named in states.items():
             self.result.digests[kind] = {name: digest(value) for name, value in named.items()}
+
+    @torch.no_grad()
+    def _compare_buffers(self) -> None:
+        """After each step: a row for each buffer that is wrong for the first time, and in the end for those that never were.
+
+        The digest of a buffer is that of its values after every step so far.
+        """
+        digests = self.result.digests.setdefault("buffer", {})
+        reported = {row.name for row in self.result.rows if row.what == "buffer"}
+        last = self.step == self.case.steps
+        for name, buffer in self.model.named_buffers():
+            digests[name] = hashlib.sha256(f"{digests.get(name, '')}{digest(buffer)}".encode()).hexdigest()[:16]
+            if self.rank != 0 or name in reported:
+                continue
+            self._row(
+                "buffer", name, buffer, self.reference.get(f"buffer_after.{self.step}.{name}"), TOLERANCES[self.case.dtype]
+            )
+            row = self.result.rows.pop()
+            if last or not row.passed:
+                self.result.rows.append(row if row.passed else replace(row, step=self.step))
 
     def _compare_movement(self, name: str, parameter: torch.Tensor, tolerance: float, off: float) -> None:
         """A parameter after the steps, relative to how far it moved in one process.

@@ -84,7 +84,7 @@ class Reference:
 
     def get(self, key: str) -> torch.Tensor | None:
         """A tensor by key: ``initial.NAME``, ``gradient.NAME``, ``part.I.NAME``, ``final.NAME``, ``optimizer.NAME.STATE``,
-        ``buffer.NAME``, ``border.I.POINT``. ``None`` where there is none.
+        ``buffer.NAME``, ``buffer_after.STEP.NAME``, ``border.I.POINT``. ``None`` where there is none.
         """
         return self._file.get_tensor(key) if key in self._names else None
 
@@ -202,6 +202,8 @@ class ReferenceTrainer(AuditTrainer):
             self.meta["norms"].append(metrics["gradient_norm"])
             self.step += 1
             recorder.close()
+            for name, buffer in self.model.named_buffers():
+                self.keep(f"buffer_after.{self.step}.{name}", buffer)
         for number, recorded in recorder.tensors.items():
             self.tensors.update({f"border.{number}.{point}": tensor for point, tensor in recorded.items()})
         self.meta["borders_left_out"] = recorder.left_out

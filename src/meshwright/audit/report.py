@@ -173,7 +173,7 @@ def row_checks(rows: Sequence[Row], steps: int) -> Iterator[Check]:
         "initial value": "values before the first step",
         "gradient": "gradients of the first step",
         "parameter": f"movement of parameters in {steps} steps",
-        "buffer": f"buffers after {steps} steps",
+        "buffer": f"buffers after each of {steps} steps",
     }
     for what in dict.fromkeys(row.what for row in rows):
         of_kind = [row for row in rows if row.what == what]
