@@ -208,10 +208,11 @@ def _state(rows: Sequence[Row]) -> Iterator[Finding]:
     for what, found in wrong.items():
         found.sort(key=lambda row: -row.severity)
         worst, names = found[0], tuple(row.name for row in found)
+        when = f"step {worst.step}" if worst.step else "the steps"
         noun = {"parameter": "the values", "buffer": "the buffers"}.get(what, f"the optimizer's {what}")
         yield Finding(
             Kind.STATE,
-            f"{noun} of {listed(names)} differ after {f'step {worst.step}' if worst.step else 'the steps'}, the worst first (error {worst.error:.2g}, ratio "
+            f"{noun} of {listed(names)} differ after {when}, the worst first (error {worst.error:.2g}, ratio "
             f"{worst.ratio:.4g}), though the first gradients agree",
             names,
         )
