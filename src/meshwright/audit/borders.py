@@ -20,7 +20,16 @@ from meshwright.distributed._torch_compat import in_backward
 from meshwright.distributed.activation_checkpointing import unwatched
 from meshwright.plan.borders import Held, Side
 
-__all__ = ["MOST_BYTES_OF_BORDERS", "BorderRecorder", "BorderRow", "Point", "border_error", "compare_borders", "part_of"]
+__all__ = [
+    "MOST_BYTES_OF_BORDERS",
+    "BorderRecorder",
+    "BorderRow",
+    "Point",
+    "border_error",
+    "compare_borders",
+    "part_of",
+    "worst_of_ranks",
+]
 
 MOST_BYTES_OF_BORDERS = 2**28
 """Recorded on each side, over all microbatches that are; what comes later is left out, and counted."""
@@ -59,11 +68,13 @@ class BorderRow:
         point: what it is.
         error: largest difference of an entry, relative to the largest entry of the reference.
         tolerance: largest error that passes.
+        rank: that holds it.
     """
 
     point: Point
     error: float
     tolerance: float
+    rank: int
 
     @property
     def passed(self) -> bool:
@@ -178,6 +189,7 @@ def compare_borders(
     hold: Callable[[Point, int], Held | None],
     tolerance: float,
     share: float,
+    rank: int = 0,
 ) -> list[BorderRow]:
     """A row for each tensor that both sides have, in the order in which the rank recorded them.
 
@@ -188,6 +200,7 @@ def compare_borders(
         tolerance: largest error that passes.
         share: of the largest entry of all gradients, or of all values: no tensor has a smaller scale, for some are zero but for
             rounding.
+        rank: for the rows.
     """
     pairs: dict[Point, tuple[torch.Tensor, torch.Tensor]] = {}
     largest = {False: 0.0, True: 0.0}
@@ -201,9 +214,18 @@ def compare_borders(
         if size < MASKED:
             largest[point.gradient] = max(largest[point.gradient], size)
     return [
-        BorderRow(point, border_error(found, truth, share * largest[point.gradient]), tolerance)
+        BorderRow(point, border_error(found, truth, share * largest[point.gradient]), tolerance, rank)
         for point, (truth, found) in pairs.items()
     ]
+
+
+def worst_of_ranks(rows: Iterable[BorderRow]) -> tuple[BorderRow, ...]:
+    """For each tensor the row with the largest error, in the order in which they first came."""
+    found: dict[Point, BorderRow] = {}
+    for row in rows:
+        if row.point not in found or row.error > found[row.point].error:
+            found[row.point] = row
+    return tuple(found.values())
 
 
 def part_of(truth: torch.Tensor, found: torch.Tensor, held: Held) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -205,8 +205,9 @@ def _state(rows: Sequence[Row]) -> Iterator[Finding]:
     for row in rows:
         if row.what not in ("gradient", "initial value") and not row.passed and row.name not in blamed:
             wrong.setdefault(row.what, []).append(row)
-    for what, found in wrong.items():
+    for found in wrong.values():
         found.sort(key=lambda row: -row.severity)
+    for what, found in sorted(wrong.items(), key=lambda item: -item[1][0].severity):
         worst, names = found[0], tuple(row.name for row in found)
         when = f"step {worst.step}" if worst.step else "the steps"
         noun = {"parameter": "the values", "buffer": "the buffers"}.get(what, f"the optimizer's {what}")

@@ -163,6 +163,7 @@ class RankTrainer(AuditTrainer):
             lambda point, features: held(plan, point.module, point.side, place, rows, length, features),
             self.tolerances.border(),
             FLOORS[self.case.dtype],
+            self.rank,
         )
         self.result.borders_left_out = self.at_borders.left_out
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from meshwright.audit.borders import BorderRow
 from meshwright.audit.compare import Row
 from meshwright.audit.diagnose import Finding
 from meshwright.audit.small_config import Change
@@ -45,6 +46,7 @@ class AuditReport:
         counts: axis (``dp``: those of FSDP) to collectives of rank 0 in the microbatches of the first step, by kind, and
             ``bytes`` alike.
         rows: every comparison.
+        borders: of what goes into modules and comes out of them, and the gradients of both, on the rank that is furthest off.
         checks: the summary.
         findings: what is wrong, causes first; empty: nothing.
         seconds: that it took.
@@ -62,6 +64,7 @@ class AuditReport:
     counts: dict[str, dict[str, int]]
     bytes: dict[str, dict[str, int]]
     rows: tuple[Row, ...]
+    borders: tuple[BorderRow, ...]
     checks: tuple[Check, ...]
     findings: tuple[Finding, ...]
     seconds: float
@@ -89,7 +92,7 @@ class AuditReport:
     def to_json(self) -> str:
         """Everything; numbers that are not finite become null."""
         content = {"passed": self.passed, "verdict": self.verdict, "worst_gradient": self.worst_gradient, **asdict(self)}
-        for item, row in zip(content["rows"], self.rows, strict=True):
+        for item, row in zip([*content["rows"], *content["borders"]], [*self.rows, *self.borders], strict=True):
             item["passed"] = row.passed
         return json.dumps(_finite(content), indent=1, default=str)
 
