@@ -1,5 +1,7 @@
 """The audit must be able to fail: each kind of bug is planted, and gets its own words."""
 
+import io
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -8,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from meshwright.audit import conduct
 from meshwright.audit.case import Case
@@ -128,6 +131,13 @@ def test_each_bug_gets_its_own_verdict(
     first = report.findings[0]
     assert (first.kind, words in first.message) == (kind, True), [finding.message for finding in report.findings]
     assert report.verdict.startswith("FAIL: ")
+    if kind in (Kind.FORWARD, Kind.BACKWARD):
+        wrong = [row for row in json.loads(report.to_json())["borders"] if not row["passed"]]
+        assert wrong[0]["point"]["module"] == first.names[0]
+        page = Console(width=200, file=io.StringIO())
+        page.print(report.explain())
+        assert "Borders of modules, around the first that is wrong" in page.file.getvalue()  # type: ignore[attr-defined]
+        assert not any("foreign" in finding.message for finding in report.findings)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
@@ -135,6 +145,7 @@ def test_each_bug_gets_its_own_verdict(
     ("plant", "kind", "words"),
     [
         (plants.gradient_a_percent_off, Kind.GRADIENT, "is 1.01 times that of one process"),
+        (plants.wrong_backward_in_an_mlp, Kind.BACKWARD, "backward parts in model.layers.1.mlp"),
         (plants.slower_on_every_rank, Kind.STATE, "ratio 0.9"),
         (plants.stands_still_in_step_2, Kind.STATE, "the values of"),
         (plants.norm_without_optimizer, Kind.STATE, "model.norm.weight differ after the steps"),

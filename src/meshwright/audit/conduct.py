@@ -297,6 +297,8 @@ def _checks(
         f"{sequences} sequences; in the first step {min(tokens)} to {max(tokens)} valid tokens a microbatch, and "
         f"{reference.boundaries} boundaries between documents"
     )
+    if reference.unlabelled_step is not None:
+        compared += f"; a microbatch of step {reference.unlabelled_step + 1} has no valid token"
     yield Check("each rank was fed its share", compared, "", Kind.DATA not in wrong)
     compared = f"{reference.words_fed} of {reference.words}, as inputs and as labels of the first step"
     yield Check("words at the edges of slices of the vocabulary, and padding", compared, "", True)

@@ -92,8 +92,9 @@ class AuditReport:
     def to_json(self) -> str:
         """Everything; numbers that are not finite become null."""
         content = {"passed": self.passed, "verdict": self.verdict, "worst_gradient": self.worst_gradient, **asdict(self)}
-        for item, row in zip([*content["rows"], *content["borders"]], [*self.rows, *self.borders], strict=True):
-            item["passed"] = row.passed
+        passed = [*(row.passed for row in self.rows), *(row.passed for row in self.borders)]
+        for item, fine in zip([*content["rows"], *content["borders"]], passed, strict=True):
+            item["passed"] = fine
         return json.dumps(_finite(content), indent=1, default=str)
 
     def explain(self) -> "Group":
@@ -104,6 +105,8 @@ class AuditReport:
         if self.changes:
             parts.append(_changes(self.changes))
         parts.append(_worst(self.rows))
+        if not all(row.passed for row in self.borders):
+            parts.append(_borders(self.borders))
         parts.append(_checks(self))
         parts.extend(f"[red]{finding.kind}[/red]  {_plain(finding.message)}" for finding in self.findings)
         return Group(*parts)
@@ -155,6 +158,20 @@ def _worst(rows: Sequence[Row]) -> "Table":
         ratio = "" if math.isnan(row.ratio) else f"{row.ratio:.6f}"
         place = _plain(row.placements)
         table.add_row(mark, row.what, row.name, _plain(row.unit), place, error, ratio, f"{row.tolerance:.0e}")
+    return table
+
+
+def _borders(rows: Sequence[BorderRow]) -> "Table":
+    """What was compared around the first border that is wrong."""
+    table = _table(
+        "Borders of modules, around the first that is wrong", ["", "what", "of", "module", "rank", "error", "tolerance"]
+    )
+    first = next(index for index, row in enumerate(rows) if not row.passed)
+    for row in rows[max(0, first - WORST // 2) : first + WORST // 2]:
+        mark = "[green]ok[/green]" if row.passed else "[red]FAIL[/red]"
+        what = "gradient" if row.point.gradient else "value"
+        place = f"{row.point.side}{_plain(row.point.place)}"
+        table.add_row(mark, what, place, row.point.module, str(row.rank), f"{row.error:.1e}", f"{row.tolerance:.0e}")
     return table
 
 
