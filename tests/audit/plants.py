@@ -10,7 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.audit.data import edge_words
 from meshwright.audit.ranks import RankTrainer
+from meshwright.data.packing import IGNORE
 from meshwright.distributed import _torch_compat, tensor_parallel
 from meshwright.distributed.fsdp import fsdp_units
 from meshwright.plan.sharding_plan import Move
@@ -255,6 +257,28 @@ def buffer_on_rank_1_in_the_end(trainer: RankTrainer) -> None:
     trainer.optimizer.register_step_post_hook(after_step)
 
 
+def buffer_off_after_step_1(trainer: RankTrainer, only: int | None = None) -> None:
+    """And right again in the end."""
+    buffer = next(trainer.model.buffers())
+    inner = trainer.backward
+
+    def backward(batches: Any, divisor: Any) -> Any:
+        if trainer.step == 1 and only in (None, trainer.rank):
+            buffer.div_(2)
+        return inner(batches, divisor)
+
+    def after_step(*_: Any) -> None:
+        if trainer.step == 0 and only in (None, trainer.rank):
+            buffer.mul_(2)
+
+    trainer.backward = backward  # type: ignore[method-assign]
+    trainer.optimizer.register_step_post_hook(after_step)
+
+
+def buffer_off_after_step_1_on_rank_1(trainer: RankTrainer) -> None:
+    buffer_off_after_step_1(trainer, only=1)
+
+
 def parameter_by_another_name(trainer: RankTrainer) -> None:
     def after_step(*_: Any) -> None:
         norm = trainer.model.get_submodule("model.norm")
@@ -322,3 +346,129 @@ def shared_heads_not_summed(trainer: RankTrainer) -> None:
 def regions_not_entered(trainer: RankTrainer) -> None:
     """The all-reduce of backward is forgotten: upstream of attention and MLP gradients are those of slices."""
     _replanned(trainer, "region", entry=Move.NONE)
+
+
+def _around_forward(module: nn.Module, change: Callable[..., Any]) -> None:
+    """``change(inner, *args, **kwargs)`` instead of a module's forward, inside of all hooks."""
+    inner = module.forward
+    module.forward = lambda *args, **kwargs: change(inner, *args, **kwargs)
+
+
+def wrong_rotary_positions_on_rank_1(trainer: RankTrainer) -> None:
+    """The attention of one layer rotates queries and keys by the positions of the tokens before them."""
+
+    def change(inner: Any, *args: Any, position_embeddings: Any, **kwargs: Any) -> Any:
+        return inner(*args, position_embeddings=tuple(part.roll(1, 1) for part in position_embeddings), **kwargs)
+
+    if trainer.rank == 1:
+        _around_forward(trainer.model.get_submodule(f"{UNIT}.self_attn"), change)
+
+
+def rotary_begins_elsewhere_on_rank_1(trainer: RankTrainer) -> None:
+    """What context parallel does where it forgets which part of the sequence it has."""
+
+    def change(inner: Any, hidden: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return inner(hidden, position_ids + 3 * (position_ids > 2))
+
+    if trainer.rank == 1:
+        _around_forward(trainer.model.get_submodule("model.rotary_emb"), change)
+
+
+def wrong_head_of_a_group(trainer: RankTrainer) -> None:
+    """Queries meet the keys and values of the group beside their own."""
+    attention = trainer.model.get_submodule(f"{UNIT}.self_attn")
+    for name in ("k_proj", "v_proj"):
+        module = attention.get_submodule(name)
+        _around_forward(module, lambda inner, hidden: inner(hidden).roll(attention.head_dim, -1))
+
+
+def position_ids_shifted_on_rank_1(trainer: RankTrainer) -> None:
+    """The model is handed other positions than it should: nothing computes wrongly before the rotary embedding is fed."""
+
+    def change(inner: Any, *args: Any, position_ids: torch.Tensor, **kwargs: Any) -> Any:
+        return inner(*args, position_ids=position_ids + 3 * (position_ids > 2), **kwargs)
+
+    if trainer.rank == 1:
+        _around_forward(trainer.model.get_submodule("model"), change)
+
+
+def _changed_dispatch(trainer: RankTrainer, change: Callable[..., Any]) -> None:
+    if trainer.rank == 1:
+        _around_forward(trainer.model.get_submodule(f"{UNIT}.mlp.experts"), change)
+
+
+def dropped_token_in_dispatch(trainer: RankTrainer) -> None:
+    """One token of one rank gets nothing back from its experts: a capacity that is one too small."""
+
+    def change(inner: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Any:
+        kept = torch.ones_like(weights)
+        kept[5] = 0
+        return inner(hidden, index, weights * kept)
+
+    _changed_dispatch(trainer, change)
+
+
+def swapped_combine_weights(trainer: RankTrainer) -> None:
+    """The two experts of a token are added up with each other's weight."""
+    _changed_dispatch(trainer, lambda inner, hidden, index, weights: inner(hidden, index, weights.flip(1)))
+
+
+class _WrongBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * (1 + gradient.detach().sign() / 10)
+
+
+def wrong_backward_in_an_mlp(trainer: RankTrainer) -> None:
+    """A kernel with a backward of its own, which is wrong; forward is right."""
+    module = trainer.model.get_submodule(f"{UNIT}.mlp")
+    _around_forward(module, lambda inner, hidden: inner(_WrongBackward.apply(hidden)))
+
+
+def wrong_backward_between_modules(trainer: RankTrainer) -> None:
+    """On the way from a layer to the one before it."""
+    trainer.model.get_submodule(UNIT).register_forward_pre_hook(
+        lambda _, args: (_WrongBackward.apply(args[0]), *args[1:]), prepend=True
+    )
+
+
+def _last_word_of_rank_0(trainer: RankTrainer) -> int:
+    return edge_words(trainer.model.config.vocab_size, trainer.setup.layout.size("tp"))[1]
+
+
+def last_word_of_a_slice_not_looked_up(trainer: RankTrainer) -> None:
+    """A bound that is one too small: the word is taken for one of the next rank, which does not have it either."""
+    word = _last_word_of_rank_0(trainer)
+
+    def change(inner: Any, ids: torch.Tensor) -> torch.Tensor:
+        return inner(ids).masked_fill((ids == word).unsqueeze(-1), 0)
+
+    _around_forward(trainer.model.get_submodule("model.embed_tokens"), change)
+
+
+def _around_loss(trainer: RankTrainer, change: Callable[..., Any]) -> None:
+    inner = trainer.objective.sums
+    trainer.objective.sums = lambda model, batch: change(inner, model, batch)  # type: ignore[method-assign]
+
+
+def last_word_of_a_slice_is_no_label(trainer: RankTrainer) -> None:
+    word = _last_word_of_rank_0(trainer)
+
+    def change(inner: Any, model: Any, batch: Any) -> Any:
+        return inner(model, {**batch, "labels": batch["labels"].masked_fill(batch["labels"] == word, IGNORE)})
+
+    _around_loss(trainer, change)
+
+
+def mean_of_a_microbatch(trainer: RankTrainer) -> None:
+    """A mean that is made a sum again: the same, but for a microbatch without a label."""
+
+    def change(inner: Any, model: Any, batch: Any) -> Any:
+        tokens = (batch["labels"] != IGNORE).sum()
+        return tuple(term / tokens * tokens for term in inner(model, batch))
+
+    _around_loss(trainer, change)

@@ -89,3 +89,16 @@ def test_recomputing_in_backward_stays_float64_too() -> None:
     ((seen, gradient),) = run_ranks(recompute, 1, group=False)
     assert seen == [torch.float64] * 2
     assert gradient.tolist() == [2.0] * 3
+
+
+def test_parts_that_are_alike_or_nothing_but_rounding_get_no_weight() -> None:
+    """Solved all the same they would weigh 1e12."""
+    generator = torch.Generator().manual_seed(0)
+    one, other = (torch.randn(30, generator=generator, dtype=torch.float64) for _ in range(2))
+    twice = [one, one + 1e-14 * other]
+    weights = weights_of_parts(one + 1e-3 * other, twice)
+    assert len(weights) == 2
+    assert all(map(math.isnan, weights))
+    weights = weights_of_parts(2 * one + 1e-3 * other, [one, 1e-16 * other])
+    assert weights[0] == pytest.approx(2.0, abs=1e-2)
+    assert math.isnan(weights[1])

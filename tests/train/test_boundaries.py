@@ -36,8 +36,11 @@ def test_families_that_let_documents_through_are_refused(family: str) -> None:
 
     config = AutoConfig.for_model(family, vocab_size=67, bos_token_id=1, eos_token_id=2, pad_token_id=0, **LEAKING[family])
     model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ConfigError, match=r"data\.packing=pack.*set data\.packing=pad"):
+    with pytest.raises(ConfigError, match=r"data\.packing=pack.*set data\.packing=pad or another") as error:
         check_boundaries(model, CPU, rows=1, length=20)
+    assert "microbatch" not in str(error.value)  # there is one sequence in it already
+    with pytest.raises(ConfigError, match=r"implementation, or training\.microbatch_size=1"):
+        check_boundaries(model, CPU, rows=2, length=20)
 
 
 def test_the_trainer_checks_before_it_trains(tiny, tmp_path) -> None:
@@ -51,7 +54,7 @@ def test_the_trainer_checks_before_it_trains(tiny, tmp_path) -> None:
     _, _, store = prepare_run(config, 2)
 
     def on_rank(rank: int) -> None:
-        with pytest.raises(ConfigError, match="a document changes the one packed after it"):
+        with pytest.raises(ConfigError, match=r"in OPTForCausalLM, .* a document changes the one packed after it"):
             trainer_on_rank(config, store.directory)
 
     run_ranks(on_rank, 2)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from meshwright.audit.data import UnevenLoader, sequence_digests
+from meshwright.audit.data import UnevenLoader, sequence_digests, unlabelled_microbatch, words_to_feed
 from meshwright.audit.precision import KeepFloat64
 from meshwright.data.loader import TrainLoader
 from meshwright.data.store import TokenStore
@@ -28,6 +28,9 @@ __all__ = ["AuditTrainer", "Case", "in_dtype", "local_part", "modules_in_evaluat
 
 DROPOUT = r"dropout|pdrop|layerdrop|drop_path|jitter"
 """Of names of probabilities."""
+
+NO_TEXT = r"^(image|video|audio|vision|speech|bo[iav]|eo[iav]).*_token_(id|index)$"
+"""Of keys of words that stand for an image or a sound, which are not there."""
 
 JITTER = 0.02
 """Added to every drawn parameter, times a standard normal."""
@@ -131,10 +134,15 @@ class AuditTrainer(Trainer):
         return _mesh(self.setup.layout, self.device.type)
 
     def build_loader(self, store: TokenStore) -> TrainLoader:
-        """That of the audit; experts are to be left without a token now and then."""
+        """That of the audit; experts are to be left without a token now and then, and what hurts is to be fed."""
         loader = super().build_loader(store)
         assert isinstance(loader, UnevenLoader)
         loader.starves = bool(model_sizes(self.setup.spec, self.setup.model).experts)
+        config, training = self.setup.model.config, self.config.training
+        text = config.get_text_config()
+        never = {value for key, value in config.to_dict().items() if re.search(NO_TEXT, key) and isinstance(value, int)}
+        loader.words = words_to_feed(text.vocab_size, (store.index.pad_token_id, text.pad_token_id), never)
+        loader.unlabelled = unlabelled_microbatch(training.global_batch_size, training.microbatch_size, self.case.steps)
         return loader
 
     def fill(self, device: torch.device) -> None:

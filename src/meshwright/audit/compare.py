@@ -19,6 +19,14 @@ import torch
 __all__ = ["Row", "compare", "weights_of_parts"]
 
 
+ROUNDING = 1e-9
+"""A part that is no larger than this share of the largest one is taken for zero."""
+
+MOST_CONDITION = 1e4
+"""Largest condition number of some parts for which weights are solved: what is foreign in a gradient comes out of it that many
+times as large."""
+
+
 @dataclass(frozen=True)
 class Row:
     """A tensor against its reference.
@@ -34,7 +42,9 @@ class Row:
         tolerance: largest error that passes.
         scale: largest entry of the reference.
         missing: whether there was nothing to compare.
-        weights: of the microbatches, in the order of the reference, for a gradient that failed; empty otherwise.
+        weights: of the microbatches, in the order of the reference, for a gradient that failed; empty otherwise. NaN: cannot be
+            told.
+        step: of a buffer that failed: after which it did first, counted from 1; otherwise 0.
     """
 
     what: str
@@ -48,6 +58,7 @@ class Row:
     scale: float
     missing: bool = False
     weights: tuple[float, ...] = ()
+    step: int = 0
 
     @property
     def passed(self) -> bool:
@@ -96,19 +107,21 @@ def compare(
 def weights_of_parts(found: torch.Tensor, parts: Sequence[torch.Tensor]) -> tuple[float, ...]:
     """The weights w for which ``sum_i w_i parts_i`` is nearest to a tensor; empty where it is not made of them.
 
-    Parts that are zero (a microbatch that does not touch the parameter) cannot be told; they get NaN.
+    Parts that are zero, or nothing but rounding (a microbatch that does not touch the parameter), cannot be told; they get NaN.
+    So does every part where parts are so much alike that a small error of the tensor is a large one of the weights.
     """
     matrix = torch.stack([part.detach().double().flatten().cpu() for part in parts], dim=1)
     value = found.detach().double().flatten().cpu()
     sizes = matrix.norm(dim=0)
-    known = sizes > 0
+    known = sizes > ROUNDING * sizes.max()
     if not bool(value.isfinite().all()) or not bool(known.any()) or matrix.shape[0] < int(known.sum()):
         return ()
     scaled = matrix[:, known] / sizes[known]
-    solution = torch.linalg.lstsq(scaled, value, driver="gelsd").solution
-    left = float((scaled @ solution - value).norm())
+    solved = torch.linalg.lstsq(scaled, value, driver="gelsd")
+    left = float((scaled @ solved.solution - value).norm())
     if left > 0.02 * max(float(value.norm()), 1e-300):
         return ()
     weights = torch.full((len(parts),), math.nan, dtype=torch.float64)
-    weights[known] = solution / sizes[known]
+    if float(solved.singular_values.min()) * MOST_CONDITION >= float(solved.singular_values.max()):
+        weights[known] = solved.solution / sizes[known]
     return tuple(weights.tolist())

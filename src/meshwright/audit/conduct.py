@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
 
+from meshwright.audit.borders import worst_of_ranks
 from meshwright.audit.case import Case, in_dtype
 from meshwright.audit.data import documents_of_run, draw_documents
 from meshwright.audit.diagnose import Finding, Kind, diagnose
@@ -193,7 +194,7 @@ class Auditor:
             why = "in bfloat16 steps after the first compare rounding"
             changes = (*changes, Change("training.steps", case.steps, steps, why))
             case = case.with_steps(steps)
-        folder, noise = self._reference(case)
+        folder, noise = self._reference(case, setup.layout.size("dp"))
         ranks: list[RankResult] = self._pool(world_size).run(audit_on_rank, case, folder, noise, tuple(plants))
         reference = Reference(folder)
         tolerances = Tolerances(setup.plan, case.dtype, reference, noise, case.steps)
@@ -216,19 +217,21 @@ class Auditor:
             counts={axis: dict(counts) for axis, counts in next(iter(ranks[0].counts), {}).items()},
             bytes={axis: dict(sizes) for axis, sizes in next(iter(ranks[0].bytes), {}).items()},
             rows=tuple(rows),
+            borders=worst_of_ranks(row for result in ranks for row in result.borders),
             checks=(*row_checks(rows, case.steps), *_checks(setup.plan, reference, ranks, findings)),
             findings=tuple(findings),
             seconds=time.perf_counter() - begun,
         )
 
-    def _reference(self, case: Case) -> tuple[Path, dict[str, float]]:
+    def _reference(self, case: Case, readers: int) -> tuple[Path, dict[str, float]]:
         alone = case.on_one_process()
         content = {**alone.config.model_dump(mode="json"), "output": "", "store": str(case.store), "steps": case.steps}
+        content["readers"] = readers  # whose first microbatches are recorded border by border
         key = sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
         if key not in self._references:
             folder = self._folder / key
             pool = self._pool(1)
-            pool.run(record_reference, case, folder)
+            pool.run(record_reference, case, folder, readers)
             self._references[key] = (folder, pool.run(measure_noise, case, folder)[0])
         return self._references[key]
 
@@ -294,10 +297,15 @@ def _checks(
         f"{sequences} sequences; in the first step {min(tokens)} to {max(tokens)} valid tokens a microbatch, and "
         f"{reference.boundaries} boundaries between documents"
     )
+    if reference.unlabelled_step is not None:
+        compared += f"; a microbatch of step {reference.unlabelled_step + 1} has no valid token"
     yield Check("each rank was fed its share", compared, "", Kind.DATA not in wrong)
+    compared = f"{reference.words_fed} of {reference.words}, as inputs and as labels of the first step"
+    yield Check("words at the edges of slices of the vocabulary, and padding", compared, "", True)
     if reference.experts:
         compared = f"{reference.idle_experts} of {reference.experts}, in the first step"
         yield Check("experts without a token in a microbatch", compared, "", True)
+    yield _border_check(reference, ranks, not {Kind.FORWARD, Kind.BACKWARD} & wrong)
     yield Check("no random numbers drawn, modules in training mode", "", "", not {Kind.RANDOM, Kind.MODE} & wrong)
     yield Check("nothing lost", "parameters and buffers", "", Kind.LOST not in wrong)
     shown = []
@@ -306,3 +314,14 @@ def _checks(
         shown.append(f"{axis}: {kinds} of {sum(first.bytes[0][axis].values()):,} bytes")
     compared = "; ".join(shown) or ("none" if first.counts else "not counted: layers are compiled")
     yield Check("collectives of every step's microbatches as planned", compared, "", Kind.COLLECTIVES not in wrong)
+
+
+def _border_check(reference: Reference, ranks: Sequence[RankResult], passed: bool) -> Check:
+    """How many tensors at borders of modules were compared."""
+    rows = [row for result in ranks for row in result.borders]
+    left_out = reference.borders_left_out + sum(result.borders_left_out for result in ranks)
+    compared = f"{len(rows)} tensors at borders of {len({row.point.module for row in rows})} modules"
+    compared += f"; {left_out} were too many to be kept" if left_out else ""
+    worst = max(rows, key=lambda row: row.error, default=None)
+    shown = f"{worst.error:.1e} {worst.point.module}" if worst else ""
+    return Check("activations and their gradients, of each rank's first microbatch", compared, shown, passed)

@@ -3,13 +3,20 @@ and with uneven numbers of valid tokens.
 
 How many labels of a sequence count depends on its number in the global stream, not on who reads it. So one process and many
 see the same, and a loss that is averaged over ranks or microbatches, instead of over tokens, cannot pass for right.
+
+Two things that hurt are put in. The words at the edges of every rank's slice of the vocabulary, and the padding, stand in the
+first step as inputs and as labels, for any `tp` that a few processes can have. And one microbatch has no valid token at all:
+the last one of the second step, so that in the first one every rank has something to be judged by; of the only one, where there
+is no second.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from meshwright.data.loader import TrainLoader
@@ -18,12 +25,54 @@ from meshwright.data.store import TokenStore, prepare, write_documents
 from meshwright.data.tokenizer import build_tokenizer
 from meshwright.train.config import RunConfig
 
-__all__ = ["UnevenLoader", "documents_of_run", "draw_documents", "sequence_digests"]
+__all__ = [
+    "UnevenLoader",
+    "documents_of_run",
+    "draw_documents",
+    "edge_words",
+    "sequence_digests",
+    "unlabelled_microbatch",
+    "words_to_feed",
+]
 
 DOCUMENTS = 64
 """Documents of a run's source that an audit reads, at most."""
 
 _GOLDEN = 0.6180339887  # its multiples modulo 1 are spread evenly, and never repeat
+
+
+RANKS = (2, 4, 8, 3, 5, 6, 7)
+"""Of `tp`, in the order in which their edges are fed: the most usual ones first, for a first step may be too short for all."""
+
+
+def edge_words(vocabulary: int, ranks: int) -> list[int]:
+    """The first and the last word of every rank's slice of a vocabulary, as ``torch.chunk`` cuts it."""
+    width = -(-vocabulary // ranks)
+    edges = [(begin, min(begin + width, vocabulary) - 1) for begin in range(0, vocabulary, width)]
+    return [word for edge in edges for word in edge]
+
+
+def words_to_feed(vocabulary: int, pads: Iterable[int | None], never: Container[int] = ()) -> tuple[int, ...]:
+    """The words that hurt: padding, and the edges of slices. The same for every layout.
+
+    Args:
+        vocabulary: words in all.
+        pads: words that are padding somewhere.
+        never: words that stand for something else than text.
+    """
+    words = [*pads, *(word for ranks in RANKS for word in edge_words(vocabulary, ranks))]
+    return tuple(dict.fromkeys(word for word in words if word is not None and 0 <= word < vocabulary and word not in never))
+
+
+def unlabelled_microbatch(global_batch_size: int, microbatch_size: int, steps: int) -> range:
+    """Numbers of the sequences of the microbatch without a valid token: the last of the second step, or of the only one.
+
+    None, where a step is one microbatch of one rank.
+    """
+    if global_batch_size == microbatch_size:
+        return range(0)
+    end = global_batch_size * min(2, steps)
+    return range(end - microbatch_size, end)
 
 
 class UnevenLoader(TrainLoader):
@@ -32,19 +81,48 @@ class UnevenLoader(TrainLoader):
     Attributes:
         starves: every third microbatch repeats one token, which goes to the same few experts at every position, so that the
             others have nothing to do.
+        words: that are put into the first step, as inputs and as labels, while there is room.
+        unlabelled: numbers of the sequences that have no label.
     """
 
     starves = False
+    words: tuple[int, ...] = ()
+    unlabelled = range(0)
 
     def _sequence(self, number: int) -> dict[str, Integers]:
         found = super()._sequence(number)
         kept = self.sequence_length - int(self.sequence_length * (number * _GOLDEN % 1) * 2 / 3)
-        labels = found["labels"].copy()
+        if number in self.unlabelled:
+            kept = 0
+        ids, labels = found["input_ids"].copy(), found["labels"].copy()
         labels[kept:] = IGNORE
-        ids = found["input_ids"]
         if self.starves and number // self.microbatch_size % 3 == 1:
-            ids = np.full_like(ids, ids[0])
+            ids[:] = ids[0]
+        elif number < self.global_batch_size and self.words:
+            words = self._words_by_sequence[number]
+            ids[_places(labels)[: len(words)]] = words
+            targets = labels[:-1] != IGNORE
+            labels[:-1][targets] = ids[1:][targets]
         return {**found, "input_ids": ids, "labels": labels}
+
+    @cached_property
+    def _words_by_sequence(self) -> dict[int, tuple[int, ...]]:
+        """The words of each sequence of the first step: as many as fit, in their order."""
+        words, self.words = self.words, ()  # the sequences as they are without
+        found, begin = {}, 0
+        for number in range(self.global_batch_size):
+            starved = self.starves and number // self.microbatch_size % 3 == 1
+            room = 0 if starved or begin == len(words) else len(_places(self._sequence(number)["labels"]))
+            found[number] = words[begin : begin + room]
+            begin += len(found[number])
+        self.words = words
+        return found
+
+
+def _places(labels: Integers) -> npt.NDArray[np.intp]:
+    """Positions of the tokens that are a label, and that something is said after: as inputs they have a gradient."""
+    counts = labels != IGNORE
+    return np.flatnonzero(counts[:-1] & counts[1:]) + 1
 
 
 def sequence_digests(batches: list[dict[str, torch.Tensor]], length: int) -> list[str]:

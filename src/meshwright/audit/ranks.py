@@ -5,13 +5,14 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, BorderRecorder, BorderRow, compare_borders
 from meshwright.audit.case import AuditTrainer, Case, local_part, modules_in_evaluation
 from meshwright.audit.compare import Row, compare, weights_of_parts
 from meshwright.audit.precision import FLOORS
@@ -20,7 +21,9 @@ from meshwright.audit.tolerance import TOLERANCES, Tolerances
 from meshwright.checkpoint import state
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.grad_clip import total_grad_norm
+from meshwright.distributed.mesh import whole_tensor
 from meshwright.layout import Layout
+from meshwright.plan.borders import borders, first_microbatch, held
 from meshwright.plan.sharding_plan import ParameterRow
 from meshwright.train.trainer import Batch
 
@@ -48,6 +51,8 @@ class RankResult:
         counts: for each step, axis to collectives of the microbatches by kind, and ``bytes`` alike. FSDP's axes are one,
             ``dp``; axes over the same ranks are one, as in ``dp+ep``; a group that is no axis has its ranks for a name. Empty
             where layers are compiled.
+        borders: of modules, compared in the first microbatch, in the order in which this rank came by; empty where layers are
+            compiled, and where rounding is not that of one process. ``borders_left_out``: that were too many to be kept.
         seconds: that the steps took, comparisons included.
     """
 
@@ -67,6 +72,8 @@ class RankResult:
     drew: bool = False
     counts: list[dict[str, Counter[str]]] = field(default_factory=list)
     bytes: list[dict[str, Counter[str]]] = field(default_factory=list)
+    borders: list[BorderRow] = field(default_factory=list)
+    borders_left_out: int = 0
     seconds: float = 0.0
 
 
@@ -98,12 +105,14 @@ class RankTrainer(AuditTrainer):
             self._row("initial value", name, parameter, self.reference.get(f"initial.{name}"), tolerance=0.0)
         held = {**self.named, **dict(self.model.named_buffers())}
         self.result.digests["initial value"] = {name: digest(tensor) for name, tensor in held.items()}
+        self.at_borders = self._border_recorder()
         frozen = {name: digest(p) for name, p in self.named.items() if not self.planned[name].trainable}
         while self.step < self.case.steps:
             metrics = self.train_step()
             self.result.losses.append(metrics["loss"])
             self.result.norms.append(metrics["gradient_norm"])
             self.step += 1
+            self._compare_buffers()
         names = {name for name, _ in self.model.named_parameters()} ^ self.planned.keys()
         buffers = {name for name, _ in self.model.named_buffers()} ^ set(self.reference.names("buffer"))
         self.result.lost = sorted({*names, *buffers})
@@ -133,8 +142,30 @@ class RankTrainer(AuditTrainer):
             self.result.bytes.append(self._by_axis(counter.bytes_of))
         self.result.drew |= self._generators() != generators
         if self.step == 0:
+            self.at_borders.close()
+            self._compare_borders(batches[0])
             self._compare_gradients()
         return loss
+
+    def _border_recorder(self) -> BorderRecorder:
+        """Of the first microbatch; of nothing, where hooks would break a compiled graph or rounding hides what they see."""
+        compiled = any(unit.compile for unit in self.setup.plan.units)
+        names = () if compiled or self.tolerances.rounded() else borders(self.setup.plan, self.model)
+        return BorderRecorder(self.model, names, (0,), MOST_BYTES_OF_BORDERS // self.setup.layout.size("dp"))
+
+    def _compare_borders(self, batch: Batch) -> None:
+        plan, place = self.setup.plan, self.setup.layout.coordinates(self.rank)
+        rows, length = batch["input_ids"].shape
+        first = first_microbatch(plan, place)
+        self.result.borders = compare_borders(
+            self.at_borders.tensors[0],
+            lambda point: self.reference.get(f"border.{first}.{point}"),
+            lambda point, features: held(plan, point.module, point.side, place, rows, length, features),
+            self.tolerances.border(),
+            FLOORS[self.case.dtype],
+            self.rank,
+        )
+        self.result.borders_left_out = self.at_borders.left_out
 
     def _by_axis(self, of_groups: Mapping[tuple[int, ...], Counter[str]]) -> dict[str, Counter[str]]:
         names = axis_names(self.setup.layout, self.rank)
@@ -192,12 +223,29 @@ class RankTrainer(AuditTrainer):
                 floor = share.get(kind, 0.0) * (scale**2 if kind == "exp_avg_sq" else scale)
                 allowed = {"step": 0.0, "exp_avg_sq": 2 * tolerance}.get(kind, tolerance)
                 self._row(kind, name, states.get(kind, {}).get(name), truth, allowed, floor)
-        for name, buffer in self.model.named_buffers():
-            self._row("buffer", name, buffer, self.reference.get(f"buffer.{name}"), TOLERANCES[self.case.dtype])
         self.result.digests["parameter"] = {name: digest(parameter) for name, parameter in self.named.items()}
-        self.result.digests["buffer"] = {name: digest(buffer) for name, buffer in self.model.named_buffers()}
         for kind, named in states.items():
             self.result.digests[kind] = {name: digest(value) for name, value in named.items()}
+
+    @torch.no_grad()
+    def _compare_buffers(self) -> None:
+        """After each step: a row for each buffer that is wrong for the first time, and in the end for those that never were.
+
+        The digest of a buffer is that of its values after every step so far.
+        """
+        digests = self.result.digests.setdefault("buffer", {})
+        reported = {row.name for row in self.result.rows if row.what == "buffer"}
+        last = self.step == self.case.steps
+        for name, buffer in self.model.named_buffers():
+            digests[name] = hashlib.sha256(f"{digests.get(name, '')}{digest(buffer)}".encode()).hexdigest()[:16]
+            if self.rank != 0 or name in reported:
+                continue
+            self._row(
+                "buffer", name, buffer, self.reference.get(f"buffer_after.{self.step}.{name}"), TOLERANCES[self.case.dtype]
+            )
+            row = self.result.rows.pop()
+            if last or not row.passed:
+                self.result.rows.append(row if row.passed else replace(row, step=self.step))
 
     def _compare_movement(self, name: str, parameter: torch.Tensor, tolerance: float, off: float) -> None:
         """A parameter after the steps, relative to how far it moved in one process.
@@ -264,7 +312,7 @@ class RankTrainer(AuditTrainer):
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """The global values of a tensor; all ranks take part."""
     value = tensor.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return whole_tensor(value) if isinstance(value, DTensor) else value
 
 
 def _placements(row: ParameterRow) -> str:

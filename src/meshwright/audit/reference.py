@@ -13,12 +13,15 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, BorderRecorder
 from meshwright.audit.case import AuditTrainer, Case, modules_in_evaluation
 from meshwright.audit.compare import compare
+from meshwright.audit.data import UnevenLoader
 from meshwright.audit.precision import FLOORS
 from meshwright.checkpoint import state
 from meshwright.distributed.grad_clip import total_grad_norm
 from meshwright.distributed.grad_sync import GradSync
+from meshwright.plan.borders import borders
 from meshwright.plan.resolver import model_sizes
 from meshwright.plan.sharding_plan import ShardingPlan, UnitRow
 from meshwright.train.loss import count_tokens
@@ -48,6 +51,10 @@ class Reference:
         boundaries: documents of the first step that begin within a sequence.
         idle_experts: experts of a layer that got no token of a microbatch of the first step, counted over both, of
             ``experts`` in all; 0 of 0 for a dense model.
+        words: at edges of slices of the vocabulary, and padding, that were to be fed in the first step, and ``words_fed``: that
+            were, as inputs and as labels.
+        unlabelled_step: that has a microbatch without a valid token, counted from 0; ``None``: none has.
+        borders_left_out: tensors at borders that were not kept, for there were too many.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -64,6 +71,10 @@ class Reference:
         self.evaluating: list[str] = meta["evaluating"]
         self.idle_experts: int = meta["idle_experts"]
         self.experts: int = meta["experts"]
+        self.words: int = meta["words"]
+        self.words_fed: int = meta["words_fed"]
+        self.unlabelled_step: int | None = meta["unlabelled_step"]
+        self.borders_left_out: int = meta["borders_left_out"]
         self._file = safe_open(folder / "reference.safetensors", framework="pt")
         self._names = set(self._file.keys())
 
@@ -73,7 +84,7 @@ class Reference:
 
     def get(self, key: str) -> torch.Tensor | None:
         """A tensor by key: ``initial.NAME``, ``gradient.NAME``, ``part.I.NAME``, ``final.NAME``, ``optimizer.NAME.STATE``,
-        ``buffer.NAME``. ``None`` where there is none.
+        ``buffer.NAME``, ``buffer_after.STEP.NAME``, ``border.I.POINT``. ``None`` where there is none.
         """
         return self._file.get_tensor(key) if key in self._names else None
 
@@ -84,10 +95,18 @@ class Reference:
 
 
 class ReferenceTrainer(AuditTrainer):
-    """Trains the plain model in one process, and keeps what it computes."""
+    """Trains the plain model in one process, and keeps what it computes.
 
-    def __init__(self, case: Case, device: torch.device) -> None:
+    Args:
+        case: to run.
+        device: to compute on.
+        readers: data ranks of the layouts that it is the reference of; the first microbatch of each is recorded border by
+            border. 0: none is.
+    """
+
+    def __init__(self, case: Case, device: torch.device, readers: int = 0) -> None:
         super().__init__(case, device)
+        self.readers = readers
         self.tensors: dict[str, torch.Tensor] = {}
         self.meta: dict[str, Any] = {"microbatch_losses": [], "microbatch_tokens": [], "losses": [], "norms": []}
         copies = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
@@ -114,6 +133,7 @@ class ReferenceTrainer(AuditTrainer):
         sequences: list[str] = []
         self.meta["evaluating"] = modules_in_evaluation(self.model)
         self.meta["boundaries"] = sum(int((batch["position_ids"][:, 1:] == 0).sum()) for batch in batches)
+        self._note_what_hurts(batches)
         for index, batch in enumerate(batches):
             before = {name: parameter.grad for name, parameter in trained.items()}
             for parameter in trained.values():
@@ -133,6 +153,14 @@ class ReferenceTrainer(AuditTrainer):
             if parameter.grad is not None:
                 self.keep(f"gradient.{name}", parameter.grad)
         return total
+
+    def _note_what_hurts(self, batches: list[Batch]) -> None:
+        loader = self.loader
+        assert isinstance(loader, UnevenLoader)
+        inputs, labels = ({int(i) for batch in batches for i in batch[key].unique()} for key in ("input_ids", "labels"))
+        self.meta["words"], self.meta["words_fed"] = len(loader.words), len(inputs & labels & set(loader.words))
+        begin = loader.unlabelled.start if loader.unlabelled else None
+        self.meta["unlabelled_step"] = None if begin is None else begin // loader.global_batch_size
 
     def clip(self) -> torch.Tensor:
         """A run that clips is to clip in its first step here, or clipping would not be compared."""
@@ -158,15 +186,27 @@ class ReferenceTrainer(AuditTrainer):
             return []
         return (gradient == 0).flatten(1).all(dim=1).tolist()
 
+    def _border_recorder(self) -> BorderRecorder:
+        microbatches = range(0, self.loader.accumulation, self.loader.accumulation // self.readers) if self.readers else ()
+        names = borders(self.setup.plan, self.model) if self.readers else ()
+        return BorderRecorder(self.model, names, microbatches, MOST_BYTES_OF_BORDERS // max(1, self.readers))
+
     def record(self, folder: Path) -> None:
         """Run all steps and write what they computed."""
         for name, parameter in self.model.named_parameters():
             self.keep(f"initial.{name}", parameter)
+        recorder = self._border_recorder()
         while self.step < self.case.steps:
             metrics = self.train_step()
             self.meta["losses"].append(metrics["loss"])
             self.meta["norms"].append(metrics["gradient_norm"])
             self.step += 1
+            recorder.close()
+            for name, buffer in self.model.named_buffers():
+                self.keep(f"buffer_after.{self.step}.{name}", buffer)
+        for number, recorded in recorder.tensors.items():
+            self.tensors.update({f"border.{number}.{point}": tensor for point, tensor in recorded.items()})
+        self.meta["borders_left_out"] = recorder.left_out
         for name, parameter in self.model.named_parameters():
             self.keep(f"final.{name}", parameter)
         for name, buffer in self.model.named_buffers():
@@ -183,9 +223,9 @@ class ReferenceTrainer(AuditTrainer):
         (folder / "reference.json").write_text(json.dumps(self.meta))
 
 
-def record_reference(device: torch.device, case: Case, folder: Path) -> None:
-    """Job of the one process: compute the reference of a case and write it."""
-    ReferenceTrainer(case.on_one_process(), device).record(folder)
+def record_reference(device: torch.device, case: Case, folder: Path, readers: int) -> None:
+    """Job of the one process: compute the reference of a case, for layouts of some number of data ranks, and write it."""
+    ReferenceTrainer(case.on_one_process(), device, readers).record(folder)
 
 
 def measure_noise(device: torch.device, case: Case, folder: Path) -> dict[str, float]:

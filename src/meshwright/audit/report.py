@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from meshwright.audit.borders import BorderRow
 from meshwright.audit.compare import Row
 from meshwright.audit.diagnose import Finding
 from meshwright.audit.small_config import Change
@@ -45,6 +46,7 @@ class AuditReport:
         counts: axis (``dp``: those of FSDP) to collectives of rank 0 in the microbatches of the first step, by kind, and
             ``bytes`` alike.
         rows: every comparison.
+        borders: of what goes into modules and comes out of them, and the gradients of both, on the rank that is furthest off.
         checks: the summary.
         findings: what is wrong, causes first; empty: nothing.
         seconds: that it took.
@@ -62,6 +64,7 @@ class AuditReport:
     counts: dict[str, dict[str, int]]
     bytes: dict[str, dict[str, int]]
     rows: tuple[Row, ...]
+    borders: tuple[BorderRow, ...]
     checks: tuple[Check, ...]
     findings: tuple[Finding, ...]
     seconds: float
@@ -89,8 +92,9 @@ class AuditReport:
     def to_json(self) -> str:
         """Everything; numbers that are not finite become null."""
         content = {"passed": self.passed, "verdict": self.verdict, "worst_gradient": self.worst_gradient, **asdict(self)}
-        for item, row in zip(content["rows"], self.rows, strict=True):
-            item["passed"] = row.passed
+        passed = [*(row.passed for row in self.rows), *(row.passed for row in self.borders)]
+        for item, fine in zip([*content["rows"], *content["borders"]], passed, strict=True):
+            item["passed"] = fine
         return json.dumps(_finite(content), indent=1, default=str)
 
     def explain(self) -> "Group":
@@ -101,6 +105,8 @@ class AuditReport:
         if self.changes:
             parts.append(_changes(self.changes))
         parts.append(_worst(self.rows))
+        if not all(row.passed for row in self.borders):
+            parts.append(_borders(self.borders))
         parts.append(_checks(self))
         parts.extend(f"[red]{finding.kind}[/red]  {_plain(finding.message)}" for finding in self.findings)
         return Group(*parts)
@@ -155,6 +161,20 @@ def _worst(rows: Sequence[Row]) -> "Table":
     return table
 
 
+def _borders(rows: Sequence[BorderRow]) -> "Table":
+    """What was compared around the first border that is wrong."""
+    table = _table(
+        "Borders of modules, around the first that is wrong", ["", "what", "of", "module", "rank", "error", "tolerance"]
+    )
+    first = next(index for index, row in enumerate(rows) if not row.passed)
+    for row in rows[max(0, first - WORST // 2) : first + WORST // 2]:
+        mark = "[green]ok[/green]" if row.passed else "[red]FAIL[/red]"
+        what = "gradient" if row.point.gradient else "value"
+        place = f"{row.point.side}{_plain(row.point.place)}"
+        table.add_row(mark, what, place, row.point.module, str(row.rank), f"{row.error:.1e}", f"{row.tolerance:.0e}")
+    return table
+
+
 def _sortable(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
@@ -173,7 +193,7 @@ def row_checks(rows: Sequence[Row], steps: int) -> Iterator[Check]:
         "initial value": "values before the first step",
         "gradient": "gradients of the first step",
         "parameter": f"movement of parameters in {steps} steps",
-        "buffer": f"buffers after {steps} steps",
+        "buffer": f"buffers after each of {steps} steps",
     }
     for what in dict.fromkeys(row.what for row in rows):
         of_kind = [row for row in rows if row.what == what]

@@ -24,6 +24,9 @@ TOLERANCES = {"float64": 1e-9, "float32": 2e-5, "bfloat16": 2e-5}
 STATE_TOLERANCES = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 1e-2}
 """For each step, of an optimizer state relative to its largest entry, and of a parameter relative to how far it moved."""
 
+BORDER_TOLERANCE = 1e-3
+"""Of activations and their gradients in float32 under model parallelism, where they explain and do not judge."""
+
 ROUNDED_SCALARS = {"loss": 1e-3, "norm": 1e-2}
 """In bfloat16 under model parallelism: averages over tokens, and over entries, of what has eight bits."""
 
@@ -88,6 +91,10 @@ class Tolerances:
         half = self.rounded() or (self.dtype == "bfloat16" and what == "norm" and bool(self.half))
         first = ROUNDED_SCALARS[what] if half else TOLERANCES[self.dtype]
         return first if step == 0 else max(first, step * STATE_TOLERANCES[self.dtype])
+
+    def border(self) -> float:
+        """Of an activation and its gradient. In float32 products in another order part by more than sums do."""
+        return TOLERANCES[self.dtype] if self.same_arithmetic or self.dtype == "float64" else BORDER_TOLERANCE
 
     def rounded(self) -> bool:
         """Whether both sides round their activations to eight bits, and not alike."""

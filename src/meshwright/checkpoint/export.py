@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.checkpoint import storage
 from meshwright.checkpoint.manager import check_writable, read_meta
+from meshwright.distributed.names import class_name
 from meshwright.errors import CheckpointError, ConfigError, ModelError
 
 __all__ = ["export_checkpoint", "generate"]
@@ -142,7 +143,7 @@ def generate(
     if model.config.model_type == "diffusion_gemma":
         return _denoise(model, tokenizer, inputs["input_ids"].to(device), max_new_tokens, temperature, top_p, seed, steps, show)
     if steps is not None:
-        raise ConfigError(f"steps={steps}: {type(model).__name__} says one token after another; leave it out")
+        raise ConfigError(f"steps={steps}: {class_name(model)} says one token after another; leave it out")
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature is not None and temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshwright.distributed import _torch_compat
+from meshwright.distributed.mesh import whole_tensor
 from meshwright.errors import CheckpointError
 
 __all__ = ["contents", "read", "reason", "write", "write_in_background"]
@@ -118,7 +119,7 @@ def read(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
             for name, tensor in tensors.items():
                 held_as = plain[name]
                 if held_as is not tensor and isinstance(tensor, DTensor) and isinstance(held_as, DTensor):
-                    whole = held_as.full_tensor()
+                    whole = whole_tensor(held_as)
                     again = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
                     tensor.to_local().copy_(again.to_local())
     except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
@@ -132,7 +133,7 @@ def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if isinstance(tensor, DTensor) and (placements := _torch_compat.plain_placements(tensor)) is not None:
             mesh = tensor.device_mesh
             with torch.no_grad():
-                found[name] = distribute_tensor(tensor.full_tensor(), mesh, placements, src_data_rank=None)
+                found[name] = distribute_tensor(whole_tensor(tensor), mesh, placements, src_data_rank=None)
     return found
 
 

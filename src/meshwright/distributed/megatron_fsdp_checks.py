@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from meshwright.distributed.names import class_name
 from meshwright.errors import ModelError
 
 __all__ = ["model_problems", "optimizer_problems", "unit_classes"]
@@ -40,7 +41,7 @@ def model_problems(model: nn.Module, from_meta: bool) -> list[str]:
             continue
         owned |= {id(buffer) for buffer in module.buffers(recurse=False)}
         if not (hasattr(module, "reset_parameters") or hasattr(module, "_reset_parameters")):
-            silent.append(f"{name or '(root)'} ({type(module).__name__})")
+            silent.append(f"{name or '(root)'} ({class_name(module)})")
     if silent:
         found.append(
             f"init_nvfsdp_with_meta_device=True: {silent[0]} has no reset_parameters(), nor have {len(silent) - 1} others; "
@@ -99,8 +100,8 @@ def unit_classes(
     if inside is not None:
         around = next(other for other in units if _within(inside, other))
         problems.append(
-            f"nvfsdp_unit_modules: {inside!r} ({type(modules[inside]).__name__}) lies in {around or '(root)'!r} "
-            f"({type(modules[around]).__name__}), which is gathered as one; name one of the two"
+            f"nvfsdp_unit_modules: {inside!r} ({class_name(modules[inside])}) lies in {around or '(root)'!r} "
+            f"({class_name(modules[around])}), which is gathered as one; name one of the two"
         )
     sizes = {name: sorted((str(p.dtype), p.numel()) for p in modules[name].parameters()) for name in units}
     other = next((name for name in units if sizes[name] != sizes[units[0]]), None)

@@ -7,12 +7,13 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.distributed import _torch_compat
 from meshwright.errors import LayoutError
 from meshwright.layout import AXES, EXPERT_AXES, FLATTENED, Layout
 
-__all__ = ["ParallelMesh", "adopt_mesh", "build_mesh"]
+__all__ = ["ParallelMesh", "adopt_mesh", "build_mesh", "whole_tensor"]
 
 
 @dataclass(frozen=True)
@@ -160,3 +161,16 @@ def adopt_mesh(
     ranks = device_mesh.mesh.permute(*order, *rest).reshape(tuple(layout.sizes().values()))
     root = DeviceMesh(device_mesh.device_type, ranks, mesh_dim_names=AXES)
     return _complete(layout, root)
+
+
+def whole_tensor(tensor: DTensor) -> torch.Tensor:
+    """The global values of a tensor, gathered over one axis after another; all ranks of its mesh take part.
+
+    ``full_tensor`` does the same, and warns where axes that shard one dimension were not cut in the order of the mesh, as FSDP
+    behind tensor parallel does: such gathers cannot be one.
+    """
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            placements = [*tensor.placements[:axis], Replicate(), *tensor.placements[axis + 1 :]]
+            tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from meshwright.distributed.fsdp import gathered, shard_unit
+from meshwright.distributed.names import class_name
 from meshwright.distributed.strategy import get_parallelization_strategy
 from meshwright.errors import LayoutError, PlanError
 from meshwright.layout import Layout
@@ -165,7 +166,7 @@ def get_hf_tp_shard_plan(model: nn.Module) -> PlanOfStyles:
     """
     spec = get_parallelization_strategy(model).spec(model)
     if not spec.tp_styles:
-        raise PlanError(f"{type(model).__name__}: declares no tensor parallel plan (base_model_tp_plan of its config)")
+        raise PlanError(f"{class_name(model)}: declares no tensor parallel plan (base_model_tp_plan of its config)")
     return _as_torch(spec, spec.tp_styles, sequence_parallel=False)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.distributed.names import class_name
 from meshwright.errors import ConfigError, ModelError
 from meshwright.models.config import ModelConfig
 
@@ -244,4 +245,4 @@ def materialize(
     found += list(report.errors)
     found += [f"{name}: in the files, but the model has no such parameter" for name in report.unexpected]
     if found:
-        raise ModelError("\n  ".join([f"model.path={config.path!r} does not fit {type(model).__name__}:", *found]))
+        raise ModelError("\n  ".join([f"model.path={config.path!r} does not fit {class_name(model)}:", *found]))

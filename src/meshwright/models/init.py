@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from meshwright.distributed.names import class_name
 from meshwright.errors import ModelError
 from meshwright.models import _transformers_compat as compat
 
@@ -120,7 +121,7 @@ def _initialize_module(module: nn.Module, owner: nn.Module, done: set[int]) -> N
     elif own and not tied:
         reset = getattr(module, "reset_parameters", None)
         if not callable(reset):
-            raise ModelError(f"{type(module).__name__} holds parameters but has no reset_parameters() to initialise them")
+            raise ModelError(f"{class_name(module)} holds parameters but has no reset_parameters() to initialise them")
         reset()
     done.update(id(parameter) for parameter in own)
 
@@ -183,6 +184,6 @@ def _check_written(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
             left.append(name)
     if left:
         raise ModelError(
-            f"{type(model).__name__} leaves without an initial value: {', '.join(left)}; its _init_weights (or "
+            f"{class_name(model)} leaves without an initial value: {', '.join(left)}; its _init_weights (or "
             "reset_parameters) has to set them"
         )

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from meshwright.distributed.names import class_name
 from meshwright.distributed.strategy import ParallelizationStrategy, get_parallelization_strategy
 from meshwright.errors import ModelError
 from meshwright.models.decoder import structure_of
@@ -61,7 +62,7 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
         return replace(under_prefix(spec_of(wrapped, param_dtype), "base_model.model."), uses_all_parameters=False)
     if not _is_transformers(model):
         raise ModelError(
-            f"{type(model).__name__} is not a model of transformers, so nothing is known of it: "
+            f"{class_name(model)} is not a model of transformers, so nothing is known of it: "
             "pass a ParallelSpec that names its layers, such as ParallelSpec(family='mine', layers=('blocks.*',)), or register "
             "a strategy for its class (docs/adding-a-family.md)"
         )
@@ -70,11 +71,11 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
 
     declared = compat.declarations(model)
     modules = dict(model.named_modules())
-    whole = [name for name, module in modules.items() if type(module).__name__ in declared.no_split and name]
+    whole = [name for name, module in modules.items() if class_name(module) in declared.no_split and name]
     layers = [name for name in whole if isinstance(modules[name.rpartition(".")[0]], nn.ModuleList)]
     if not layers:
         raise ModelError(
-            f"{type(model).__name__} declares no layers: set _no_split_modules on the class to the class name of its "
+            f"{class_name(model)} declares no layers: set _no_split_modules on the class to the class name of its "
             f"layer (it is {sorted(declared.no_split) or None}), or pass a ParallelSpec"
         )
     structure = structure_of([kind.__name__ for kind in type(model).__mro__], model.config)
@@ -84,7 +85,7 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
         styles = {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output", **styles}
     fp32 = declared.fp32_strict | (declared.fp32 if param_dtype == "float16" else frozenset())
     return ParallelSpec(
-        family=type(model).__name__,
+        family=class_name(model),
         layers=_patterns(layers),
         units=tuple(UnitRule(pattern) for pattern in _patterns(name for name in whole if name not in layers)),
         experts=experts_of(model),

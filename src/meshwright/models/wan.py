@@ -14,6 +14,7 @@ embedding are cast too, as they are in language models.
 
 from torch import nn
 
+from meshwright.distributed.names import class_name
 from meshwright.distributed.strategy import ParallelizationStrategy, register_parallel_strategy
 from meshwright.errors import ModelError
 from meshwright.plan.spec import ParallelSpec, Structure, UnitRule, match_names
@@ -60,7 +61,7 @@ class WanParallelizationStrategy(ParallelizationStrategy):
         held = [name for name, module in modules.items() if any(True for _ in module.parameters())]
         image = {pattern: style for pattern, style in _IMAGE_TP_STYLES.items() if match_names(pattern, held)}
         return ParallelSpec(
-            family=type(model).__name__,
+            family=class_name(model),
             layers=("blocks.*",),
             # First in forward and last in backward: not to be held gathered all the time between, as the root is.
             units=(UnitRule("condition_embedder"),),

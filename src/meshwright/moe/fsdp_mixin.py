@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.fsdp import fsdp_units
 from meshwright.distributed.grad_sync import GradSync
+from meshwright.distributed.names import class_name
 from meshwright.errors import PlanError
 from meshwright.plan.options import SyncPolicy
 from meshwright.plan.spec import match_names
@@ -101,7 +102,7 @@ def _policies(module: Any, names: list[str]) -> dict[str, SyncPolicy]:
         matched = match_names(pattern, names)
         if not matched:
             raise PlanError(
-                f"fsdp_sync_policies pattern {pattern!r} of {type(module).__name__} matches no FSDP unit; units are "
+                f"fsdp_sync_policies pattern {pattern!r} of {class_name(module)} matches no FSDP unit; units are "
                 + ", ".join(map(repr, names))
             )
         found.update(dict.fromkeys(matched, SyncPolicy(policy)))

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.distributed.names import class_name
 from meshwright.errors import ConfigError
 from meshwright.train.loss import forward_logits
 
@@ -44,12 +45,12 @@ def check_boundaries(
             forward_logits(model, {"input_ids": tokens, "position_ids": positions})[:, half:].float() for tokens in (ids, other)
         )
     except TypeError as error:
-        raise ConfigError(f"{_REFUSAL.format(type(model).__name__)} (it takes no position_ids: {error})") from error
+        raise ConfigError(f"{_refusal(model, rows)} (it takes no position_ids: {error})") from error
     finally:
         model.train(training)
     difference = _largest(first - second)
     if difference > (0.0 if exact else 0.02 * _largest(first)):
-        raise ConfigError(f"{_REFUSAL.format(type(model).__name__)} (logits of the second differ by {difference:.2g})")
+        raise ConfigError(f"{_refusal(model, rows)} (logits of the second differ by {difference:.2g})")
 
 
 def _largest(logits: torch.Tensor) -> float:
@@ -58,7 +59,12 @@ def _largest(logits: torch.Tensor) -> float:
     return float(found.full_tensor() if isinstance(found, DTensor) else found)
 
 
-_REFUSAL = (
-    "data.packing=pack: in {}, with this attention and microbatch size, a document changes the one packed after it; "
-    "set data.packing=pad, another model.attn_implementation, or training.microbatch_size=1"
-)
+def _refusal(model: nn.Module, rows: int) -> str:
+    """What is wrong, and what may help: smaller batches only where there are any."""
+    smaller = ["training.microbatch_size=1"] if rows > 1 else []
+    *others, last = ["data.packing=pad", "another model.attn_implementation", *smaller]
+    size, comma = (" and microbatch size", ",") if smaller else ("", "")
+    return (
+        f"data.packing=pack: in {class_name(model)}, with this attention{size}, a document changes the one packed after it; "
+        f"set {', '.join(others)}{comma} or {last}"
+    )

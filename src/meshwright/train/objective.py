@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from meshwright.data.packing import IGNORE
+from meshwright.distributed.names import class_name
 from meshwright.errors import ConfigError
 from meshwright.models._transformers_compat import attention_of
 from meshwright.models.diffusion_gemma.canvas import lay_out
@@ -205,7 +206,7 @@ def make_objective(config: RunConfig, model: "PreTrainedModel") -> Objective:
     Raises:
         ConfigError: an objective that the model is not made for, or settings that the objective has no use for.
     """
-    name = type(model).__name__
+    name = class_name(model)
     diffusion = any(kind.__name__ == "DiffusionGemmaForBlockDiffusion" for kind in type(model).__mro__)
     natural = "block_diffusion" if diffusion else "next_token"
     wish = config.training.objective

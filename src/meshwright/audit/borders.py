@@ -1,0 +1,272 @@
+"""What goes into modules and comes out of them, and the gradient of both: recorded on either side of an audit, and compared.
+
+One microbatch of each data rank is recorded: its first one. Hooks copy what they see, send nothing, and are silent where
+activation checkpointing runs a module again. A gradient of an input is that through this module alone: each module is given a
+view of its input, so that a residual that goes past it is not in it. A module that runs several times has a record of each run.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.distributed._torch_compat import in_backward
+from meshwright.distributed.activation_checkpointing import unwatched
+from meshwright.plan.borders import Held, Side
+
+__all__ = [
+    "MOST_BYTES_OF_BORDERS",
+    "BorderRecorder",
+    "BorderRow",
+    "Point",
+    "border_error",
+    "compare_borders",
+    "part_of",
+    "worst_of_ranks",
+]
+
+MOST_BYTES_OF_BORDERS = 2**28
+"""Recorded on each side, over all microbatches that are; what comes later is left out, and counted."""
+
+MASKED = 1e30
+"""A value this large is that of a mask, and no scale."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A tensor at a border.
+
+    Attributes:
+        module: its name.
+        run: of the module in the microbatch, counted from 0.
+        side: of the module.
+        place: of the tensor among the arguments, or in what is returned.
+        gradient: whether it is the gradient of the tensor.
+    """
+
+    module: str
+    run: int
+    side: Side
+    place: str
+    gradient: bool
+
+    def __str__(self) -> str:
+        return f"{self.module}|{self.run}|{self.side}|{self.place}|{'gradient' if self.gradient else 'value'}"
+
+
+@dataclass(frozen=True)
+class BorderRow:
+    """A tensor at a border of a rank against that of one process.
+
+    Attributes:
+        point: what it is.
+        error: largest difference of an entry, relative to the largest entry of the reference.
+        tolerance: largest error that passes.
+        rank: that holds it.
+    """
+
+    point: Point
+    error: float
+    tolerance: float
+    rank: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the tolerance."""
+        return self.error <= self.tolerance
+
+
+class BorderRecorder:
+    """Hooks the modules of a model, and keeps what passes their borders.
+
+    Args:
+        model: parallelized, or plain.
+        names: of the modules.
+        microbatches: to record, counted by forwards of the model from now on.
+        limit: bytes of each microbatch.
+
+    Attributes:
+        tensors: microbatch to point to tensor, in the order in which they came.
+        left_out: tensors that were not kept because of the limit.
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str], microbatches: Collection[int], limit: int) -> None:
+        self.tensors: dict[int, dict[Point, torch.Tensor]] = {number: {} for number in microbatches}
+        self.left_out = 0
+        self._limit, self._bytes, self._number = limit, 0, -1
+        self._runs: Counter[str] = Counter()
+        self._handles = [model.register_forward_pre_hook(self._begin)]
+        for name in names:
+            module = model.get_submodule(name)
+            self._handles.append(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(partial(self._leave, name)))
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, *_: Any) -> None:
+        self._number, self._bytes = self._number + 1, 0
+        self._runs.clear()
+
+    def _records(self) -> bool:
+        return self._number in self.tensors and not in_backward()
+
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self._records():
+            return None
+        run, self._runs[name] = self._runs[name], self._runs[name] + 1
+
+        def seen(place: str, tensor: torch.Tensor) -> torch.Tensor:
+            if isinstance(tensor, DTensor):
+                return tensor
+            tensor = tensor.view_as(tensor) if tensor.requires_grad and tensor.grad_fn is not None else tensor
+            self._see(Point(name, run, Side.INPUT, place, False), tensor)
+            return tensor
+
+        with unwatched():
+            return _mapped(tuple(args), "", seen), _mapped(dict(kwargs), "", seen)
+
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._records():
+            return
+        run = self._runs[name] - 1
+        with unwatched():
+            for place, tensor in _tensors(output, ""):
+                self._see(Point(name, run, Side.OUTPUT, place, False), tensor)
+
+    def _see(self, point: Point, tensor: torch.Tensor) -> None:
+        number = self._number
+        self._keep(number, point, tensor)
+        if tensor.requires_grad and tensor.grad_fn is not None:
+            of_gradient = Point(point.module, point.run, point.side, point.place, True)
+            tensor.register_hook(lambda gradient: self._keep(number, of_gradient, gradient))
+
+    def _keep(self, number: int, point: Point, tensor: torch.Tensor) -> None:
+        local = tensor.detach()
+        local = local.to_local() if isinstance(local, DTensor) else local
+        self._bytes += local.numel() * local.element_size()
+        if self._bytes > self._limit:
+            self.left_out += 1
+            return
+        with unwatched():
+            self.tensors[number][point] = local.to("cpu", copy=True).contiguous()
+
+
+def _mapped(value: Any, place: str, do: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
+    """Plain tuples, lists and dicts with something done to the tensors in them; anything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return do(place, value)
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(item, f"{place}.{index}", do) for index, item in enumerate(value))
+    if type(value) is dict:
+        return {key: _mapped(item, f"{place}.{key}", do) for key, item in value.items()}
+    return value
+
+
+def _tensors(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield place, value
+    elif isinstance(value, tuple | list | Mapping):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            yield from _tensors(item, f"{place}.{key}")
+
+
+# -- comparison --------------------------------------------------------------------------------------------------------------
+
+
+def compare_borders(
+    recorded: Mapping[Point, torch.Tensor],
+    truth_of: Callable[[Point], torch.Tensor | None],
+    hold: Callable[[Point, int], Held | None],
+    tolerance: float,
+    share: float,
+    rank: int = 0,
+) -> list[BorderRow]:
+    """A row for each tensor that both sides have, in the order in which the rank recorded them.
+
+    Args:
+        recorded: by the rank.
+        truth_of: what one process recorded.
+        hold: what the rank holds at a border whose tensor has so many features.
+        tolerance: largest error that passes.
+        share: of the largest entry of all gradients, or of all values: no tensor has a smaller scale, for some are zero but for
+            rounding.
+        rank: for the rows.
+    """
+    pairs: dict[Point, tuple[torch.Tensor, torch.Tensor]] = {}
+    largest = {False: 0.0, True: 0.0}
+    for point, found in recorded.items():
+        truth = truth_of(point)
+        held = None if truth is None else hold(point, truth.shape[-1] if truth.ndim else 0)
+        if truth is None or held is None or (pair := part_of(truth, found, held)) is None or not pair[0].numel():
+            continue
+        pairs[point] = pair
+        size = float(pair[0].abs().max()) if pair[0].is_floating_point() else 0.0
+        if size < MASKED:
+            largest[point.gradient] = max(largest[point.gradient], size)
+    return [
+        BorderRow(point, border_error(found, truth, share * largest[point.gradient]), tolerance, rank)
+        for point, (truth, found) in pairs.items()
+    ]
+
+
+def worst_of_ranks(rows: Iterable[BorderRow]) -> tuple[BorderRow, ...]:
+    """For each tensor the row with the largest error, in the order in which they first came."""
+    found: dict[Point, BorderRow] = {}
+    for row in rows:
+        if row.point not in found or row.error > found[row.point].error:
+            found[row.point] = row
+    return tuple(found.values())
+
+
+def part_of(truth: torch.Tensor, found: torch.Tensor, held: Held) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What can be compared of a tensor of one process and that of a rank: tokens that both have.
+
+    Args:
+        truth: [rows, length, ...], or of all tokens one after another; or of any shape, if it is no tensor of tokens.
+        found: of the rank, its part of the positions, with padding behind ``length``.
+        held: by the rank.
+
+    Returns:
+        ``None`` where the shapes do not belong together.
+    """
+    if held.words is not None and truth.shape[:-1] == found.shape[:-1] and found.shape[-1] == len(held.words):
+        return truth[..., held.words.start : held.words.stop], found
+    rows, positions = len(held.rows), list(chain(*held.positions))
+    if truth.shape == found.shape:
+        return truth, found
+    if truth.ndim < 1 or truth.ndim != found.ndim or not rows or not positions:
+        return None
+    if truth.ndim > 1 and truth.shape[0] == found.shape[0] and found.shape[1] == len(positions):
+        pass
+    elif found.shape[0] == rows * len(positions) and truth.shape[0] % rows == 0:
+        truth, found = (tensor.unflatten(0, (rows, -1)) for tensor in (truth, found))
+    else:
+        return None
+    if truth.shape[2:] != found.shape[2:]:
+        return None
+    here = [place for place, position in enumerate(positions) if position < truth.shape[1]]
+    return truth[:, [positions[place] for place in here]], found[:, here]
+
+
+def border_error(found: torch.Tensor, truth: torch.Tensor, floor: float) -> float:
+    """The largest difference of an entry, relative to the largest entry of the reference, or to ``floor`` if that is more.
+
+    Entries that are infinite on both sides alike (of masks) are equal.
+    """
+    value, reference = found.double().flatten(), truth.double().flatten()
+    same = value == reference
+    if bool(same.all()):
+        return 0.0
+    scale = max(float(reference[reference.isfinite()].abs().max()) if bool(reference.isfinite().any()) else 0.0, floor)
+    distance = float((value[~same] - reference[~same]).abs().max())
+    return distance / scale if scale and distance == distance else float("inf")

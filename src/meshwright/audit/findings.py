@@ -1,0 +1,124 @@
+"""What an audit can find, causes before their consequences, and the words in which findings speak of parameters and ranks."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from meshwright.plan.sharding_plan import ShardingPlan
+
+__all__ = ["CONSEQUENCES", "Finding", "Kind", "described", "in_ranks", "listed"]
+
+
+class Kind(StrEnum):
+    """What can be wrong, causes before their consequences."""
+
+    VALUES = "values"
+    """The ranks began with other parameters than one process."""
+
+    DATA = "data"
+    """A rank was fed other sequences than its share."""
+
+    RANDOM = "random"
+    """Random numbers were drawn in the step: dropout, or routing with noise."""
+
+    MODE = "mode"
+    """Modules are in evaluation mode where one process trains, or the reverse."""
+
+    TIES = "ties"
+    """Parameters that are one in the plan are several in the model."""
+
+    LOST = "lost"
+    """Parameters or buffers that only one side has."""
+
+    FROZEN = "frozen"
+    """A parameter that is not trained got a gradient or another value."""
+
+    FORWARD = "forward"
+    """A module computes something else: its inputs agree, its output does not."""
+
+    BACKWARD = "backward"
+    """A module's own backward is wrong: the gradient of its output agrees, that of its input does not."""
+
+    UNREDUCED = "unreduced"
+    """A gradient was not summed over the ranks: each rank has only its own, or none has any."""
+
+    GRADIENT = "gradient"
+    """A gradient is wrong otherwise: a factor, a lost microbatch, a foreign part."""
+
+    REPLICAS = "replicas"
+    """Ranks that hold the same tensor hold different values."""
+
+    LOSS = "loss"
+    """The loss that is reported is not that of one process."""
+
+    NORM = "norm"
+    """The norm of the gradient, or what clipping made of it."""
+
+    STATE = "state"
+    """Parameters, optimizer state or buffers after the steps, though the gradients are right."""
+
+    LATER = "later"
+    """The loss or the norm of a later step, though everything else is right."""
+
+    COLLECTIVES = "collectives"
+    """Other collectives, or other bytes, than the plan promised."""
+
+
+_AFTER_GRADIENTS = (Kind.REPLICAS, Kind.NORM, Kind.STATE, Kind.LATER)
+_ALL_NUMBERS = (Kind.FORWARD, Kind.BACKWARD, Kind.UNREDUCED, Kind.GRADIENT, Kind.LOSS, *_AFTER_GRADIENTS)
+CONSEQUENCES = {
+    Kind.VALUES: _ALL_NUMBERS,
+    Kind.DATA: _ALL_NUMBERS,
+    Kind.RANDOM: _ALL_NUMBERS,
+    Kind.LOST: _ALL_NUMBERS,
+    Kind.TIES: (*_ALL_NUMBERS, Kind.LOST),
+    Kind.FORWARD: _ALL_NUMBERS[1:],
+    Kind.BACKWARD: _ALL_NUMBERS[2:],
+    Kind.UNREDUCED: _AFTER_GRADIENTS,
+    Kind.GRADIENT: _AFTER_GRADIENTS,
+    Kind.REPLICAS: (Kind.LATER,),
+    Kind.NORM: (Kind.STATE, Kind.LATER),
+    Kind.STATE: (Kind.LATER,),
+}
+"""What is bound to be wrong too, and is not worth words. The rows of the report still have all numbers."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong.
+
+    Attributes:
+        kind: of cause.
+        message: one sentence for people.
+        names: parameters, buffers or ranks that it is about.
+    """
+
+    kind: Kind
+    message: str
+    names: tuple[str, ...] = ()
+
+
+def described(plan: ShardingPlan, names: Sequence[str]) -> str:
+    """Parameters by their units, where those are wholly meant. Other names, of buffers, as they are."""
+    if not set(names) <= {row.name for row in plan.parameters}:
+        return listed(names)
+    if len(names) == 1:
+        return f"{names[0]} (unit {plan.unit(plan.parameter(names[0]).unit).label})"
+    trained = {row.name for row in plan.parameters if row.trainable}
+    if trained <= set(names):
+        return f"all {len(names)} parameters"
+    units = list(dict.fromkeys(plan.parameter(name).unit for name in names))
+    whole = all(set(plan.unit(unit).parameters) & trained <= set(names) for unit in units)
+    labels = [plan.unit(unit).label for unit in units]
+    if whole:
+        return f"all {len(names)} parameters of unit {listed(labels)}"
+    return f"{len(names)} parameters ({listed(names)}) of unit {listed(labels)}"
+
+
+def in_ranks(numbers: Sequence[int]) -> str:
+    return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(map(str, numbers))}"
+
+
+def listed(names: Iterable[str], most: int = 4) -> str:
+    shown = list(names)
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")

@@ -1,0 +1,83 @@
+"""Where a layout begins to part from one process: the first module whose inputs agree and whose outputs do not."""
+
+from collections.abc import Iterator, Sequence
+
+from meshwright.audit.borders import BorderRow, Point
+from meshwright.audit.findings import Finding, Kind, in_ranks
+from meshwright.audit.ranks import RankResult
+from meshwright.plan.borders import Side
+
+__all__ = ["origin_findings"]
+
+
+def origin_findings(ranks: Sequence[RankResult]) -> Iterator[Finding]:
+    """One finding: of forward, or where all of that agrees of backward. Nothing where the borders agree.
+
+    Of backward nothing is said where it is wrong from its beginning, the gradient of the last output: then the loss is scaled
+    or computed otherwise, and the gradients of parameters tell how.
+    """
+    for gradient, find in ((False, _forward), (True, _backward)):
+        rows_of = {result.rank: [row for row in result.borders if row.point.gradient is gradient] for result in ranks}
+        firsts = {rank: index for rank, rows in rows_of.items() if (index := _first(rows)) is not None}
+        if not firsts:
+            continue
+        begin = min(firsts.values())
+        if gradient and begin == 0:
+            return
+        where = [rank for rank, index in firsts.items() if index == begin]
+        worst = max(where, key=lambda rank: rows_of[rank][begin].error)
+        point, wrong = rows_of[worst][begin].point, _same_border(rows_of[worst], begin)
+        rows = rows_of[worst]
+        yield find(rows, point, max(row.error for row in wrong), f"on {in_ranks(where)}{_run(rows, point)}")
+        return
+
+
+def _first(rows: Sequence[BorderRow]) -> int | None:
+    return next((index for index, row in enumerate(rows) if not row.passed), None)
+
+
+def _same_border(rows: Sequence[BorderRow], index: int) -> list[BorderRow]:
+    """What is wrong at the border of a row: several tensors may pass it."""
+    here = rows[index].point
+    return [
+        row for row in rows
+        if not row.passed and (row.point.module, row.point.run, row.point.side) == (here.module, here.run, here.side)
+    ]  # fmt: skip
+
+
+def _run(rows: Sequence[BorderRow], point: Point) -> str:
+    runs = {row.point.run for row in rows if row.point.module == point.module}
+    return f", in run {point.run + 1} of {len(runs)}" if len(runs) > 1 else ""
+
+
+def _knows(rows: Sequence[BorderRow], point: Point, side: Side) -> bool:
+    """Whether the other border of a run of a module was compared."""
+    return any((row.point.module, row.point.run, row.point.side) == (point.module, point.run, side) for row in rows)
+
+
+def _forward(rows: Sequence[BorderRow], point: Point, error: float, where: str) -> Finding:
+    names = (point.module,)
+    if point.side is Side.INPUT:
+        return Finding(
+            Kind.FORWARD,
+            f"forward parts before {point.module}: all that was computed before agrees, and what goes into it is off by "
+            f"{error:.2g} {where}",
+            names,
+        )
+    before = "its inputs agree" if _knows(rows, point, Side.INPUT) else "all that was computed before agrees"
+    return Finding(Kind.FORWARD, f"forward parts in {point.module}: {before}, its output is off by {error:.2g} {where}", names)
+
+
+def _backward(rows: Sequence[BorderRow], point: Point, error: float, where: str) -> Finding:
+    names = (point.module,)
+    if point.side is Side.OUTPUT:
+        return Finding(
+            Kind.BACKWARD,
+            f"backward parts behind {point.module}: forward agrees and so does all that backward computed before, and the "
+            f"gradient of its output is off by {error:.2g} {where}",
+            names,
+        )
+    before = "the gradient of its output agrees" if _knows(rows, point, Side.OUTPUT) else "all before it agrees"
+    return Finding(
+        Kind.BACKWARD, f"backward parts in {point.module}: {before}, that of its input is off by {error:.2g} {where}", names
+    )

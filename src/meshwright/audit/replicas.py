@@ -1,0 +1,74 @@
+"""Ranks that should hold the same, and do not: found by digests of what each rank holds."""
+
+from collections.abc import Iterator, Sequence
+
+from meshwright.audit.findings import Finding, Kind, described
+from meshwright.audit.ranks import RankResult
+from meshwright.layout import AXES, Layout
+from meshwright.plan.sharding_plan import ShardingPlan
+
+__all__ = ["apart", "differing", "replica_findings", "sharded_over"]
+
+
+def replica_findings(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Finding]:
+    """Ranks that differ only on axes that a tensor is not sharded over must hold the same bits."""
+    sharded = sharded_over(plan)
+    # Where a gradient was not summed over replicas, that is said already, and all that follows from it needs no words.
+    wrong = (row.name for row in ranks[0].rows if row.what == "gradient" and not row.passed)
+    reported = {name for name in wrong if differing(plan.layout, sharded[name], name, "gradient", ranks)}
+    for what in dict.fromkeys(kind for result in ranks for kind in result.digests if kind != "initial value"):
+        found: dict[tuple[tuple[int, ...], ...], list[str]] = {}
+        for name in dict.fromkeys(name for result in ranks for name in result.digests.get(what, {})):
+            if name in reported:
+                continue
+            pairs = differing(plan.layout, sharded.get(name, set()), name, what, ranks)
+            if pairs:
+                found.setdefault(pairs, []).append(name)
+                reported.add(name)
+        for pairs, names in found.items():
+            noun = {"parameter": "values", "gradient": "the gradient", "buffer": "the buffer"}.get(what, what)
+            yield Finding(
+                Kind.REPLICAS,
+                f"replicas differ: {noun} of {described(plan, names)} {apart(plan.layout, pairs)}",
+                tuple(names),
+            )
+
+
+def sharded_over(plan: ShardingPlan) -> dict[str, set[str]]:
+    """Parameter name to the axes that shard it."""
+    return {row.name: {axis for axis, placement in row.placements if "Shard" in placement} for row in plan.parameters}
+
+
+def apart(layout: Layout, pairs: Sequence[Sequence[int]]) -> str:
+    """That some ranks hold different values of what should be the same, and over which axes it was not summed."""
+    axes = dict.fromkeys(axis for pair in pairs for axis in _axes_between(layout, pair))
+    shown = " and ".join(f"ranks {pair[0]} and {pair[1]}" for pair in pairs[:2])
+    return f"differs between {shown}, which should hold the same: it is not summed, or not kept in step, over {', '.join(axes)}"
+
+
+def differing(
+    layout: Layout, sharded: set[str], name: str, what: str, ranks: Sequence[RankResult]
+) -> tuple[tuple[int, ...], ...]:
+    """Pairs of ranks that should hold the same of a tensor, and do not."""
+    holders: dict[tuple[int, ...], list[RankResult]] = {}
+    for result in ranks:
+        holders.setdefault(_share(layout, result.rank, sharded), []).append(result)
+    pairs = []
+    for group in holders.values():
+        first = group[0]
+        for other in group[1:]:
+            if first.digests.get(what, {}).get(name) != other.digests.get(what, {}).get(name):
+                pairs.append((first.rank, other.rank))
+    return tuple(pairs)
+
+
+def _share(layout: Layout, rank: int, sharded: set[str]) -> tuple[int, ...]:
+    """Which part of a tensor a rank holds: its coordinates on the axes that shard it, and its pipeline stage."""
+    place = {**layout.coordinates(rank), **layout.coordinates(rank, experts=True)}
+    place["dp_shard_cp"] = place["dp_shard"] * layout.size("cp") + place["cp"]
+    return (place["pp"], *(place[axis] for axis in sorted(sharded)))
+
+
+def _axes_between(layout: Layout, pair: Sequence[int]) -> list[str]:
+    first, second = (layout.coordinates(rank) for rank in pair)
+    return [axis for axis in AXES if first[axis] != second[axis]]

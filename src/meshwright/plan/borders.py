@@ -1,0 +1,106 @@
+"""The borders of modules, and which part of a batch a rank holds there: facts of the plan.
+
+A *border* is where the input of a module comes in, or its output leaves. Outside of tensor parallel a rank holds all tokens of
+its microbatches at every border. Under sequence parallel it holds its part of the positions from the first layer on to the last
+norm. Inside the regions of tensor parallel (:mod:`meshwright.plan.tp_rows`) it has slices of features and parts of sums, which
+are nobody's tokens.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from torch import nn
+
+from meshwright.plan.sharding_plan import Move, ShardingPlan
+
+__all__ = ["Held", "Side", "borders", "first_microbatch", "held"]
+
+
+class Side(StrEnum):
+    """Of a module."""
+
+    INPUT = "input"
+    OUTPUT = "output"
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds of a tensor of [rows, positions, ...].
+
+    Attributes:
+        rows: of the microbatch.
+        positions: of each of these sequences, piece by piece.
+        words: of the last dimension; ``None``: all that there are.
+    """
+
+    rows: range
+    positions: tuple[range, ...]
+    words: range | None = None
+
+
+def borders(plan: ShardingPlan, model: nn.Module) -> tuple[str, ...]:
+    """Names of the modules whose borders are looked at, in the order of the model.
+
+    Units, layers and what stands directly in them, regions of tensor parallel, mixtures and their routers; and outside of the
+    layers every module that has no other in it: embeddings, the last norm, the head.
+    """
+    layers = set(plan.layers)
+    wanted = layers | {unit.name for unit in plan.units}
+    wanted |= {row.module for row in plan.tensor_parallel if row.style == "region"}
+    wanted |= {name for row in plan.experts for name in (row.module, row.router)}
+    found = []
+    for name, module in model.named_modules():
+        parent, inside = name.rpartition(".")[0], any(name.startswith(f"{layer}.") for layer in layers)
+        leaf = not inside and next(module.children(), None) is None
+        if name and (name in wanted or parent in layers or leaf) and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            found.append(name)
+    return tuple(found)
+
+
+def first_microbatch(plan: ShardingPlan, coordinates: Mapping[str, int]) -> int:
+    """The number, in the microbatches of a step over all data ranks, of the first one of the rank with some coordinates."""
+    reader = coordinates["dp_replicate"] * plan.layout.size("dp_shard") + coordinates["dp_shard"]
+    return reader * plan.options.microbatches
+
+
+def held(
+    plan: ShardingPlan, module: str, side: Side, coordinates: Mapping[str, int], rows: int, length: int, features: int = 0
+) -> Held | None:
+    """Which part of the hidden state of a microbatch a rank holds at a border.
+
+    Args:
+        plan: of the layout.
+        module: its name.
+        side: of the module.
+        coordinates: axis to place of the rank.
+        rows: sequences in a microbatch.
+        length: tokens in each, padding for ``plan.sequence_multiple`` included.
+        features: of the last dimension; asked for where logits stay sharded over the vocabulary.
+
+    Returns:
+        ``None`` where the rank has slices of features, or a part of a sum, which no tokens of one process are equal to.
+    """
+    whole = Held(range(rows), (range(length),))
+    ranks = plan.layout.size("tp")
+    if ranks == 1:
+        return whole
+    own = next((row for row in plan.tensor_parallel if row.module == module), None)
+    around = next((row for row in plan.tensor_parallel if row.style == "region" and module.startswith(f"{row.module}.")), None)
+    if around is not None:
+        return whole if around.entry is Move.GATHER_SEQUENCE_WHOLE else None
+    if own is not None and side is Side.OUTPUT and own.exit is Move.VOCABULARY:
+        width = -(-features // ranks)
+        begin = min(coordinates["tp"] * width, features)
+        return replace(whole, words=range(begin, min(begin + width, features)))
+    if not plan.options.sequence_parallel:
+        return whole
+    # The stream is cut into parts as it comes into the first layer, and joined again as it leaves the last norm.
+    cut = own is not None and side is Side.INPUT and own.entry is Move.SPLIT_SEQUENCE
+    joined = own is not None and side is Side.OUTPUT and own.exit is Move.GATHER_SEQUENCE_WHOLE
+    in_layers = any(f"{module}.".startswith(f"{layer}.") for layer in plan.layers)
+    if cut or joined or not (in_layers or (own is not None and own.style == "sequence_parallel")):
+        return whole
+    share = length // ranks
+    begin = coordinates["tp"] * share
+    return Held(range(rows), (range(begin, begin + share),))
