@@ -60,6 +60,9 @@ class Kind(StrEnum):
     NORM = "norm"
     """The norm of the gradient, or what clipping made of it."""
 
+    DECAY = "decay"
+    """Weight decay is for other parameters than the configuration says."""
+
     STATE = "state"
     """Parameters, optimizer state or buffers after the steps, though the gradients are right."""
 
@@ -82,6 +85,7 @@ _CONSEQUENCES = {
     Kind.GRADIENT: _AFTER_GRADIENTS,
     Kind.REPLICAS: (Kind.LATER,),
     Kind.NORM: (Kind.STATE, Kind.LATER),
+    Kind.DECAY: (Kind.STATE, Kind.LATER),
     Kind.STATE: (Kind.LATER,),
 }
 """What is bound to be wrong too, and is not worth words. The rows of the report still have all numbers."""
@@ -117,6 +121,7 @@ def diagnose(plan: ShardingPlan, reference: Reference, ranks: Sequence[RankResul
         *_lost(ranks),
         *_loss(plan.layout, reference, ranks, tolerances),
         *_norms(reference, ranks, rows, tolerances),
+        *_decay(reference, ranks),
         *_state(rows),
         *_collectives(plan, ranks),
     ]
@@ -324,6 +329,18 @@ def _only(groups: Sequence[Sequence[float]]) -> int | None:
 def _fits(weights: Sequence[float], expected: Sequence[float]) -> bool:
     pairs = [(w, e) for w, e in zip(weights, expected, strict=True) if not math.isnan(w) and not math.isnan(e)]
     return bool(pairs) and all(abs(w - e) < EXACT * abs(e) for w, e in pairs)
+
+
+def _decay(reference: Reference, ranks: Sequence[RankResult]) -> Iterator[Finding]:
+    for result in ranks:
+        for wrong, words in (
+            (set(result.decayed) - set(reference.decayed), "decays what is no matrix, or is excepted"),
+            (set(reference.decayed) - set(result.decayed), "does not decay what is a matrix"),
+        ):
+            if wrong:
+                names = tuple(sorted(wrong))
+                yield Finding(Kind.DECAY, f"rank {result.rank} {words}: {_listed(names)}", names)
+                return
 
 
 # -- after the gradient ------------------------------------------------------------------------------------------------------

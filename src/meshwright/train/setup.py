@@ -168,7 +168,8 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
     if problems:
         raise together(problems)
     options = config.parallel.options(microbatches)
-    plan = resolve(spec, model, layout, replace(options, freeze=(*options.freeze, *objective.frozen)))
+    options = replace(options, freeze=(*options.freeze, *objective.frozen), no_decay=tuple(config.optimizer.no_decay))
+    plan = resolve(spec, model, layout, options)
     refused = refusals(
         plan,
         aux_loss=config.moe.aux_loss or 0.0,
