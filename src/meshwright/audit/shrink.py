@@ -86,7 +86,8 @@ def shrink(config: RunConfig, world_size: int | None = None) -> tuple[RunConfig,
     large = build_on_meta(source, large_config)
     spec = spec_of(large, config.parallel.param_dtype)
 
-    chosen, world, microbatches = _shrink_layout(config, world_size, model_sizes(spec, large))
+    sizes = model_sizes(spec, large)
+    chosen, world, microbatches = _shrink_layout(config, world_size, sizes)
     layout = chosen.resolve(world)
     length, unit = min(SEQUENCE, config.data.sequence_length), 2 * layout.size("cp")
     if config.data.sequence_length % unit == 0:
@@ -100,7 +101,8 @@ def shrink(config: RunConfig, world_size: int | None = None) -> tuple[RunConfig,
     }
     if source.path is not None:
         changes.append(Change("model.path", source.path, None, "random weights"))
-    needs = Needs(layout.size("tp"), layout.ep, layout.size("pp"), length)
+    kv_heads, shared_by = sizes.kv_heads or 0, config.layout.tp or 1
+    needs = Needs(layout.size("tp"), layout.ep, layout.size("pp"), length, shares_heads=0 < kv_heads < shared_by)
     patterns = {key: getattr(config.parallel, key) for key in ("freeze", *_BY_MODULE)}
     patterns["no_decay"] = config.optimizer.no_decay
     model, renumbered = _shrink_model(source, large, large_config, spec, defaults, needs, patterns, changes)
