@@ -59,7 +59,7 @@ def _large_plan(config: RunConfig, setup: RunSetup) -> ShardingPlan | None:
     layout, sizes = config.layout.layout(), model_sizes(spec, model)
     least = prod(size for axis in AXES if (size := getattr(layout, axis)) not in (None, -1))
     options = config.parallel.options(setup.plan.options.microbatches)
-    for world_size in (config.launch.nproc or least, least, 2 * least):
+    for world_size in (config.launch.nproc or least, *(count * least for count in range(1, 2 * layout.ep + 1))):
         try:
             resolved = layout.resolve(world_size, sizes)
             if axes_above_1(resolved) == axes_above_1(setup.layout):
