@@ -20,7 +20,9 @@ from tests.cli.test_launchers import TORCHRUN, Variables, both, free_port, run, 
 from tests.train.runs import checkpoints
 
 TODAY = f"{datetime.now():%Y-%m-%d}"
-PROVEN = f"proven: LlamaForCausalLM on dp_shard, by your audit of {TODAY} (float64, dp_shard=2, the worst gradient off by "
+PROVEN = (
+    f"proven: LlamaForCausalLM on dp_shard, by your audit of {TODAY} (float64, 3 steps, dp_shard=2, the worst gradient off by "
+)
 SMALL = ("training.steps=1", "data.eval_fraction=0")
 
 
@@ -78,7 +80,7 @@ def test_training_does_not_start_after_an_audit_that_fails(meshwright, config: s
     # Without --audit the run starts, and the verdict on record is not to be overlooked.
     started = meshwright("train", config, "--nproc", 2, *SMALL)
     assert started.code == 0, started.error
-    words = f"FAIL: your audit of {TODAY} (float64) found LlamaForCausalLM on dp_shard wrong: the gradient of all 9 parameters"
+    words = f"FAIL: your audit of {TODAY} (float64, 3 steps, dp_shard=2) found LlamaForCausalLM on dp_shard wrong: the gradient"
     assert any(line.startswith(words) for line in unwrapped(started.out))
     assert "step 1/1" in started.out
     assert len(list(records.iterdir())) == 1

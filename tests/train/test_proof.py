@@ -14,7 +14,18 @@ from meshwright.train import claim as claims
 from meshwright.train import proof
 from meshwright.train.claim import claim_of
 from meshwright.train.config import RunConfig
-from meshwright.train.proof import CellProof, Source, Standing, State, audit_arguments, matrix_data, record, standing_of
+from meshwright.train.proof import (
+    CellProof,
+    Record,
+    Source,
+    Standing,
+    State,
+    audit_arguments,
+    matrix_data,
+    record,
+    standing_of,
+    today,
+)
 from meshwright.train.setup import make_setup
 
 LARGE: dict[str, Any] = {
@@ -153,15 +164,9 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def keep(setup: Any, say: Callable[[str], None] = pytest.fail, **values: Any) -> None:
-    entry = {
-        "passed": True,
-        "verdict": "PASS: all",
-        "dtype": "float64",
-        "layout": "dp_shard=2",
-        "world_size": 2,
-        "worst": 2e-15,
-    }
-    record(claim_of(setup), **{**entry, **values}, say=say)  # type: ignore[arg-type]
+    outcome = {"passed": True, "verdict": "PASS: all", "dtype": "float64", "layout": "dp_shard=2", "world_size": 2}
+    entry = Record(**{**outcome, "steps": 3, "worst": 2e-15, "date": today(), **values})
+    record(claim_of(setup), entry, say)
 
 
 def standing(setup: Any, said: list[str] | None = None) -> Standing:
@@ -189,7 +194,7 @@ def test_a_passed_audit_proves_the_same_at_any_size() -> None:
         found = standing(setup)
         assert found.state is State.PROVEN
         assert ", by your audit of 20" in found.words
-        assert "(float64, dp_shard=2, the worst gradient off by 2.0e-15)" in found.words
+        assert "(float64, 3 steps, dp_shard=2, the worst gradient off by 2.0e-15)" in found.words
     assert standing(setup_of(layout={"tp": 2})).state is State.UNPROVEN
 
 
@@ -203,12 +208,15 @@ def test_a_failed_audit_is_told_until_the_same_passes() -> None:
     keep(setup_of())
     found = standing(setup_of())
     assert found.state is State.FAILED
-    assert "(bfloat16) found LlamaForCausalLM on dp_shard wrong: the gradient of x is lost; audit it again: " in found.line
+    assert "(bfloat16, 3 steps, dp_shard=2) found LlamaForCausalLM on dp_shard wrong: the gradient of x is lost; " in found.line
     keep(setup_of(), dtype="bfloat16")
     assert standing(setup_of()).state is State.PROVEN
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"passed": true}', "\x00\xff", None], ids=repr)
+WRONG = {"passed": True, "verdict": "", "date": "", "dtype": "", "layout": "", "world_size": 2, "steps": "x", "worst": None}
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"passed": true}', "\x00\xff", json.dumps(WRONG), None], ids=repr)
 def test_a_damaged_record_is_said_and_passed_over(records: Path, content: str | None) -> None:
     keep(setup_of())
     (path,) = records.iterdir()

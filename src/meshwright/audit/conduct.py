@@ -29,7 +29,7 @@ from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.train.claim import claim_of, model_digest
 from meshwright.train.config import CheckpointConfig, LaunchConfig, MetricsConfig, RunConfig, SampleConfig, ScheduleConfig
 from meshwright.train.launch import device_kind
-from meshwright.train.proof import record
+from meshwright.train.proof import Record, record, today
 from meshwright.train.setup import RunSetup, describe_model, make_setup
 
 __all__ = ["Auditor", "audit"]
@@ -98,16 +98,9 @@ def audit(
 def _keep(config: RunConfig, report: AuditReport, say: Callable[[str], None]) -> None:
     """Put a verdict on record, for the run's own model: that of the audit has its structure, or it would not be."""
     spec, model = describe_model(config)
-    record(
-        replace(report.claim, model=model_digest(spec, model)),
-        passed=report.passed,
-        verdict=report.verdict,
-        dtype=report.dtype,
-        layout=report.layout,
-        world_size=report.world_size,
-        worst=report.worst_gradient if math.isfinite(report.worst_gradient) else None,
-        say=say,
-    )
+    worst = report.worst_gradient if math.isfinite(report.worst_gradient) else None
+    entry = Record(report.passed, report.verdict, today(), report.dtype, report.layout, report.world_size, report.steps, worst)
+    record(replace(report.claim, model=model_digest(spec, model)), entry, say)
 
 
 def _fewest(config: RunConfig) -> int:

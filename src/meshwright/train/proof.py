@@ -37,6 +37,7 @@ __all__ = [
     "read_records",
     "record",
     "standing_of",
+    "today",
 ]
 
 MATRIX = "proofs.json"
@@ -89,6 +90,7 @@ class Record:
         dtype: of the arithmetic.
         layout: that was audited, in words, with ``world_size`` processes.
         world_size: number of processes.
+        steps: optimizer steps that were compared.
         worst: error of a gradient, relative to its largest entry; ``None``: none that is a number.
     """
 
@@ -98,7 +100,18 @@ class Record:
     dtype: str
     layout: str
     world_size: int
+    steps: int
     worst: float | None
+
+    @property
+    def extent(self) -> str:
+        """How much was audited, in words."""
+        return f"{self.dtype}, {self.steps} step{'s' if self.steps > 1 else ''}, {self.layout}"
+
+
+def today() -> str:
+    """As records have it."""
+    return f"{datetime.now():%Y-%m-%d}"
 
 
 # -- the records of a user ----------------------------------------------------------------------------------------------------
@@ -110,30 +123,14 @@ def _directory() -> Path:
     return (Path(given) if given.startswith("/") else Path.home() / ".cache") / "meshwright" / "audits"
 
 
-def record(
-    claim: Claim,
-    *,
-    passed: bool,
-    verdict: str,
-    dtype: str,
-    layout: str,
-    world_size: int,
-    worst: float | None,
-    say: Callable[[str], None],
-) -> None:
-    """Keep the verdict of an audit made today, instead of an earlier one of the same claim and arithmetic.
+def record(claim: Claim, entry: Record, say: Callable[[str], None]) -> None:
+    """Keep the outcome of an audit, instead of an earlier one of the same claim and arithmetic.
 
     Args:
         claim: that was audited.
-        passed: and the rest: see :class:`Record`.
-        verdict: its last line.
-        dtype: of the arithmetic.
-        layout: in words.
-        world_size: processes.
-        worst: error of a gradient.
+        entry: its outcome.
         say: takes a line if it cannot be written.
     """
-    entry = Record(passed, verdict, f"{datetime.now():%Y-%m-%d}", dtype, layout, world_size, worst)
     content = json.dumps({**asdict(entry), "claim": asdict(claim)}, indent=1)
     try:
         directory = _directory()
@@ -143,13 +140,19 @@ def record(
         try:
             with os.fdopen(handle, "w") as file:
                 file.write(content)
-            Path(name).replace(directory / f"{claim.key}-{dtype}.json")
+            Path(name).replace(directory / f"{claim.key}-{entry.dtype}.json")
         except BaseException:
             with suppress(OSError):
                 Path(name).unlink()
             raise
     except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
         say(f"the verdict is not on record: {getattr(error, 'filename', None) or 'cache'}: {error}")
+
+
+_KINDS: dict[str, Any] = {
+    "passed": bool, "verdict": str, "date": str, "dtype": str, "layout": str, "steps": int, "worst": float | int | None,
+}  # fmt: skip
+"""Types of what is used of a record."""
 
 
 def read_records(claim: Claim, say: Callable[[str], None]) -> list[Record]:
@@ -166,8 +169,8 @@ def read_records(claim: Claim, say: Callable[[str], None]) -> list[Record]:
             path = _directory() / f"{claim.key}-{dtype}.json"
             content = json.loads(path.read_text())
             entry = Record(**{name: content[name] for name in names})
-            if not (isinstance(entry.passed, bool) and isinstance(entry.verdict, str) and isinstance(entry.date, str)):
-                raise ValueError("its values are of other types")
+            if wrong := [name for name, kind in _KINDS.items() if not isinstance(getattr(entry, name), kind)]:
+                raise ValueError(f"{wrong[0]} is of another type")
             found.append(entry)
         except FileNotFoundError:
             continue
@@ -204,7 +207,7 @@ def matrix_data(cells: Sequence[CellProof]) -> str:
         choices = {name: sorted({claim.choices[name] for claim in cell.claims}) for name in first.choices}
         named = {"family": cell.family, "layout": cell.layout, "failed": cell.failed}
         lines.append(json.dumps({**named, "model": first.model, "axes": list(first.axes), "choices": choices}))
-    head = json.dumps({"date": f"{datetime.now():%Y-%m-%d}", "versions": versions()})
+    head = json.dumps({"date": today(), "versions": versions()})
     return head[:-1] + ', "cells": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
@@ -252,13 +255,13 @@ def standing_of(setup: RunSetup, source: Source | None, say: Callable[[str], Non
     own = read_records(claim, say)
     if failed := next((entry for entry in own if not entry.passed), None):
         verdict = failed.verdict.removeprefix("FAIL: ")
-        words = f"your audit of {failed.date} ({failed.dtype}) found {where} wrong: {verdict}; audit it again: {command}"
+        words = f"your audit of {failed.date} ({failed.extent}) found {where} wrong: {verdict}; audit it again: {command}"
         return Standing(State.FAILED, words)
     passed = own or [entry for entry in read_records(claim.with_several_microbatches, say) if entry.passed]
     if passed:
         best = passed[0]
         worst = "" if best.worst is None else f", the worst gradient off by {best.worst:.1e}"
-        return Standing(State.PROVEN, f"{where}, by your audit of {best.date} ({best.dtype}, {best.layout}{worst})")
+        return Standing(State.PROVEN, f"{where}, by your audit of {best.date} ({best.extent}{worst})")
     try:
         cell = _in_matrix(claim, _matrix())
     except (OSError, ValueError, KeyError, TypeError) as error:
