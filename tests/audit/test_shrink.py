@@ -9,7 +9,6 @@ import pytest
 import torch
 import yaml
 
-from meshwright.audit.settle import settle
 from meshwright.audit.shrink import SMALL, Change, shrink
 from meshwright.errors import ConfigError, LayoutError, ModelError
 from meshwright.layout import Layout
@@ -550,30 +549,6 @@ def test_patterns_that_cannot_be_rewritten_are_refused(tmp_path: Path) -> None:
         shrink(run_config(source=source, parallel={"freeze": [pattern]}), 2)
     with pytest.raises(ConfigError, match=r"only layers 0, 5 stay, .* 'model\.vision_tower.*' would match nothing"):
         shrink(run_config(source=source, parallel={"freeze": [f"{tower}.7.**"]}), 2)
-
-
-# -- what the size decides ------------------------------------------------------------------------------------------------
-
-
-def settled(model: dict[str, Any], **sections: Any) -> tuple[dict[str, str], dict[str, str], dict[str, Any]]:
-    """Policies by kind of unit in the run and in its audit, and what was changed for that."""
-    config = run_config(with_vocabulary(model), **sections)
-    small, world, _ = shrink(config)
-    settled, changes = settle(config, small, make_setup(small, world))
-    plans = make_setup(config, 64).plan, make_setup(settled, world).plan
-    large, audited = ({unit.kind: str(unit.sync) for unit in plan.units} for plan in plans)
-    return large, audited, {change.key: change.after for change in changes}
-
-
-def test_an_audit_has_the_policies_that_the_size_of_the_run_decides() -> None:
-    batch = {"training": {"global_batch_size": 128}}
-    large, audited, changes = settled(LLAMA, parallel={"sync_budget_gib": 1.0}, **batch)
-    assert large == audited == {"root": "reduce_each", "layer": "reduce_each"}
-    assert changes == {"parallel.sync": "reduce_each"}
-    large, audited, changes = settled(QWEN3_MOE, layout={"ep": 4}, **batch)
-    assert large == audited == {"root": "defer", "layer": "defer", "experts": "reduce_each"}
-    assert changes["parallel.sync_units"] == {"model.layers.*.mlp.experts": "reduce_each"}
-    assert settled(QWEN3_MOE, parallel={"sync": "defer"}, **batch)[2] == {}
 
 
 # -- examples -------------------------------------------------------------------------------------------------------------
