@@ -35,7 +35,7 @@ KEY = "audit"
 PATIENCE = timedelta(days=2)
 """How long ranks wait for an audit. Rank 0 tells them of its end, good or bad; if it dies, its launcher or its store does."""
 
-LOOK = 0.2
+LOOK = 0.5
 """Seconds between two looks at the store."""
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
@@ -147,7 +147,7 @@ def _leave_together(store: dist.Store, rank: int, world_size: int) -> None:
     store.add("read", 1)
     end = time.monotonic() + 60
     while rank == 0 and store.add("read", 0) < world_size and time.monotonic() < end:
-        time.sleep(LOOK / 4)
+        time.sleep(LOOK / 10)
 
 
 class _Audit:
