@@ -163,7 +163,7 @@ def _measure(case: Case, device: str, tensors: Any, *, settle: bool = False) -> 
             for tensor in (*model.parameters(), *model.buffers()):
                 tensor.zero_()
         model.train()
-        optimizer = build_optimizer(model, setup.config.optimizer)
+        optimizer = build_optimizer(model, setup.config.optimizer, plan.parameters)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         optimizer.step()

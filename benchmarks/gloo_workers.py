@@ -87,7 +87,8 @@ def main() -> int:
         ratios.append((found[True][0] / found[False][0], found[True][1] / found[False][1]))
     cpu, wall = (sorted(values) for values in zip(*ratios, strict=True))
     rows = [
-        (what, f"{values[0]:.3f}", f"{median(values):.3f}", f"{values[-1]:.3f}") for what, values in (("CPU", cpu), ("wall", wall))
+        (what, f"{values[0]:.3f}", f"{median(values):.3f}", f"{values[-1]:.3f}")
+        for what, values in (("CPU", cpu), ("wall", wall))
     ]
     table = Table("One worker thread a gloo group against two, ratio of a step", ["time", "least", "median", "most"], rows)
     return publish([table], [Bound("CPU time, median", median(cpu), LIMIT)], wanted.markdown, check=wanted.check)

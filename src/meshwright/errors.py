@@ -14,6 +14,7 @@ __all__ = [
     "MeshwrightError",
     "ModelError",
     "NonFiniteError",
+    "NotProvenError",
     "PlanError",
     "UnsupportedError",
     "WorkerError",
@@ -70,6 +71,12 @@ class NonFiniteError(MeshwrightError, ArithmeticError):
     """A loss or gradient norm that is NaN or infinite."""
 
     exit_code = 3
+
+
+class NotProvenError(MeshwrightError, RuntimeError):
+    """A layout whose audit, asked for before training, did not pass."""
+
+    exit_code = 1
 
 
 class WorkerError(MeshwrightError, RuntimeError):

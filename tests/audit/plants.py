@@ -12,11 +12,13 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.audit.data import edge_words
 from meshwright.audit.ranks import RankTrainer
+from meshwright.checkpoint.state import initialize_optimizer
 from meshwright.data.packing import IGNORE
 from meshwright.distributed import _torch_compat, tensor_parallel
 from meshwright.distributed.fsdp import fsdp_units
 from meshwright.plan.sharding_plan import Move
 from meshwright.train.loss import count_tokens
+from meshwright.train.optimizer import build_optimizer
 
 UNIT = "model.layers.1"
 
@@ -163,6 +165,26 @@ def other_rate_on_rank_1(trainer: RankTrainer) -> None:
 def decays_vectors(trainer: RankTrainer) -> None:
     for group in trainer.optimizer.param_groups:
         group["weight_decay"] = 0.5
+
+
+def decays_biases_of_experts(trainer: RankTrainer) -> None:
+    """`[experts, features]` has two dimensions, and is a vector of each expert."""
+    moved = {id(p): p for name, p in trainer.named.items() if "experts" in name and name.endswith("_bias")}
+    decayed, plain = trainer.optimizer.param_groups
+    decayed["params"] += moved.values()
+    plain["params"] = [p for p in plain["params"] if id(p) not in moved]
+
+
+def plan_decays_by_dimensions(trainer: RankTrainer) -> None:
+    """The plan itself is wrong: whatever has two dimensions is decayed, as it was once."""
+    rows = [replace(row, decayed=len(row.shape) >= 2) for row in trainer.setup.plan.parameters]
+    trainer.optimizer = build_optimizer(trainer.model, trainer.config.optimizer, rows)
+    initialize_optimizer(trainer.optimizer)
+
+
+def decays_nothing(trainer: RankTrainer) -> None:
+    for group in trainer.optimizer.param_groups:
+        group["weight_decay"] = 0.0
 
 
 def gathers_again(trainer: RankTrainer) -> None:

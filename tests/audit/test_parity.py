@@ -3,6 +3,7 @@
 A new axis, family or option adds a row here, or a line to the tables of :mod:`meshwright.audit.matrix`.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from itertools import product
@@ -212,7 +213,15 @@ def test_the_page_of_the_matrix(tmp_path: Path) -> None:
         ["gpt2", "gpt_oss"],
         [place for place in LAYOUTS if place.label in ("shard 2", "tp 2", "cp 2")],
         VARIANTS[:1],
+        data=tmp_path / "data" / "proofs.json",
     )
+    proofs = json.loads((tmp_path / "data" / "proofs.json").read_text())
+    proven = [(cell["family"], cell["layout"], cell["axes"], cell["failed"]) for cell in proofs["cells"]]
+    assert proven == [
+        ("gpt2", "shard 2", ["dp_shard"], ""),
+        ("gpt_oss", "shard 2", ["dp_shard"], ""),
+        ("gpt_oss", "tp 2", ["tp"], ""),
+    ]
     text = page.read_text()
     assert [line.partition(" (")[0] for line in said] == ["shard 2: 2 works", "tp 2: 1 works, 1 refused", "cp 2: 2 not yet"]
     row = next(line for line in text.splitlines() if line.startswith("| gpt2"))

@@ -110,7 +110,10 @@ def test_no_warning_on_the_way_to_a_pass(tmp_path: Path) -> None:
         (plants.wrong_backward_in_an_mlp, "tp 2 seq", {"activation_checkpointing": "full"}, Kind.BACKWARD, "backward parts in model.layers.1.mlp: the gradient of its output agrees, that of its input is off by 0.1 on ranks 0, 1"),
         (plants.wrong_backward_between_modules, "shard 2", {}, Kind.BACKWARD, "backward parts behind model.layers.0: forward agrees and so does all that backward computed before"),
         (plants.other_rate_on_rank_1, "replicate 2", {}, Kind.REPLICAS, "replicas differ: values of all 21 parameters differs between ranks 0 and 1"),
-        (plants.decays_vectors, "shard 2", {}, Kind.STATE, "differ after the steps"),
+        (plants.decays_vectors, "shard 2", {}, Kind.DECAY, "rank 0 decays what is no matrix, or is excepted: model.layers.0.input_layernorm.weight"),
+        (plants.decays_biases_of_experts, "ep 2", {"family": "gpt_oss", "packing": "pad"}, Kind.DECAY, "rank 0 decays what is no matrix, or is excepted: model.layers.0.mlp.experts.down_proj_bias, model.layers.0.mlp.experts.gate_up_proj_bias"),
+        (plants.plan_decays_by_dimensions, "shard 2", {"family": "gpt_oss", "packing": "pad"}, Kind.DECAY, "rank 0 decays what is no matrix, or is excepted: model.layers.0.mlp.experts.down_proj_bias"),
+        (plants.decays_nothing, "shard 2", {}, Kind.DECAY, "rank 0 does not decay what is a matrix: lm_head.weight"),
         (plants.gathers_again, "shard 2", {}, Kind.COLLECTIVES, "where the plan has 3 of"),
         (plants.gathers_again_in_step_2, "shard 2", {}, Kind.COLLECTIVES, "rank 0 in step 2 made"),
         (plants.buffer_on_rank_1, "shard 2", {}, Kind.VALUES, "ranks 0 and 1 begin with different values of model.rotary_emb.inv_freq"),
@@ -140,6 +143,16 @@ def test_each_bug_gets_its_own_verdict(
         assert not any("foreign" in finding.message for finding in report.findings)
 
 
+def test_what_the_user_excepts_is_not_decayed_on_either_side(auditor: Auditor, tmp_path: Path) -> None:
+    built = case(tmp_path)
+    settings = built.config.optimizer.model_copy(update={"no_decay": ["lm_head.weight"]})
+    excepting = Case(built.config.model_copy(update={"optimizer": settings}), built.store, built.steps)
+    assert auditor.audit(excepting, 2).passed
+    report = auditor.audit(excepting, 2, plants=[plants.plan_decays_by_dimensions])
+    assert [finding.kind for finding in report.findings] == [Kind.DECAY]
+    assert report.findings[0].message == "rank 0 decays what is no matrix, or is excepted: lm_head.weight"
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("plant", "kind", "words"),
@@ -150,7 +163,7 @@ def test_each_bug_gets_its_own_verdict(
         (plants.stands_still_in_step_2, Kind.STATE, "the values of"),
         (plants.norm_without_optimizer, Kind.STATE, "model.norm.weight differ after the steps"),
         (plants.second_moment_lost, Kind.STATE, "the optimizer's exp_avg_sq"),
-        (plants.decays_vectors, Kind.STATE, "the values of"),
+        (plants.decays_vectors, Kind.DECAY, "decays what is no matrix"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )

@@ -150,6 +150,7 @@ def run_config(model: dict[str, Any] | None = None, *, layout: Any = None, nproc
             "tokenizer": {"vocab_size": 50257},
             "training": training,
             "parallel": more.get("parallel", {}),
+            "optimizer": more.get("optimizer", {}),
             "launch": {"nproc": nproc},
         }
     )
@@ -520,6 +521,14 @@ def test_layers_that_are_recomputed_otherwise_stay() -> None:
     assert [make_setup(small, 2).plan.unit(f"model.layers.{index}").activation_checkpointing for index in range(4)] == [
         "none", "selective", "selective", "full"
     ]  # fmt: skip
+
+
+def test_parameters_that_are_not_decayed_stay_so() -> None:
+    small, changes = shrunk(LLAMA, optimizer={"no_decay": ["model.layers.31.mlp.**", "lm_head.weight"]})
+    assert small.optimizer.no_decay == ["model.layers.1.mlp.**", "lm_head.weight"]
+    assert "optimizer.no_decay" in changes
+    excepted = {row.name for row in make_setup(small, 2).plan.parameters if not row.decayed and len(row.shape) > 1}
+    assert excepted == {"lm_head.weight", *(f"model.layers.1.mlp.{own}_proj.weight" for own in ("gate", "up", "down"))}
 
 
 def test_patterns_of_other_lists_keep_their_numbers() -> None:

@@ -30,6 +30,14 @@ class Outcome(NamedTuple):
     session: int
 
 
+@pytest.fixture(autouse=True)
+def records(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this test's audits are on record: there are none yet."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder / "meshwright" / "audits"
+
+
 @pytest.fixture
 def config(tmp_path: Path, corpus: Path) -> str:
     """The file of a tiny run."""

@@ -32,7 +32,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[flo
 
 
 def run(command: list[str]) -> tuple[int, str, str]:
-    found = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
+    environment = {**ENVIRONMENT, "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
+    found = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
     return found.returncode, found.stdout, found.stderr
 
 

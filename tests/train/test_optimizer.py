@@ -6,6 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.errors import PlanError
+from meshwright.layout import Layout
+from meshwright.plan.options import ParallelOptions
+from meshwright.plan.resolver import resolve
+from meshwright.plan.sharding_plan import ParameterRow
+from meshwright.plan.spec import ParallelSpec
 from meshwright.train.config import OptimizerConfig, ScheduleConfig
 from meshwright.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 
@@ -54,6 +60,10 @@ def test_short_runs_have_finite_rates(steps: int, warmup: int) -> None:
         assert all(0 < rate <= PEAK * (1 + 1e-12) for rate in found), found
 
 
+def rows(built: nn.Module, **options: object) -> tuple[ParameterRow, ...]:
+    return resolve(ParallelSpec("plain", layers=()), built, Layout(), ParallelOptions(**options), world_size=1).parameters
+
+
 def model() -> nn.Module:
     built = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4))
     built[1].weight.requires_grad_(False)
@@ -62,22 +72,37 @@ def model() -> nn.Module:
 
 def test_matrices_are_decayed_vectors_are_not_and_frozen_ones_are_left_out() -> None:
     built = model()
-    optimizer = build_optimizer(built, OptimizerConfig(lr=0.1, weight_decay=0.3, betas=(0.7, 0.8), eps=1e-6))
+    optimizer = build_optimizer(built, OptimizerConfig(lr=0.1, weight_decay=0.3, betas=(0.7, 0.8), eps=1e-6), rows(built))
     decayed, plain = optimizer.param_groups
     assert [p is built[0].weight for p in decayed["params"]] == [True]
     assert {id(p) for p in plain["params"]} == {id(p) for p in (built[1].bias, built[2].weight, built[2].bias)}
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
     assert all((g["lr"], g["betas"], g["eps"], g["fused"]) == (0.1, (0.7, 0.8), 1e-6, True) for g in optimizer.param_groups)
-    assert not build_optimizer(built, OptimizerConfig(fused=False)).param_groups[0]["fused"]
+    assert not build_optimizer(built, OptimizerConfig(fused=False), rows(built)).param_groups[0]["fused"]
 
 
 def test_without_vectors_there_is_one_group() -> None:
-    optimizer = build_optimizer(nn.Linear(2, 2, bias=False), OptimizerConfig())
+    built = nn.Linear(2, 2, bias=False)
+    optimizer = build_optimizer(built, OptimizerConfig(), rows(built))
     assert len(optimizer.param_groups) == 1
 
 
+def test_what_the_plan_excepts_is_not_decayed() -> None:
+    built = model()
+    (group,) = build_optimizer(built, OptimizerConfig(), rows(built, no_decay=("0.weight",))).param_groups
+    assert group["weight_decay"] == 0.0
+    assert len(group["params"]) == 4
+
+
+def test_a_trained_parameter_without_a_row_is_named() -> None:
+    built = model()
+    with pytest.raises(PlanError, match=r"no row for the trained parameter '2\.bias'"):
+        build_optimizer(built, OptimizerConfig(), rows(built)[:-1])
+
+
 def test_set_learning_rate_reaches_every_group() -> None:
-    optimizer = build_optimizer(model(), OptimizerConfig())
+    built = model()
+    optimizer = build_optimizer(built, OptimizerConfig(), rows(built))
     set_learning_rate(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
 
@@ -86,7 +111,7 @@ def test_step_is_that_of_adamw() -> None:
     """Two steps by hand: Loshchilov and Hutter 2019, algorithm 2."""
     layer = nn.Linear(1, 1, bias=False)
     nn.init.constant_(layer.weight, 2.0)
-    optimizer = build_optimizer(layer, OptimizerConfig(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.5))
+    optimizer = build_optimizer(layer, OptimizerConfig(lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.5), rows(layer))
     expected, first, second = 2.0, 0.0, 0.0
     for step, gradient in enumerate((3.0, -1.0), start=1):
         layer.weight.grad = torch.full_like(layer.weight, gradient)

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,7 @@ from meshwright.audit.pool import Pool
 from meshwright.audit.ranks import RankResult, RankTrainer, audit_on_rank
 from meshwright.audit.reference import Reference, measure_drift, measure_noise, record_reference
 from meshwright.audit.report import AuditReport, Check, row_checks
+from meshwright.audit.settle import settle
 from meshwright.audit.shrink import MAX_PROCESSES, shrink
 from meshwright.audit.small_config import Change
 from meshwright.audit.tolerance import TOLERANCES, Tolerances, comparable_steps
@@ -25,9 +27,11 @@ from meshwright.distributed.parallelizer import check_supported
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.plan.resolver import model_sizes
 from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.train.claim import claim_of, model_digest
 from meshwright.train.config import CheckpointConfig, LaunchConfig, MetricsConfig, RunConfig, SampleConfig, ScheduleConfig
 from meshwright.train.launch import device_kind
-from meshwright.train.setup import RunSetup, make_setup
+from meshwright.train.proof import Record, record, today
+from meshwright.train.setup import RunSetup, describe_model, make_setup
 
 __all__ = ["Auditor", "audit"]
 
@@ -49,8 +53,9 @@ def audit(
     full: bool = False,
     drawn: bool = False,
     patience: float = 30.0,
+    say: Callable[[str], None] = lambda _: None,
 ) -> AuditReport:
-    """Audit a configuration: its layout on many processes against one process.
+    """Audit a configuration: its layout on many processes against one process. The verdict is kept on record.
 
     Args:
         config: that `train` would take.
@@ -60,6 +65,7 @@ def audit(
         full: audit the model as it is; otherwise a small one of the same kind.
         drawn: feed drawn tokens, not documents of the run's source.
         patience: seconds without progress on any rank that are a hang.
+        say: takes a line if the verdict cannot be kept.
 
     Raises:
         HangError: the ranks wait for each other.
@@ -78,11 +84,24 @@ def audit(
         ready, more = make_ready(small, dtype, steps, Path(folder))
         setup = make_setup(ready, world_size)
         check_supported(setup.layout)
+        if not full:
+            ready, settled = settle(config, ready, setup)
+            more = (*more, *settled)
         store = _store(config, setup, Path(folder), drawn)
         if not model_sizes(setup.spec, setup.model).experts:
             more = tuple(change for change in more if change.key != "model.experts_implementation")
         with Auditor(device_kind(config, world_size), patience) as auditor:
-            return auditor.audit(Case(ready, store, steps), world_size, changes=(*changes, *more))
+            report = auditor.audit(Case(ready, store, steps), world_size, changes=(*changes, *more))
+    _keep(config, report, say)
+    return report
+
+
+def _keep(config: RunConfig, report: AuditReport, say: Callable[[str], None]) -> None:
+    """Put a verdict on record, for the run's own model: that of the audit has its structure, or it would not be."""
+    spec, model = describe_model(config)
+    worst = report.worst_gradient if math.isfinite(report.worst_gradient) else None
+    entry = Record(report.passed, report.verdict, today(), report.dtype, report.layout, report.world_size, report.steps, worst)
+    record(replace(report.claim, model=model_digest(spec, model)), entry, say)
 
 
 def _fewest(config: RunConfig) -> int:
@@ -221,6 +240,7 @@ class Auditor:
             checks=(*row_checks(rows, case.steps), *_checks(setup.plan, reference, ranks, findings)),
             findings=tuple(findings),
             seconds=time.perf_counter() - begun,
+            claim=claim_of(setup),
         )
 
     def _reference(self, case: Case, readers: int) -> tuple[Path, dict[str, float]]:

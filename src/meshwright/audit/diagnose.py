@@ -36,6 +36,7 @@ def diagnose(plan: ShardingPlan, reference: Reference, ranks: Sequence[RankResul
         *_lost(ranks),
         *_loss(plan.layout, reference, ranks, tolerances),
         *_norms(reference, ranks, rows, tolerances),
+        *_decay(reference, ranks),
         *_state(rows),
         *_collectives(plan, ranks),
     ]
@@ -140,6 +141,18 @@ def _origin(rows: Sequence[Row], ranks: Sequence[RankResult], tolerances: Tolera
     """Where it begins. In float64 the borders are judges; elsewhere they explain what is wrong with gradients."""
     if tolerances.dtype == "float64" or not all(row.passed for row in rows if row.what == "gradient"):
         yield from origin_findings(ranks)
+
+
+def _decay(reference: Reference, ranks: Sequence[RankResult]) -> Iterator[Finding]:
+    for result in ranks:
+        for wrong, words in (
+            (set(result.decayed) - set(reference.decayed), "decays what is no matrix, or is excepted"),
+            (set(reference.decayed) - set(result.decayed), "does not decay what is a matrix"),
+        ):
+            if wrong:
+                names = tuple(sorted(wrong))
+                yield Finding(Kind.DECAY, f"rank {result.rank} {words}: {listed(names)}", names)
+                return
 
 
 # -- after the gradient ------------------------------------------------------------------------------------------------------

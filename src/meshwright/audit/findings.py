@@ -54,6 +54,9 @@ class Kind(StrEnum):
     NORM = "norm"
     """The norm of the gradient, or what clipping made of it."""
 
+    DECAY = "decay"
+    """Weight decay is for other parameters than the configuration says."""
+
     STATE = "state"
     """Parameters, optimizer state or buffers after the steps, though the gradients are right."""
 
@@ -78,6 +81,7 @@ CONSEQUENCES = {
     Kind.GRADIENT: _AFTER_GRADIENTS,
     Kind.REPLICAS: (Kind.LATER,),
     Kind.NORM: (Kind.STATE, Kind.LATER),
+    Kind.DECAY: (Kind.STATE, Kind.LATER),
     Kind.STATE: (Kind.LATER,),
 }
 """What is bound to be wrong too, and is not worth words. The rows of the report still have all numbers."""

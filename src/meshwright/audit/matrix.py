@@ -16,7 +16,9 @@ from meshwright.audit.families import FAMILIES, SPARSE, TWINS
 from meshwright.audit.report import AuditReport
 from meshwright.errors import ConfigError, MeshwrightError, UnsupportedError
 from meshwright.plan.options import SyncPolicy
+from meshwright.train.claim import Claim
 from meshwright.train.config import RunConfig
+from meshwright.train.proof import CellProof, matrix_data
 
 __all__ = ["LAYOUTS", "VARIANTS", "Cell", "Outcome", "Variant", "family_case", "run_cell", "slice_of_matrix", "write_matrix"]
 
@@ -132,11 +134,13 @@ class Cell:
         outcome: of all its variants together.
         worst: largest error of a gradient, by dtype.
         note: what a user would be told, or the verdict of the variant that failed.
+        claims: that were audited, one for each variant that came to a verdict.
     """
 
     outcome: Outcome
     worst: Mapping[str, float]
     note: str = ""
+    claims: tuple[Claim, ...] = ()
 
 
 def family_case(
@@ -198,6 +202,7 @@ def run_cell(auditor: Auditor, family: str, place: Place, variants: Iterable[Var
     """
     worst: dict[str, float] = {}
     notes: list[str] = []
+    claims: list[Claim] = []
     packing = "pack"
 
     def audit(variant: Variant) -> AuditReport:
@@ -229,10 +234,11 @@ def run_cell(auditor: Auditor, family: str, place: Place, variants: Iterable[Var
             if error.exit_code != 2:  # a worker that failed, or a hang: no refusal
                 return Cell(Outcome.FAILS, {}, f"{variant}: {error}")
             return Cell(Outcome.REFUSED, {}, error.problems[0])
+        claims.append(report.claim)
         if not report.passed:
-            return Cell(Outcome.FAILS, {}, f"{variant}: {report.verdict}")
+            return Cell(Outcome.FAILS, {}, f"{variant}: {report.verdict}", tuple(claims))
         worst[variant.dtype] = max(worst.get(variant.dtype, 0.0), report.worst_gradient)
-    return Cell(Outcome.WORKS, worst, "; ".join(notes))
+    return Cell(Outcome.WORKS, worst, "; ".join(notes), tuple(claims))
 
 
 def slice_of_matrix() -> Iterator[tuple[str, Place, Variant]]:
@@ -255,11 +261,14 @@ def write_matrix(
     families: Sequence[str] = tuple(FAMILIES),
     places: Sequence[Place] = LAYOUTS,
     variants: Sequence[Variant] = VARIANTS,
+    *,
+    data: Path,
 ) -> bool:
-    """Run the matrix and write its page.
+    """Run the matrix, and write its page and its data, from which `plan` and `train` know what is proven.
 
     Args:
         output: the page.
+        data: JSON, see :func:`~meshwright.train.proof.matrix_data`.
         say: takes a line for each layout.
         families: rows.
         places: columns.
@@ -270,7 +279,8 @@ def write_matrix(
     """
     begun = time.perf_counter()
     cells: dict[tuple[str, str], Cell] = {}
-    output.parent.mkdir(parents=True, exist_ok=True)
+    for file in (output, data):
+        file.parent.mkdir(parents=True, exist_ok=True)
     with Auditor() as auditor, tempfile.TemporaryDirectory(prefix="meshwright-matrix-") as folder:
         for place in places:
             for family in families:
@@ -282,7 +292,17 @@ def write_matrix(
             counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in Outcome if outcome in outcomes)
             say(f"{place.label}: {counts} ({time.perf_counter() - begun:.0f} s)")
             output.write_text(_page(cells, families, places, variants))  # what is known so far is there if this is ended
+            data.write_text(_data(cells))
     return all(cell.outcome is not Outcome.FAILS for cell in cells.values())
+
+
+def _data(cells: Mapping[tuple[str, str], Cell]) -> str:
+    proofs = [
+        CellProof(family, label, cell.note if cell.outcome is Outcome.FAILS else "", cell.claims)
+        for (family, label), cell in cells.items()
+        if cell.claims
+    ]
+    return matrix_data(proofs)
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, BorderRecorder, BorderRow, compare_borders
 from meshwright.audit.case import AuditTrainer, Case, local_part, modules_in_evaluation
 from meshwright.audit.compare import Row, compare, weights_of_parts
+from meshwright.audit.decay import decayed_by_optimizer
 from meshwright.audit.precision import FLOORS
 from meshwright.audit.reference import Reference
 from meshwright.audit.tolerance import TOLERANCES, Tolerances
@@ -44,6 +45,7 @@ class RankResult:
             rank holds.
         without_gradient: trained parameters that got none in the first step.
         frozen_moved: parameters that are not trained, and yet have a gradient or another value.
+        decayed: parameters that its optimizer decays.
         come_apart: groups of names that are one parameter in the plan, and several in the model after the steps.
         lost: parameters and buffers that one side has and the other has not, after the steps.
         evaluating: modules that were in evaluation mode in the first step.
@@ -66,6 +68,7 @@ class RankResult:
     digests: dict[str, dict[str, str]] = field(default_factory=dict)
     without_gradient: list[str] = field(default_factory=list)
     frozen_moved: list[str] = field(default_factory=list)
+    decayed: list[str] = field(default_factory=list)
     come_apart: list[tuple[str, ...]] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     evaluating: list[str] = field(default_factory=list)
@@ -118,6 +121,7 @@ class RankTrainer(AuditTrainer):
         self.result.lost = sorted({*names, *buffers})
         self._compare_after_steps()
         self.result.sequences = self.sequences
+        self.result.decayed = decayed_by_optimizer(self.model, self.optimizer)
         moved = [name for name, before in frozen.items() if digest(self.named[name]) != before]
         self.result.frozen_moved = sorted({*self.result.frozen_moved, *moved})
         found = dict(self.model.named_parameters(remove_duplicate=False))

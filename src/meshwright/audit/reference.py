@@ -17,6 +17,7 @@ from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, BorderRecorder
 from meshwright.audit.case import AuditTrainer, Case, modules_in_evaluation
 from meshwright.audit.compare import compare
 from meshwright.audit.data import UnevenLoader
+from meshwright.audit.decay import plain_optimizer, to_be_decayed
 from meshwright.audit.precision import FLOORS
 from meshwright.checkpoint import state
 from meshwright.distributed.grad_clip import total_grad_norm
@@ -49,6 +50,7 @@ class Reference:
         largest_gradient: largest entry of all gradients of the first step.
         evaluating: modules that were in evaluation mode in the first step.
         boundaries: documents of the first step that begin within a sequence.
+        decayed: parameters that weight decay is for, by the words of the configuration.
         idle_experts: experts of a layer that got no token of a microbatch of the first step, counted over both, of
             ``experts`` in all; 0 of 0 for a dense model.
         words: at edges of slices of the vocabulary, and padding, that were to be fed in the first step, and ``words_fed``: that
@@ -69,6 +71,7 @@ class Reference:
         self.largest_gradient: float = meta["largest_gradient"]
         self.boundaries: int = meta["boundaries"]
         self.evaluating: list[str] = meta["evaluating"]
+        self.decayed: list[str] = meta["decayed"]
         self.idle_experts: int = meta["idle_experts"]
         self.experts: int = meta["experts"]
         self.words: int = meta["words"]
@@ -119,6 +122,13 @@ class ReferenceTrainer(AuditTrainer):
             model.get_parameter(row.name).requires_grad_(row.trainable)
         _compute_in_dtypes(model, plan)
         return model
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        """What is decayed is stated here once more, not read from the plan."""
+        experts = model_sizes(self.setup.spec, self.setup.model).experts or 0
+        settings = self.config.optimizer
+        self.decayed = to_be_decayed(self.model, experts, settings.no_decay)
+        return plain_optimizer(self.model, settings, self.decayed)
 
     def build_sync(self) -> GradSync:
         """Nothing to sync."""
@@ -214,6 +224,7 @@ class ReferenceTrainer(AuditTrainer):
         for key, value in state.optimizer_tensors(self.model, self.optimizer).items():
             self.keep(key, value)
         self.meta["sequences"] = self.sequences
+        self.meta["decayed"] = self.decayed if self.config.optimizer.weight_decay else []
         gradients = [tensor for key, tensor in self.tensors.items() if key.startswith("gradient.")]
         self.meta["largest_gradient"] = max(float(tensor.abs().max()) for tensor in gradients if tensor.numel())
         idle = [zeros for key, tensor in self.tensors.items() if key.startswith("part.") for zeros in self._idle(key, tensor)]

@@ -10,6 +10,7 @@ from meshwright.audit.borders import BorderRow
 from meshwright.audit.compare import Row
 from meshwright.audit.diagnose import Finding
 from meshwright.audit.small_config import Change
+from meshwright.train.claim import Claim
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -50,6 +51,7 @@ class AuditReport:
         checks: the summary.
         findings: what is wrong, causes first; empty: nothing.
         seconds: that it took.
+        claim: what it is a proof of, if it passed.
     """
 
     family: str
@@ -68,6 +70,7 @@ class AuditReport:
     checks: tuple[Check, ...]
     findings: tuple[Finding, ...]
     seconds: float
+    claim: Claim
 
     @property
     def passed(self) -> bool:

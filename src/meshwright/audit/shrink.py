@@ -4,8 +4,8 @@ The layout keeps which axes are above 1, the model its classes, its parameter na
 the batch its gradient accumulation. Only sizes go down; nothing grows. What makes it hold for families unknown here:
 
 - A layer's *kind* is read from the built model, on the meta device: classes, names, shapes, flags, its entries in the
-  config's lists, and what the patterns of `parallel` (freeze, sync_units, activation_checkpointing_layers) say of it. The
-  first layer of each kind stays.
+  config's lists, and what the patterns of `parallel` (freeze, sync_units, activation_checkpointing_layers) and
+  `optimizer.no_decay` say of it. The first layer of each kind stays.
 - Numbers of the config become smaller by what their key means (`small_config.py`): heads, sizes, experts, windows, ids.
 - The small model is built too, and refused unless it has the classes, names, ties and kinds of layers of the large one.
 
@@ -32,7 +32,7 @@ from meshwright.models.imports import import_modules
 from meshwright.models.spec import spec_of
 from meshwright.plan.resolver import model_sizes
 from meshwright.plan.spec import ParallelSpec, generalize, match_names
-from meshwright.train.config import ParallelConfig, RunConfig
+from meshwright.train.config import RunConfig
 from meshwright.train.setup import microbatches_per_step, vocabulary_defaults
 
 if TYPE_CHECKING:
@@ -86,7 +86,8 @@ def shrink(config: RunConfig, world_size: int | None = None) -> tuple[RunConfig,
     large = build_on_meta(source, large_config)
     spec = spec_of(large, config.parallel.param_dtype)
 
-    chosen, world, microbatches = _shrink_layout(config, world_size, model_sizes(spec, large))
+    sizes = model_sizes(spec, large)
+    chosen, world, microbatches = _shrink_layout(config, world_size, sizes)
     layout = chosen.resolve(world)
     length, unit = min(SEQUENCE, config.data.sequence_length), 2 * layout.size("cp")
     if config.data.sequence_length % unit == 0:
@@ -100,9 +101,15 @@ def shrink(config: RunConfig, world_size: int | None = None) -> tuple[RunConfig,
     }
     if source.path is not None:
         changes.append(Change("model.path", source.path, None, "random weights"))
-    needs = Needs(layout.size("tp"), layout.ep, layout.size("pp"), length)
-    model, patterns = _shrink_model(source, large, large_config, spec, defaults, needs, config.parallel, changes)
-    parallel = change("parallel", config.parallel, patterns, "numbers of the layers that stay")
+    kv_heads, shared_by = sizes.kv_heads or 0, config.layout.tp or 1
+    needs = Needs(layout.size("tp"), layout.ep, layout.size("pp"), length, shares_heads=0 < kv_heads < shared_by)
+    patterns = {key: getattr(config.parallel, key) for key in ("freeze", *_BY_MODULE)}
+    patterns["no_decay"] = config.optimizer.no_decay
+    model, renumbered = _shrink_model(source, large, large_config, spec, defaults, needs, patterns, changes)
+    why = "numbers of the layers that stay"
+    if "no_decay" in renumbered:
+        sections["optimizer"] = change("optimizer", config.optimizer, {"no_decay": renumbered.pop("no_decay")}, why)
+    parallel = change("parallel", config.parallel, renumbered, why)
     return config.model_copy(update={**sections, "model": model, "parallel": parallel}), world, tuple(changes)
 
 
@@ -199,14 +206,14 @@ def _too_few(original: Layout, known: Mapping[str, int], least: int, world_size:
 
 def _shrink_model(
     source: ModelConfig, large: "PreTrainedModel", large_config: "PretrainedConfig", spec: ParallelSpec,
-    defaults: Mapping[str, Any], needs: Needs, parallel: ParallelConfig, changes: list[Change],
+    defaults: Mapping[str, Any], needs: Needs, patterns: "_Patterns", changes: list[Change],
 ) -> tuple[ModelConfig, dict[str, Any]]:  # fmt: skip
-    """The config of a small model of the same structure, and the patterns of `parallel` with its numbers."""
+    """The config of a small model of the same structure, and the patterns of the run with its numbers."""
     path, count = _layers(large, spec.layers)
     everything = list(range(count))
     stays = sum(parameter.numel() for parameter in large.parameters()) <= SMALL
     kinds: list[Any] = (
-        everything if stays else _kinds(large, path, everything, _lists(large, count), _marks(parallel, large, path, count))
+        everything if stays else _kinds(large, path, everything, _lists(large, count), _marks(patterns, large, path, count))
     )
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     more = [index for index in everything if index not in firsts]
@@ -228,7 +235,7 @@ def _shrink_model(
     if len(kept) == count:
         return model, {}
     new_numbers = [kept.index(index if index in kept else kinds.index(kind)) for index, kind in enumerate(kinds)]
-    return model, _renumbered(parallel, large, small, path, kept, new_numbers)
+    return model, _renumbered(patterns, large, small, path, kept, new_numbers)
 
 
 def _layers(model: nn.Module, patterns: Iterable[str]) -> tuple[str, int]:
@@ -301,16 +308,23 @@ def _lost(large: "PreTrainedModel", small: "PreTrainedModel", spec: ParallelSpec
 _BY_MODULE = ("sync_units", "activation_checkpointing_layers")
 """Keys of `parallel` that map patterns of module names to choices."""
 
+_OF_PARAMETERS = ("freeze", "no_decay")
+"""Keys that are lists of patterns of parameter names."""
 
-def _decided(parallel: ParallelConfig, model: nn.Module) -> dict[str, Hashable]:
-    """What the patterns say of a name: that of a frozen parameter, or of a module with a policy or a mode."""
+_Patterns = Mapping[str, Any]
+"""The patterns of a run by these keys."""
+
+
+def _decided(patterns: _Patterns, model: nn.Module) -> dict[str, Hashable]:
+    """What the patterns say of a name: that of a frozen or excepted parameter, or of a module with a policy or a mode."""
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     modules = [name for name, _ in model.named_modules()]
     decided: dict[tuple[str, str], str] = {}  # of two patterns the later one wins
-    for pattern in parallel.freeze:
-        decided.update({(name, "freeze"): "yes" for name in match_names(pattern, parameters)})
+    for key in _OF_PARAMETERS:
+        for pattern in patterns[key]:
+            decided.update({(name, key): "yes" for name in match_names(pattern, parameters)})
     for key in _BY_MODULE:
-        for pattern, choice in getattr(parallel, key).items():
+        for pattern, choice in patterns[key].items():
             decided.update({(name, key): choice for name in match_names(pattern, modules)})
     found: dict[str, list[tuple[str, str]]] = {}
     for (name, key), choice in sorted(decided.items()):
@@ -318,9 +332,9 @@ def _decided(parallel: ParallelConfig, model: nn.Module) -> dict[str, Hashable]:
     return {name: tuple(choices) for name, choices in found.items()}
 
 
-def _marks(parallel: ParallelConfig, model: nn.Module, path: str, count: int) -> list[Hashable]:
+def _marks(patterns: _Patterns, model: nn.Module, path: str, count: int) -> list[Hashable]:
     """What the patterns say of each layer, in names inside it."""
-    decided = _decided(parallel, model)
+    decided = _decided(patterns, model)
     starts = [f"{path}.{index}." for index in range(count)]
     return [
         frozenset((f"{name}.".removeprefix(start), what) for name, what in decided.items() if f"{name}.".startswith(start))
@@ -329,7 +343,7 @@ def _marks(parallel: ParallelConfig, model: nn.Module, path: str, count: int) ->
 
 
 def _renumbered(
-    parallel: ParallelConfig, large: nn.Module, small: nn.Module, path: str, kept: Sequence[int], new_numbers: Sequence[int]
+    patterns: _Patterns, large: nn.Module, small: nn.Module, path: str, kept: Sequence[int], new_numbers: Sequence[int]
 ) -> dict[str, Any]:
     """The patterns with new numbers of layers, checked to say of every layer that stays what they said of it."""
 
@@ -347,19 +361,19 @@ def _renumbered(
         return f"{path}.{kept[int(match[1])]}{name[match.end() :]}" if match else name
 
     result: dict[str, Any] = {
-        "freeze": list(dict.fromkeys(new for pattern in parallel.freeze for new in renumber(pattern))),
+        key: list(dict.fromkeys(new for pattern in patterns[key] for new in renumber(pattern))) for key in _OF_PARAMETERS
     }
     for key in _BY_MODULE:
-        result[key] = {new: choice for pattern, choice in getattr(parallel, key).items() for new in renumber(pattern)}
-    old, new = _decided(parallel, large), _decided(parallel.model_copy(update=result), small)
+        result[key] = {new: choice for pattern, choice in patterns[key].items() for new in renumber(pattern)}
+    old, new = _decided(patterns, large), _decided(result, small)
     names, former_names = _names(small), _names(large)
     wrong = [f"{former(name)!r} would be treated otherwise" for name in names if new.get(name) != old.get(former(name))]
-    for pattern in (*parallel.freeze, *parallel.sync_units, *parallel.activation_checkpointing_layers):
+    for pattern in (pattern for key in result for pattern in patterns[key]):
         if match_names(pattern, former_names) and not all(match_names(item, names) for item in renumber(pattern)):
             wrong.append(f"{pattern!r} would match nothing")
     if wrong:
         raise ConfigError(
-            f"patterns of parallel: only layers {', '.join(map(str, kept))} stay, and with the patterns "
+            f"patterns of parallel and optimizer: only layers {', '.join(map(str, kept))} stay, and with the patterns "
             f"renumbered for them {wrong[0]}; number layers as in '{path}.0.**', or audit the model as it is with --full"
         )
     return result

@@ -43,6 +43,8 @@ class Needs:
     ep: int
     stages: int
     sequence: int
+    shares_heads: bool = False
+    """Whether several ranks of `tp` share a head of keys and of values, in the run and so in its audit."""
 
 
 def small_config(
@@ -125,6 +127,8 @@ class _Numbers:
         if self.kv in (1, self.heads):
             self.new_heads = _least(self.heads, 4, needs.tp)
             self.new_kv = 1 if self.kv == 1 else self.new_heads
+        elif needs.shares_heads:
+            self.new_heads, self.new_kv = _least(self.heads, 4, needs.tp), max(1, needs.tp // 2)
         else:
             self.new_kv = _least(self.kv, 2, needs.tp)
             self.new_heads = min(self.heads, 2 * self.new_kv)

@@ -6,11 +6,15 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from meshwright.errors import MeshwrightError
+
+if TYPE_CHECKING:
+    from meshwright.audit.report import AuditReport
+    from meshwright.train.setup import RunSetup
 
 __all__ = ["app", "main"]
 
@@ -65,10 +69,13 @@ def plan(
 
     from meshwright.plan.explain import explain
     from meshwright.plan.sharding_plan import ShardingPlan
+    from meshwright.train.assure import assure
     from meshwright.train.launch import local_processes
+    from meshwright.train.proof import Source
     from meshwright.train.setup import make_setup
 
-    found = make_setup(run, world_size or local_processes(run)).plan
+    setup = make_setup(run, world_size or local_processes(run))
+    found = setup.plan
     if against is not None:
         differences = [str(item) for item in ShardingPlan.from_json(_read(against)).diff(found)]
         typer.echo("\n".join(differences) or "no difference")
@@ -76,6 +83,7 @@ def plan(
         typer.echo(found.to_json())
     else:
         Console(width=None if sys.stdout.isatty() else 160).print(explain(found, full=full))
+        assure(setup, Source(str(config), tuple(overrides or ())), None)
 
 
 @app.command()
@@ -86,6 +94,9 @@ def train(
         int | None,
         typer.Option("--nproc", min=1, help="Worker processes on this machine. Default: launch.nproc, or one for each GPU."),
     ] = None,
+    audit_first: Annotated[
+        bool, typer.Option("--audit", help="Audit the layout first if it is not proven; if it fails, do not start.")
+    ] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the complete configuration and stop.")] = False,
     debug: DebugOption = False,
 ) -> None:
@@ -100,8 +111,9 @@ def train(
         typer.echo(run.to_yaml(), nl=False)
         return
     from meshwright.train.launch import launch
+    from meshwright.train.proof import Source
 
-    launch(run, debug=debug)
+    launch(run, debug=debug, source=Source(str(config), tuple(overrides or ())), prove=_prove if audit_first else None)
 
 
 @app.command()
@@ -126,6 +138,9 @@ def audit(
     output: Annotated[Path, typer.Option("--output", help="With --matrix: the page to write.")] = Path(
         "docs/support-matrix.md"
     ),
+    proofs: Annotated[Path, typer.Option("--proofs", help="With --matrix: the same as data, to write.")] = Path(
+        "src/meshwright/train/proofs.json"
+    ),
     debug: DebugOption = False,
 ) -> None:
     """Prove a layout: the gradients of many processes against those of one, parameter by parameter.
@@ -139,7 +154,7 @@ def audit(
             raise ConfigError(f"{config}: --matrix audits tiny models of its own; leave the configuration out")
         from meshwright.audit.matrix import write_matrix
 
-        _end(0 if write_matrix(output, typer.echo) else 1)
+        _end(0 if write_matrix(output, typer.echo, data=proofs) else 1)
     if config is None:
         raise ConfigError("CONFIG: missing; the YAML file of a run, or --matrix")
     from rich.console import Console
@@ -153,7 +168,7 @@ def audit(
         raise ConfigError(f"--json={json_file}: is a directory, or in none")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and temporary files end with this one
     try:
-        report = run_audit(run, nproc=nproc, steps=steps, dtype=dtype, full=full, drawn=drawn, patience=timeout)
+        report = run_audit(run, nproc=nproc, steps=steps, dtype=dtype, full=full, drawn=drawn, patience=timeout, say=typer.echo)
     except WorkerError as error:
         if json_file is not None:
             kind = "HANG" if isinstance(error, HangError) else "ERROR"
@@ -243,6 +258,21 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     for name, value in facts.items():
         typer.echo(f"{name:>14}  {value}")
     typer.echo("all private names that Meshwright uses are there")
+
+
+def _prove(setup: "RunSetup") -> "AuditReport":
+    """The audit of `train --audit`: that of the command which an unproven layout's line gives."""
+    from rich.console import Console
+
+    from meshwright.audit.conduct import audit as run_audit
+    from meshwright.train.proof import audit_arguments
+
+    run, nproc = audit_arguments(setup)
+    dtype = "float32" if run.parallel.compile else "float64"
+    report = run_audit(run, nproc=nproc, dtype=dtype, say=typer.echo)
+    if not report.passed:
+        Console(width=None if sys.stdout.isatty() else 160).print(report.explain())
+    return report
 
 
 def _read(path: Path) -> str:

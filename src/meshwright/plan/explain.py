@@ -150,8 +150,8 @@ def _experts(plan: ShardingPlan, full: bool) -> Table:
 
 
 def _parameters(plan: ShardingPlan, full: bool) -> Table:
-    table = Table(title="Parameters", title_justify="left", box=SIMPLE_HEAD)
-    for name in ("parameter", "shape", "dtype", "unit", "placements", "local shape", "per rank"):
+    table = Table(title="Parameters", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # it is wide
+    for name in ("parameter", "shape", "dtype", "unit", "placements", "local shape", "per rank", "decay"):
         table.add_column(name, justify="right" if name == "per rank" else "left", overflow="fold")
 
     def cells(row: ParameterRow) -> tuple[str, ...]:
@@ -162,6 +162,7 @@ def _parameters(plan: ShardingPlan, full: bool) -> Table:
             ", ".join(f"{axis}: {placement}" for axis, placement in row.placements) or "whole",
             _shape(row.local_shape),
             human_bytes(row.bytes_per_rank),
+            "yes" if row.decayed else "no",
         )
 
     for label, values in _folded(plan.parameters, cells, full):

@@ -80,6 +80,7 @@ class ParallelOptions:
         compile: ``torch.compile`` each layer.
         compile_backend: backend for it.
         freeze: patterns of parameter names that are not trained.
+        no_decay: patterns of parameter names that are not decayed, though they are matrices.
         gradient_reduction: add or average over data ranks.
         twin_units: of a stack that runs twice, where two layers share parameters, make a unit of each (it gathers and reduces
             in each pass, and holds one layer's gradients) instead of one of both (one reduction; the gradients of the whole
@@ -109,6 +110,7 @@ class ParallelOptions:
     compile: bool = False
     compile_backend: str = "inductor"
     freeze: tuple[str, ...] = ()
+    no_decay: tuple[str, ...] = ()
     gradient_reduction: GradientReduction = GradientReduction.SUM
     twin_units: bool | None = None
     sequence_parallel: bool = False
@@ -141,7 +143,7 @@ class ParallelOptions:
                 except ValueError:
                     found.append(f"{name}[{pattern!r}]={value!r}: legal are {', '.join(choices)}")
             object.__setattr__(self, name, chosen)
-        for name in ("freeze", "activation_checkpointing_save"):
+        for name in ("freeze", "no_decay", "activation_checkpointing_save"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             if getattr(self, name) not in (None, *DTYPES):
@@ -166,5 +168,6 @@ class ParallelOptions:
             "activation_checkpointing_layers": dict(self.activation_checkpointing_layers),
             "activation_checkpointing_save": list(self.activation_checkpointing_save),
             "freeze": list(self.freeze),
+            "no_decay": list(self.no_decay),
             "tp_plan": dict(self.tp_plan) if isinstance(self.tp_plan, Mapping) else self.tp_plan,
         }

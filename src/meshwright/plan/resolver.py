@@ -8,6 +8,7 @@ from torch import nn
 
 from meshwright.errors import LayoutError, PlanError
 from meshwright.layout import Layout, ModelSizes
+from meshwright.plan.decay import decayed_names
 from meshwright.plan.expert_parallel import resolve_experts
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
 from meshwright.plan.prefetch import prefetch_problems
@@ -63,6 +64,7 @@ def resolve(
     frozen = _frozen_names(options, [claim.name for claim in claims], problems)
     if frozen and all(claim.name in frozen or not claim.requires_grad for claim in claims):
         problems.append(f"freeze={list(options.freeze)}: leaves no parameter to train")
+    decayed = decayed_names(spec, model, options, {claim.name: (claim.name, *claim.aliases) for claim in claims}, problems)
     _assign_sync(drafts, options, problems)
     problems += prefetch_problems(options, layout, [draft.sync for draft in drafts.values()])
     layers = tuple(draft.name for draft in drafts.values() if draft.kind == "layer")
@@ -81,6 +83,7 @@ def resolve(
             trainable=claim.requires_grad and claim.name not in frozen,
             stage=stages[claim.name],
             tp_style=sharing.styles.get(claim.name),
+            decayed=claim.name in decayed,
         )
         for claim in claims
     )
@@ -285,7 +288,7 @@ def _stages(layout: Layout, drafts: Mapping[str, _Draft], claims: Sequence[_Clai
         inside = next((index for index, name in enumerate(layers) if claim.name.startswith(f"{name}.")), None)
         if inside is not None:
             current = inside * count // len(layers)
-        elif any(claim_name.startswith(f"{layers[0]}.") for claim_name in stages):
+        elif layers and any(claim_name.startswith(f"{layers[0]}.") for claim_name in stages):
             current = count - 1
         stages[claim.name] = current
     return stages
@@ -299,6 +302,7 @@ def _parameter_row(
     trainable: bool,
     stage: int,
     tp_style: str | None,
+    decayed: bool,
 ) -> ParameterRow:
     local = list(claim.shape)
     placements: list[tuple[str, str]] = []
@@ -343,6 +347,7 @@ def _parameter_row(
         trainable=trainable,
         stage=stage,
         tp_style=tp_style,
+        decayed=trainable and decayed,
     )
 
 

@@ -47,6 +47,8 @@ class ParameterRow:
         trainable: whether it has a gradient.
         stage: pipeline stage that holds it.
         tp_style: declared tensor parallel style; ``None``: replicated over ``tp``.
+        decayed: whether weight decay pulls it towards zero: a trained matrix, and no bias, no norm
+            (:mod:`meshwright.plan.decay`).
     """
 
     name: str
@@ -62,6 +64,7 @@ class ParameterRow:
     trainable: bool
     stage: int = 0
     tp_style: str | None = None
+    decayed: bool = False
 
     @property
     def numel(self) -> int:
@@ -326,7 +329,7 @@ class ShardingPlan:
             layout=Layout(**content["layout"]),
             options=ParallelOptions(**content["options"]),
             layers=tuple(content["layers"]),
-            parameters=tuple(row(ParameterRow, item) for item in content["parameters"]),
+            parameters=tuple(row(ParameterRow, {**_decayed_then(item), **item}) for item in content["parameters"]),
             units=tuple(row(UnitRow, {**item, **_choices(item)}) for item in content["units"]),
             tensor_parallel=tuple(
                 row(TensorParallelRow, {**item, **{side: Move(item[side]) for side in ("entry", "exit")}})
@@ -359,6 +362,11 @@ class ShardingPlan:
                 else:
                     found.extend(_field_differences(label, left[name], right[name]))
         return found
+
+
+def _decayed_then(parameter: dict[str, Any]) -> dict[str, Any]:
+    """What was decayed before plans said so, by the version that wrote this one: all that has two dimensions."""
+    return {"decayed": parameter["trainable"] and len(parameter["shape"]) >= 2}
 
 
 def _choices(unit: dict[str, Any]) -> dict[str, Any]:

@@ -169,8 +169,10 @@ class OptimizerConfig(_Section):
     betas: tuple[_Decay, _Decay] = Field(default=(0.9, 0.95), description="Decay of the two moments.")
     eps: float = Field(default=1e-8, gt=0, description="Added to the denominator.")
     weight_decay: float = Field(
-        default=0.1, ge=0, description="Decoupled weight decay of matrices; vectors (norms, biases) are never decayed."
-    )
+        default=0.1, ge=0, description="Decoupled weight decay of matrices; vectors (norms, biases, also those of experts, "
+        "which lie behind each other in one tensor) are never decayed. `meshwright plan` says it of each parameter."
+    )  # fmt: skip
+    no_decay: list[str] = Field(default=[], description="Patterns of the names of matrices that are not decayed either.")
     fused: bool | None = Field(default=None, description="One kernel for the whole update. null: wherever torch can.")
 
 

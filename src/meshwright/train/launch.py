@@ -16,7 +16,9 @@ from rich.console import Console
 
 from meshwright import errors
 from meshwright.errors import ConfigError, MeshwrightError, NonFiniteError, WorkerError
+from meshwright.train.assure import Prove, assure, assure_on_rank_0
 from meshwright.train.config import RunConfig
+from meshwright.train.proof import Source
 
 __all__ = ["device_kind", "launch", "local_processes"]
 
@@ -57,14 +59,17 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def launch(config: RunConfig, *, debug: bool = False) -> None:
+def launch(config: RunConfig, *, debug: bool = False, source: Source | None = None, prove: Prove | None = None) -> None:
     """Run a configuration to its end.
 
     Args:
         config: of the run.
         debug: let tracebacks and torch's own reports through.
+        source: of the configuration, for the command that audits it.
+        prove: audits a layout that is not proven before it is started; ``None``: it gets a line, and is started.
 
     Raises:
+        NotProvenError: that audit failed; nothing was trained.
         MeshwrightError: what the run failed with. An error on one rank stops all, and names the rank.
     """
     from meshwright.distributed.process_group import distributed_environment
@@ -75,7 +80,14 @@ def launch(config: RunConfig, *, debug: bool = False) -> None:
         from meshwright.train.worker import run_worker
 
         local = _local_world_size(config)
-        _as_one_of_many(lambda: run_worker(config, device_kind(config, local, launched=True)), debug)
+
+        def work() -> None:
+            kind = device_kind(config, local, launched=True)
+            store = assure_on_rank_0(config, source, prove) if prove is not None else None
+            run_worker(config, kind, source=source)
+            del store
+
+        _as_one_of_many(work, debug)
         return
     processes = local_processes(config)
     kind = device_kind(config, processes)
@@ -83,6 +95,7 @@ def launch(config: RunConfig, *, debug: bool = False) -> None:
     with locked(config):
         setup, _, store = prepare_run(config, processes)
         Console().print(explain(setup.plan, parameters=False))
+        assure(setup, source, prove)
         prepared = (str(store.directory), checkpoint_to_resume(config))
         del setup, store
         if processes == 1:

@@ -1,25 +1,40 @@
 """AdamW and the learning rate as a function of the step."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
+from meshwright.errors import PlanError
+from meshwright.plan.sharding_plan import ParameterRow
 from meshwright.train.config import OptimizerConfig, ScheduleConfig
 
 __all__ = ["build_optimizer", "learning_rate", "set_learning_rate"]
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over the trained parameters; only tensors of two or more dimensions are decayed."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def build_optimizer(model: nn.Module, config: OptimizerConfig, rows: Iterable[ParameterRow]) -> torch.optim.AdamW:
+    """AdamW over the trained parameters of a model; which of them are decayed is in the plan.
+
+    Args:
+        model: parallelized or not; its parameters have the names of the plan.
+        config: of the optimizer.
+        rows: of the plan's parameters.
+
+    Raises:
+        PlanError: a trained parameter that the plan does not know.
+    """
+    decayed = {name: row.decayed for row in rows for name in (row.name, *row.aliases)}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if unknown := [name for name in trained if name not in decayed]:
+        raise PlanError(f"the plan has no row for the trained parameter {unknown[0]!r}, so nothing says whether it is decayed")
     groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for name, p in trained.items() if decayed[name]], "weight_decay": config.weight_decay},
+        {"params": [p for name, p in trained.items() if not decayed[name]], "weight_decay": 0.0},
     ]
     fused = config.fused
     if fused is None:
-        fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in trained)
+        fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in trained.values())
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Paths",
     "RunSetup",
+    "describe_model",
     "make_setup",
     "microbatches_per_step",
     "plain_config",
@@ -124,17 +125,11 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
     Raises:
         MeshwrightError: all problems of layout, batch sizes, model and plan that can be found without each other.
     """
-    from meshwright.models.build import build_on_meta, pretrained_config
-    from meshwright.models.imports import import_modules
-    from meshwright.models.spec import spec_of
     from meshwright.moe.balance import refusals
     from meshwright.plan.resolver import model_sizes, resolve
     from meshwright.train.objective import NextToken, make_objective
 
-    import_modules(config.imports)
-    hf_config = pretrained_config(config.model, vocabulary_defaults(config, tokenizer))
-    model = build_on_meta(config.model, hf_config)
-    spec = spec_of(model, config.parallel.param_dtype)
+    spec, model = describe_model(config, tokenizer)
     problems: list[MeshwrightError] = []
     microbatches = 1
     layout = config.layout.layout()
@@ -168,7 +163,8 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
     if problems:
         raise together(problems)
     options = config.parallel.options(microbatches)
-    plan = resolve(spec, model, layout, replace(options, freeze=(*options.freeze, *objective.frozen)))
+    options = replace(options, freeze=(*options.freeze, *objective.frozen), no_decay=tuple(config.optimizer.no_decay))
+    plan = resolve(spec, model, layout, options)
     refused = refusals(
         plan,
         aux_loss=config.moe.aux_loss or 0.0,
@@ -178,6 +174,24 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
     if refused:
         raise ConfigError(refused)
     return RunSetup(config, layout, model, spec, plan, objective)
+
+
+def describe_model(
+    config: RunConfig, tokenizer: "PreTrainedTokenizerBase | None" = None
+) -> "tuple[ParallelSpec, PreTrainedModel]":
+    """The model of a run on the meta device, and what it declares of itself.
+
+    Raises:
+        MeshwrightError: a model that cannot be built, or declares too little.
+    """
+    from meshwright.models.build import build_on_meta, pretrained_config
+    from meshwright.models.imports import import_modules
+    from meshwright.models.spec import spec_of
+
+    import_modules(config.imports)
+    hf_config = pretrained_config(config.model, vocabulary_defaults(config, tokenizer))
+    model = build_on_meta(config.model, hf_config)
+    return spec_of(model, config.parallel.param_dtype), model
 
 
 def vocabulary_defaults(config: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:

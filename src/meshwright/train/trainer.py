@@ -80,7 +80,7 @@ class Trainer:
             initialize_buffers(self.model, shards_on)
         move_buffers(self.model, device)
         self.model.train()
-        self.optimizer = build_optimizer(self.model, self.config.optimizer)
+        self.optimizer = self.build_optimizer()
         state.initialize_optimizer(self.optimizer)
         self.sync = self.build_sync()
         self.balance = self.build_balance()
@@ -127,6 +127,10 @@ class Trainer:
     def fill(self, device: torch.device) -> None:
         """Give parameters and buffers their first values, on the device that shards live on."""
         materialize(self.setup.model, self.config.model, device, self.config.training.seed, self.setup.plan.layers)
+
+    def build_optimizer(self) -> torch.optim.Optimizer:
+        """That of the plan: which parameters are trained, and which of them are decayed."""
+        return build_optimizer(self.model, self.config.optimizer, self.setup.plan.parameters)
 
     def build_sync(self) -> GradSync:
         """When the units of the model gather and reduce."""

@@ -16,14 +16,22 @@ from meshwright.distributed.process_group import process_group
 from meshwright.errors import MeshwrightError, WorkerError
 from meshwright.models.imports import import_modules
 from meshwright.plan.explain import explain
+from meshwright.train.assure import assure
 from meshwright.train.config import RunConfig
 from meshwright.train.prepare import checkpoint_to_resume, load_run_tokenizer, locked, prepare_run
+from meshwright.train.proof import Source
 from meshwright.train.setup import make_setup
 
 __all__ = ["run_worker"]
 
 
-def run_worker(config: RunConfig, device_kind: str, prepared: tuple[str, Path | None] | None = None) -> None:
+def run_worker(
+    config: RunConfig,
+    device_kind: str,
+    prepared: tuple[str, Path | None] | None = None,
+    *,
+    source: Source | None = None,
+) -> None:
     """Train as one rank; collective over all ranks of the job.
 
     Args:
@@ -31,11 +39,12 @@ def run_worker(config: RunConfig, device_kind: str, prepared: tuple[str, Path | 
         device_kind: ``cpu`` or ``cuda``.
         prepared: the token store and the checkpoint to resume from, where the launcher prepared the run; ``None``: rank 0
             prepares it.
+        source: of the configuration, for the line that says whether the layout is proven, where rank 0 says it.
     """
     with ExitStack() as held:
         device = held.enter_context(process_group(timedelta(minutes=config.launch.timeout_minutes), device_kind))
         # One process decides which checkpoint it is: on a shared file system ranks may see different ones.
-        store, resume = prepared or _prepare_on_rank_0(config, held)
+        store, resume = prepared or _prepare_on_rank_0(config, held, source)
         import_modules(config.imports)  # before the tokenizer, which one of them may register
         tokenizer = load_run_tokenizer(config)
         setup = make_setup(config, dist.get_world_size(), tokenizer)
@@ -53,7 +62,7 @@ def run_worker(config: RunConfig, device_kind: str, prepared: tuple[str, Path | 
         finish_run(config)
 
 
-def _prepare_on_rank_0(config: RunConfig, held: ExitStack) -> tuple[str, Path | None]:
+def _prepare_on_rank_0(config: RunConfig, held: ExitStack, source: Source | None) -> tuple[str, Path | None]:
     """Prepare the run on one rank; its failure is the failure of all, known to all."""
     outcome: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -61,6 +70,7 @@ def _prepare_on_rank_0(config: RunConfig, held: ExitStack) -> tuple[str, Path | 
             held.enter_context(locked(config))
             setup, _, store = prepare_run(config, dist.get_world_size())
             Console().print(explain(setup.plan, parameters=False))
+            assure(setup, source, None)
             outcome[0] = (str(store.directory), checkpoint_to_resume(config))
         except MeshwrightError as error:
             outcome[0] = error

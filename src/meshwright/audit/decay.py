@@ -1,0 +1,64 @@
+"""Which parameters are to be decayed, stated once more for the reference, from the words of the configuration alone.
+
+"Matrices; vectors (norms, biases, also those of experts, which lie behind each other in one tensor) are never decayed." The
+plan decides from a spec; here no spec and no plan is read, only the model: names, shapes, how many experts its config has.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from meshwright.plan.spec import match_names
+from meshwright.train.config import OptimizerConfig
+
+__all__ = ["decayed_by_optimizer", "plain_optimizer", "to_be_decayed"]
+
+
+def to_be_decayed(model: nn.Module, experts: int, no_decay: Iterable[str]) -> list[str]:
+    """Names of the trained parameters that the words mean.
+
+    Args:
+        model: the plain one, in one process.
+        experts: of a layer, as its config has it; 0: it does not say.
+        no_decay: patterns of names that the user excepts.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    found = []
+    for name, parameter in model.named_parameters():
+        excepted = any(match_names(pattern, names[id(parameter)]) for pattern in no_decay)
+        if parameter.requires_grad and not excepted and not _is_vector(model, name, parameter, experts):
+            found.append(name)
+    return found
+
+
+def _is_vector(model: nn.Module, name: str, parameter: nn.Parameter, experts: int) -> bool:
+    path, _, own = name.rpartition(".")
+    holder = model.get_submodule(path)
+    shape = list(parameter.shape)
+    beside = [tuple(other.shape) for other in holder.parameters()]
+    behind_each_other = any(len(other) == 3 and other[0] == shape[0] for other in beside)
+    if behind_each_other and (shape[0] == experts or "expert" in type(holder).__name__.lower()):
+        shape = shape[1:]
+    words = {*own.split("_"), *type(holder).__name__.lower().replace("norm", " norm ").split()}
+    return len(shape) < 2 or "bias" in words or ("norm" in words and "head" not in words)
+
+
+def plain_optimizer(model: nn.Module, settings: OptimizerConfig, decayed: Iterable[str]) -> torch.optim.AdamW:
+    """AdamW of one process, a group for what is decayed and one for what is not."""
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    wanted = set(decayed)
+    groups = [
+        {"params": [p for name, p in trained.items() if (name in wanted) is on], "weight_decay": on * settings.weight_decay}
+        for on in (True, False)
+    ]
+    kept = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(kept, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=settings.fused)
+
+
+def decayed_by_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of the parameters that an optimizer decays."""
+    held = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    return [name for name, parameter in model.named_parameters() if id(parameter) in held]

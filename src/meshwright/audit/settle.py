@@ -1,0 +1,69 @@
+"""What the size of a model has decided in the run is decided so in its audit too.
+
+Left alone, a run keeps unsharded through a step what fits `parallel.sync_budget_gib`, which of a small model is everything. So
+the policy that the run's own model gets is written into the configuration of the small one.
+"""
+
+from math import prod
+from typing import Any
+
+from meshwright.audit.small_config import Change
+from meshwright.errors import MeshwrightError
+from meshwright.layout import AXES
+from meshwright.plan.resolver import model_sizes, resolve
+from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.train.claim import axes_above_1
+from meshwright.train.config import RunConfig
+from meshwright.train.setup import RunSetup, describe_model
+
+__all__ = ["settle"]
+
+
+def settle(config: RunConfig, small: RunConfig, setup: RunSetup) -> tuple[RunConfig, tuple[Change, ...]]:
+    """The small configuration with the policies of the large run, and what that changed.
+
+    Args:
+        config: of the run.
+        small: of its audit.
+        setup: of the audit.
+    """
+    parallel = small.parallel
+    if parallel.sync is not None and parallel.twin_units is not None:
+        return small, ()
+    large = _large_plan(config, setup)
+    if large is None:
+        return small, ()
+    changed: dict[str, Any] = {}
+    if parallel.sync is None and _policies(large) != _policies(setup.plan):
+        policies = _policies(large)
+        changed["sync"] = policies["root"]
+        if (experts := policies.get("experts", policies["root"])) != policies["root"]:
+            changed["sync_units"] = {**{rule.pattern: experts for rule in setup.spec.experts}, **parallel.sync_units}
+    twins = any(unit.twin_of for unit in large.units)
+    if parallel.twin_units is None and twins != any(unit.twin_of for unit in setup.plan.units):
+        changed["twin_units"] = twins
+    changes = [
+        Change(f"parallel.{key}", getattr(parallel, key), value, "as the run's model, of its size, has it")
+        for key, value in changed.items()
+    ]
+    return small.model_copy(update={"parallel": parallel.model_copy(update=changed)}), tuple(changes)
+
+
+def _policies(plan: ShardingPlan) -> dict[str, Any]:
+    return {unit.kind: unit.sync for unit in reversed(plan.units)}
+
+
+def _large_plan(config: RunConfig, setup: RunSetup) -> ShardingPlan | None:
+    """The plan of the run's own model, on the fewest ranks that give it the axes of the audit; ``None``: there are none."""
+    spec, model = describe_model(config)
+    layout, sizes = config.layout.layout(), model_sizes(spec, model)
+    least = prod(size for axis in AXES if (size := getattr(layout, axis)) not in (None, -1))
+    options = config.parallel.options(setup.plan.options.microbatches)
+    for world_size in (config.launch.nproc or least, *(count * least for count in range(1, 2 * layout.ep + 1))):
+        try:
+            resolved = layout.resolve(world_size, sizes)
+            if axes_above_1(resolved) == axes_above_1(setup.layout):
+                return resolve(spec, model, resolved, options)
+        except MeshwrightError:
+            continue
+    return None

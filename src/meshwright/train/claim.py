@@ -1,0 +1,201 @@
+"""What a proof of a run is a proof of: family x axes x choices x versions.
+
+A family declares how it is parallelized; that is a claim. An audit proves it for a model, axes and options, and for no others.
+A :class:`Claim` holds what decides, and leaves out what does not:
+
+- **The model** counts by its class, its config and its parameters. Of the config count flags, words (activation, kinds of
+  layers, type of rotary embedding), and of a number whether it is there, and 0; not sizes, names, token ids, dtypes, dropout.
+  Of the parameters count names without the numbers of layers, the number of dimensions, the class that holds them, ties, and
+  whether there are as many key/value heads as heads, fewer, or one. Code that is no part of torch, transformers or Meshwright
+  counts by its text.
+- **The axes** that are above 1 count, their sizes do not.
+- **The choices** that change what is computed, sent or kept, count as the plan has resolved them: `sync: null` counts as the
+  policies that it has come to. Dtypes are no part of it: a record says which arithmetic was audited.
+- Of the **versions**, those of torch, transformers and Meshwright count.
+"""
+
+import hashlib
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from meshwright.layout import AXES, Layout
+from meshwright.plan.resolver import model_sizes
+from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.plan.spec import ParallelSpec, generalize
+from meshwright.train.setup import RunSetup
+
+__all__ = ["Claim", "axes_above_1", "claim_of", "model_digest", "versions"]
+
+_NOT_STRUCTURAL = (
+    r"^_|token_(id|ids|index)$|vocab|dtype|version|^architectures$|label|dropout|pdrop|drop_path|layerdrop|jitter|initializer|"
+    r"^use_cache$|^return_dict|^output_|^problem_type$|^head_dim$|position_embeddings$|_implementation$|^auto_map$|^keys_to_ignore"
+)
+"""Keys of a config that say nothing of how a model computes, or only how large it is."""
+
+_KNOWN_CODE = ("torch.", "transformers.", "meshwright.")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What is to be proven, or was.
+
+    Attributes:
+        family: class of the model, for people.
+        model: digest of its structure.
+        axes: that are above 1.
+        choices: name to value, each a word or a digest.
+        accumulates: whether an optimizer step has several microbatches.
+        versions: of the libraries.
+    """
+
+    family: str
+    model: str
+    axes: tuple[str, ...]
+    choices: Mapping[str, str]
+    accumulates: bool
+    versions: Mapping[str, str]
+
+    @property
+    def key(self) -> str:
+        """Of a record."""
+        return _digest(asdict(self))
+
+    @property
+    def with_several_microbatches(self) -> "Claim":
+        """The same with gradient accumulation. A proof of it holds for one microbatch too, which is the last of several."""
+        return replace(self, accumulates=True)
+
+
+def claim_of(setup: RunSetup) -> Claim:
+    """What a run relies on."""
+    plan, moe = setup.plan, setup.config.moe
+    balance = [name for name, value in (("loss", moe.aux_loss), ("bias", moe.bias_update_rate)) if value]
+    choices = {**_choices(plan), "balance": "+".join(balance) or "none", "objective": type(setup.objective).__name__}
+    return Claim(
+        family=plan.family,
+        model=model_digest(setup.spec, setup.model),
+        axes=axes_above_1(plan.layout),
+        choices=choices,
+        accumulates=plan.options.microbatches > 1,
+        versions=versions(),
+    )
+
+
+def axes_above_1(layout: Layout) -> tuple[str, ...]:
+    """Of the mesh, and where experts are parallel of theirs."""
+    experts = {"ep_shard": layout.ep_shard, "ep": layout.ep} if layout.ep > 1 else {}
+    sizes = {**{axis: layout.size(axis) for axis in AXES}, **experts}
+    return tuple(axis for axis, size in sizes.items() if size > 1)
+
+
+def versions() -> dict[str, str]:
+    """Of what computes; the build (``+cpu``) does not count."""
+    import torch
+    import transformers
+
+    import meshwright
+
+    found = {"torch": torch.__version__, "transformers": transformers.__version__, "meshwright": meshwright.__version__}
+    return {name: str(version).partition("+")[0] for name, version in found.items()}
+
+
+def _choices(plan: ShardingPlan) -> dict[str, str]:
+    options = plan.options
+    # Units that keep fp32 are units only where the rest computes in 16 bits, and an audit may not.
+    units = [unit for unit in plan.units if unit.kind != "fp32"]
+    policies: dict[str, set[str]] = {}
+    for unit in units:
+        policies.setdefault(unit.kind, set()).add(str(unit.sync))
+    every = set().union(*policies.values())
+    by_kind = ", ".join(f"{kind}: {'+'.join(sorted(found))}" for kind, found in sorted(policies.items()))
+    modes = {str(unit.activation_checkpointing) for unit in units if unit.kind == "layer"}
+    ahead = (options.prefetch_forward, options.prefetch_backward)
+    frozen = {(generalize(row.name), row.trainable) for row in plan.parameters}
+    moved = {
+        (generalize(row.module), row.style, str(row.entry), str(row.exit), *map(generalize, row.sums))
+        for row in plan.tensor_parallel
+    }
+    shapes = {(generalize(u.name), u.kind, u.forwards, generalize(u.twin_of), generalize(u.part_of)) for u in units}
+    return {
+        "sync": every.pop() if len(every) == 1 else by_kind,
+        "all_reduce_once": str(options.all_reduce_once),
+        "reshard_after_forward": str(options.reshard_after_forward),
+        "prefetch": ", ".join("own" if number is None else "n" if number else "0" for number in ahead),
+        "cpu_offload": str(options.cpu_offload),
+        "recomputed": "+".join(sorted(modes)) or "none",
+        "kept": ", ".join(sorted(options.activation_checkpointing_save)),
+        "compile": options.compile_backend if options.compile else "no",
+        "gradient_reduction": str(options.gradient_reduction),
+        "sequence_parallel": str(options.sequence_parallel),
+        "frozen": "none" if all(trainable for _, trainable in frozen) else _digest(sorted(frozen)),
+        "tensor_parallel": _digest(sorted(moved)) if moved else "none",
+        "units": _digest(sorted(shapes)),
+    }
+
+
+# -- the model ----------------------------------------------------------------------------------------------------------------
+
+
+def model_digest(spec: ParallelSpec, model: nn.Module) -> str:
+    """Of the structure of a model, which its sizes do not change."""
+    sizes = model_sizes(spec, model)
+    heads = "unknown"
+    if sizes.heads and sizes.kv_heads:
+        heads = "all" if sizes.heads == sizes.kv_heads else "one" if sizes.kv_heads == 1 else "some"
+    config = getattr(model, "config", None)
+    holders = {name: type(module).__name__ for name, module in model.named_modules()}
+    parameters = {
+        (generalize(name), parameter.ndim, holders[name.rpartition(".")[0]])
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    return _digest(
+        {
+            "class": type(model).__name__,
+            "config": _structure(config.to_dict()) if config is not None else None,
+            "parameters": sorted(parameters),
+            "tied": sorted({tuple(map(generalize, group)) for group in spec.tied}),
+            "key_value_heads": heads,
+            "code": _foreign_code({type(module).__module__ for module in model.modules()}),
+        }
+    )
+
+
+def _structure(value: Any) -> Any:
+    """A value of a config without what is only a size."""
+    if isinstance(value, Mapping):
+        found: dict[str, Any] = {}
+        for key, item in value.items():
+            if not re.search(_NOT_STRUCTURAL, str(key)):
+                found.setdefault(re.sub(r"\d+", "*", str(key)), _structure(item))
+        return found
+    if isinstance(value, (list, tuple, set)):  # the kinds that are in it
+        return sorted({json.dumps(_structure(item), sort_keys=True) for item in value})
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return "a number" if value else 0
+    return value if isinstance(value, (str, bool, type(None))) else str(type(value))
+
+
+def _foreign_code(modules: Iterable[str]) -> list[str]:
+    """Digests of the files of classes that no version says anything of."""
+    found = []
+    for name in sorted(modules):
+        module = sys.modules.get(name)
+        if module is None or f"{name}.".startswith(_KNOWN_CODE):
+            continue
+        try:
+            found.append(hashlib.sha256(Path(inspect.getfile(module)).read_bytes()).hexdigest()[:16])
+        except (OSError, TypeError):  # of no file
+            found.append(name)
+    return found
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:20]

@@ -1,0 +1,303 @@
+"""Whether a run's layout is proven: by the support matrix, which comes with the package, or by an audit of the user's own.
+
+Records of audits are files of the user's cache directory, one for each claim and arithmetic; the last audit counts. A record is
+a help, and nothing depends on it: where one cannot be read or written, that is said and passed over.
+"""
+
+import json
+import os
+import shlex
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime
+from enum import StrEnum
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from meshwright.distributed.parallelizer import check_supported
+from meshwright.errors import UnsupportedError
+from meshwright.layout import AXES
+from meshwright.train.claim import Claim, claim_of, versions
+from meshwright.train.config import RunConfig
+from meshwright.train.setup import RunSetup
+
+__all__ = [
+    "MATRIX",
+    "CellProof",
+    "Record",
+    "Source",
+    "Standing",
+    "State",
+    "audit_arguments",
+    "matrix_data",
+    "read_records",
+    "record",
+    "standing_of",
+    "today",
+]
+
+MATRIX = "proofs.json"
+"""Beside this file: the support matrix as data, written by the run that writes its page."""
+
+MOST_PROCESSES = 8
+"""An audit takes as many processes as the run if they are no more; otherwise it chooses."""
+
+ARITHMETICS = ("float64", "float32", "bfloat16")
+
+
+class State(StrEnum):
+    """What is known of a layout."""
+
+    ALONE = "one process"
+    PROVEN = "proven"
+    UNPROVEN = "unproven"
+    FAILED = "FAIL"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What is known of a layout, and the line that says it."""
+
+    state: State
+    words: str
+
+    @property
+    def line(self) -> str:
+        """For people."""
+        return f"{self.state}: {self.words}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a configuration came from, for the command that audits it."""
+
+    path: str
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Record:
+    """The outcome of an audit.
+
+    Attributes:
+        passed: whether the layout computes what one process does.
+        verdict: its last line.
+        date: of the day, ``YYYY-MM-DD``.
+        dtype: of the arithmetic.
+        layout: that was audited, in words, with ``world_size`` processes.
+        world_size: number of processes.
+        steps: optimizer steps that were compared.
+        worst: error of a gradient, relative to its largest entry; ``None``: none that is a number.
+    """
+
+    passed: bool
+    verdict: str
+    date: str
+    dtype: str
+    layout: str
+    world_size: int
+    steps: int
+    worst: float | None
+
+    @property
+    def extent(self) -> str:
+        """How much was audited, in words."""
+        return f"{self.dtype}, {self.steps} step{'s' if self.steps > 1 else ''}, {self.layout}"
+
+
+def today() -> str:
+    """As records have it."""
+    return f"{datetime.now():%Y-%m-%d}"
+
+
+# -- the records of a user ----------------------------------------------------------------------------------------------------
+
+
+def _directory() -> Path:
+    """In the user's cache directory (freedesktop.org, XDG Base Directory Specification: only an absolute path counts)."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(given) if given.startswith("/") else Path.home() / ".cache") / "meshwright" / "audits"
+
+
+def record(claim: Claim, entry: Record, say: Callable[[str], None]) -> None:
+    """Keep the outcome of an audit, instead of an earlier one of the same claim and arithmetic.
+
+    Args:
+        claim: that was audited.
+        entry: its outcome.
+        say: takes a line if it cannot be written.
+    """
+    content = json.dumps({**asdict(entry), "claim": asdict(claim)}, indent=1)
+    try:
+        directory = _directory()
+        directory.mkdir(parents=True, exist_ok=True)
+        # A name of its own and a rename: two audits that end at once leave one of the two, whole.
+        handle, name = tempfile.mkstemp(dir=directory, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(content)
+            Path(name).replace(directory / f"{claim.key}-{entry.dtype}.json")
+        except BaseException:
+            with suppress(OSError):
+                Path(name).unlink()
+            raise
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
+        say(f"the verdict is not on record: {getattr(error, 'filename', None) or 'cache'}: {error}")
+
+
+_KINDS: dict[str, Any] = {
+    "passed": bool, "verdict": str, "date": str, "dtype": str, "layout": str, "steps": int, "worst": float | int | None,
+}  # fmt: skip
+"""Types of what is used of a record."""
+
+
+def read_records(claim: Claim, say: Callable[[str], None]) -> list[Record]:
+    """What audits said of a claim, one for each arithmetic at most.
+
+    Args:
+        claim: in question.
+        say: takes a line for each record that is damaged.
+    """
+    found = []
+    names = {item.name for item in fields(Record)}
+    for dtype in ARITHMETICS:
+        try:
+            path = _directory() / f"{claim.key}-{dtype}.json"
+            content = json.loads(path.read_text())
+            entry = Record(**{name: content[name] for name in names})
+            if wrong := [name for name, kind in _KINDS.items() if not isinstance(getattr(entry, name), kind)]:
+                raise ValueError(f"{wrong[0]} is of another type")
+            found.append(entry)
+        except FileNotFoundError:
+            continue
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+            say(f"an audit's record is passed over: {path}: {type(error).__name__}: {error}")
+    return found
+
+
+# -- the matrix ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CellProof:
+    """A cell of the support matrix.
+
+    Attributes:
+        family: name in the matrix.
+        layout: name in the matrix.
+        failed: the verdict, where it failed.
+        claims: that were audited, at least one; they differ in their choices.
+    """
+
+    family: str
+    layout: str
+    failed: str
+    claims: tuple[Claim, ...]
+
+
+def matrix_data(cells: Sequence[CellProof]) -> str:
+    """The matrix as JSON: versions, date, and a line for each cell with its model, its axes and the values of each choice."""
+    lines = []
+    for cell in cells:
+        first = cell.claims[0]
+        choices = {name: sorted({claim.choices[name] for claim in cell.claims}) for name in first.choices}
+        named = {"family": cell.family, "layout": cell.layout, "failed": cell.failed}
+        lines.append(json.dumps({**named, "model": first.model, "axes": list(first.axes), "choices": choices}))
+    head = json.dumps({"date": today(), "versions": versions()})
+    return head[:-1] + ', "cells": [\n' + ",\n".join(lines) + "\n]}\n"
+
+
+@cache
+def _matrix() -> Mapping[str, Any]:
+    content: Mapping[str, Any] = json.loads(resources.files("meshwright.train").joinpath(MATRIX).read_text())
+    return content
+
+
+def _in_matrix(claim: Claim, matrix: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A cell of a claim, one that failed before others.
+
+    It is of the same model on the same axes, and was audited under each of the claim's choices.
+    Of the options of a cell every value meets every value of every other one, so each pair of choices was together in an audit.
+    """
+    if dict(claim.versions) != matrix["versions"]:
+        return None
+    for cell in sorted(matrix["cells"], key=lambda cell: not cell["failed"]):
+        same = cell["model"] == claim.model and cell["axes"] == list(claim.axes)
+        if same and all(value in cell["choices"].get(name, ()) for name, value in claim.choices.items()):
+            return dict(cell)
+    return None
+
+
+# -- the standing -------------------------------------------------------------------------------------------------------------
+
+
+def standing_of(setup: RunSetup, source: Source | None, say: Callable[[str], None]) -> Standing:
+    """What is known of the layout of a run.
+
+    Args:
+        setup: the resolved run.
+        source: of its configuration, for the command that would audit it.
+        say: takes a line for what was passed over on the way.
+    """
+    if setup.layout.world_size == 1:
+        return Standing(State.ALONE, "nothing to prove")
+    claim = claim_of(setup)
+    where = f"{claim.family} on {' x '.join(claim.axes)}"
+    try:
+        check_supported(setup.layout)
+    except UnsupportedError as error:
+        return Standing(State.UNPROVEN, error.problems[0])
+    command = _command(setup, source)
+    own = read_records(claim, say)
+    if failed := next((entry for entry in own if not entry.passed), None):
+        verdict = failed.verdict.removeprefix("FAIL: ")
+        words = f"your audit of {failed.date} ({failed.extent}) found {where} wrong: {verdict}; audit it again: {command}"
+        return Standing(State.FAILED, words)
+    passed = own or [entry for entry in read_records(claim.with_several_microbatches, say) if entry.passed]
+    if passed:
+        best = passed[0]
+        worst = "" if best.worst is None else f", the worst gradient off by {best.worst:.1e}"
+        return Standing(State.PROVEN, f"{where}, by your audit of {best.date} ({best.extent}{worst})")
+    try:
+        cell = _in_matrix(claim, _matrix())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        say(f"the support matrix is passed over: {type(error).__name__}: {error}")
+        cell = None
+    if cell is None:
+        return Standing(State.UNPROVEN, f"no audit on record of {where} with these options and versions; prove it: {command}")
+    if cell["failed"]:
+        return Standing(State.FAILED, f"the support matrix found {where} wrong: {cell['failed']}; audit it: {command}")
+    return Standing(State.PROVEN, f"{where}, by the support matrix of {_matrix()['date']} ({cell['family']}, {cell['layout']})")
+
+
+def audit_arguments(setup: RunSetup) -> tuple[RunConfig, int | None]:
+    """The configuration, and the number of processes, with which an audit keeps the axes of a run; ``None``: it chooses.
+
+    An axis that the run infers to be 1 is not inferred again, where the number of processes is another.
+    """
+    config, world_size = setup.config, setup.layout.world_size
+    if world_size <= MOST_PROCESSES:
+        nproc, layout = world_size, config.layout
+    else:
+        sizes = setup.layout.sizes()
+        inferred = {axis: 1 for axis in AXES if getattr(config.layout, axis) in (None, -1) and sizes[axis] == 1}
+        nproc, layout = None, config.layout.model_copy(update=inferred)
+    device = "cpu" if config.launch.device == "cpu" else "auto"  # there may be fewer GPUs here than an audit has processes
+    launch = config.launch.model_copy(update={"nproc": None, "device": device})
+    return config.model_copy(update={"layout": layout, "launch": launch}), nproc
+
+
+def _command(setup: RunSetup, source: Source | None) -> str:
+    before = setup.config
+    config, nproc = audit_arguments(setup)
+    parts = ["meshwright", "audit", source.path if source else "CONFIG", *(source.overrides if source else ())]
+    if nproc is None:
+        parts += [f"layout.{axis}=1" for axis in AXES if getattr(before.layout, axis) != getattr(config.layout, axis)]
+        parts += ["launch.nproc=null"] if before.launch.nproc is not None else []
+    parts += ["--nproc", str(nproc)] if nproc else []
+    parts += ["--dtype", "float32"] if setup.plan.options.compile else []  # in float64 nothing is compiled
+    return shlex.join(parts)
