@@ -270,21 +270,14 @@ def test_sequence_parallel_recomputed(auditor: Auditor, folder: Path, mode: str)
     audited(auditor, folder, place, variant, "qwen3_moe", sequence_parallel=True, activation_checkpointing=mode)
 
 
-def test_an_audit_whose_workers_died_is_run_once_more_and_told_of(
-    auditor: Auditor, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inner, calls = auditor.audit, []
+def test_a_cell_whose_workers_died_fails_and_says_so(auditor: Auditor, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dies(*args: Any) -> AuditReport:
+        raise WorkerError("rank 1: died")
 
-    def dies_first(*args: Any) -> AuditReport:
-        calls.append(args)
-        if len(calls) == 1:
-            raise WorkerError("rank 1: died")
-        return inner(*args)
-
-    monkeypatch.setattr(auditor, "audit", dies_first)
+    monkeypatch.setattr(auditor, "audit", dies)
     cell = run_cell(auditor, "llama", SHARD_2, VARIANTS[:1], folder)
-    assert cell.outcome is Outcome.WORKS
-    assert cell.note.endswith("at the second attempt; at the first, rank 1: died")
+    assert cell.outcome is Outcome.FAILS
+    assert cell.note.endswith("rank 1: died")
 
 
 def test_one_step_is_compared_where_later_ones_are_rounding(auditor: Auditor, folder: Path) -> None:

@@ -196,24 +196,14 @@ def family_case(
 
 
 def run_cell(auditor: Auditor, family: str, place: Place, variants: Iterable[Variant], folder: Path) -> Cell:
-    """Audit a family on a layout under some options.
-
-    Workers that die or stand still say nothing about gradients, so such an audit is run once more; the note tells of it.
-    """
+    """Audit a family on a layout under some options."""
     worst: dict[str, float] = {}
     notes: list[str] = []
     claims: list[Claim] = []
     packing = "pack"
 
     def audit(variant: Variant) -> AuditReport:
-        case = family_case(family, place, variant, folder, packing=packing)
-        try:
-            return auditor.audit(case, place.world_size)
-        except MeshwrightError as error:
-            if error.exit_code == 2:
-                raise
-            notes.append(f"{variant}: at the second attempt; at the first, {error}")
-            return auditor.audit(case, place.world_size)
+        return auditor.audit(family_case(family, place, variant, folder, packing=packing), place.world_size)
 
     for variant in variants:
         try:

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -129,6 +130,8 @@ def _join(seat: Seat) -> None:
         if torch.cuda.device_count() == 0:
             raise UnsupportedError("workers on cuda: there is no GPU on this machine")
         torch.cuda.set_device(seat.device)
+    # torch warns of what an in-place operation on a unit's output would do to gradients. The audit compares these gradients.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     _torch_compat.one_gloo_worker()
     dist.init_process_group(
         "gloo" if seat.kind == "cpu" else "cpu:gloo,cuda:nccl",
