@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import ParallelMesh, build_mesh
-from meshwright.distributed.parallelizer import parallelize
+from meshwright.distributed.parallelizer import apply_fsdp2_sharding_recursively, parallelize
 from meshwright.errors import UnsupportedError
 from meshwright.layout import Layout
 from meshwright.plan.options import ParallelOptions, SyncPolicy
@@ -216,6 +217,25 @@ def test_a_loop_without_grad_sync_has_the_same_gradients_and_zeros_for_what_noth
         summed_loss(model, batches(2)[rank]).backward()
         for (name, parameter), expected in zip(model.named_parameters(), alone(uses)[0], strict=True):
             found = whole(parameter.grad)
+            expected = torch.zeros_like(found) if expected is None else expected
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=name)
+
+    run_ranks(on_rank, 2)
+
+
+def test_units_that_were_made_by_hand_reduce_all_their_parameters_too() -> None:
+    def on_rank(rank: int) -> None:
+        uses = [("image",), ("text", "wide")]
+        torch.manual_seed(3)
+        model = Parted()
+        fp32 = MixedPrecisionPolicy(param_dtype=torch.float32)
+        apply_fsdp2_sharding_recursively(model, _mesh(Layout().resolve(2)).fsdp(), fp32)
+        fully_shard(model, mesh=_mesh(Layout().resolve(2)).fsdp())
+        GradSync(model)  # the root was made by torch alone
+        model.parts = uses[rank]
+        summed_loss(model, batches(2)[rank]).backward()
+        for (name, parameter), expected in zip(model.named_parameters(), alone(uses)[0], strict=True):
+            found = 2 * whole(parameter.grad)  # torch averages
             expected = torch.zeros_like(found) if expected is None else expected
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=name)
 

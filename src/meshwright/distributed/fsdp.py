@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from types import MappingProxyType
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -29,6 +30,7 @@ def apply_units(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> Non
         for name in (row.name, *row.aliases)
     }  # fmt: skip
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if plan.options.cpu_offload else OffloadPolicy()
+    data_group = mesh["dp_cp"].get_group()
     again = any(unit.forwards > 1 or unit.twin_of for unit in plan.units)
     # named_modules() lists parents first, so its reverse wraps children first.
     for unit in reversed(plan.fsdp_units):
@@ -39,8 +41,9 @@ def apply_units(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> Non
         unit_mesh = mesh.fsdp_experts() if axis == "ep_shard" else mesh.fsdp()
         if mesh.replicated:
             _torch_compat.replicate_module(modules, unit_mesh, policy, offload)
+            _torch_compat.supervise(module, data_group)
         else:
-            shard_unit(modules, unit_mesh, policy, offload, unit.reshard_after_forward, dims)
+            shard_unit(modules, unit_mesh, policy, offload, unit.reshard_after_forward, dims, data_group)
         if plan.options.gradient_reduction is GradientReduction.SUM:
             _divide(module, 1.0)
         elif axis == "ep_shard":
@@ -49,7 +52,6 @@ def apply_units(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> Non
             _divide(module, float(ranks), alone=plan.layout.size(axis) == 1)
         if len(modules) > 1:
             _torch_compat.hook_each_run(modules)
-        _torch_compat.supervise(module, mesh["dp_cp"].get_group())
         if again:
             _torch_compat.forget_runs_without_gradient(module)
     twins.join()
@@ -81,6 +83,7 @@ def shard_unit(
     offload_policy: OffloadPolicy,
     reshard: bool,
     dims: Mapping[int, int] = MappingProxyType({}),
+    data_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Make modules one FSDP unit over a 1-D (shard) or 2-D (replicate, shard) mesh.
 
@@ -91,6 +94,7 @@ def shard_unit(
         offload_policy: where shards live.
         reshard: whether gathered parameters are freed after forward.
         dims: id of each parameter that is sharded along another dimension to that.
+        data_group: of all ranks that read data for this unit; ``None``: those of the mesh.
     """
 
     def placement(parameter: nn.Parameter) -> Shard | None:
@@ -104,6 +108,7 @@ def shard_unit(
         reshard_after_forward=reshard,
         shard_placement_fn=placement if dims else None,
     )
+    _torch_compat.supervise(modules[0], data_group)
 
 
 def _sharded_dim(row: ParameterRow) -> int:
