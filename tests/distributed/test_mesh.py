@@ -1,11 +1,17 @@
 """The mesh at 8, 64 and 1,024 ranks of a fake process group: the ranks of every group, seen from several ranks."""
 
+import itertools
+
 import pytest
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshwright.distributed.mesh import build_mesh
+from meshwright.distributed.mesh import build_mesh, whole_tensor
 from meshwright.errors import LayoutError
 from meshwright.layout import AXES, EXPERT_AXES, FLATTENED, Layout
 from tests.harness import run_ranks
@@ -89,3 +95,21 @@ def test_an_axis_of_a_mesh_that_is_not_there_is_refused() -> None:
             build_mesh(Layout(tp=3), "cpu")
 
     in_fake_world(8, 0, check)
+
+
+def gathered_axis_by_axis(rank: int) -> list[tuple[int, int, bool]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found = []
+    for rows, dim in itertools.product((8, 7, 5, 3), (0, 1)):
+        whole = torch.arange(rows * 6.0).reshape(rows, 6)
+        linear = nn.Linear(6, rows, bias=False)
+        linear._parameters["weight"] = nn.Parameter(distribute_tensor(whole, mesh["tp"], [Shard(dim)]))
+        fully_shard(linear, mesh=mesh["dp"])
+        assert isinstance(linear.weight, DTensor)
+        found.append((rows, dim, torch.equal(whole_tensor(linear.weight.detach()), whole)))
+    return found
+
+
+def test_what_fsdp_shards_behind_tensor_parallel_is_gathered_axis_by_axis() -> None:
+    for found in run_ranks(gathered_axis_by_axis, 4):
+        assert all(equal for _, _, equal in found), found
