@@ -88,6 +88,8 @@ def test_errors_of_masks_and_of_what_is_not_a_number() -> None:
     assert border_error(mask + torch.tensor([0.0, 0.0, 1.0]), mask, 0.0) == 0.5
     assert border_error(torch.tensor([0.0, -math.inf, math.nan]), mask, 0.0) == math.inf
     assert border_error(torch.tensor([0.0, 0.0, 2.0]), mask, 0.0) == math.inf
+    masked_row = torch.tensor([1.0, math.nan])
+    assert border_error(masked_row, masked_row.clone(), 0.0) == 0.0
     assert border_error(torch.tensor([1e-12]), torch.zeros(1), 1.0) == pytest.approx(1e-12)
 
 

@@ -9,7 +9,7 @@ import pytest
 from meshwright.audit.conduct import make_ready
 from meshwright.audit.settle import settle
 from meshwright.audit.shrink import shrink
-from meshwright.train.claim import claim_of
+from meshwright.train.claim import claim_of, model_digest
 from meshwright.train.setup import make_setup
 from tests.audit.test_shrink import FAMILIES, LLAMA, QWEN3_MOE, run_config, with_vocabulary
 
@@ -42,6 +42,7 @@ def test_an_audit_has_the_policies_that_the_size_of_the_run_decides() -> None:
         ("llama-3.1-8b", {"tp": 2, "dp_replicate": 2}),
         ("llama-3.1-8b", {"tp": 16}),  # two ranks share a head
         ("qwen3-30b", {"tp": 2, "ep": 4}),
+        ("qwen3-moe-some-dense", {"ep": 4}),
         ("qwen3-30b", {"dp_replicate": 4, "ep": 16, "dp_shard": 16}),
         ("gemma3-1b", {}),
         ("gpt-oss-20b", {"tp": 4}),
@@ -58,5 +59,9 @@ def test_what_is_audited_is_what_the_run_relies_on(name: str, layout: dict[str, 
     ready, _ = make_ready(small, "float64", 1, tmp_path)
     ready, _ = settle(config, ready, make_setup(ready, world))
     audited, run = (claim_of(make_setup(*of)) for of in ((ready, world), (config, 64)))
-    # The model is the one thing that the record takes from the run: of shared heads the small one may have one, not some.
+    # Of shared heads the small model may have one, not some; so the record has the digest of the run's.
     assert replace(audited, model=run.model) == run
+    digests = {
+        model_digest(setup.spec, setup.model, with_heads=False) for setup in (make_setup(ready, world), make_setup(config, 64))
+    }
+    assert len(digests) == 1

@@ -5,11 +5,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.fsdp2 import FSDP2Manager
-from meshwright.distributed.mesh import build_mesh
+from meshwright.distributed.mesh import adopt_mesh, build_mesh
 from meshwright.distributed.process_group import process_group
 from meshwright.layout import Layout
 from tests.harness import TIMEOUT, run_ranks
@@ -30,6 +31,16 @@ def test_every_group_of_a_mesh_has_one_thread_and_the_timeout_of_the_default_gro
         assert all(torch.equal(piece, torch.arange(8.0) + index) for index, piece in enumerate(pieces))
 
     run_ranks(on_rank, 4)
+
+
+def test_a_group_whose_maker_chose_a_timeout_keeps_it() -> None:
+    def on_rank(rank: int) -> None:
+        group = dist.new_group([0, 1], timeout=timedelta(hours=3))
+        mesh = adopt_mesh(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp_shard_cp",)))
+        assert options_of(group)._timeout == timedelta(hours=3)
+        assert options_of(mesh["dp_cp"].get_group())._timeout in (TIMEOUT, timedelta(hours=3))
+
+    run_ranks(on_rank, 2)
 
 
 def test_whoever_starts_the_process_group_it_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:

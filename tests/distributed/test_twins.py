@@ -97,6 +97,22 @@ def test_collectives_of_a_step(twin: bool, policy: SyncPolicy, microbatches: int
 
 
 @pytest.mark.parametrize("twin", [True, False])
+def test_what_neither_pass_used_has_no_gradient(twin: bool) -> None:
+    """Each twin reduces zeros for it. It would be decayed, and in one process it is not."""
+
+    def on_rank(rank: int) -> None:
+        model, plan, objective = sharded(twin, sync=SyncPolicy.REDUCE_EACH)
+        for stack in ("encoder.language_model", "decoder"):
+            model.get_submodule(f"model.{stack}.layers.1.self_attn.q_norm").forward = lambda hidden: hidden
+        step(model, GradSync.from_plan(model, plan), objective, 1)
+        attention = model.get_submodule("model.decoder.layers.1.self_attn")
+        assert attention.q_norm.weight.grad is None
+        assert attention.k_norm.weight.grad is not None
+
+    run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("twin", [True, False])
 def test_one_layer_is_gathered_at_a_time(twin: bool) -> None:
     """Under reduce_each: with its experts, beside the root, the last decoder layer and what is gathered ahead of its use."""
 

@@ -11,19 +11,21 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from meshwright.distributed import _torch_compat
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import ParallelMesh, build_mesh
 from meshwright.distributed.parallelizer import apply_fsdp2_sharding_recursively, parallelize
 from meshwright.errors import UnsupportedError
 from meshwright.layout import Layout
+from meshwright.models.spec import spec_of
 from meshwright.plan.options import ParallelOptions, SyncPolicy
 from meshwright.plan.price import totals
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.plan.spec import ParallelSpec
 from tests.harness import run_ranks
-from tests.tiny import batches, summed_loss, whole
+from tests.tiny import batches, make, summed_loss, whole
 
 PARTS = ("image", "text", "wide")
 
@@ -63,6 +65,17 @@ class Parted(nn.Module):
             elif index not in self.skipped:
                 hidden = block(hidden, self.parts)
         return self.head(hidden)
+
+
+class Bare(nn.Module):
+    """A root without parameters of its own; its blocks stand side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [block(x) for block in self.blocks]
 
 
 SPEC = ParallelSpec("parted", layers=("blocks.*",))
@@ -274,15 +287,48 @@ def test_ranks_that_leave_out_different_units_later_are_refused_after_the_step()
         model.skipped = (rank,)
         with pytest.raises(UnsupportedError, match=r"rank 0 runs blocks\.1 where rank 1 runs blocks\.0"):
             ends(model, sync, rank)
+        assert all(parameter.grad is None for parameter in model.parameters())
 
     run_ranks(on_rank, 2)
 
 
 def test_a_claim_that_all_parameters_are_used_is_checked() -> None:
+    """By all ranks together in the first step: they raise alike, whichever of them left something out."""
+
     def on_rank(rank: int) -> None:
-        model, plan = build(Layout(), 2, replace(SPEC, uses_all_parameters=True))
-        model.parts = ("image", "text", "wide") if rank else ("text",)
-        with pytest.raises(UnsupportedError, match=r"'blocks\.0\.spare\.weight'.*uses_all_parameters"):
+        claimed = replace(SPEC, uses_all_parameters=True)
+        frozen = ("blocks.*.spare.*",)
+        model, plan = build(Layout(), 2, claimed, freeze=frozen)
+        model.parts = PARTS if rank else ("text",)
+        with pytest.raises(UnsupportedError, match=r"'blocks\.0\.image\.weight'.*uses_all_parameters"):
             ends(model, GradSync.from_plan(model, plan), rank)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model, plan = build(Layout(), 2, claimed, freeze=frozen)
+        model.skipped = (1,) if rank else ()
+        with pytest.raises(UnsupportedError, match=r"rank 0 runs blocks\.1 where rank 1 runs blocks\.2"):
+            ends(model, GradSync.from_plan(model, plan), rank)
+
+    run_ranks(on_rank, 2)
+
+
+def test_a_claim_is_made_for_the_classes_of_transformers_alone() -> None:
+    model, spec = make("llama", meta=True)
+    assert spec.uses_all_parameters
+    model.__class__ = type("LlamaForCausalLM", (type(model),), {"__module__": "mine"})
+    assert not spec_of(model).uses_all_parameters
+
+
+def test_a_root_without_parameters_waits_for_reductions_that_no_backward_made() -> None:
+    def on_rank(rank: int) -> None:
+        model = Bare()
+        plan = resolve(SPEC, model, Layout(), ParallelOptions(param_dtype="float32", microbatches=2), world_size=2)
+        parallelize(model, plan, _mesh(plan.layout))
+        for index, batch in GradSync.from_plan(model, plan).microbatches(torch.ones(2, 4, 8)):
+            model(batch)[index].sum().backward()  # the other blocks have no part in the loss
+        assert not _torch_compat.fsdp_state(model)._comm_ctx._last_post_reduce_events
+        for block, used in zip(model.blocks, (True, True, False), strict=True):
+            assert (block.weight.grad is not None) is used
+            if used:  # of a sum of outputs: the sum of inputs, on two ranks
+                torch.testing.assert_close(whole(block.weight.grad), torch.full((8, 8), 8.0))
 
     run_ranks(on_rank, 2)

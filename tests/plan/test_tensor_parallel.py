@@ -14,6 +14,7 @@ from meshwright.models.spec import spec_of
 from meshwright.plan.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.plan.sliced_code import mixes_features
 from meshwright.plan.spec import ParallelSpec
 from meshwright.plan.tp_styles import STYLES
 from tests.tiny import make
@@ -272,6 +273,18 @@ class Normalized(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return self.down(self.between(self.up(x)))
+
+
+def test_a_norm_with_parameters_has_a_style_of_its_own() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.norm, self.down = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+
+        def forward(self, x: Any) -> Any:
+            return self.down(self.up(self.norm(x)))
+
+    assert mixes_features(Inner()) == ""
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from meshwright.audit.families import FAMILIES
+from meshwright.models.spec import DefaultParallelizationStrategy
 from meshwright.train import claim as claims
 from meshwright.train import proof
 from meshwright.train.claim import claim_of
@@ -62,7 +63,7 @@ def test_sizes_names_and_dtypes_do_not_count() -> None:
     for sections in (
         {"parallel": {"param_dtype": "float32"}},
         {"parallel": {"param_dtype": "float64", "reduce_dtype": "float64"}},
-        {"optimizer": {"lr": 1.0, "no_decay": ["lm_head.weight"]}},
+        {"optimizer": {"lr": 1.0}},
         {"model": {"attention_dropout": 0.1}},
         {"model": {"initializer_range": 0.5, "pad_token_id": 3, "use_cache": False}},
     ):
@@ -101,6 +102,7 @@ def test_the_structure_of_a_model_counts(change: dict[str, Any]) -> None:
         {"parallel": {"prefetch_forward": 2}},
         {"parallel": {"reshard_after_forward": True}},
         {"training": {"global_batch_size": 8}},
+        {"optimizer": {"no_decay": ["**.mlp.*.weight"]}},
     ],
     ids=str,
 )
@@ -151,6 +153,22 @@ def test_versions_and_foreign_code_count(monkeypatch: pytest.MonkeyPatch, tmp_pa
         digests.append(claims._foreign_code({"meshwright.errors", "torch.nn.modules", "tests.tiny", __name__}))
     assert digests[0] != digests[1]
     assert all(len(found) == 2 - ("tests.tiny" not in claims.sys.modules) for found in digests)
+
+
+def test_a_strategy_of_one_s_own_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = key()
+
+    class Mine(DefaultParallelizationStrategy):
+        pass
+
+    monkeypatch.setattr(claims, "get_parallelization_strategy", lambda model: Mine())
+    assert key() != plain
+
+
+def test_the_place_of_a_layer_in_a_list_is_a_size() -> None:
+    assert claims._structure({"mlp_only_layers": [0, 2, 5]}) == claims._structure({"mlp_only_layers": [0]})
+    assert claims._structure({"mlp_only_layers": []}) != claims._structure({"mlp_only_layers": [0]})
+    assert claims._structure({"ratios": [0.5, 0.0]}) != claims._structure({"ratios": [0.5]})
 
 
 # -- records ------------------------------------------------------------------------------------------------------------------

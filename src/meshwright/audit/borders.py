@@ -261,10 +261,10 @@ def part_of(truth: torch.Tensor, found: torch.Tensor, held: Held) -> tuple[torch
 def border_error(found: torch.Tensor, truth: torch.Tensor, floor: float) -> float:
     """The largest difference of an entry, relative to the largest entry of the reference, or to ``floor`` if that is more.
 
-    Entries that are infinite on both sides alike (of masks) are equal.
+    Entries that are infinite, or no number, on both sides alike are equal: those of masks, and of rows that are masked whole.
     """
     value, reference = found.double().flatten(), truth.double().flatten()
-    same = value == reference
+    same = (value == reference) | (value.isnan() & reference.isnan())
     if bool(same.all()):
         return 0.0
     scale = max(float(reference[reference.isfinite()].abs().max()) if bool(reference.isfinite().any()) else 0.0, floor)

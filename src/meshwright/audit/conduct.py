@@ -92,16 +92,23 @@ def audit(
             more = tuple(change for change in more if change.key != "model.experts_implementation")
         with Auditor(device_kind(config, world_size), patience) as auditor:
             report = auditor.audit(Case(ready, store, steps), world_size, changes=(*changes, *more))
-    _keep(config, report, say)
+    _keep(config, setup, report, say)
     return report
 
 
-def _keep(config: RunConfig, report: AuditReport, say: Callable[[str], None]) -> None:
-    """Put a verdict on record, for the run's own model: that of the audit has its structure, or it would not be."""
+def _keep(config: RunConfig, setup: RunSetup, report: AuditReport, say: Callable[[str], None]) -> None:
+    """Put a verdict on record for the run's own model, where the one that was audited has its structure.
+
+    Of key/value heads that ranks share, the small model may have one where the run's has some.
+    """
     spec, model = describe_model(config)
+    large, small = (model_digest(*of, config.imports, with_heads=False) for of in ((spec, model), (setup.spec, setup.model)))
+    if large != small:
+        say("the verdict is not on record: the audit's small model has not the structure of the run's; --full audits that")
+        return
     worst = report.worst_gradient if math.isfinite(report.worst_gradient) else None
     entry = Record(report.passed, report.verdict, today(), report.dtype, report.layout, report.world_size, report.steps, worst)
-    record(replace(report.claim, model=model_digest(spec, model)), entry, say)
+    record(replace(report.claim, model=model_digest(spec, model, config.imports)), entry, say)
 
 
 def _fewest(config: RunConfig) -> int:

@@ -42,7 +42,7 @@ def _is_vector(model: nn.Module, name: str, parameter: nn.Parameter, experts: in
     behind_each_other = any(len(other) == 3 and other[0] == shape[0] for other in beside)
     if behind_each_other and (shape[0] == experts or "expert" in type(holder).__name__.lower()):
         shape = shape[1:]
-    words = {*own.split("_"), *type(holder).__name__.lower().replace("norm", " norm ").split()}
+    words = {own.split("_")[-1], *type(holder).__name__.lower().replace("norm", " norm ").split()}
     return len(shape) < 2 or "bias" in words or ("norm" in words and "head" not in words)
 
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from enum import StrEnum
 from functools import partial
 from operator import attrgetter
@@ -127,15 +128,19 @@ def one_gloo_worker() -> None:
 
 def inherit_timeout(mesh: DeviceMesh) -> None:
     """Give the groups of a mesh the timeout of the default group. By itself torch gives them that of their backend: half an
-    hour for gloo, ten minutes for NCCL.
+    hour for gloo, ten minutes for NCCL. A group that has another one, which its maker chose, keeps it.
     """
-    world = distributed_c10d._get_default_group()
-    for device in world._device_types:
-        backend = world._get_backend(device)
-        if isinstance(backend, _WITH_TIMEOUT):
-            for group in mesh.get_all_groups():
-                distributed_c10d._set_pg_timeout(backend.options._timeout, group)
-            return
+    own = {distributed_c10d.default_pg_timeout, distributed_c10d.default_pg_nccl_timeout}
+    wanted = _timeout_of(distributed_c10d._get_default_group())
+    for group in mesh.get_all_groups():
+        if wanted is not None and _timeout_of(group) in own:
+            distributed_c10d._set_pg_timeout(wanted, group)
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout of a group; ``None`` where its backends have none."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    return next((backend.options._timeout for backend in backends if isinstance(backend, _WITH_TIMEOUT)), None)
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -296,7 +301,9 @@ class _Course:
 
 
 def supervise(module: nn.Module | FSDPModule, data_group: dist.ProcessGroup | None = None) -> None:
-    """Let a unit reduce once for all its runs in a microbatch, and all its trainable parameters if it ran. Idempotent.
+    """Let a unit reduce once for all its runs in a microbatch, and all its trainable parameters if it ran.
+
+    A second call changes nothing: the first one's ``data_group``, the ranks that read data for the unit, stays.
 
     FSDP2 reduces what has a gradient. So ranks, or microbatches, that use different parameters of a unit would add the
     gradient of one parameter to that of another, for a reduction is one flat buffer. Here a parameter without a gradient is

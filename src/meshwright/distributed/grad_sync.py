@@ -57,8 +57,8 @@ class GradSync:
         default: policy of the other units.
         all_reduce_once: with ``reduce_each`` and replicas, all-reduce across replicas only in the last microbatch;
             before it gradients are reduce-scattered inside each replica.
-        exchange_use: whether ranks tell each other which parameters they used, one small all-reduce a step. ``False``: all
-            ranks use all trainable parameters in each step; a rank that does not raises.
+        exchange_use: whether ranks tell each other which parameters they used, one small all-reduce a step. ``False``: each
+            microbatch uses all trainable parameters, which is checked.
 
     Attributes:
         ends_step: for pipelines: whether the last backward of the schedule that runs now is that of an optimizer step.
@@ -122,6 +122,10 @@ class GradSync:
             raise
         self.finish()
 
+    def begin_step(self) -> None:
+        """Begin an optimizer step, for a loop without :meth:`microbatches`: what a failed one has noted is forgotten."""
+        self._use.abandon()
+
     def begin_microbatch(self, *, last: bool) -> None:
         """Set every unit for the forward and backward of one microbatch; ``last``: of its optimizer step."""
         self._ending = False
@@ -155,7 +159,7 @@ class GradSync:
         From here on units reshard after forward as they did before the first step.
 
         Raises:
-            UnsupportedError: the ranks ran different units; or see ``exchange_use``. Gradients are dropped.
+            UnsupportedError: the ranks ran different units; or see ``exchange_use``. The gradients of the step are dropped.
         """
         try:
             self._reduce_rest()
@@ -172,8 +176,8 @@ class GradSync:
         waiting = [unit.module for unit in self._units.values() if _torch_compat.waits_for_reduction(unit.module)]
         for module in waiting:
             _torch_compat.post_backward(module)
-        for module in waiting:
-            _torch_compat.end_backward(module)
+        for unit in self._units.values() if waiting else ():
+            _torch_compat.end_backward(unit.module)  # only roots wait for reductions, and one may have no parameters
 
     def abandon(self) -> None:
         """End an optimizer step that failed, wherever it did: drop gradients that were kept unsharded, and reshard."""

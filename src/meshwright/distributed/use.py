@@ -7,12 +7,13 @@ one small all-reduce on the CPU, which no kernel waits for.
 
 The same all-reduce tells whether units ran, and reduced, in the same order everywhere. Collectives are matched by their order
 alone. Where one rank leaves a unit out, the others' collectives of that unit meet this rank's next ones: of the same size, they
-mix two units without a word; of other sizes, gloo aborts and NCCL hangs. In the first step the ranks therefore agree on every
-event before it happens, so that the unit is named before anything meets.
+mix two units without a word; of other sizes, gloo aborts and NCCL hangs. So in the very first microbatch ranks agree on every
+event before it happens, and later in the first step on every new one: the unit is named before anything meets.
 """
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -33,85 +34,104 @@ class FlagsOfUse:
 
     Args:
         units: name to unit.
-        exchanged: whether ranks may differ. ``False``: every rank uses every trainable parameter in each step, which is only
-            checked.
+        exchanged: whether ranks may differ. ``False``: each microbatch uses every trainable parameter, which is checked: by all
+            ranks together in the first step, by each rank for itself in later ones.
 
     Attributes:
-        groups: that the flags go through, one after another.
+        groups: of processes. A maximum over one after another is that over all ranks that hold the same units.
     """
 
     def __init__(self, units: Mapping[str, FSDPModule], *, exchanged: bool = True) -> None:
         self._units = dict(units)
         self.groups = _groups(self._units.values())
-        self._exchanged = exchanged and bool(self.groups)
-        self._checked = not exchanged and bool(self.groups)
+        self._claimed = not exchanged
+        self._first_step = True
+        self._microbatches = 0  # begun in this step
         self._events: list[str] = []
-        self._rehearses = True
+        self._rehearsed: set[str] = set()
+        self._words = {name: {event: f"{word} {name or '(root)'}" for event, word in _WORDS.items()} for name in self._units}
+
+    @property
+    def _exchanges(self) -> bool:
+        return bool(self.groups) and (self._first_step or not self._claimed)
 
     def begin(self) -> None:
-        """From here on the order of events counts. Of a step that has begun: nothing."""
-        if self._exchanged:
+        """Begin a microbatch: note from here on what each unit does, in order."""
+        self._microbatches += 1
+        if self._exchanges and self._microbatches == 1:
             for name, unit in self._units.items():
-                _torch_compat.tell_events(unit, lambda event, name=name: self._note(f"{_WORDS[event]} {name or '(root)'}"))  # type: ignore[misc]
+                _torch_compat.tell_events(unit, lambda event, words=self._words[name]: self._note(words[event]))  # type: ignore[misc]
 
     def end(self, model: nn.Module) -> None:
-        """At the end of a step: take the gradient of zeros from each parameter that no rank used.
+        """End a step: take the gradient of zeros from each parameter that no rank used.
 
         Args:
             model: that the units are of; for names.
 
         Raises:
-            UnsupportedError: the ranks ran different units, or in another order; or a rank left out a parameter of a model
-                whose spec says that all are used.
+            UnsupportedError: the ranks ran different units, or in another order; or a parameter was left out of a model whose
+                spec says that all are used. The gradients of the step are dropped.
         """
         used: dict[nn.Parameter, tuple[bool, bool]] = {}
         for unit in self._units.values():
             for parameter, here, fresh in _torch_compat.take_use(unit):
-                before, all_fresh = used.get(parameter, (False, True))
-                used[parameter] = (before or here, all_fresh and fresh)  # twin units share a parameter
-        if self._exchanged:
-            self._note("ends the step")
-            self._forget()
-            self._rehearses = False
-            flags = self._agree([int(here) for here, _ in used.values()])
-        else:
-            flags = [int(here) for here, _ in used.values()]
-        left_out = [parameter for (parameter, (_, fresh)), flag in zip(used.items(), flags, strict=True) if fresh and not flag]
-        if left_out and self._checked:
-            names = {parameter: name for name, parameter in model.named_parameters()}
-            raise UnsupportedError(
-                f"parameter {names.get(parameter, '?')!r}: got no gradient on this rank, but the spec says that every "
-                "microbatch uses all parameters; with ParallelSpec.uses_all_parameters=False the ranks exchange flags of use"
-                for parameter in left_out
-            )
-        for parameter in left_out:
-            parameter.grad = None
+                before, was_fresh = used.get(parameter, (False, False))
+                used[parameter] = (before or here, was_fresh or fresh)  # twin units share a parameter
+        try:
+            left_out = self._left_out(used)
+            if left_out and self._claimed and self.groups:
+                names = {parameter: name for name, parameter in model.named_parameters()}
+                raise UnsupportedError(
+                    f"parameter {names.get(parameter, '?')!r}: got no gradient, but the spec says that each microbatch uses "
+                    "all parameters; with ParallelSpec.uses_all_parameters=False the ranks exchange flags of use"
+                    for parameter in left_out
+                )
+        except BaseException:
+            left_out = [parameter for parameter, (_, fresh) in used.items() if fresh]
+            raise
+        finally:
+            for parameter in left_out:
+                parameter.grad = None
+            self.abandon()
+        self._first_step = False
 
     def abandon(self) -> None:
-        """Forget a step that failed."""
-        self._forget()
-        self._events.clear()
-
-    def _forget(self) -> None:
+        """Forget the events of a step, which has ended or failed."""
         for unit in self._units.values():
             _torch_compat.tell_events(unit, None)
+        self._events.clear()
+        self._microbatches = 0
+
+    def _left_out(self, used: Mapping[nn.Parameter, tuple[bool, bool]]) -> list[nn.Parameter]:
+        """Parameters whose gradient is zeros, because no rank used them; of a model that is to use all, because one did not."""
+        flags = [here for here, _ in used.values()]
+        if self._exchanges:
+            self._note("ends the step")
+            missing = self._claimed  # then any rank that lacks one counts
+            flags = [bool(flag) is not missing for flag in self._agree([int(here is not missing) for here in flags])]
+        return [parameter for (parameter, (_, fresh)), flag in zip(used.items(), flags, strict=True) if fresh and not flag]
 
     def _note(self, event: str) -> None:
+        """Note an event; in the first step agree on it first.
+
+        Of further microbatches only what is new is agreed on: their number is no bound for the time of a first step.
+        """
         self._events.append(event)
-        if self._rehearses:
+        if self._first_step and (self._microbatches <= 1 or event not in self._rehearsed):
+            self._rehearsed.add(event)
             with _torch_compat.unseen():  # of the first step only, so no plan has it
                 self._compare(self._maximum(_with_negative(zlib.crc32(event.encode()))))
 
     def _agree(self, flags: list[int]) -> list[int]:
-        """The flags of all ranks as one.
+        """The largest of each flag over all ranks, which also compare the order of their events.
 
         Raises:
             UnsupportedError: see :meth:`end`.
         """
         order = zlib.crc32("\n".join(self._events).encode())
-        *flags, highest, lowest = self._maximum([*flags, *_with_negative(order)])
+        with _torch_compat.unseen() if self._claimed else nullcontext():  # of the first step only, so no plan has it
+            *flags, highest, lowest = self._maximum([*flags, *_with_negative(order)])
         self._compare([highest, lowest])
-        self._events.clear()
         return flags
 
     def _maximum(self, values: Sequence[int]) -> list[int]:
@@ -138,7 +158,7 @@ class FlagsOfUse:
 
 
 def _groups(units: Iterable[FSDPModule]) -> list[dist.ProcessGroup]:
-    """Those that lead from each rank to every other that holds the same units."""
+    """The groups that units are sharded or replicated over, each once."""
     found: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for unit in units:
         for group in _torch_compat.data_groups(unit):
@@ -147,7 +167,7 @@ def _groups(units: Iterable[FSDPModule]) -> list[dist.ProcessGroup]:
 
 
 def _with_negative(number: int) -> list[int]:
-    """A number whose maximum and minimum one maximum finds."""
+    """A number and its negative: the maximum of the two over ranks tells the largest and the smallest number."""
     return [number, -number]
 
 

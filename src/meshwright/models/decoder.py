@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.plan.spec import Structure
 
-__all__ = ["global_heads", "structure_of"]
+__all__ = ["declared_structure", "global_heads", "structure_of"]
 
 LLAMA = Structure(
     regions=("model.layers.*.self_attn", "model.layers.*.mlp"),
@@ -103,3 +103,8 @@ def structure_of(names: Sequence[str], config: Any) -> Structure | None:
     """Of the first model class that is known, of those that a model inherits from; ``None`` where none is."""
     known = next((_KNOWN[name] for name in names if name in _KNOWN), None)
     return known(config) if callable(known) else known
+
+
+def declared_structure(kind: type) -> bool:
+    """Whether a class itself is one of transformers that is known here, and not one that inherits from it."""
+    return kind.__name__ in _KNOWN and kind.__module__.startswith("transformers.")

@@ -8,7 +8,7 @@ from torch import nn
 from meshwright.distributed.names import class_name
 from meshwright.distributed.strategy import ParallelizationStrategy, get_parallelization_strategy
 from meshwright.errors import ModelError
-from meshwright.models.decoder import structure_of
+from meshwright.models.decoder import declared_structure, structure_of
 from meshwright.plan.spec import ParallelSpec, UnitRule, generalize, match_names, under_prefix
 from meshwright.plan.tp_styles import canonical
 
@@ -94,7 +94,8 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
         tp_styles=_matching(styles, model),
         sizes=_sizes(model),
         structure=structure,
-        uses_all_parameters=structure is not None and structure.uses_all_parameters,
+        # A subclass has the structure of its family, but may have further parameters that some microbatches do not use.
+        uses_all_parameters=structure is not None and structure.uses_all_parameters and declared_structure(type(model)),
     )
 
 

@@ -69,6 +69,7 @@ class MoEFSDPSyncMixin:
         if pp_enabled:
             sync.ends_step = False
         else:
+            sync.begin_step()
             sync.begin_microbatch(last=False)
 
     def prepare_for_final_backward(self, pp_enabled: bool = False) -> None:

@@ -39,7 +39,7 @@ def decayed_names(
         holder, _, own = name.rpartition(".")
         in_stack = any(f"{name}.".startswith(f"{module}.") for module in stacked)
         matrix = parameters[name].ndim - in_stack >= 2
-        if matrix and not own.endswith("bias") and not _is_norm(modules[holder]):
+        if matrix and own.split("_")[-1] != "bias" and not _is_norm(modules[holder]):
             found.add(name)
     return found
 
@@ -47,7 +47,7 @@ def decayed_names(
 def _is_norm(module: nn.Module) -> bool:
     """Some norms have a vector for each head: `[heads, features]`."""
     kind = type(module).__name__
-    return "Norm" in kind and not kind.endswith("Head")  # a NormHead is an output head
+    return "norm" in kind.lower() and not kind.endswith("Head")  # a NormHead is an output head
 
 
 def _excepted(patterns: Iterable[str], names: Mapping[str, Sequence[str]], problems: list[str]) -> set[str]:

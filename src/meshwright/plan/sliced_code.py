@@ -7,6 +7,9 @@ kinds of code compute something else on slices, without an error:
   of half the length. One that reads heads from shapes, as in ``view(*x.shape[:-1], -1, self.head_dim)``, is right.
 - An MLP that takes a statistic over its features, such as their mean: each rank would take the mean of its slice. Where
   features are first taken apart into heads, a statistic over one head is right.
+
+Names are all that is read, so this errs both ways: a mean of what goes *into* the MLP is taken for one of its features, and a
+statistic that is written out (``x.pow(2).sum(-1)``), or stands in a class that also reshapes, is not seen. An audit decides.
 """
 
 import inspect
@@ -39,9 +42,12 @@ def mixes_features(module: nn.Module) -> str:
     names = _names_of(type(module))
     if _TAKES_APART & set(names):
         return ""
-    children = [child for child in module.children() if next(child.parameters(), None) is None]
-    of_children = [name for child in children for name in _names_of(type(child))]
-    return next((name for name in [*names, *of_children] if name in _STATISTICS), "")
+    held = {name: next(child.parameters(), None) is not None for name, child in module.named_children()}
+    bare = [child for name, child in module.named_children() if not held[name]]
+    of_children = [name for child in bare for name in _names_of(type(child))]
+    # A child called `norm` that holds parameters has a style of its own.
+    own = [name for name in names if not held.get(name, False)]
+    return next((name for name in [*own, *of_children] if name in _STATISTICS), "")
 
 
 def _names_of(kind: type[nn.Module]) -> list[str]:

@@ -91,7 +91,7 @@ def assure(setup: RunSetup, source: Source | None, prove: Prove | None) -> None:
 
 
 def assure_on_rank_0(config: RunConfig, source: Source | None, prove: Prove) -> dist.Store | None:
-    """The same on one rank for all; to be called before the process group is there.
+    """As :func:`assure`, on rank 0, while the other ranks wait; to be called before the process group is there.
 
     Returns:
         The store of the rendezvous, to be held until the process group has come to its own: where rank 0 serves it, the two

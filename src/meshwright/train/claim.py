@@ -3,11 +3,11 @@
 A family declares how it is parallelized; that is a claim. An audit proves it for a model, axes and options, and for no others.
 A :class:`Claim` holds what decides, and leaves out what does not:
 
-- **The model** counts by its class, its config and its parameters. Of the config count flags, words (activation, kinds of
-  layers, type of rotary embedding), and of a number whether it is there, and 0; not sizes, names, token ids, dtypes, dropout.
-  Of the parameters count names without the numbers of layers, the number of dimensions, the class that holds them, ties, and
-  whether there are as many key/value heads as heads, fewer, or one. Code that is no part of torch, transformers or Meshwright
-  counts by its text.
+- **The model** counts by its class, the strategy that parallelizes it, its config and its parameters. Of the config count
+  flags, words (activation, kinds of layers, type of rotary embedding), and of a number whether it is there, and 0; not sizes,
+  names, token ids, dtypes, dropout. Of the parameters count names without the numbers of layers, the number of dimensions, the
+  class that holds them, ties, and whether there are as many key/value heads as heads, fewer, or one. Code that is no part of
+  torch, transformers or Meshwright counts by its text: of classes, of the strategy, and of what `imports` names.
 - **The axes** that are above 1 count, their sizes do not.
 - **The choices** that change what is computed, sent or kept, count as the plan has resolved them: `sync: null` counts as the
   policies that it has come to. Dtypes are no part of it: a record says which arithmetic was audited.
@@ -26,6 +26,7 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.distributed.strategy import get_parallelization_strategy
 from meshwright.layout import AXES, Layout
 from meshwright.plan.resolver import model_sizes
 from meshwright.plan.sharding_plan import ShardingPlan
@@ -81,7 +82,7 @@ def claim_of(setup: RunSetup) -> Claim:
     choices = {**_choices(plan), "balance": "+".join(balance) or "none", "objective": type(setup.objective).__name__}
     return Claim(
         family=plan.family,
-        model=model_digest(setup.spec, setup.model),
+        model=model_digest(setup.spec, setup.model, setup.config.imports),
         axes=axes_above_1(plan.layout),
         choices=choices,
         accumulates=plan.options.microbatches > 1,
@@ -119,6 +120,7 @@ def _choices(plan: ShardingPlan) -> dict[str, str]:
     modes = {str(unit.activation_checkpointing) for unit in units if unit.kind == "layer"}
     ahead = (options.prefetch_forward, options.prefetch_backward)
     frozen = {(generalize(row.name), row.trainable) for row in plan.parameters}
+    decayed = {(generalize(row.name), row.decayed) for row in plan.parameters}
     moved = {
         (generalize(row.module), row.style, str(row.entry), str(row.exit), *map(generalize, row.sums))
         for row in plan.tensor_parallel
@@ -135,6 +137,7 @@ def _choices(plan: ShardingPlan) -> dict[str, str]:
         "compile": options.compile_backend if options.compile else "no",
         "gradient_reduction": str(options.gradient_reduction),
         "sequence_parallel": str(options.sequence_parallel),
+        "decayed": "matrices" if not options.no_decay else _digest(sorted(decayed)),
         "frozen": "none" if all(trainable for _, trainable in frozen) else _digest(sorted(frozen)),
         "tensor_parallel": _digest(sorted(moved)) if moved else "none",
         "units": _digest(sorted(shapes)),
@@ -144,11 +147,20 @@ def _choices(plan: ShardingPlan) -> dict[str, str]:
 # -- the model ----------------------------------------------------------------------------------------------------------------
 
 
-def model_digest(spec: ParallelSpec, model: nn.Module) -> str:
-    """Of the structure of a model, which its sizes do not change."""
+def model_digest(spec: ParallelSpec, model: nn.Module, imports: Iterable[str] = (), *, with_heads: bool = True) -> str:
+    """Of the structure of a model, which its sizes do not change, and of who parallelizes it.
+
+    Args:
+        spec: of the model.
+        model: on any device.
+        imports: modules that the run imports beside it, which may change what is computed.
+        with_heads: whether it counts that there are as many key/value heads as heads, fewer, or one.
+    """
+    strategy = type(get_parallelization_strategy(model))
+    code = {kind.__module__ for kind in (*map(type, model.modules()), *strategy.__mro__)}
     sizes = model_sizes(spec, model)
     heads = "unknown"
-    if sizes.heads and sizes.kv_heads:
+    if with_heads and sizes.heads and sizes.kv_heads:
         heads = "all" if sizes.heads == sizes.kv_heads else "one" if sizes.kv_heads == 1 else "some"
     config = getattr(model, "config", None)
     holders = {name: type(module).__name__ for name, module in model.named_modules()}
@@ -163,7 +175,8 @@ def model_digest(spec: ParallelSpec, model: nn.Module) -> str:
             "parameters": sorted(parameters),
             "tied": sorted({tuple(map(generalize, group)) for group in spec.tied}),
             "key_value_heads": heads,
-            "code": _foreign_code({type(module).__module__ for module in model.modules()}),
+            "strategy": f"{strategy.__module__}.{strategy.__qualname__}",
+            "code": _foreign_code({*code, *imports}),
         }
     )
 
@@ -176,7 +189,8 @@ def _structure(value: Any) -> Any:
             if not re.search(_NOT_STRUCTURAL, str(key)):
                 found.setdefault(re.sub(r"\d+", "*", str(key)), _structure(item))
         return found
-    if isinstance(value, (list, tuple, set)):  # the kinds that are in it
+    if isinstance(value, (list, tuple, set)):  # the kinds that are in it; numbers of layers are sizes, 0 too
+        value = [1 if type(item) is int else item for item in value]
         return sorted({json.dumps(_structure(item), sort_keys=True) for item in value})
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return "a number" if value else 0

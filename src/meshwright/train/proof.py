@@ -218,10 +218,10 @@ def _matrix() -> Mapping[str, Any]:
 
 
 def _in_matrix(claim: Claim, matrix: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A cell of a claim, one that failed before others.
+    """The cell that answers a claim; if several do, one that failed.
 
-    It is of the same model on the same axes, and was audited under each of the claim's choices.
-    Of the options of a cell every value meets every value of every other one, so each pair of choices was together in an audit.
+    It has the same model and axes, and was audited under each of the claim's choices. Of the options of a cell every value
+    meets every value of every other one, so each pair of choices was together in an audit.
     """
     if dict(claim.versions) != matrix["versions"]:
         return None
