@@ -28,7 +28,10 @@ from meshwright.plan.sharding_plan import ShardingPlan, UnitRow
 from meshwright.train.loss import count_tokens
 from meshwright.train.trainer import Batch
 
-__all__ = ["Reference", "measure_drift", "measure_noise", "record_reference"]
+__all__ = ["LOSS", "Reference", "measure_drift", "measure_noise", "record_reference"]
+
+LOSS = "the loss"
+"""Beside names of parameters."""
 
 SHAKES = 4
 """Times that drift is looked for."""
@@ -240,11 +243,11 @@ def record_reference(device: torch.device, case: Case, folder: Path, readers: in
 
 
 def measure_noise(device: torch.device, case: Case, folder: Path) -> dict[str, float]:
-    """Job of the one process: how far the gradients of a reference are from those of the next better arithmetic.
+    """Job of the one process: how far the gradients and the loss of a reference are from those of the next better arithmetic.
 
     Returns:
         Parameter name to the error of :func:`~meshwright.audit.compare.compare`, at least that of the median parameter, for
-        a small tensor may be lucky; empty for float64.
+        a small tensor may be lucky; and :data:`LOSS` to the relative error of the loss. Empty for float64.
     """
     better = case.more_precise()
     if better is None:
@@ -256,7 +259,7 @@ def measure_noise(device: torch.device, case: Case, folder: Path) -> dict[str, f
             initial = reference.get(f"initial.{name}")
             assert initial is not None
             parameter.copy_(initial)
-    trainer.train_step()
+    loss = trainer.train_step()["loss"]
     floor = FLOORS[case.dtype] * reference.largest_gradient
     noise = {}
     for name, _ in trainer.model.named_parameters():
@@ -264,7 +267,8 @@ def measure_noise(device: torch.device, case: Case, folder: Path) -> dict[str, f
         if gradient is not None:
             noise[name] = compare(trainer.tensors.get(f"gradient.{name}"), gradient, floor)[0]
     typical = statistics.median(noise.values())
-    return {name: max(own, typical) for name, own in noise.items()}
+    of_loss = abs(reference.losses[0] - loss) / abs(loss) if loss else 0.0
+    return {LOSS: of_loss, **{name: max(own, typical) for name, own in noise.items()}}
 
 
 class _ShakenTrainer(ReferenceTrainer):

@@ -13,7 +13,7 @@ token elsewhere. So there one step is compared, which all the casts are in; late
 
 import torch
 
-from meshwright.audit.reference import Reference
+from meshwright.audit.reference import LOSS, Reference
 from meshwright.plan.sharding_plan import ShardingPlan
 
 __all__ = ["TOLERANCES", "Tolerances", "comparable_steps"]
@@ -28,7 +28,8 @@ BORDER_TOLERANCE = 1e-3
 """Of activations and their gradients in float32 under model parallelism, where they explain and do not judge."""
 
 ROUNDED_SCALARS = {"loss": 1e-3, "norm": 1e-2}
-"""In bfloat16 under model parallelism: averages over tokens, and over entries, of what has eight bits."""
+"""In bfloat16 under model parallelism: averages over tokens, and over entries, of what has eight bits. Of a loss, more where
+one process itself is further off: self-conditioning feeds what was rounded to the model again."""
 
 NOISE_FACTOR = 4.0
 """A gradient may be this many times as far from its reference as rounding takes the reference from the truth: both distances
@@ -90,6 +91,8 @@ class Tolerances:
         """Of ``loss`` or ``norm`` in a step, counted from 0."""
         half = self.rounded() or (self.dtype == "bfloat16" and what == "norm" and bool(self.half))
         first = ROUNDED_SCALARS[what] if half else TOLERANCES[self.dtype]
+        if what == "loss" and half:
+            first = max(first, NOISE_FACTOR * self.noise.get(LOSS, 0.0))
         return first if step == 0 else max(first, step * STATE_TOLERANCES[self.dtype])
 
     def border(self) -> float:
