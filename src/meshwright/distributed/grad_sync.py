@@ -123,7 +123,7 @@ class GradSync:
         self.finish()
 
     def begin_step(self) -> None:
-        """Begin an optimizer step, for a loop without :meth:`microbatches`: what a failed one has noted is forgotten."""
+        """Begin an optimizer step in a loop without :meth:`microbatches`: forget the events of a step that failed."""
         self._use.abandon()
 
     def begin_microbatch(self, *, last: bool) -> None:

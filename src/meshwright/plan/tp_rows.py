@@ -67,7 +67,7 @@ class Rows:
         self._group_heads()
 
     def _leave_statistics(self, where: str, problems: list[str]) -> None:
-        """A module that takes a statistic over features which styles slice is held whole, or refused where they were given."""
+        """Hold a module whole that takes a statistic over sliced features. Where its styles were given, refuse them."""
         layers = self._layers()
         for name in dict.fromkeys(name.rpartition(".")[0] for name, style in self.of_modules.items() if style in FIRST):
             statistic = mixes_features(self.modules[name])
@@ -75,8 +75,8 @@ class Rows:
                 continue
             if where == "tp_plan" or not name or name in layers:
                 problems.append(
-                    f"{where}: {generalize(name)!r} is sliced over features, and its code takes their {statistic}, which of a "
-                    "slice is another one; leave it out"
+                    f"{where}: {generalize(name)!r} is sliced over features, and its code takes their {statistic}. Of a slice "
+                    "that is another number; leave the module out"
                 )
                 continue
             self.left_whole[generalize(name)] = statistic
