@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
@@ -19,7 +20,7 @@ from meshwright.train.loss import count_tokens, forward_logits, token_loss_sum
 from meshwright.train.prepare import _loader, load_run_tokenizer, prepare_run
 from tests.harness import RankError, run_ranks
 from tests.tiny import tiny_model
-from tests.train.runs import train, train_on_rank, trainer_on_rank
+from tests.train.runs import losses, train, train_on_rank, trainer_on_rank
 
 Tiny = Callable[..., RunConfig]
 MODELS = {
@@ -251,3 +252,37 @@ def test_vocabulary_larger_than_the_model(tiny: Tiny, tmp_path: Path) -> None:
     saved(tmp_path / "model", vocab_size=290)
     with pytest.raises(ConfigError, match=r"the vocabulary of .*model=290: the tokenizer has 300 tokens.*legal is 300 or more"):
         prepare_run(tiny(*overrides(tmp_path / "model")), 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "ranks"),
+    [
+        ("llama", "{dp_shard: 2}", 2),
+        ("llama", "{dp_shard: 3}", 3),  # of 32 rows the last rank holds 10, and FSDP pads them
+        ("llama", "{dp_shard: 1, dp_replicate: 2}", 2),
+        ("llama", "{dp_shard: 2, tp: 2}", 4),
+        ("phi3", "{dp_shard: 1, tp: 2}", 2),  # packed: laid out anew to be saved
+        ("mixtral", "{dp_shard: 2, ep: 2}", 2),
+    ],
+    ids=str,
+)
+def test_read_shards_have_memory_of_their_own_and_are_saved_in_the_background(
+    tiny: Tiny, tmp_path: Path, family: str, layout: str, ranks: int
+) -> None:
+    """A view of the file would hold whole parameters, change with the file, and break DCP's copy aside."""
+    saved(tmp_path / "model", family)
+    sections = (*overrides(tmp_path / "model"), "model.dtype=float32", f"layout={layout}", "training.steps=2")
+    sections = (*sections, "training.global_batch_size=6", "training.microbatch_size=1")
+    config = tiny(*sections, "checkpoint.asynchronous=true")
+    run_ranks(_holds_its_own_bytes_and_trains, ranks, config, prepare_run(config, ranks)[2].directory)
+    assert losses(config) == train(tiny(*sections, name="waiting"), ranks)
+
+
+def _holds_its_own_bytes_and_trains(rank: int, config: RunConfig, store: Path) -> None:
+    trainer, ranks = trainer_on_rank(config, store), dist.get_world_size()
+    for name, parameter in trainer.model.named_parameters():
+        local = local_part(parameter.data)
+        padding = (ranks - 1) * local.element_size() * local[:1].numel()
+        # Where ranks have different numbers of rows, FSDP pads to the largest.
+        assert local.untyped_storage().nbytes() <= local.numel() * local.element_size() + padding, name
+    trainer.run()

@@ -134,6 +134,7 @@ def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             mesh = tensor.device_mesh
             with torch.no_grad():
                 found[name] = distribute_tensor(whole_tensor(tensor), mesh, placements, src_data_rank=None)
+                _torch_compat.own_memory(found[name])  # not the whole one's, which would wait with it to be written
     return found
 
 

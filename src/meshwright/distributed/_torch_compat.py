@@ -66,6 +66,7 @@ __all__ = [
     "operator_names",
     "operator_schema",
     "own_backward_of_stage",
+    "own_memory",
     "owned_parameters",
     "param_groups",
     "plain_placements",
@@ -571,6 +572,18 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
 def memory_of(tensor: torch.Tensor) -> int:
     """A number that tensors over the same memory share, while one of them is alive; of a DTensor, that of its local part."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata
+
+
+def own_memory(tensor: torch.Tensor) -> None:
+    """Give a tensor, of a DTensor its local part, memory of its own and of its own size.
+
+    What is read from a file on the CPU is a view of the file's pages: a shard holds its whole parameter, and changes with the
+    file.
+    """
+    if isinstance(tensor, DTensor):
+        tensor._local_tensor = tensor._local_tensor.detach().clone()
+    else:
+        tensor.data = tensor.detach().clone()
 
 
 def operator_names() -> list[str]:

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from meshwright.distributed._torch_compat import own_memory
 from meshwright.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -213,6 +214,9 @@ def load_sharded(model: "PreTrainedModel", files: Sequence[str], device: "torch.
         info = type(model)._finalize_model_loading(model, config, info)
     finally:
         logging.set_verbosity(verbosity)
+    if device.type == "cpu":  # elsewhere it was copied
+        for tensor in (*model.parameters(), *model.buffers()):
+            own_memory(tensor)
     return LoadReport(
         missing=tuple(sorted(info.missing_keys)),
         unexpected=tuple(sorted(info.unexpected_keys)),
