@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from meshwright.checkpoint import manager
-from meshwright.checkpoint.manager import CheckpointManager, latest
+from meshwright.checkpoint.directory import latest
+from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.errors import CheckpointError
 from meshwright.train.config import RunConfig
 from meshwright.train.prepare import prepare_run

@@ -154,7 +154,7 @@ def test_sources_that_are_refused(trained: tuple[RunConfig, torch.Tensor], tmp_p
     cut = tmp_path / "run" / "checkpoints" / "step-00000003"
     shutil.copytree(trained[0].directory, tmp_path / "run")
     (cut / "__1_0.distcp").unlink()
-    with pytest.raises(CheckpointError, match=r"cannot be read: .*__1_0.distcp"):
+    with pytest.raises(CheckpointError, match=r"is damaged: __1_0.distcp is missing"):
         export_checkpoint(cut, tmp_path / "export")
     assert not (tmp_path / "export").exists()
     with pytest.raises(ModelError, match=r"no config\.json"):

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from meshwright.checkpoint import storage
-from meshwright.checkpoint.manager import check_same_model, check_writable, read_meta
+from meshwright.checkpoint import checksums, storage
+from meshwright.checkpoint.directory import read_meta
+from meshwright.checkpoint.manager import check_same_model, check_writable
 from meshwright.errors import CheckpointError
 from meshwright.train.config import RunConfig
 from meshwright.train.prepare import prepare_run
@@ -42,6 +43,13 @@ def copy(finished: RunConfig, tiny: Tiny) -> RunConfig:
 
 def checkpoint(config: RunConfig) -> Path:
     return Paths(config.directory).checkpoints / "step-00000002"
+
+
+def seal(config: RunConfig) -> None:
+    """Sums of what is there now: as whoever makes a bad checkpoint on purpose would."""
+    (checkpoint(config) / checksums.NAME).unlink()
+    found = [path for path in checkpoint(config).rglob("*") if path.is_file()]
+    checksums.append(checkpoint(config), {str(path.relative_to(checkpoint(config))): checksums.sum_of(path) for path in found})
 
 
 def files(directory: Path) -> dict[str, tuple[int, bytes]]:
@@ -101,6 +109,7 @@ def test_other_parameters_trained(copy: RunConfig, tiny: Tiny) -> None:
 def test_truncated_tensors(copy: RunConfig, ranks: int) -> None:
     path = checkpoint(copy) / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    seal(copy)
     _, _, store = prepare_run(copy, ranks)
     with pytest.raises(RankError) as caught:
         run_ranks(train_on_rank, ranks, copy, store.directory)
@@ -124,6 +133,7 @@ def test_missing_tensors(copy: RunConfig, name: str) -> None:
 )
 def test_damaged_table_of_contents(copy: RunConfig, content: bytes) -> None:
     (checkpoint(copy) / ".metadata").write_bytes(content)
+    seal(copy)
     assert "table of contents" in refusal(copy)[0]
 
 
@@ -132,12 +142,14 @@ def test_truncated_table_of_contents(copy: RunConfig) -> None:
     whole = path.read_bytes()
     for share in (0.1, 0.5, 0.9, 0.999):
         path.write_bytes(whole[: int(len(whole) * share)])
+        seal(copy)
         assert "table of contents" in refusal(copy)[0]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format": 2}', '{"format": null}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"format": 3}', '{"format": null}'])
 def test_meta_that_is_none_of_ours(copy: RunConfig, content: str) -> None:
     (checkpoint(copy) / "meta.json").write_text(content)
+    seal(copy)
     with pytest.raises(CheckpointError, match=r"step-00000002: (not a|has format)"):
         read_meta(checkpoint(copy))
     assert refusal(copy)
@@ -163,6 +175,7 @@ def test_pickle_in_the_table_of_contents_does_not_run(copy: RunConfig, tmp_path:
     assert sign.exists()  # it would
     sign.rmdir()
     (checkpoint(copy) / ".metadata").write_bytes(bomb)
+    seal(copy)
     assert "names posix.mkdir; it is not read" in refusal(copy)[0]
     assert not sign.exists()
 
@@ -171,6 +184,7 @@ def test_pickle_in_the_table_of_contents_does_not_run(copy: RunConfig, tmp_path:
 def test_only_classes_of_a_table_are_named(copy: RunConfig, name: str) -> None:
     module, _, attribute = name.rpartition(".")
     (checkpoint(copy) / ".metadata").write_bytes(f"c{module}\n{attribute}\n.".encode())
+    seal(copy)
     assert f"names {name}" in refusal(copy)[0]
 
 
@@ -184,6 +198,7 @@ def test_members_of_enums_are_read_as_python_3_11_0_wrote_them_and_no_other_attr
     )
     for name in (b"__class__", b"mro"):
         table.write_bytes(b"cbuiltins\ngetattr\n(" + kind + b"V" + name + b"\ntR.")
+        seal(copy)
         assert f"names {name.decode()} of" in refusal(copy)[0]
 
 

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from meshwright.checkpoint.export import export_checkpoint
-from meshwright.checkpoint.manager import CheckpointManager, latest, read_meta
+from meshwright.checkpoint.directory import latest, read_meta
+from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.train.prepare import checkpoint_to_resume, locked, prepare_run
+from meshwright.train.prepare import locked, prepare_run
+from meshwright.train.resume import checkpoint_to_resume
 from meshwright.train.setup import Paths
 from tests.harness import run_ranks
 from tests.train.runs import LLAMA, checkpoints, losses, tiny_run, train, trainer_on_rank

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint import storage
-from meshwright.checkpoint.manager import check_writable, read_meta
+from meshwright.checkpoint.directory import damage, read_meta
+from meshwright.checkpoint.manager import check_writable
 from meshwright.distributed.names import class_name
 from meshwright.errors import CheckpointError, ConfigError, ModelError
 
@@ -41,6 +42,8 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
     from meshwright.models.init import initialize_buffers
 
     meta = read_meta(checkpoint)
+    if found := damage(checkpoint):
+        raise CheckpointError([f"{checkpoint}: is damaged: {line}" for line in found])
     if directory.exists() and (not directory.is_dir() or (any(directory.iterdir()) and not (directory / MARK).is_file())):
         raise CheckpointError(f"{directory}: holds something that is no export of Meshwright; choose another directory")
     check_writable(directory.parent)

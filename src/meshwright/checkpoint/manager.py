@@ -1,15 +1,7 @@
-"""CheckpointManager: the checkpoints of a run. Each is written under a temporary name and renamed when it is complete.
-
-checkpoints/
-  step-00000100/        complete
-    meta.json           step, layout, parameters, configuration, the model's config, loader; tokenizer/
-    .metadata, *.distcp tensors (DCP)
-  step-00000200.tmp/    being written, or left by a crash: never read, removed at the next start
-"""
+"""CheckpointManager: the checkpoints of a run. Each is written under a temporary name and renamed when it is complete."""
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
@@ -20,45 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from meshwright.checkpoint import storage
+from meshwright.checkpoint import checksums, storage
+from meshwright.checkpoint.directory import FORMAT, complete, read_meta
 from meshwright.errors import CheckpointError
 
-__all__ = ["CheckpointManager", "check_same_model", "check_writable", "latest", "read_meta"]
-
-_NAME = re.compile(r"step-(\d+)")
-FORMAT = 1
-
-
-def _complete(directory: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    if not directory.is_dir():
-        return []
-    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and (path / "meta.json").is_file()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
-
-
-def latest(directory: Path) -> Path | None:
-    """The newest complete checkpoint in a directory."""
-    found = _complete(directory)
-    return found[-1] if found else None
-
-
-def read_meta(checkpoint: Path) -> dict[str, Any]:
-    """What was saved beside the tensors.
-
-    Raises:
-        CheckpointError: if it is no complete checkpoint of this format.
-    """
-    try:
-        meta = json.loads((checkpoint / "meta.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint}: not a complete checkpoint: {error}") from error
-    if not isinstance(meta, dict) or "format" not in meta:
-        raise CheckpointError(f"{checkpoint}: not a checkpoint of Meshwright")
-    if meta["format"] != FORMAT:
-        raise CheckpointError(f"{checkpoint}: has format {meta['format']!r}, this version reads {FORMAT}")
-    return meta
-
+__all__ = ["CheckpointManager", "check_same_model", "check_writable"]
 
 COSMETIC = {
     "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "return_dict",
@@ -238,18 +196,21 @@ class CheckpointManager:
     def _commit(self, temporary: Path, content: Mapping[str, Any]) -> None:
         """On rank 0: make a written checkpoint complete, and drop the oldest."""
         final = temporary.with_suffix("")
+        others = [temporary / "meta.json"]
         if self.attached is not None:
-            shutil.copytree(self.attached, temporary / self.attached.name, dirs_exist_ok=True)
+            copied = Path(shutil.copytree(self.attached, temporary / self.attached.name, dirs_exist_ok=True))
+            others += [path for path in copied.rglob("*") if path.is_file()]
         with open(temporary / "meta.json", "w") as file:
             json.dump(content, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
+        checksums.append(temporary, {path.relative_to(temporary).as_posix(): checksums.sum_of(path) for path in others})
         if final.exists():
             _remove(final)
         temporary.rename(final)
         _fsync_directory(self.directory)
         if self.keep is not None:
-            for old in _complete(self.directory)[: -self.keep]:
+            for old in complete(self.directory)[: -self.keep]:
                 _remove(old)
 
     def _raise_everywhere(self, failure: str, temporary: Path) -> None:

@@ -8,6 +8,7 @@ nothing else is read.
 import io
 import pickle
 import warnings
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from meshwright.checkpoint import checksums
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.mesh import whole_tensor
 from meshwright.errors import CheckpointError
@@ -89,7 +91,7 @@ def write(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
         CheckpointError: on all ranks, if one could not write.
     """
     try:
-        dcp.save(_plain(tensors), storage_writer=_writer(directory), no_dist=not dist.is_initialized())
+        dcp.save(_plain(tensors), storage_writer=_Writer(directory), no_dist=not dist.is_initialized())
     except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
         raise CheckpointError(f"{directory}: not written: {reason(error)}") from error
 
@@ -97,7 +99,7 @@ def write(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
 def write_in_background(directory: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> Any:
     """Copy tensors aside and write them in a thread; returns a future. Collective over ``group`` (gloo)."""
     return dcp.async_save(
-        _plain(tensors), storage_writer=_writer(directory), process_group=group, no_dist=not dist.is_initialized()
+        _plain(tensors), storage_writer=_Writer(directory), process_group=group, no_dist=not dist.is_initialized()
     )
 
 
@@ -138,8 +140,31 @@ def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def _writer(directory: Path) -> dcp.FileSystemWriter:
-    return dcp.FileSystemWriter(directory, thread_count=1, sync_files=True)
+class _Written(list[Any]):
+    """What DCP knows of the tensors that a rank wrote, and the sums of its files, which travel with it to rank 0."""
+
+    def __init__(self, results: Iterable[Any] = (), sums: Mapping[str, str] | None = None) -> None:
+        super().__init__(results)
+        self.sums = dict(sums or {})
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes the sums of the files with them."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, thread_count=1, sync_files=True)
+        self.fs: checksums.SummingFiles = checksums.SummingFiles()
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        """On every rank. With one thread it is done when it returns."""
+        return super().write_data(*args, **kwargs).then(lambda done: _Written(done.value(), self.fs.sums))
+
+    def finish(self, metadata: Metadata, results: list[Any]) -> None:
+        """On rank 0, with what all ranks wrote."""
+        super().finish(metadata, results)
+        sums = {name: digest for written in results for name, digest in written.sums.items()}
+        sums[".metadata"] = self.fs.sums[".metadata.tmp"]
+        checksums.append(Path(self.path), sums)
 
 
 def reason(error: BaseException) -> str:

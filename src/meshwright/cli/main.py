@@ -192,7 +192,7 @@ def export(
 ) -> None:
     """Write a checkpoint as a Hugging Face directory: safetensors, config, tokenizer."""
     from meshwright.checkpoint.export import export_checkpoint
-    from meshwright.checkpoint.manager import latest
+    from meshwright.checkpoint.directory import latest
     from meshwright.errors import CheckpointError, ConfigError
 
     if dtype not in (None, "float32", "bfloat16", "float16"):

@@ -74,7 +74,8 @@ def launch(config: RunConfig, *, debug: bool = False, source: Source | None = No
     """
     from meshwright.distributed.process_group import distributed_environment
     from meshwright.plan.explain import explain
-    from meshwright.train.prepare import checkpoint_to_resume, locked, prepare_run
+    from meshwright.train.prepare import locked, prepare_run
+    from meshwright.train.resume import checkpoint_to_resume
 
     if distributed_environment():
         from meshwright.train.worker import run_worker

@@ -9,11 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.checkpoint.manager import check_same_model, check_writable, latest, read_meta
+from rich.console import Console
+
+from meshwright.checkpoint.directory import complete, latest, read_meta
+from meshwright.checkpoint.manager import check_same_model, check_writable
 from meshwright.distributed.parallelizer import check_supported
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError
 from meshwright.plan.sharding_plan import itemsize
 from meshwright.train.config import RunConfig, load_config
+from meshwright.train.resume import checkpoint_to_resume, pass_over_damaged
 from meshwright.train.setup import Paths, RunSetup, make_setup, plain_config, together
 
 if TYPE_CHECKING:
@@ -22,35 +26,7 @@ if TYPE_CHECKING:
     from meshwright.data.loader import TrainLoader
     from meshwright.data.store import TokenStore
 
-__all__ = ["checkpoint_to_resume", "load_run_tokenizer", "locked", "prepare_run"]
-
-
-def checkpoint_to_resume(config: RunConfig) -> Path | None:
-    """The checkpoint that ``checkpoint.resume`` means.
-
-    Raises:
-        CheckpointError: a path without a complete checkpoint, or of an earlier step than the output directory has; or
-            ``never`` in a directory that has some.
-    """
-    newest = latest(Paths(config.directory).checkpoints)
-    wish = config.checkpoint.resume
-    if wish == "auto":
-        return newest
-    if wish == "never":
-        if newest is not None:
-            raise CheckpointError(
-                f"checkpoint.resume=never, but {config.output} holds {newest.name}; choose another output, or resume=auto"
-            )
-        return None
-    path = Path(wish).expanduser()
-    meta = read_meta(path)
-    if newest is not None and read_meta(newest)["step"] > meta["step"]:
-        # What is saved from here on would be older than what is there: it would be dropped, and not resumed from.
-        raise CheckpointError(
-            f"checkpoint.resume={wish}: {config.output} holds the later {newest.name}; choose another output, resume=auto, or "
-            f"remove what is later than step {meta['step']}"
-        )
-    return path
+__all__ = ["load_run_tokenizer", "locked", "prepare_run"]
 
 
 def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrainedTokenizerBase, TokenStore]":
@@ -69,6 +45,7 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
     draft = _checked_draft(config, world_size)
     paths = Paths(config.directory)
     check_writable(paths.root)
+    pass_over_damaged(config, lambda line: Console().print(line, highlight=False, soft_wrap=True))
     resume = checkpoint_to_resume(config)
     check_writable(paths.root, _checkpoint_bytes(draft, config, resume))
     if resume is not None:
@@ -194,7 +171,7 @@ def _checkpoint_bytes(setup: RunSetup, config: RunConfig, resume: Path | None) -
     left = max(0, config.training.steps - done)
     saves = min(left, 1) if config.checkpoint.every == 0 else -(-left // config.checkpoint.every)
     if config.checkpoint.keep is not None:
-        there = len(list(Paths(config.directory).checkpoints.glob("step-*[0-9]")))
+        there = len(complete(Paths(config.directory).checkpoints))
         saves = min(saves, config.checkpoint.keep + 1 - min(there, config.checkpoint.keep))
     exported = sum(row.numel * itemsize(row.dtype) for row in setup.plan.parameters) if config.export else 0
     return sum(stored) * saves + exported

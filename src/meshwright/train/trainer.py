@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.checkpoint import state, storage
-from meshwright.checkpoint.manager import CheckpointManager, check_same_model, read_meta
+from meshwright.checkpoint.directory import read_meta
+from meshwright.checkpoint.manager import CheckpointManager, check_same_model
 from meshwright.data.loader import EvalLoader, TrainLoader
 from meshwright.data.packing import SequenceDataset
 from meshwright.data.store import TokenStore

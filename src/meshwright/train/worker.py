@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
+from meshwright.checkpoint.directory import read_meta
 from meshwright.data.store import TokenStore
 from meshwright.distributed.process_group import process_group
 from meshwright.errors import MeshwrightError, WorkerError
@@ -18,8 +19,9 @@ from meshwright.models.imports import import_modules
 from meshwright.plan.explain import explain
 from meshwright.train.assure import assure
 from meshwright.train.config import RunConfig
-from meshwright.train.prepare import checkpoint_to_resume, load_run_tokenizer, locked, prepare_run
+from meshwright.train.prepare import load_run_tokenizer, locked, prepare_run
 from meshwright.train.proof import Source
+from meshwright.train.resume import changes, checkpoint_to_resume, verified
 from meshwright.train.setup import make_setup
 
 __all__ = ["run_worker"]
@@ -45,6 +47,7 @@ def run_worker(
         device = held.enter_context(process_group(timedelta(minutes=config.launch.timeout_minutes), device_kind))
         # One process decides which checkpoint it is: on a shared file system ranks may see different ones.
         store, resume = prepared or _prepare_on_rank_0(config, held, source)
+        resume = verified(config, resume, _say)
         import_modules(config.imports)  # before the tokenizer, which one of them may register
         tokenizer = load_run_tokenizer(config)
         setup = make_setup(config, dist.get_world_size(), tokenizer)
@@ -53,6 +56,8 @@ def run_worker(
         trainer = Trainer(setup, TokenStore.open(store), device, resume)
         if resume is not None:
             trainer.recorder.say(f"resumed from {resume} at step {trainer.step}")
+            for line in changes(read_meta(resume)["config"], config.model_dump(mode="json")):
+                trainer.recorder.say(f"[yellow]{line}[/yellow]")
         trainer.run()
         speaks = trainer.rank == 0
         del trainer
@@ -60,6 +65,10 @@ def run_worker(
             torch.cuda.empty_cache()
     if speaks:
         finish_run(config)
+
+
+def _say(line: str) -> None:
+    Console().print(line, highlight=False, soft_wrap=True)
 
 
 def _prepare_on_rank_0(config: RunConfig, held: ExitStack, source: Source | None) -> tuple[str, Path | None]:
@@ -95,7 +104,7 @@ def leave_to_rank_0(error: MeshwrightError) -> NoReturn:
 def finish_run(config: RunConfig) -> None:
     """Export the last checkpoint and sample from it, if the run asks for it. On one rank, without a process group."""
     from meshwright.checkpoint.export import export_checkpoint, generate
-    from meshwright.checkpoint.manager import latest
+    from meshwright.checkpoint.directory import latest
     from meshwright.train.setup import Paths
 
     paths = Paths(config.directory)
