@@ -20,13 +20,14 @@ MAY_IMPORT = {
     "plan": {"layout", "errors"},
     "distributed": {"moe", "plan", "layout", "errors"},  # of one floor, as DESIGN section 2 has it
     "moe": {"distributed", "plan", "layout", "errors"},
+    "ranks": {"distributed", "plan", "layout", "errors"},
     "models": {"distributed", "moe", "plan", "layout", "errors"},
     "data": {"errors"},
     "checkpoint": {"data", "models", "distributed", "moe", "plan", "layout", "errors"},
-    "train": {"checkpoint", "data", "models", "distributed", "moe", "plan", "layout", "errors"},
-    "audit": {"train", "checkpoint", "data", "models", "distributed", "moe", "plan", "layout", "errors"},
+    "train": {"checkpoint", "data", "models", "distributed", "moe", "ranks", "plan", "layout", "errors"},
+    "audit": {"train", "checkpoint", "data", "models", "distributed", "moe", "ranks", "plan", "layout", "errors"},
     "__main__": {"cli"},
-    "cli": {"audit", "train", "checkpoint", "models", "distributed", "moe", "plan", "layout", "errors"},
+    "cli": {"audit", "train", "checkpoint", "models", "distributed", "moe", "ranks", "plan", "layout", "errors"},
 }
 EXCEPTIONS = {("distributed/strategy.py", "models")}
 """Who asks for the strategy of a model gets those of Meshwright's own families too, and only models know themselves."""

@@ -16,11 +16,11 @@ from meshwright.audit import conduct
 from meshwright.audit.case import Case
 from meshwright.audit.conduct import Auditor
 from meshwright.audit.diagnose import Kind
-from meshwright.audit.hang import HangError
 from meshwright.audit.matrix import LAYOUTS, Variant, family_case
 from meshwright.audit.reference import measure_drift
 from meshwright.audit.report import AuditReport
 from meshwright.plan.options import SyncPolicy
+from meshwright.ranks.hang import HangError
 from tests.audit import plants
 
 PLACES = {place.label: place for place in LAYOUTS}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint.export import export_checkpoint
 from meshwright.checkpoint.directory import latest, read_meta
+from meshwright.checkpoint.export import export_checkpoint
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.train.prepare import locked, prepare_run

@@ -15,7 +15,6 @@ from meshwright.audit.borders import worst_of_ranks
 from meshwright.audit.case import Case, in_dtype
 from meshwright.audit.data import documents_of_run, draw_documents
 from meshwright.audit.diagnose import Finding, Kind, diagnose
-from meshwright.audit.pool import Pool
 from meshwright.audit.ranks import RankResult, RankTrainer, audit_on_rank
 from meshwright.audit.reference import Reference, measure_drift, measure_noise, record_reference
 from meshwright.audit.report import AuditReport, Check, row_checks
@@ -27,6 +26,7 @@ from meshwright.distributed.parallelizer import check_supported
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.plan.resolver import model_sizes
 from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.ranks.pool import Pool
 from meshwright.train.claim import claim_of, model_digest
 from meshwright.train.config import CheckpointConfig, LaunchConfig, MetricsConfig, RunConfig, SampleConfig, ScheduleConfig
 from meshwright.train.launch import device_kind

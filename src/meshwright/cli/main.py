@@ -160,7 +160,7 @@ def audit(
     from rich.console import Console
 
     from meshwright.audit.conduct import audit as run_audit
-    from meshwright.audit.hang import HangError
+    from meshwright.ranks.hang import HangError
     from meshwright.train.config import load_config
 
     run = load_config(config, overrides or [])
@@ -191,8 +191,8 @@ def export(
     debug: DebugOption = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face directory: safetensors, config, tokenizer."""
-    from meshwright.checkpoint.export import export_checkpoint
     from meshwright.checkpoint.directory import latest
+    from meshwright.checkpoint.export import export_checkpoint
     from meshwright.errors import CheckpointError, ConfigError
 
     if dtype not in (None, "float32", "bfloat16", "float16"):

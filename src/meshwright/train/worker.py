@@ -103,8 +103,8 @@ def leave_to_rank_0(error: MeshwrightError) -> NoReturn:
 
 def finish_run(config: RunConfig) -> None:
     """Export the last checkpoint and sample from it, if the run asks for it. On one rank, without a process group."""
-    from meshwright.checkpoint.export import export_checkpoint, generate
     from meshwright.checkpoint.directory import latest
+    from meshwright.checkpoint.export import export_checkpoint, generate
     from meshwright.train.setup import Paths
 
     paths = Paths(config.directory)

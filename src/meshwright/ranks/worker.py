@@ -1,4 +1,4 @@
-"""What a worker process of :mod:`meshwright.audit.pool` runs: jobs in the main thread, and a second thread that watches it."""
+"""What a worker process of :mod:`meshwright.ranks.pool` runs: jobs in the main thread, and a second thread that watches it."""
 
 import ctypes
 import faulthandler
@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.audit.hang import RankState, look, pulse
 from meshwright.distributed import _torch_compat
 from meshwright.errors import MeshwrightError, UnsupportedError, WorkerError
+from meshwright.ranks.hang import RankState, look, pulse
 
 __all__ = ["BEAT", "Ending", "Seat", "work"]
 

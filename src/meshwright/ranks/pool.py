@@ -23,10 +23,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.audit.hang import HangError, RankState, describe, mismatch, stack_of_text
-from meshwright.audit.worker import BEAT, Ending, Seat, work
 from meshwright.distributed.process_group import end_openmp_threads
 from meshwright.errors import ConfigError, MeshwrightError, UnsupportedError, WorkerError
+from meshwright.ranks.hang import HangError, RankState, describe, mismatch, stack_of_text
+from meshwright.ranks.worker import BEAT, Ending, Seat, work
 
 __all__ = ["Pool"]
 
@@ -178,7 +178,7 @@ class Pool:
 
             end_openmp_threads()
         context: Any = get_context("fork" if self.kind == "cpu" else "spawn")
-        self._folder = tempfile.TemporaryDirectory(prefix="meshwright-audit-")
+        self._folder = tempfile.TemporaryDirectory(prefix="meshwright-ranks-")
         timeout = timedelta(seconds=self.patience + MARGIN)
         # Ctrl-C reaches every process of a terminal. This one answers it; its workers never hear it, not even as they start.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshwright.audit.hang import Collective, Frame, HangError, RankState, describe, disagreement, stack_of_text
-from meshwright.audit.pool import Pool
 from meshwright.errors import ConfigError, LayoutError, MeshwrightError, WorkerError
+from meshwright.ranks.hang import Collective, Frame, HangError, RankState, describe, disagreement, stack_of_text
+from meshwright.ranks.pool import Pool
 
 PATIENCE = 2.0
 
@@ -203,7 +203,7 @@ def test_what_counts_as_progress(pair: Pool, how: str) -> None:
 
 
 def test_workers_start_afresh_when_they_hold_many_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.audit.pool.MOST_GROUPS", 2)
+    monkeypatch.setattr("meshwright.ranks.pool.MOST_GROUPS", 2)
     with Pool(2) as pool:
         found = []
         for _ in range(3):
@@ -351,7 +351,7 @@ def test_a_rank_that_sleeps(pair: Pool) -> None:
 
 
 def test_a_rank_that_cannot_answer(pair: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshwright.audit.pool.GRACE", 1.0)
+    monkeypatch.setattr("meshwright.ranks.pool.GRACE", 1.0)
     verdict, zero, one = hang(pair, hold_the_gil)
     assert verdict == "no rank goes on, and rank 1 did not answer"
     assert zero.startswith("rank 0 waits in all_reduce number 2")
