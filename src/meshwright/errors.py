@@ -16,6 +16,7 @@ __all__ = [
     "NonFiniteError",
     "NotProvenError",
     "PlanError",
+    "StoppedError",
     "UnsupportedError",
     "WorkerError",
 ]
@@ -77,6 +78,13 @@ class NotProvenError(MeshwrightError, RuntimeError):
     """A layout whose audit, asked for before training, did not pass."""
 
     exit_code = 1
+
+
+class StoppedError(MeshwrightError, RuntimeError):
+    """A run that a signal ended early, with a complete checkpoint. The same command goes on from it."""
+
+    exit_code = 75
+    """EX_TEMPFAIL of sysexits.h: try again."""
 
 
 class WorkerError(MeshwrightError, RuntimeError):

@@ -1,5 +1,6 @@
 """``meshwright`` with a rank that fails in its second step: ``python -m tests.cli.failing HOW RANK VERB ARGUMENT...``."""
 
+import functools
 import os
 import signal
 import sys
@@ -7,11 +8,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from meshwright.train.ending import SAME
+
 MESSAGE = "a cat sat on the cable"
 
 
 def fail(how: str, rank: int) -> Callable[[], None]:
-    """What makes a rank fail; to be called in the process that starts the ranks, or in each of them."""
+    """What makes a rank fail, or be asked to end; to be called in the process that starts the ranks, or in each of them."""
 
     def patch() -> None:
         from meshwright.train.trainer import Trainer
@@ -38,9 +41,18 @@ def _raise_ours() -> None:
     raise DataError(MESSAGE)
 
 
-def _interrupt_launcher(number: int) -> None:
+def _end_launcher(number: int) -> None:
+    """Twice: the first signal is a wish, for which a step that hangs has no end."""
+    os.kill(os.getppid(), number)
+    time.sleep(SAME + 0.5)
     os.kill(os.getppid(), number)
     time.sleep(60)
+
+
+def _ask(name: str, launcher: bool) -> None:
+    """A wish to end, on which the step goes on."""
+    os.kill(os.getppid() if launcher else os.getpid(), signal.Signals[name])
+    time.sleep(1)
 
 
 HOW: dict[str, Callable[[], Any]] = {
@@ -50,9 +62,11 @@ HOW: dict[str, Callable[[], Any]] = {
     "abort": os.abort,
     "exit": lambda: os._exit(7),
     "sleep": lambda: time.sleep(60),
-    "interrupt the launcher": lambda: _interrupt_launcher(signal.SIGINT),
-    "kill the launcher": lambda: _interrupt_launcher(signal.SIGKILL),
-    "terminate the launcher": lambda: _interrupt_launcher(signal.SIGTERM),
+    "interrupt the launcher": lambda: _end_launcher(signal.SIGINT),
+    "kill the launcher": lambda: _end_launcher(signal.SIGKILL),
+    "terminate the launcher": lambda: _end_launcher(signal.SIGTERM),
+    **{f"ask the launcher with {name}": functools.partial(_ask, name, True) for name in ("SIGTERM", "SIGINT", "SIGUSR1")},
+    **{f"get {name}": functools.partial(_ask, name, False) for name in ("SIGTERM", "SIGINT", "SIGUSR1")},
 }
 
 

@@ -13,6 +13,7 @@ from tests.cli.failing import MESSAGE, fail
 from tests.train.runs import checkpoints, losses
 
 Meshwright = Callable[..., Outcome]
+WISH = "the run ends after this step or the next, with a checkpoint; a second signal ends it now"
 
 
 def check(found: Outcome, code: int, *parts: str) -> None:
@@ -76,10 +77,18 @@ def test_one_process(meshwright: Meshwright, config: str) -> None:
 
 @pytest.mark.parametrize(
     ("signal", "code", "message"),
-    [("interrupt", 130, ""), ("terminate", 1, "error: ended by SIGTERM\n"), ("kill", -9, "")],
+    [
+        ("interrupt", 130, f"SIGINT: {WISH}\n"),
+        ("terminate", 1, f"SIGTERM: {WISH}\nerror: ended by SIGTERM\n"),
+        ("kill", -9, ""),
+    ],
+        ("interrupt", 130, f"SIGINT: {WISH}\n"),
+        ("terminate", 1, f"SIGTERM: {WISH}\nerror: ended by SIGTERM\n"),
+        ("kill", -9, ""),
+    ],
 )
 def test_signals_to_the_launcher(meshwright: Meshwright, config: str, signal: str, code: int, message: str) -> None:
-    """Control-C, what a scheduler sends, and no chance to do anything: the workers end too."""
+    """Control-C and what a scheduler sends, twice, in a step that hangs, and no chance to do anything: the workers end too."""
     found = meshwright("train", config, "--nproc", 2, before=fail(f"{signal} the launcher", 1))
     assert (found.code, found.error) == (code, message)
     assert found.seconds < 15

@@ -22,7 +22,7 @@ def test_quickstart_learns_saves_exports_and_samples(tmp_path: Path) -> None:
         f"output={tmp_path}/run",
         "launch.device=cpu",
     ]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-2000:]
     for said in ("2 ranks (dp_shard=2)", "all-gathered per step", "held-out loss after 150 steps", "def main("):
         assert said in result.stdout

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, StoppedError
 
 if TYPE_CHECKING:
     from meshwright.audit.report import AuditReport
@@ -302,8 +302,9 @@ def main() -> None:
     except MeshwrightError as error:
         if debug:
             traceback.print_exc()
+        kind = "" if isinstance(error, StoppedError) else "error: "
         for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
+            print(f"{kind}{problem}", file=sys.stderr)
         _end(error.exit_code)
     except Exception as error:
         if debug:

@@ -44,6 +44,7 @@ __all__ = [
     "before_each_run",
     "check",
     "concatenate_meshes",
+    "control_store",
     "data_groups",
     "device_of_control",
     "end_backward",
@@ -142,6 +143,15 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """The timeout of a group; ``None`` where its backends have none."""
     backends = [group._get_backend(device) for device in group._device_types]
     return next((backend.options._timeout for backend in backends if isinstance(backend, _WITH_TIMEOUT)), None)
+
+
+def control_store(prefix: str) -> dist.Store:
+    """The store of the default group, over a connection of its own: a thread that waits on it makes no other thread wait.
+
+    Args:
+        prefix: of the keys.
+    """
+    return dist.PrefixStore(f"meshwright/{prefix}", distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -662,6 +672,8 @@ def check() -> None:
         found.append(f"torch {torch.__version__}: Meshwright needs {'.'.join(map(str, MINIMUM_TORCH))} or later")
     for owner, name in (
         (distributed_c10d, "_get_default_group"),
+        (distributed_c10d, "_get_default_store"),
+        (dist.Store, "clone"),
         (distributed_c10d, "_set_pg_timeout"),
         (DeviceMesh, "_flatten"),
         (DeviceMesh, "_concatenate"),

@@ -14,7 +14,10 @@ import torch.distributed as dist
 from meshwright.distributed import _torch_compat
 from meshwright.errors import ConfigError
 
-__all__ = ["adopt_slurm", "distributed_environment", "end_openmp_threads", "process_group"]
+__all__ = ["RECORDED", "adopt_slurm", "distributed_environment", "end_openmp_threads", "process_group"]
+
+RECORDED = "2000"
+"""Collectives that torch's flight recorder keeps, for the report of ranks that hang."""
 
 
 def distributed_environment() -> bool:
@@ -68,6 +71,7 @@ def process_group(timeout: timedelta, kind: str) -> Iterator[torch.device]:
         kind: ``cpu`` or ``cuda``.
     """
     adopt_slurm()
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
     _torch_compat.one_gloo_worker()
     device = torch.device("cpu")
     if kind == "cuda":

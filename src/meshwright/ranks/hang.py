@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from meshwright.distributed import _torch_compat
 from meshwright.errors import WorkerError
@@ -27,9 +28,11 @@ __all__ = [
     "Collective",
     "Frame",
     "HangError",
+    "Pace",
     "RankState",
     "describe",
     "disagreement",
+    "is_communication",
     "look",
     "mismatch",
     "pulse",
@@ -37,6 +40,8 @@ __all__ = [
 ]
 
 SHOWN_FRAMES = 4
+BUSY = 0.05
+"""Share of the time that a thread computes, from which on it counts as going on."""
 SIZES_MAY_DIFFER = ("all_to_all", "gather", "scatter")
 """Collectives in which ranks may bring tensors of different sizes; in every other a difference is an error."""
 
@@ -119,6 +124,7 @@ class RankState:
         stack: the useful frames, innermost first: the function of torch that it is in, then code that is not torch's.
         ending: how its work ended, such as ``has returned``; ``None`` while it runs.
         broken: it ended because a collective failed.
+        silent: why nothing is known of it; ``None`` where it answered.
     """
 
     rank: int
@@ -126,6 +132,7 @@ class RankState:
     stack: tuple[Frame, ...] = ()
     ending: str | None = None
     broken: bool = False
+    silent: str | None = None
 
     @property
     def waits(self) -> Collective | None:
@@ -148,8 +155,8 @@ class RankState:
 
     def __str__(self) -> str:
         last = "; its last collective was " + ", ".join(filter(None, (str(self.last), self.last.tensors))) if self.last else ""
-        if self.ending:
-            return f"rank {self.rank} {self.ending}{last}"
+        if self.ending or self.silent:
+            return f"rank {self.rank} {self.ending or self.silent}{last}"
         if self.waits:
             return ", ".join(filter(None, (f"rank {self.rank} waits in {self.waits}", self.waits.tensors, self.position)))
         where = self.position or "at an unknown place"
@@ -174,13 +181,20 @@ class HangError(WorkerError):
         return (type(self), (self.problems, self.states))
 
 
+def is_communication(error: BaseException) -> bool:
+    """Whether an error is that of a collective, which may be an echo of what another rank did, or did not do."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
+
+
 def describe(states: Sequence[RankState]) -> list[str]:
     """The disagreement in one line, then one line for each rank."""
     silent = [state.rank for state in states if state.collectives is None and state.ending is None]
     unknown = "no rank goes on, and no recorded collective tells why (gloo does not record send and recv)"
     if 0 < len(silent) < len(states):
         unknown = f"no rank goes on, and {_ranks(silent)} did not answer"
-    return [disagreement(states) or unknown, *map(str, states)]
+    lost = [state.rank for state in states if state.silent]
+    found = f"{_ranks(lost)} did not answer" if lost else disagreement(states)
+    return [found or unknown, *map(str, states)]
 
 
 def disagreement(states: Sequence[RankState]) -> str | None:
@@ -252,8 +266,16 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def look(rank: int, thread: int) -> RankState:
-    """The state of this process; asked by a thread other than ``thread``, whose stack is told."""
+def look(rank: int, thread: int, *, recorded: bool = True) -> RankState:
+    """The state of this process; asked by a thread other than ``thread``, whose stack is told.
+
+    Args:
+        rank: of this process.
+        thread: that is looked at.
+        recorded: read the flight recorder too, which wants that thread to stand still.
+    """
+    if not recorded:
+        return RankState(rank, (), _useful(_frames(thread)))
     records, ranks = _torch_compat.flight_records(), _torch_compat.group_ranks()
     entries = sorted((item for record in records or () for item in record.get("entries", ())), key=_created)
     collectives = tuple(_collective(entry, ranks) for entry in entries)
@@ -294,6 +316,29 @@ def pulse() -> str:
     except OSError:
         return str(time.monotonic())
     return "".join(re.findall(r"^voluntary_ctxt_switches:.*", status, re.MULTILINE))
+
+
+class Pace:
+    """Whether a thread of this process goes on: it waits, or it computes.
+
+    Args:
+        thread: by its number in Python; the main thread.
+        kind: ``cpu`` or ``cuda``. A wait for a GPU spins, so there computing says nothing.
+    """
+
+    def __init__(self, thread: int, kind: str) -> None:
+        clocked = kind == "cpu" and hasattr(time, "pthread_getcpuclockid")
+        self._clock = time.pthread_getcpuclockid(thread) if clocked else None
+        self._pulse, self._spent, self._time = "", 0.0, time.monotonic()
+
+    def moved(self) -> bool:
+        """Whether it went on since this was asked before."""
+        now, time_now = pulse(), time.monotonic()
+        used = time.clock_gettime(self._clock) if self._clock is not None else 0.0
+        computed = used > self._spent + BUSY * (time_now - self._time)
+        found = now != self._pulse or computed
+        self._pulse, self._spent, self._time = now, used, time_now
+        return found
 
 
 def _frames(thread: int) -> list[Frame]:

@@ -21,17 +21,14 @@ import torch
 import torch.distributed as dist
 
 from meshwright.distributed import _torch_compat
+from meshwright.distributed.process_group import RECORDED
 from meshwright.errors import MeshwrightError, UnsupportedError, WorkerError
-from meshwright.ranks.hang import RankState, look, pulse
+from meshwright.ranks.hang import Pace, RankState, is_communication, look
 
 __all__ = ["BEAT", "Ending", "Seat", "work"]
 
 BEAT = 0.5
 """Seconds between two looks of a worker at itself."""
-BUSY = 0.05
-"""Share of a beat that the main thread computes, from which on its rank counts as going on."""
-RECORDED = "2000"
-"""Collectives that torch's flight recorder keeps."""
 _KEPT: list[Any] = []
 """What C code calls back."""
 
@@ -157,7 +154,7 @@ def _attempt(function: Callable[..., Any], *args: Any) -> bytes:
         ending = Ending(
             error=error if isinstance(error, MeshwrightError) else WorkerError(f"{type(error).__name__}: {error}"),
             own=own,
-            communication=isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error)),
+            communication=is_communication(error),
             trace=traceback.format_exc(),
             time=time.monotonic(),
         )
@@ -172,28 +169,17 @@ def _attempt(function: Callable[..., Any], *args: Any) -> bytes:
 
 def _watch(seat: Seat, main: int, watch: Connection, say: Callable[[RankState | None], None], parent: int) -> None:
     """Say nothing but ``None`` while the main thread goes on, and where it is when asked; die with the parent."""
-    clock = _cpu_clock(main) if seat.kind == "cpu" else lambda: 0.0  # a wait for a GPU spins
-    before, spent = "", 0.0
+    pace = Pace(main, seat.kind)
     try:
         while os.getppid() == parent:
             if watch.poll(BEAT):
                 watch.recv()
                 say(look(seat.rank, main))
-            now, used = pulse(), clock()
-            if now != before or used > spent + BUSY * BEAT:
+            if pace.moved():
                 say(None)
-            before, spent = now, used
     except (EOFError, OSError):
         pass
     os._exit(1)
-
-
-def _cpu_clock(thread: int) -> Callable[[], float]:
-    """The seconds that a thread has computed, where the system tells."""
-    if not hasattr(time, "pthread_getcpuclockid"):
-        return lambda: 0.0
-    clock = time.pthread_getcpuclockid(thread)
-    return lambda: time.clock_gettime(clock)
 
 
 def _on_abort(speak: Callable[[], None]) -> None:

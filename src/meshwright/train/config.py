@@ -200,6 +200,9 @@ class TrainingConfig(_Section):
         default="stop",
         description="A NaN or infinite loss or gradient norm: 'stop' the run, or 'skip' the step and go on.",
     )
+    max_skipped: int | None = Field(
+        default=10, ge=1, description="Steps skipped in a row that end the run as a failure; null: no limit."
+    )
     eval_every: int = Field(default=0, ge=0, description="Steps between evaluations; 0: only before and after training.")
     eval_sequences: int | None = Field(default=None, ge=1, description="Sequences of an evaluation; null: all held out.")
     log_every: int = Field(default=1, ge=1, description="Steps between lines of metrics.")
@@ -227,9 +230,12 @@ class MoEConfig(_Section):
 
 
 class CheckpointConfig(_Section):
-    """Saving and resuming. The last step is always saved."""
+    """Saving and resuming. The last step is always saved, and the one at which SIGTERM, SIGINT or SIGUSR1 ends the run."""
 
-    every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0: only the last.")
+    every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0: none by their number.")
+    every_minutes: float | None = Field(
+        default=30.0, gt=0, description="Minutes between checkpoints, whatever saved the one before; null: none by the clock."
+    )
     keep: int | None = Field(default=2, ge=1, description="Complete checkpoints to keep; null: all.")
     asynchronous: bool = Field(default=False, description="Write in the background while training goes on.")
     resume: str = Field(
@@ -256,6 +262,11 @@ class LaunchConfig(_Section):
     )
     port: int = Field(default=0, ge=0, le=65535, description="Port of the rendezvous; 0: any that is free.")
     timeout_minutes: float = Field(default=10.0, gt=0, description="How long a collective may wait for other ranks.")
+    hang_report_seconds: float | None = Field(
+        default=60.0,
+        gt=0,
+        description="Seconds without progress after which a report says where each rank is. It ends nothing. null: no report.",
+    )
 
 
 class SampleConfig(_Section):

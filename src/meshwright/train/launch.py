@@ -9,19 +9,24 @@ import tempfile
 import time
 import traceback
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from meshwright import errors
-from meshwright.errors import ConfigError, MeshwrightError, NonFiniteError, WorkerError
+from meshwright.errors import ConfigError, MeshwrightError, NonFiniteError, StoppedError, WorkerError
 from meshwright.train.assure import Prove, assure, assure_on_rank_0
 from meshwright.train.config import RunConfig
+from meshwright.train.ending import SAME, SIGNALS
 from meshwright.train.proof import Source
 
 __all__ = ["device_kind", "launch", "local_processes"]
 
+ASKED = "asked-to-end"
+"""The file that asks local workers to end; it holds the name of the signal."""
 MONITOR_SECONDS = 0.1
 """Between two looks of the launcher at its workers."""
 
@@ -144,7 +149,7 @@ def _as_one_of_many(work: Any, debug: bool) -> None:
         rank = os.environ.get("RANK", "0")
         if rank == "0":
             raise
-        if isinstance(error, NonFiniteError):  # seen by all ranks alike, and rank 0 says it
+        if isinstance(error, NonFiniteError | StoppedError):  # seen by all ranks alike, and rank 0 says it
             leave_to_rank_0(error)
         raise type(error)([f"rank {rank}: {line}" for line in error.problems]) from error
     except Exception as error:
@@ -187,9 +192,11 @@ def _launch_local(config: RunConfig, processes: int, kind: str, prepared: tuple[
             # Forked workers start with everything imported. CUDA does not survive a fork, so with GPUs they start afresh.
             start_method="fork" if kind == "cpu" else "spawn",
             local_addr="localhost",
+            signals_to_handle="SIGHUP,SIGQUIT",  # the others are a wish to end, which the workers are asked for
         )
         try:
-            elastic_launch(settings, _worker_entry)(config, kind, prepared, reports, debug)
+            with _wishes_to_end(Path(reports) / ASKED):
+                elastic_launch(settings, _worker_entry)(config, kind, prepared, reports, debug)
         except ChildFailedError as error:
             raise _first_failure(Path(reports), error) from None
         except SignalException as error:
@@ -198,19 +205,45 @@ def _launch_local(config: RunConfig, processes: int, kind: str, prepared: tuple[
             raise WorkerError(f"ended by {error.sigval.name}") from None
 
 
+@contextmanager
+def _wishes_to_end(asked: Path) -> Iterator[None]:
+    """Inside, a signal that ends a run is passed to the workers by a file. The second one ends them at once, as torch does."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    first: list[float] = []
+
+    def take(number: int, frame: object) -> None:
+        name = signal.Signals(number).name
+        if not first:
+            first.append(time.monotonic())
+            asked.with_suffix(".tmp").write_text(name)
+            asked.with_suffix(".tmp").rename(asked)
+            words = "the run ends after this step or the next, with a checkpoint; a second signal ends it now"
+            os.write(2, f"{name}: {words}\n".encode())  # not print, in which the signal may have come
+        elif time.monotonic() > first[0] + SAME:
+            raise SignalException(f"{name} a second time", sigval=signal.Signals(number))
+
+    before = {number: signal.signal(number, take) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _worker_entry(config: RunConfig, kind: str, prepared: tuple[str, Path | None], reports: str, debug: bool) -> None:
     """What a local worker runs. A failure is written down for the launcher, which speaks for all."""
-    # The launcher's own handlers came along in the fork; a worker that waits in a collective has to die at once.
-    # torch also has SIGINT sent to it when the launcher dies.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # The launcher's own handlers came along in the fork; a worker that waits in a collective has to die at once. So SIGTERM,
+    # by which torch ends the others of a failed job, is no wish to end here: the launcher has a file for that.
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
     import torch
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     from meshwright.train.worker import run_worker
 
     try:
-        run_worker(config, kind, prepared)
+        run_worker(config, kind, prepared, signals=(signal.SIGINT, signal.SIGUSR1), asked=Path(reports) / ASKED)
     except BaseException as error:
         problems = list(error.problems) if isinstance(error, MeshwrightError) else [f"{type(error).__name__}: {error}"]
         report = {
@@ -225,7 +258,8 @@ def _worker_entry(config: RunConfig, kind: str, prepared: tuple[str, Path | None
             traceback.print_exc()
         # If a peer was killed, this is only its echo: the launcher, which sees one dead worker at a time, is to see the peer.
         time.sleep(10 * MONITOR_SECONDS)
-        os._exit(1)  # peers may wait in a collective; nothing here is worth waiting for
+        # Peers may wait in a collective; nothing here is worth waiting for.
+        os._exit(error.exit_code if isinstance(error, StoppedError) else 1)
 
 
 def _first_failure(reports: Path, failed: Any) -> MeshwrightError:

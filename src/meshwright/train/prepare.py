@@ -169,7 +169,10 @@ def _checkpoint_bytes(setup: RunSetup, config: RunConfig, resume: Path | None) -
     stored = [row.numel * itemsize(row.dtype) * (3 if row.trainable else 1) for row in setup.plan.parameters]
     done = read_meta(resume)["step"] if resume is not None else 0
     left = max(0, config.training.steps - done)
-    saves = min(left, 1) if config.checkpoint.every == 0 else -(-left // config.checkpoint.every)
+    every, minutes, keep = config.checkpoint.every, config.checkpoint.every_minutes, config.checkpoint.keep
+    saves = min(left, 1) if every == 0 else -(-left // every)
+    if minutes is not None and keep is not None and left > 1:
+        saves = max(saves, min(left, keep + 1))  # how many the clock will ask for is not known
     if config.checkpoint.keep is not None:
         there = len(complete(Paths(config.directory).checkpoints))
         saves = min(saves, config.checkpoint.keep + 1 - min(there, config.checkpoint.keep))

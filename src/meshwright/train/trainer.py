@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.checkpoint import state, storage
-from meshwright.checkpoint.directory import read_meta
+from meshwright.checkpoint.directory import latest, read_meta
 from meshwright.checkpoint.manager import CheckpointManager, check_same_model
 from meshwright.data.loader import EvalLoader, TrainLoader
 from meshwright.data.packing import SequenceDataset
@@ -20,12 +21,13 @@ from meshwright.distributed.grad_clip import clip_grad_norm_
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import ParallelMesh, build_mesh
 from meshwright.distributed.strategy import get_parallelization_strategy
-from meshwright.errors import CheckpointError, NonFiniteError
+from meshwright.errors import CheckpointError, NonFiniteError, StoppedError
 from meshwright.models.build import materialize
 from meshwright.models.init import derive_seed, initialize_buffers
 from meshwright.moe.balance import Balance
 from meshwright.plan.resolver import model_sizes
 from meshwright.train.boundaries import check_boundaries
+from meshwright.train.ending import Agreement
 from meshwright.train.metrics import Recorder, memory_in_use
 from meshwright.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 from meshwright.train.setup import RunSetup, plain_config
@@ -58,6 +60,9 @@ class Trainer:
         model: parallelized.
         mesh: of the layout.
         step: optimizer steps done.
+        skipped: steps skipped in a row, up to now.
+        progress: told of each microbatch, evaluation and save, in words such as ``step 12``.
+        agreement: on what all ranks do after a step; ``None``: one of this run's own, which nobody asks to end.
     """
 
     loader_type = TrainLoader
@@ -66,7 +71,9 @@ class Trainer:
         self.setup, self.config, self.device = setup, setup.config, device
         self.mesh: ParallelMesh = self.build_mesh()
         self.rank = dist.get_rank()
-        self.step = 0
+        self.step = self.skipped = 0
+        self.progress: Callable[[str], None] = lambda what: None
+        self.agreement: Agreement | None = None
         training, data = self.config.training, self.config.data
 
         self.objective = setup.objective
@@ -166,22 +173,32 @@ class Trainer:
         """Train to the last step, evaluate, and save.
 
         Raises:
-            NonFiniteError: a NaN or infinite loss or gradient norm, unless such steps are to be skipped.
+            NonFiniteError: a NaN or infinite loss or gradient norm, unless such steps are to be skipped; or too many skipped.
+            StoppedError: it was asked to end; there is a checkpoint of the last step.
         """
         steps = self.config.training.steps
+        agreement = self.agreement or Agreement(self.config.checkpoint.every_minutes)
         try:
             if self.step == 0:
                 self.evaluate()
             if self.step >= steps:
                 self.recorder.say(f"nothing to train: step {self.step} of {steps} is done (training.steps)")
             while self.step < steps:
+                self.progress(f"step {self.step + 1}")
                 self.recorder.step(self.step + 1, self.train_step())
                 self.step += 1
-                last = self.step == steps
-                if last or _due(self.step, self.config.training.eval_every):
+                verdict, last = agreement.after(self.step), self.step == steps
+                if (last or _due(self.step, self.config.training.eval_every)) and not verdict.end:
                     self.evaluate()
-                if last or _due(self.step, self.config.checkpoint.every):
-                    self.save()
+                if last or verdict.save or verdict.end or _due(self.step, self.config.checkpoint.every):
+                    path = self.save()
+                    agreement.saved()
+                if verdict.end:
+                    self.checkpoints.finish()
+                    raise StoppedError(
+                        f"{verdict.end}: ended after step {self.step} of {steps}, with the complete checkpoint {path}; the "
+                        "same command goes on from it"
+                    )
             self.checkpoints.finish()
         except BaseException:
             self.checkpoints.settle()
@@ -216,8 +233,10 @@ class Trainer:
         term_values, balance_values = values[: len(terms)], values[len(terms) :]
         skipped = not (math.isfinite(loss_value) and math.isfinite(norm_value))
         if skipped:
+            self.skipped += 1
             self._not_finite(batches, loss_value, norm_value)
         else:
+            self.skipped = 0
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         loads = self.balance.finish_step(self.mesh.sum, updated=not skipped, logged=self.recorder.logs(self.step + 1))
@@ -246,6 +265,7 @@ class Trainer:
         """
         summed = torch.zeros((), device=self.device)
         for _, batch in self.sync.microbatches(batches):
+            self.progress(f"step {self.step + 1}")
             with self.balance.microbatch(self.objective.routed(batch)):
                 terms = self.objective.sums(self.model, batch)
                 loss = self.objective.combine(terms, self.counts) / divisor
@@ -277,8 +297,15 @@ class Trainer:
         share = self.config.training.global_batch_size
         first = self.step * share
         what = f"step {self.step + 1}: loss {loss}, gradient norm {norm}; sequences {first} to {first + share - 1}"
+        last, most = latest(self.setup.paths.checkpoints), self.config.training.max_skipped
+        kept = f"the last good checkpoint is {last}" if last else "no checkpoint was saved before it"
         if self.config.training.on_nonfinite == "skip":
             self.recorder.say(f"[yellow]{what}: step skipped (training.on_nonfinite=skip)[/yellow]")
+            if most is not None and self.skipped >= most:
+                raise NonFiniteError(
+                    f"{what}; {self.skipped} steps in a row were skipped, so that nothing is learned; {kept}. "
+                    f"training.max_skipped={most} is the limit"
+                )
             return
         from safetensors.torch import save_file
 
@@ -287,8 +314,7 @@ class Trainer:
         stacked = {name: _stacked([batch[name].cpu() for batch in batches]) for name in batches[0]}
         save_file(stacked, folder / f"batch-rank-{self.rank}.safetensors")
         raise NonFiniteError(
-            f"{what}; the batch of each rank is in {folder}; the last good checkpoint is kept. "
-            "training.on_nonfinite=skip leaves such steps out"
+            f"{what}; the batch of each rank is in {folder}; {kept}. training.on_nonfinite=skip leaves such steps out"
         )
 
     @torch.no_grad()
@@ -301,6 +327,7 @@ class Trainer:
         self.model.eval()
         with self.sync.forward_only():
             for index, drawn in enumerate(self.evaluation):
+                self.progress(f"the evaluation after step {self.step}")
                 on_host = objective.held_out(drawn, self.evaluation.numbers(index))
                 total[1] += torch.tensor(objective.counts([on_host]), device=self.device)
                 total[0] += torch.stack(objective.sums(self.model, self._to_device(on_host)))
@@ -325,6 +352,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Save everything that resuming needs."""
+        self.progress(f"the checkpoint of step {self.step}")
         tensors = {**self._tensors(), **state.rng_tensors(self.rank, self.device)}
         meta = {
             "world_size": dist.get_world_size(),

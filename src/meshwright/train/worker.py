@@ -1,8 +1,9 @@
 """One worker process of a run, whoever started it."""
 
 import os
+import signal
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,8 +18,11 @@ from meshwright.distributed.process_group import process_group
 from meshwright.errors import MeshwrightError, WorkerError
 from meshwright.models.imports import import_modules
 from meshwright.plan.explain import explain
+from meshwright.ranks.hang import is_communication
+from meshwright.ranks.watch import Watch
 from meshwright.train.assure import assure
 from meshwright.train.config import RunConfig
+from meshwright.train.ending import SIGNALS, Agreement, Attendant
 from meshwright.train.prepare import load_run_tokenizer, locked, prepare_run
 from meshwright.train.proof import Source
 from meshwright.train.resume import changes, checkpoint_to_resume, verified
@@ -33,6 +37,8 @@ def run_worker(
     prepared: tuple[str, Path | None] | None = None,
     *,
     source: Source | None = None,
+    signals: tuple[signal.Signals, ...] = SIGNALS,
+    asked: Path | None = None,
 ) -> None:
     """Train as one rank; collective over all ranks of the job.
 
@@ -42,9 +48,18 @@ def run_worker(
         prepared: the token store and the checkpoint to resume from, where the launcher prepared the run; ``None``: rank 0
             prepares it.
         source: of the configuration, for the line that says whether the layout is proven, where rank 0 says it.
+        signals: that end the run, after a step.
+        asked: a file by which the launcher asks the same.
+
+    Raises:
+        StoppedError: the run was ended so.
+        MeshwrightError: what it failed with.
     """
     with ExitStack() as held:
         device = held.enter_context(process_group(timedelta(minutes=config.launch.timeout_minutes), device_kind))
+        agreement = Agreement(config.checkpoint.every_minutes)
+        held.enter_context(Attendant(signals, agreement.ask_to_end, asked))
+        watch = held.enter_context(_watch(config, device_kind))
         # One process decides which checkpoint it is: on a shared file system ranks may see different ones.
         store, resume = prepared or _prepare_on_rank_0(config, held, source)
         resume = verified(config, resume, _say)
@@ -58,13 +73,37 @@ def run_worker(
             trainer.recorder.say(f"resumed from {resume} at step {trainer.step}")
             for line in changes(read_meta(resume)["config"], config.model_dump(mode="json")):
                 trainer.recorder.say(f"[yellow]{line}[/yellow]")
-        trainer.run()
+        trainer.agreement = agreement
+        if watch is not None:
+            trainer.progress = watch.tick
+        try:
+            trainer.run()
+        except RuntimeError as error:
+            verdict = watch.verdict() if watch is not None and is_communication(error) else None
+            if verdict is None:
+                raise
+            limit, reason = config.launch.timeout_minutes, str(error).partition("\n")[0]
+            raise WorkerError(f"{verdict}; launch.timeout_minutes={limit:g} ended it: {reason}") from error
         speaks = trainer.rank == 0
         del trainer
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if speaks:
         finish_run(config)
+
+
+def _watch(config: RunConfig, device_kind: str) -> AbstractContextManager[Watch | None]:
+    """What reports where ranks wait for each other, if there are several, and the report is wanted."""
+    seconds = config.launch.hang_report_seconds
+    if seconds is None or dist.get_world_size() == 1:
+        return nullcontext()
+    return Watch(seconds, device_kind, _report)
+
+
+def _report(lines: list[str]) -> None:
+    console = Console(stderr=True)
+    for line in (*lines, "the run goes on if the ranks do (this report: launch.hang_report_seconds)"):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def _say(line: str) -> None:

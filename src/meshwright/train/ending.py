@@ -1,0 +1,157 @@
+"""How a run ends early and loses nothing: a signal, all ranks agree on a step, a complete checkpoint, exit code 75.
+
+A signal is taken by a thread of its own, so also while the main thread waits in a collective. The ranks agree through the
+store, on the CPU: no step waits for a device, and no collective is added.
+"""
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+
+from meshwright.distributed import _torch_compat
+
+__all__ = ["SIGNALS", "Agreement", "Attendant", "Verdict"]
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""What Slurm, Kubernetes and spot machines send before they kill, and Ctrl-C."""
+BEAT = 0.2
+"""Seconds between two looks for what the launcher asks."""
+SAME = 2.0
+"""Seconds within which a second signal is the first once more: Ctrl-C reaches a worker from the terminal and from torchrun."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks do after a step.
+
+    Attributes:
+        save: a checkpoint is due.
+        end: why the run ends here, with a checkpoint; empty: it does not.
+    """
+
+    save: bool = False
+    end: str = ""
+
+
+class Agreement:
+    """Has all ranks save, or end, after the same step.
+
+    Rank 0 decides after step n what is done after step n + 1, and writes it into the store before it begins that step. No
+    rank completes step n + 1 without rank 0, whose gradient is in it. So every rank that looks after step n + 1 finds it.
+
+    Args:
+        minutes: between two checkpoints, by the clock of rank 0; ``None``: whatever the clock says.
+    """
+
+    def __init__(self, minutes: float | None = None) -> None:
+        self._store, self._rank0 = _torch_compat.control_store("boundary"), dist.get_rank() == 0
+        self._seconds = None if minutes is None else 60 * minutes
+        self._saved = time.monotonic()
+
+    def ask_to_end(self, reason: str) -> None:
+        """Have the run end after this step or the next one. From any rank and any thread.
+
+        Args:
+            reason: for the last line of the run, such as ``SIGTERM``.
+        """
+        # A connection of its own, for the store's is in use by the main thread.
+        _torch_compat.control_store("boundary").set("end", reason)
+
+    def saved(self) -> None:
+        """A checkpoint was saved; the clock begins anew."""
+        self._saved = time.monotonic()
+
+    def after(self, step: int) -> Verdict:
+        """What is done after a step.
+
+        Args:
+            step: optimizer steps done.
+        """
+        found = Verdict()
+        if self._store.check([str(step)]):
+            word, _, reason = self._store.get(str(step)).decode().partition(" ")
+            found = Verdict(save=word == "save", end=reason)
+        if self._rank0 and not found.end:
+            self._decide(step + 1)
+        return found
+
+    def _decide(self, step: int) -> None:
+        word = ""
+        if self._store.check(["end"]):
+            word = f"end {self._store.get('end').decode()}"
+        elif self._seconds is not None and time.monotonic() - self._saved > self._seconds:
+            word = "save"
+        if word:
+            self._store.set(str(step), word)
+            self._store.check([str(step)])  # answered: so the store has it before any rank begins the step
+
+
+class Attendant:
+    """Takes the signals of this process, in a thread. Use it as a context manager, in the main thread.
+
+    The first is a wish to end, the second, later than :data:`SAME`, ends the process at once.
+
+    Args:
+        signals: to take.
+        ask: called once with the name of the signal that came first, in another thread.
+        asked: a file that appears when another process, the launcher, asks the same; it holds the reason.
+    """
+
+    def __init__(self, signals: tuple[signal.Signals, ...], ask: Callable[[str], None], asked: Path | None = None) -> None:
+        self._signals, self._ask, self._file = signals, ask, asked
+        self._first: float | None = None
+        self._parent = os.getppid()
+
+    def __enter__(self) -> "Attendant":
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._before = {number: signal.signal(number, _taken) for number in self._signals}
+        self._thread = threading.Thread(target=self._attend, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._wakeup)
+        os.close(self._write)
+        self._thread.join()
+        os.close(self._read)
+
+    def _attend(self) -> None:
+        while True:
+            ready, _, _ = select.select([self._read], [], [], BEAT if self._file is not None and self._first is None else None)
+            if ready:
+                numbers = os.read(self._read, 64)
+                if not numbers:
+                    return
+                for number in numbers:
+                    if number in self._signals:
+                        self._take(signal.Signals(number))
+            elif self._file is not None and self._file.exists():
+                self._begin(self._file.read_text())
+
+    def _take(self, number: signal.Signals) -> None:
+        if os.getppid() != self._parent and number is signal.SIGINT:
+            os._exit(128 + number)  # torch has it sent when the launcher dies: nobody is left to wait for this process
+        if self._first is None:
+            self._begin(number.name)
+        elif time.monotonic() > self._first + SAME:
+            os._exit(128 + number)
+
+    def _begin(self, reason: str) -> None:
+        self._first = time.monotonic()
+        self._ask(reason)
+
+
+def _taken(number: int, frame: object) -> None:
+    """The thread has it already; this only keeps the signal from doing what it would do."""

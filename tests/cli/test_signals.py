@@ -1,0 +1,129 @@
+"""A signal to end: all ranks save after this step or the next; the command ends with 75, and goes on when it is repeated."""
+
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.train.config import load_config
+from meshwright.train.ending import SAME, SIGNALS
+from tests.cli.conftest import Command, Outcome
+from tests.cli.failing import fail
+from tests.cli.test_launchers import ENVIRONMENT, ROOT, TORCHRUN, both, two_ranks
+from tests.train.runs import checkpoints, losses, tiny_run, train
+
+Meshwright = Callable[..., Outcome]
+NAMES = [number.name for number in SIGNALS]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[int, list[float]]:
+    """Losses by number of ranks."""
+    return {ranks: train(tiny_run(tmp_path_factory.mktemp("undisturbed"), corpus), ranks) for ranks in (1, 2)}
+
+
+def check(found: Outcome, config: str, name: str) -> None:
+    """Ended with a complete checkpoint of the step in which the signal came, the second, or of the third."""
+    assert found.code == 75, found
+    assert "Traceback" not in found.error + found.out
+    assert "error: " not in found.error
+    run = load_config(config)
+    (last,) = checkpoints(run)
+    assert last in ("step-00000002", "step-00000003")
+    words = rf"^{name}: ended after step (\d) of 6, with the complete checkpoint (\S+); the same command goes on from it$"
+    ended = re.search(words, found.error, re.MULTILINE)
+    assert ended, found.error
+    assert (f"step-0000000{ended[1]}", Path(ended[2]).name) == (last, last)
+    assert len(losses(run)) == int(ended[1])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "in the background"])
+@pytest.mark.parametrize("name", NAMES)
+def test_to_the_launcher(
+    meshwright: Meshwright, config: str, undisturbed: dict[int, list[float]], name: str, asynchronous: bool
+) -> None:
+    arguments = ("train", config, "--nproc", 2, f"checkpoint.asynchronous={asynchronous}")
+    found = meshwright(*arguments, before=fail(f"ask the launcher with {name}", 1))
+    check(found, config, name)
+    assert f"{name}: the run ends after this step or the next" in found.error
+    again = meshwright(*arguments)
+    assert again.code == 0, again
+    assert losses(load_config(config)) == undisturbed[2]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_to_a_run_of_one_process(meshwright: Meshwright, config: str, undisturbed: dict[int, list[float]], name: str) -> None:
+    check(meshwright("train", config, before=fail(f"get {name}", 0)), config, name)
+    assert meshwright("train", config).code == 0
+    assert losses(load_config(config)) == undisturbed[1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_to_one_worker_of_our_launcher(meshwright: Meshwright, config: str, rank: int) -> None:
+    """SIGTERM to a worker stays what it was: the end of a failed job."""
+    check(meshwright("train", config, "--nproc", 2, before=fail("get SIGUSR1", rank)), config, "SIGUSR1")
+    other = f"output={load_config(config).output}-2"
+    assert meshwright("train", config, other, "--nproc", 2, before=fail("get SIGTERM", rank)).code == 1
+
+
+@both
+@pytest.mark.parametrize("rank", [0, 1])
+def test_to_one_rank_of_others(start: Callable[..., Command], config: str, variables: Callable[..., object], rank: int) -> None:
+    """All ranks end, with the code of a run that was ended, and rank 0 says it."""
+    outcomes = two_ranks(start, variables, config, before=fail("get SIGTERM", rank))
+    assert [found.code for found in outcomes] == [75, 75], outcomes
+    check(outcomes[0], config, "SIGTERM")
+    assert outcomes[1].error == ""
+
+
+@pytest.mark.command
+def test_to_torchrun(config: str) -> None:
+    """It passes the signal on, to each rank as another one too, and waits."""
+    long = ("training.steps=4000", "schedule.kind=constant", "metrics.jsonl=true")
+    command = [*TORCHRUN, "meshwright.cli.main", "train", config, *long]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, env=ENVIRONMENT, cwd=ROOT, text=True, **pipes) as process:
+        run = load_config(config)
+        end = time.monotonic() + 60
+        while time.monotonic() < end and not (Path(run.output, "metrics.jsonl").exists() and len(losses(run)) > 3):
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "SIGTERM: ended after step" in error
+    (last,) = checkpoints(run)
+    assert f"with the complete checkpoint {run.output}/checkpoints/{last}" in error
+
+
+def test_a_second_signal_ends_at_once(meshwright: Meshwright, config: str) -> None:
+    """A step that hangs has no end to wait for."""
+    found = meshwright("train", config, "--nproc", 2, before=fail("terminate the launcher", 1))
+    assert found.code == 1
+    assert found.error.endswith("error: ended by SIGTERM\n")
+    assert found.seconds < 20
+    found = meshwright("train", config, before=_hang_and_be_ended)
+    assert (found.code, found.seconds < 20) == (128 + signal.SIGTERM, True), found
+
+
+def _hang_and_be_ended() -> None:
+    """In the process of a run of one rank: its second step hangs, and two signals come."""
+    from meshwright.train.trainer import Trainer
+
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(SAME + 0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def train_step(self: Trainer) -> dict[str, Any]:
+        threading.Thread(target=twice, daemon=True).start()
+        time.sleep(60)
+        raise AssertionError("it should have ended")
+
+    Trainer.train_step = train_step
