@@ -68,6 +68,25 @@ def test_help_of_every_verb(verb: str) -> None:
     assert verb in run("--help")
 
 
+def test_the_version() -> None:
+    import meshwright
+
+    assert run("--version") == f"meshwright {meshwright.__version__}\n"
+
+
+def test_without_a_world_size_the_file_says_it() -> None:
+    assert "2 ranks (dp_shard=2)" in run("plan", QUICKSTART)  # launch.nproc
+    assert "4 ranks (dp_replicate=2 dp_shard=2)" in run("plan", QUICKSTART, "layout.dp_replicate=2", "layout.dp_shard=2")
+
+
+def test_prefetching_further_than_there_are_layers_is_prefetching_all() -> None:
+    def plan(ahead: int) -> dict[str, object]:
+        choices = [f"parallel.prefetch_{way}={ahead}" for way in ("forward", "backward")]
+        return json.loads(run("plan", QUICKSTART, "--json", "-n", "2", "parallel.sync=reduce_each", *choices))["totals"]
+
+    assert plan(1) != plan(10**9) == plan(3)
+
+
 def test_doctor_finds_all_it_needs() -> None:
     facts = json.loads(run("doctor", "--json"))
     assert {"meshwright", "torch", "transformers", "python", "cpus", "gpus"} <= facts.keys()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.checkpoint import storage
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, described
 
 __all__ = ["CheckpointManager", "check_same_model", "check_writable", "latest", "read_meta"]
 
@@ -193,7 +193,7 @@ class CheckpointManager:
             try:
                 self._commit(temporary, content)
             except OSError as error:
-                failure = f"{temporary}: not completed: {error}"
+                failure = f"{temporary}: not completed: {described(error)}"
         self._raise_everywhere(failure, temporary)
         return final
 

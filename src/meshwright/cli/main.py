@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, described, shortened
 
 if TYPE_CHECKING:
     from meshwright.audit.report import AuditReport
@@ -41,13 +41,35 @@ OverrideArgument = Annotated[
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        import meshwright
+
+        typer.echo(f"meshwright {meshwright.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command()
 def plan(
     config: ConfigArgument,
     overrides: OverrideArgument = None,
     world_size: Annotated[
         int | None,
-        typer.Option("--world-size", "-n", min=1, help="Ranks to plan for. Default: what `train` would start here."),
+        typer.Option(
+            "--world-size",
+            "-n",
+            min=1,
+            help="Ranks to plan for. Default: those of the layout, or what `train` starts here.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: every row, and the totals.")] = False,
     full: Annotated[bool, typer.Option("--full", help="A line for every parameter and unit, layers not folded.")] = False,
@@ -70,11 +92,11 @@ def plan(
     from meshwright.plan.explain import explain
     from meshwright.plan.sharding_plan import ShardingPlan
     from meshwright.train.assure import assure
-    from meshwright.train.launch import local_processes
+    from meshwright.train.launch import planned_processes
     from meshwright.train.proof import Source
     from meshwright.train.setup import make_setup
 
-    setup = make_setup(run, world_size or local_processes(run))
+    setup = make_setup(run, world_size or planned_processes(run))
     found = setup.plan
     if against is not None:
         differences = [str(item) for item in ShardingPlan.from_json(_read(against)).diff(found)]
@@ -113,7 +135,8 @@ def train(
     from meshwright.train.launch import launch
     from meshwright.train.proof import Source
 
-    launch(run, debug=debug, source=Source(str(config), tuple(overrides or ())), prove=_prove if audit_first else None)
+    source = Source(str(config), tuple(overrides or ()))
+    launch(run, debug=debug, source=source, prove=_prove if audit_first else None, nproc=nproc)
 
 
 @app.command()
@@ -308,7 +331,7 @@ def main() -> None:
     except Exception as error:
         if debug:
             raise
-        print(f"error: {type(error).__name__}: {error} (run again with --debug for the traceback)", file=sys.stderr)
+        print(f"error: {shortened(described(error))} (run again with --debug for the traceback)", file=sys.stderr)
         sys.exit(1)
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.distributed.names import class_name
-from meshwright.errors import ConfigError, ModelError
+from meshwright.errors import ConfigError, ModelError, described
 from meshwright.models.config import ModelConfig
+from meshwright.paths import no_directory
 
 if TYPE_CHECKING:
     import torch
@@ -84,9 +85,8 @@ def _load_config(config: ModelConfig) -> "PretrainedConfig":
     from transformers import AutoConfig
 
     assert config.path is not None
-    looks_local = config.path.startswith((".", "/", "~")) or Path(config.path).exists()
-    if looks_local and config.local is None:
-        raise ModelError(f"model.path={config.path!r}: no such directory")
+    if absent := no_directory("model.path", config.path):
+        raise ModelError(absent)
     if config.local is not None and not (config.local / "config.json").is_file():
         raise ModelError(f"model.path={config.path!r}: the directory has no config.json")
     try:
@@ -145,7 +145,7 @@ def build_on_meta(config: ModelConfig, hf_config: "PretrainedConfig") -> "PreTra
         with torch.device("meta"):
             model = auto_class(hf_config).from_config(hf_config, **keywords)
     except Exception as error:  # transformers raises many kinds here, all about what the config asks for
-        raise ModelError(f"model: {type(error).__name__}: {error}") from error
+        raise ModelError(f"model: {described(error)}") from error
     model.config.use_cache = False  # training never reads the key/value cache
     _transformers_compat.keep_in_fp32(model)
     return model
@@ -178,7 +178,7 @@ def weight_files(config: ModelConfig) -> list[Path]:
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{index}: not an index of safetensors: {type(error).__name__}: {error}") from error
+            raise ModelError(f"{index}: not an index of safetensors: {described(error)}") from error
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise ModelError(f"{folder}: the index names files that are missing: {', '.join(missing)}")

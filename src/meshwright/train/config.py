@@ -17,6 +17,7 @@ from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.models.config import ModelConfig
 from meshwright.models.diffusion_gemma.options import DiffusionConfig
+from meshwright.paths import PathText
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
 
 __all__ = ["RunConfig", "load_config"]
@@ -50,7 +51,7 @@ for _side in (_Loader, _Dumper):
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class LayoutConfig(_Section):
@@ -232,7 +233,7 @@ class CheckpointConfig(_Section):
     every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0: only the last.")
     keep: int | None = Field(default=2, ge=1, description="Complete checkpoints to keep; null: all.")
     asynchronous: bool = Field(default=False, description="Write in the background while training goes on.")
-    resume: str = Field(
+    resume: PathText = Field(
         default="auto", description="'auto': from the newest complete checkpoint of the output directory, if there is one; "
         "'never': refuse a directory that has checkpoints; or the path of a checkpoint."
     )  # fmt: skip
@@ -248,7 +249,7 @@ class MetricsConfig(_Section):
 
 
 class LaunchConfig(_Section):
-    """Local worker processes, where neither torchrun nor Slurm started some."""
+    """Local worker processes. Where torchrun or Slurm starts them, theirs is the number, and nproc and port are not read."""
 
     nproc: int | None = Field(default=None, ge=1, description="Processes; null: one for each GPU, or one.")
     device: Literal["auto", "cpu", "cuda"] = Field(
@@ -268,7 +269,7 @@ class SampleConfig(_Section):
 class RunConfig(_Section):
     """A whole run."""
 
-    output: str = Field(description="Directory of the run: checkpoints, metrics, tokenizer, tokens, export.")
+    output: PathText = Field(description="Directory of the run: checkpoints, metrics, tokenizer, tokens, export.")
     imports: list[str] = Field(
         default=[],
         description="Modules to import before the model is built, in every process, such as [my_family]: files that register a "

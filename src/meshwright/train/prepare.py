@@ -130,13 +130,11 @@ def _tokenizer(config: RunConfig, paths: Paths) -> "PreTrainedTokenizerBase":
     if resuming and (paths.tokenizer / "tokenizer_config.json").is_file():
         _refuse_another_tokenizer(config, paths)
         return load_run_tokenizer(config)
-    held = config.model.config or {}
-    default = held.get("vocab_size") or (held.get("text_config") or {}).get("vocab_size")
     return build_tokenizer(
         config.tokenizer,
         config.data,
         model_path=config.model.local or config.model.path,
-        default_vocab_size=default,
+        default_vocab_size=config.model.said("vocab_size"),
         trust_remote_code=config.model.trust_remote_code,
         cache_dir=paths.tokens / "datasets-cache",
     )

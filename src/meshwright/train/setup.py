@@ -199,8 +199,7 @@ def vocabulary_defaults(config: RunConfig, tokenizer: "PreTrainedTokenizerBase |
     if tokenizer is not None:
         special = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         return {"vocab_size": len(tokenizer), **special}
-    held = config.model.config or {}
-    if "vocab_size" in held or "vocab_size" in (held.get("text_config") or {}):
+    if config.model.said("vocab_size") is not None:
         return {}
     if config.tokenizer.path is not None:
         from meshwright.data.tokenizer import load_tokenizer

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from meshwright.data.store import TokenStore
 from meshwright.distributed.process_group import process_group
-from meshwright.errors import MeshwrightError, WorkerError
+from meshwright.errors import MeshwrightError, WorkerError, described
 from meshwright.models.imports import import_modules
 from meshwright.plan.explain import explain
 from meshwright.train.assure import assure
@@ -75,7 +75,7 @@ def _prepare_on_rank_0(config: RunConfig, held: ExitStack, source: Source | None
         except MeshwrightError as error:
             outcome[0] = error
         except Exception as error:  # whatever it was, the others must not wait for it
-            outcome[0] = WorkerError(f"rank 0: {type(error).__name__}: {error}")
+            outcome[0] = WorkerError(f"rank 0: {described(error)}")
     # A download or a large corpus takes longer than a collective of training may.
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=2))
     dist.broadcast_object_list(outcome, src=0, group=patient)
