@@ -210,7 +210,7 @@ def audit(
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run's directory: its newest.", show_default=False)],
     directory: Annotated[Path, typer.Argument(help="Directory to write.", show_default=False)],
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: as stored.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: export_dtype of the run.")] = None,
     debug: DebugOption = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face directory: safetensors, config, tokenizer."""
@@ -242,17 +242,19 @@ def generate(
     steps: Annotated[
         int | None, typer.Option(min=1, help="DiffusionGemma: denoising steps of a canvas, at most.", show_default=False)
     ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it stands, without a chat template.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="DiffusionGemma: do not show the drafts.")] = False,
     debug: DebugOption = False,
 ) -> None:
-    """Continue a prompt with an exported model.
+    """Continue a prompt with an exported model; one with a chat template is asked it, as by a user, and answers.
 
     DiffusionGemma fills canvases: on the way, the drafts go to standard error, with a dot for each token that is not certain.
     """
     from meshwright.checkpoint.export import generate as continue_prompt
 
     show = None if quiet else lambda line: typer.echo(line, err=True)
-    typer.echo(prompt + continue_prompt(directory, prompt, max_new_tokens, temperature, top_p, seed, steps=steps, show=show))
+    sampling = (max_new_tokens, temperature, top_p, seed)
+    typer.echo(prompt + continue_prompt(directory, prompt, *sampling, steps=steps, show=show, raw=raw))
 
 
 @app.command()

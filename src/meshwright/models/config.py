@@ -10,6 +10,10 @@ from meshwright.paths import PathText
 __all__ = ["ModelConfig"]
 
 
+def _is_config(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+
+
 class ModelConfig(BaseModel):
     """A pretrained model, or the config of a new one."""
 
@@ -48,7 +52,7 @@ class ModelConfig(BaseModel):
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("model.config: model_type is missing; it names the family, such as llama, qwen3 or gemma3_text")
         for key, value in (self.config or {}).items():
-            if key.endswith("_config") and not isinstance(value, dict | None):
+            if key.endswith("_config") and value is not None and not _is_config(value):
                 raise ValueError(f"model.config.{key}={value!r}: must be a mapping of keys, the config of a part of the model")
         return self
 

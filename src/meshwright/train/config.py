@@ -264,6 +264,10 @@ class SampleConfig(_Section):
 
     prompts: list[str] = Field(default=[], description="Prompts to continue after training.")
     max_new_tokens: int = Field(default=48, ge=1, description="Tokens of each continuation.")
+    raw: bool = Field(
+        default=False,
+        description="Continue each prompt as it stands. false: where the tokenizer has a chat template, ask it as a user does.",
+    )
 
 
 class RunConfig(_Section):
@@ -290,6 +294,11 @@ class RunConfig(_Section):
     metrics: MetricsConfig = Field(default=MetricsConfig(), description="Where metrics go.")
     launch: LaunchConfig = Field(default=LaunchConfig(), description="Local worker processes.")
     export: bool = Field(default=False, description="Write the final model as a Hugging Face directory, export/.")
+    export_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None,
+        description="Dtype of exported weights, here and by `meshwright export`. null: those that a pretrained model was read "
+        "in, tensor by tensor where they differ; of a new model, model.dtype.",
+    )
     sample: SampleConfig = Field(default=SampleConfig(), description="What the exported model is asked at the end.")
 
     @model_validator(mode="after")

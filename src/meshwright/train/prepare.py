@@ -4,6 +4,7 @@ The launcher does it before it starts workers; under torchrun or Slurm rank 0 do
 """
 
 import fcntl
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,6 +65,7 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
     """
     from meshwright.data.store import prepare
     from meshwright.models.build import check_files, weight_files
+    from meshwright.models.source import facts
 
     # Before the tokenizer: layout, model and plan need only the size of its vocabulary, and are quicker to check.
     draft = _checked_draft(config, world_size)
@@ -73,8 +75,13 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
     check_writable(paths.root, _checkpoint_bytes(draft, config, resume))
     if resume is not None:
         check_same_model(resume, {row.name: row.shape for row in draft.plan.parameters})
+        source = read_meta(resume).get("source", {})
     elif config.model.path is not None:
-        check_files(weight_files(config.model), draft.model)
+        files = weight_files(config.model)
+        check_files(files, draft.model)
+        source = facts(files)
+    else:
+        source = {}
 
     tokenizer = _tokenizer(config, paths)
     setup = make_setup(config, world_size, tokenizer)
@@ -88,6 +95,7 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
         check_same_model(resume, shapes, plain_config(setup.model))
         _loader(config, store).check_state(read_meta(resume)["loader"])
     paths.config.write_text(config.to_yaml())
+    paths.source.write_text(json.dumps({**source, "data": store.index.kind}))
     return setup, tokenizer, store
 
 

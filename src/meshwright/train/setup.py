@@ -26,6 +26,7 @@ __all__ = [
     "make_setup",
     "microbatches_per_step",
     "plain_config",
+    "source_facts",
     "together",
     "vocabulary_defaults",
 ]
@@ -51,6 +52,11 @@ class Paths:
     def tokens(self) -> Path:
         """Tokenized documents."""
         return self.root / "tokens"
+
+    @property
+    def source(self) -> Path:
+        """What an export gives back of the model that training began with."""
+        return self.root / "source.json"
 
     @property
     def config(self) -> Path:
@@ -186,9 +192,12 @@ def describe_model(
     """
     from meshwright.models.build import build_on_meta, pretrained_config
     from meshwright.models.imports import import_modules
+    from meshwright.models.source import refuse_untrainable
     from meshwright.models.spec import spec_of
 
     import_modules(config.imports)
+    if tokenizer is None:  # nothing is prepared yet; what has a tokenizer has passed
+        refuse_untrainable(config.model)
     hf_config = pretrained_config(config.model, vocabulary_defaults(config, tokenizer))
     model = build_on_meta(config.model, hf_config)
     return spec_of(model, config.parallel.param_dtype), model
@@ -240,6 +249,11 @@ def _vocabulary_problems(config: RunConfig, model: "PreTrainedModel", tokens: in
 def plain_config(model: "PreTrainedModel") -> dict[str, Any]:
     """A model's config as plain values that JSON keeps."""
     return json.loads(model.config.to_json_string(use_diff=False))
+
+
+def source_facts(paths: Paths) -> dict[str, Any]:
+    """What was written down when the run was prepared: see :func:`meshwright.models.source.facts`, and the kind of data."""
+    return json.loads(paths.source.read_text()) if paths.source.is_file() else {}
 
 
 def together(problems: list[MeshwrightError]) -> MeshwrightError:

@@ -112,6 +112,7 @@ def finish_run(config: RunConfig) -> None:
             config.sample.max_new_tokens,
             temperature=None,
             trust_remote_code=config.model.trust_remote_code,
+            raw=config.sample.raw,
         )
-        console.print(f"[bold]{prompt}[/bold]", end="")
+        console.print(prompt, style="bold", end="", highlight=False, markup=False)
         console.print(text, highlight=False, markup=False)
