@@ -37,11 +37,17 @@ def _cut(text: str, kept: int) -> str:
     return f"{text[:kept]}...({len(text) - 2 * kept:,} characters)...{text[-kept:]}"
 
 
-def described(error: BaseException) -> str:
-    """What an exception of somebody else says, with its kind, its file and its cause, in one message that is never empty."""
+def described(error: BaseException, near: object = None) -> str:
+    """What an exception of somebody else says, with its kind, its file and its cause, in one message that is never empty.
+
+    Args:
+        error: the exception.
+        near: where files were read or written then, for an error of the system that does not name its file.
+    """
     kind, text = type(error).__name__, " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror:
         places = [repr(str(name)) for name in (error.filename, error.filename2) if name is not None]
+        places = places or ([f"a file of {str(near)!r}"] if near is not None else [])
         text = ": ".join([error.strerror, *places])
     if text:
         return f"{kind}: {text}"

@@ -45,6 +45,8 @@ def pretrained_config(
         return _load_config(config)
     values = dict(config.config)
     kind = values.pop("model_type")
+    if too_many := _too_many_layers(values, "model.config"):
+        raise ConfigError(too_many)
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if kind not in CONFIG_MAPPING:
@@ -64,6 +66,20 @@ def pretrained_config(
         return AutoConfig.for_model(kind, **_filled(values, defaults or {}, legal))
     except Exception as error:  # families check their own values with exceptions of many kinds
         raise ConfigError(f"model.config: {kind!r} refuses it: {' '.join(str(error).split())}") from error
+
+
+MOST_LAYERS = 1024
+"""Of a new model. Each is built, on the meta device, before anything else is known: with a digit too many that never ends."""
+
+
+def _too_many_layers(values: Mapping[str, Any], where: str) -> list[str]:
+    found = []
+    for key, value in values.items():
+        if isinstance(value, dict) and key.endswith("_config"):
+            found += _too_many_layers(value, f"{where}.{key}")
+        elif isinstance(value, int | float) and value > MOST_LAYERS and re.search(r"(layers?|blocks|depth)$", key):
+            found.append(f"{where}.{key}={value}: legal are at most {MOST_LAYERS:,} layers")
+    return found
 
 
 def _filled(values: Mapping[str, Any], defaults: Mapping[str, Any], legal: set[str]) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def _units(plan: ShardingPlan, full: bool) -> Table:
 
     def cells(unit: UnitRow) -> tuple[str, ...]:
         traffic = unit_traffic(plan, unit)
-        gathered = sum(row.gathered_bytes for row in plan.parameters if row.unit == (unit.twin_of or unit.name))
+        gathered = sum(row.gathered_bytes for row in plan.rows(unit))
         if unit.part_of:
             return "", "", f"with {generalize(unit.part_of)}", str(unit.activation_checkpointing), "", "", ""
         return (

@@ -181,7 +181,7 @@ def _gradient_peak(plan: ShardingPlan, rows: Sequence[ParameterRow]) -> int:
 
 def _unit_bytes(plan: ShardingPlan, unit: UnitRow, stage: int | None) -> tuple[int, int]:
     """Gathered and reduced bytes of a unit."""
-    rows = [row for row in plan.parameters if row.unit == (unit.twin_of or unit.name) and stage in (None, row.stage)]
+    rows = [row for row in plan.rows(unit) if stage in (None, row.stage)]
     return sum(row.gathered_bytes for row in rows), sum(row.reduced_bytes for row in rows)
 
 

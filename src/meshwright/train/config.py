@@ -87,7 +87,9 @@ class ParallelConfig(_Section):
         "time (least memory). null: defer if what it keeps is at most sync_budget_gib, otherwise reduce_each: for experts, and "
         "if that is not enough, for all.",
     )
-    sync_budget_gib: float = Field(default=8.0, ge=0, description="GiB that sync=null may keep unsharded through a step.")
+    sync_budget_gib: float = Field(
+        default=8.0, ge=0, le=2**40, description="GiB that sync=null may keep unsharded through a step."
+    )
     sync_units: dict[str, SyncPolicy] = Field(
         default={},
         description="Policies for some units, by pattern of their names, such as {'model.layers.*': reduce_each}.",
@@ -196,7 +198,7 @@ class TrainingConfig(_Section):
     global_batch_size: int = Field(ge=1, description="Sequences in an optimizer step, over all ranks and microbatches.")
     microbatch_size: int = Field(default=1, ge=1, description="Sequences in one forward and backward of a rank.")
     clip_norm: float | None = Field(default=1.0, gt=0, description="Largest norm of the whole gradient; null: no clipping.")
-    seed: int = Field(default=0, ge=0, description="Of weights, data order and dropout.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Of weights, data order and dropout.")
     on_nonfinite: Literal["stop", "skip"] = Field(
         default="stop",
         description="A NaN or infinite loss or gradient norm: 'stop' the run, or 'skip' the step and go on.",
@@ -256,7 +258,9 @@ class LaunchConfig(_Section):
         default="auto", description="'auto': GPUs if there is one for every process of this machine, otherwise the CPU."
     )
     port: int = Field(default=0, ge=0, le=65535, description="Port of the rendezvous; 0: any that is free.")
-    timeout_minutes: float = Field(default=10.0, gt=0, description="How long a collective may wait for other ranks.")
+    timeout_minutes: float = Field(
+        default=10.0, gt=0, le=525_600, description="How long a collective may wait for other ranks."
+    )
 
 
 class SampleConfig(_Section):

@@ -11,6 +11,8 @@ import tempfile
 import time
 import traceback
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +112,12 @@ def launch(
             run_worker(config, kind, source=source)
             del store
 
-        _as_one_of_many(work, debug)
+        _as_one_of_many(work, debug, config.directory)
         return
     processes = local_processes(config)
     kind = device_kind(config, processes)
     _check_port(config.launch.port)
-    with locked(config):
+    with _files_named(config.directory), locked(config):
         setup, _, store = prepare_run(config, processes)
         Console().print(explain(setup.plan, parameters=False))
         assure(setup, source, prove)
@@ -127,6 +129,17 @@ def launch(
             run_worker(config, kind, prepared)
         else:
             _launch_local(config, processes, kind, prepared, debug)
+
+
+@contextmanager
+def _files_named(near: Path) -> Iterator[None]:
+    """Inside, an error of the system that names no file, as of a disk that is full, gets the directory that is written to."""
+    try:
+        yield
+    except OSError as error:
+        if error.strerror is None or error.filename is not None:
+            raise
+        raise WorkerError(described(error, near)) from error
 
 
 def _local_world_size(config: RunConfig) -> int:
@@ -161,7 +174,7 @@ def _check_port(port: int) -> None:
             ) from error
 
 
-def _as_one_of_many(work: Any, debug: bool) -> None:
+def _as_one_of_many(work: Any, debug: bool, near: Path) -> None:
     """Run as a worker of another launcher: the error of this rank goes to the terminal with its rank."""
     from meshwright.train.worker import leave_to_rank_0
 
@@ -177,7 +190,7 @@ def _as_one_of_many(work: Any, debug: bool) -> None:
     except Exception as error:
         if debug:
             raise
-        raise WorkerError(f"rank {os.environ.get('RANK', '0')}: {described(error)}") from error
+        raise WorkerError(f"rank {os.environ.get('RANK', '0')}: {described(error, near)}") from error
 
 
 def _launch_local(config: RunConfig, processes: int, kind: str, prepared: tuple[str, Path | None], debug: bool) -> None:
@@ -239,7 +252,7 @@ def _worker_entry(config: RunConfig, kind: str, prepared: tuple[str, Path | None
     try:
         run_worker(config, kind, prepared)
     except BaseException as error:
-        problems = list(error.problems) if isinstance(error, MeshwrightError) else [described(error)]
+        problems = list(error.problems) if isinstance(error, MeshwrightError) else [described(error, config.directory)]
         report = {
             "time": time.time(),
             "type": type(error).__name__,
