@@ -318,7 +318,7 @@ def test_a_model_that_learned_chats_stops_at_the_end_of_a_turn(
 ) -> None:
     chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(60)))
-    config = tiny(f"data.files=['{tmp_path / 'chats.jsonl'}']", "training.steps=2", "tokenizer.vocab_size=270")
+    config = tiny(f"data.files=['{tmp_path / 'chats.jsonl'}']", "training.steps=2", "tokenizer.vocab_size=262")
     train(config, 1)
     export_checkpoint(newest(config), tmp_path / "export")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
