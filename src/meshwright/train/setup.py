@@ -170,6 +170,8 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
         raise together(problems)
     options = config.parallel.options(microbatches)
     options = replace(options, freeze=(*options.freeze, *objective.frozen), no_decay=tuple(config.optimizer.no_decay))
+    tokens, experts = _tokens(config, layout, model)
+    options = replace(options, tokens=tokens, experts_of_token=experts)
     plan = resolve(spec, model, layout, options)
     refused = refusals(
         plan,
@@ -201,6 +203,16 @@ def describe_model(
     hf_config = pretrained_config(config.model, vocabulary_defaults(config, tokenizer))
     model = build_on_meta(config.model, hf_config)
     return spec_of(model, config.parallel.param_dtype), model
+
+
+def _tokens(config: RunConfig, layout: Layout, model: "PreTrainedModel") -> tuple[int, int | None]:
+    """Tokens of a microbatch, and experts that each goes to: what the bytes of activations depend on."""
+    multiple = layout.size("tp") if config.parallel.sequence_parallel else 1
+    length = -(-config.data.sequence_length // multiple) * multiple
+    text = model.config.get_text_config()
+    names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
+    experts = next((found for name in names if isinstance(found := getattr(text, name, None), int)), None)
+    return config.training.microbatch_size * length, experts
 
 
 def vocabulary_defaults(config: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
