@@ -137,9 +137,7 @@ _STYLES_OF = {
 
 
 def _tensor_parallel(plan: ShardingPlan, full: bool) -> Table:
-    table = Table(
-        title=f"Tensor parallel, {_STYLES_OF.get(plan.tp_level, plan.tp_level)}", title_justify="left", box=SIMPLE_HEAD
-    )
+    table = Table(title=f"Tensor parallel, {_STYLES_OF[plan.tp_level]}", title_justify="left", box=SIMPLE_HEAD)
     for name in ("module", "style", "in", "out", "gradients summed over tp"):
         table.add_column(name, overflow="fold")
 
