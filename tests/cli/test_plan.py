@@ -97,7 +97,7 @@ def test_the_summary_has_the_bytes_of_every_axis() -> None:
     assert found.group(2) in ("KiB", "MiB", "GiB")
     assert f"{found.group(3)} all_reduce" in tp2.replace("per step: ", "")  # the table's own count
     assert "all-reduced over data ranks per step" in tp2
-    assert "Tensor parallel, as is best for this family" in tp2
+    assert "Tensor parallel, as transformers declares it for this model" in tp2
     assert "not given" not in tp2
     assert "all-reduced per step" in run("plan", QUICKSTART, "-n", "4")
     moe = "{model_type: mixtral, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, "

@@ -6,11 +6,12 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
-from meshwright.errors import MeshwrightError, described, shortened
+from meshwright.errors import MeshwrightError, WorkerError, described, shortened
 
 if TYPE_CHECKING:
     from meshwright.audit.report import AuditReport
@@ -18,8 +19,19 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
+
+class _Verbs(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        """Run a verb. An end of file that nobody expected is an error like any other: click would say no more than Aborted."""
+        try:
+            return super().invoke(ctx)
+        except EOFError as error:
+            raise WorkerError(described(error)) from error
+
+
 app = typer.Typer(
     name="meshwright",
+    cls=_Verbs,
     help="Train Hugging Face and PyTorch models in parallel, from one plan. [bold]plan[/bold] it on a laptop, "
     "[bold]audit[/bold] it on two CPUs, [bold]train[/bold] it anywhere, [bold]export[/bold] it to the hub's format.",
     no_args_is_help=True,
