@@ -16,16 +16,17 @@ SOURCE = ROOT / "src" / "meshwright"
 
 MAY_IMPORT = {
     "errors": set(),
+    "paths": set(),
     "layout": {"errors"},
     "plan": {"layout", "errors"},
     "distributed": {"moe", "plan", "layout", "errors"},  # of one floor, as DESIGN section 2 has it
     "moe": {"distributed", "plan", "layout", "errors"},
     "ranks": {"distributed", "plan", "layout", "errors"},
-    "models": {"distributed", "moe", "plan", "layout", "errors"},
-    "data": {"errors"},
-    "checkpoint": {"data", "models", "distributed", "moe", "plan", "layout", "errors"},
-    "train": {"checkpoint", "data", "models", "distributed", "moe", "ranks", "plan", "layout", "errors"},
-    "audit": {"train", "checkpoint", "data", "models", "distributed", "moe", "ranks", "plan", "layout", "errors"},
+    "models": {"distributed", "moe", "plan", "layout", "paths", "errors"},
+    "data": {"paths", "errors"},
+    "checkpoint": {"data", "models", "distributed", "moe", "plan", "layout", "paths", "errors"},
+    "train": {"checkpoint", "data", "models", "distributed", "moe", "ranks", "plan", "layout", "paths", "errors"},
+    "audit": {"train", "checkpoint", "data", "models", "distributed", "moe", "ranks", "plan", "layout", "paths", "errors"},
     "__main__": {"cli"},
     "cli": {"audit", "train", "checkpoint", "models", "distributed", "moe", "ranks", "plan", "layout", "errors"},
 }

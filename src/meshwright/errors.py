@@ -4,6 +4,7 @@ Every error that a user can cause is a :class:`MeshwrightError`. It holds a list
 of them. The command line prints the problems without a traceback and exits with :attr:`MeshwrightError.exit_code`.
 """
 
+import re
 from collections.abc import Iterable
 
 __all__ = [
@@ -19,7 +20,40 @@ __all__ = [
     "StoppedError",
     "UnsupportedError",
     "WorkerError",
+    "described",
+    "shortened",
 ]
+
+LONGEST_WORD, LONGEST_LINE = 300, 1500
+"""Characters of a message that are shown whole. What is longer is somebody's value, or a list of what is not needed whole."""
+
+
+def shortened(text: str) -> str:
+    """A message in which what is too long to read is cut in its middle; the first and the last words stay."""
+    words = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda found: _cut(found.group(), LONGEST_WORD // 3), text)
+    return "\n".join(_cut(line, LONGEST_LINE // 3) if len(line) > LONGEST_LINE else line for line in words.split("\n"))
+
+
+def _cut(text: str, kept: int) -> str:
+    return f"{text[:kept]}...({len(text) - 2 * kept:,} characters)...{text[-kept:]}"
+
+
+def described(error: BaseException, near: object = None) -> str:
+    """What an exception of somebody else says, with its kind, its file and its cause, in one message that is never empty.
+
+    Args:
+        error: the exception.
+        near: where files were read or written then, for an error of the system that does not name its file.
+    """
+    kind, text = type(error).__name__, " ".join(str(error).split())
+    if isinstance(error, OSError) and error.strerror:
+        places = [repr(str(name)) for name in (error.filename, error.filename2) if name is not None]
+        places = places or ([f"a file of {str(near)!r}"] if near is not None else [])
+        text = ": ".join([error.strerror, *places])
+    if text:
+        return f"{kind}: {text}"
+    cause = error.__cause__ or error.__context__
+    return f"{kind}, which says no more" + (f"; after {described(cause)}" if cause is not None else "")
 
 
 class MeshwrightError(Exception):
@@ -32,7 +66,7 @@ class MeshwrightError(Exception):
     exit_code = 2
 
     def __init__(self, problems: str | Iterable[str]) -> None:
-        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        self.problems: tuple[str, ...] = tuple(map(shortened, (problems,) if isinstance(problems, str) else problems))
         super().__init__("\n".join(self.problems))
 
     def __reduce__(self) -> tuple[type["MeshwrightError"], tuple[tuple[str, ...]]]:

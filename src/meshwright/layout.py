@@ -10,7 +10,7 @@ and, over the same ranks, the expert mesh ``(pp, dp_replicate, ep_shard, ep)`` w
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from math import prod
+from math import isqrt, prod
 
 from meshwright.errors import LayoutError
 
@@ -31,8 +31,8 @@ FLATTENED = {
 
 
 def divisors(number: int) -> tuple[int, ...]:
-    """All positive divisors of a positive number, ascending."""
-    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    """All positive divisors of a positive number, ascending; above 10^12 only those up to 10^6, and their partners."""
+    low = [d for d in range(1, min(isqrt(number), 10**6) + 1) if number % d == 0]
     return tuple(sorted({*low, *(number // d for d in low)}))
 
 

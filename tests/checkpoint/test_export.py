@@ -2,13 +2,15 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
 from meshwright.checkpoint.export import export_checkpoint, generate
 from meshwright.errors import CheckpointError, ModelError
@@ -16,8 +18,10 @@ from meshwright.train.config import RunConfig
 from meshwright.train.prepare import prepare_run
 from meshwright.train.setup import Paths
 from tests.harness import run_ranks
-from tests.tiny import whole
-from tests.train.runs import LLAMA, tiny_run, trainer_on_rank
+from tests.tiny import tiny_model, whole
+from tests.train.runs import LLAMA, tiny_run, train, trainer_on_rank
+
+Tiny = Callable[..., RunConfig]
 
 IDS = [[5, 17, 290, 4, 60, 61, 62], [9, 8, 7, 6, 5, 4, 3]]
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64}
@@ -159,3 +163,169 @@ def test_sources_that_are_refused(trained: tuple[RunConfig, torch.Tensor], tmp_p
     assert not (tmp_path / "export").exists()
     with pytest.raises(ModelError, match=r"no config\.json"):
         generate(tmp_path, "abc")
+
+
+# -- what a pretrained model was, an export is again -------------------------------------------------------------------------
+
+GENERATION = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "eos_token_id": [2, 0], "bos_token_id": 1, "pad_token_id": 0}
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{{ eos_token }}{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+def pretrained(folder: Path, generation: dict[str, object] | None = None, **dtypes: torch.dtype) -> None:
+    """A model in a directory; its tensors are bfloat16, and those named (with __ for .) of another dtype."""
+    tiny_model(seed=7, vocab_size=300).bfloat16().save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, dtype in dtypes.items():
+        tensors[name.replace("__", ".")] = tensors[name.replace("__", ".")].to(dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if generation is None:
+        (folder / "generation_config.json").unlink()
+    else:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+
+
+def tuned(tiny: Tiny, folder: Path, *overrides: str, ranks: int = 2) -> RunConfig:
+    """Two steps from there."""
+    config = tiny(f"model={{path: '{folder}'}}", "training.steps=2", *overrides)
+    train(config, ranks)
+    return config
+
+
+def dtypes(folder: Path) -> dict[str, str]:
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as content:
+            found |= {name: content.get_slice(name).get_dtype() for name in content.keys()}  # noqa: SIM118
+    return found
+
+
+def newest(config: RunConfig) -> Path:
+    return Paths(config.directory).checkpoints / "step-00000002"
+
+
+def test_the_generation_of_the_original_stays(tiny: Tiny, tmp_path: Path) -> None:
+    pretrained(tmp_path / "model", GENERATION)
+    config = tuned(tiny, tmp_path / "model")
+    shutil.rmtree(tmp_path / "model")  # a checkpoint stands alone
+    export_checkpoint(newest(config), tmp_path / "export")
+    assert json.loads((tmp_path / "export" / "generation_config.json").read_text()) == GENERATION
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "export").generation_config
+    assert (found.eos_token_id, found.temperature, found.top_p, found.top_k) == ([2, 0], 0.6, 0.9, 20)
+    assert found.use_cache is not False
+
+
+def test_a_run_that_resumes_knows_it_still(tiny: Tiny, tmp_path: Path) -> None:
+    pretrained(tmp_path / "model", GENERATION)
+    config = tuned(tiny, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").unlink()
+    train(tiny(f"model={{path: '{tmp_path / 'model'}'}}", "training.steps=3"), 1)
+    export_checkpoint(newest(config).with_name("step-00000003"), tmp_path / "export")
+    assert json.loads((tmp_path / "export" / "generation_config.json").read_text()) == GENERATION
+
+
+@pytest.mark.parametrize("ends", [2, [2, 0]])
+def test_without_one_the_config_says_when_to_stop(tiny: Tiny, tmp_path: Path, ends: object) -> None:
+    pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": ends}))
+    export_checkpoint(newest(tuned(tiny, tmp_path / "model")), tmp_path / "export")
+    found = json.loads((tmp_path / "export" / "generation_config.json").read_text())
+    assert found["eos_token_id"] == ends
+    assert found.get("use_cache", True) is True
+
+
+def test_a_generation_that_transformers_would_not_write_stays(tiny: Tiny, tmp_path: Path) -> None:
+    odd = {"do_sample": False, "temperature": 0.6, "eos_token_id": 2}  # as some on the hub are
+    pretrained(tmp_path / "model", odd)
+    export_checkpoint(newest(tuned(tiny, tmp_path / "model", ranks=1)), tmp_path / "export")
+    assert json.loads((tmp_path / "export" / "generation_config.json").read_text()) == odd
+
+
+def test_weights_have_the_dtype_that_was_read(tiny: Tiny, tmp_path: Path) -> None:
+    pretrained(tmp_path / "model")
+    config = tuned(tiny, tmp_path / "model")  # trained in float32
+    export_checkpoint(newest(config), tmp_path / "export")
+    assert set(dtypes(tmp_path / "export").values()) == {"BF16"}
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("model", "export")]
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.02)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "export", dtype="auto").dtype == torch.bfloat16
+    export_checkpoint(newest(config), tmp_path / "wide", dtype="float32")
+    assert set(dtypes(tmp_path / "wide").values()) == {"F32"}
+
+
+def test_each_tensor_of_a_mixed_file_has_its_own(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretrained(tmp_path / "model", None, model__norm__weight=torch.float32, lm_head__weight=torch.float16)
+    config = tuned(tiny, tmp_path / "model")
+    save = PreTrainedModel.save_pretrained
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", lambda *a, **k: save(*a, **k, max_shard_size="20KB"))
+    export_checkpoint(newest(config), tmp_path / "export")
+    assert dtypes(tmp_path / "export") == dtypes(tmp_path / "model")
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["dtype"] == "bfloat16"
+    index = json.loads((tmp_path / "export" / "model.safetensors.index.json").read_text())
+    files = list((tmp_path / "export").glob("*.safetensors"))
+    assert len(files) > 2
+    assert index["metadata"]["total_size"] == sum(t.nbytes for file in files for t in load_file(file).values())
+    monkeypatch.undo()
+    export_checkpoint(newest(config), tmp_path / "wide", dtype="float32")
+    heads = [AutoModelForCausalLM.from_pretrained(tmp_path / name).lm_head.weight for name in ("export", "wide")]
+    assert torch.allclose(heads[0].float(), heads[1].float(), rtol=0.02, atol=1e-3)
+
+
+def test_the_dtype_of_the_run(tiny: Tiny, tmp_path: Path) -> None:
+    pretrained(tmp_path / "model")
+    config = tuned(tiny, tmp_path / "model", "export_dtype=float16", ranks=1)
+    export_checkpoint(newest(config), tmp_path / "export")
+    assert set(dtypes(tmp_path / "export").values()) == {"F16"}
+
+
+# -- chats -------------------------------------------------------------------------------------------------------------------
+
+
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], object]]:
+    """What a model is asked from here on: ids, and which of them end it."""
+    asked = []
+
+    def answer(self: PreTrainedModel, ids: torch.Tensor, **options: object) -> torch.Tensor:
+        asked.append((ids[0].tolist(), self.generation_config.eos_token_id))
+        return torch.cat([ids, ids[:, -1:]], dim=1)
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", answer)
+    return asked
+
+
+def test_a_chat_template_is_used_unless_it_is_not_wanted(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, exported = tiny("training.steps=2"), tmp_path / "export"
+    train(config, 1)
+    export_checkpoint(newest(config), exported)
+    asked, tokenizer = seen(monkeypatch), AutoTokenizer.from_pretrained(exported)
+    assert tokenizer.chat_template is None  # the run learned texts
+    assert not generate(exported, "abc").startswith("\n")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(exported)
+    assert generate(exported, "abc").startswith("\n")
+    generate(exported, "abc", raw=True)
+    texts = [tokenizer.decode(ids) for ids, _ in asked]
+    assert texts == ["abc", "<user>abc<|eos|><assistant>", "abc"]
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    tokenizer.save_pretrained(exported)
+    with pytest.raises(ModelError, match="the chat template refuses the prompt"):
+        generate(exported, "abc")
+
+
+def test_a_model_that_learned_chats_stops_at_the_end_of_a_turn(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for _ in range(60)))
+    config = tiny(f"data.files=['{tmp_path / 'chats.jsonl'}']", "training.steps=2", "tokenizer.vocab_size=262")
+    train(config, 1)
+    export_checkpoint(newest(config), tmp_path / "export")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ends = json.loads((tmp_path / "export" / "generation_config.json").read_text())["eos_token_id"]
+    assert ends == [tokenizer.eos_token_id, end]
+    asked = seen(monkeypatch)
+    generate(tmp_path / "export", "one")
+    assert asked[0][1] == ends
+    assert tokenizer.decode(asked[0][0]) == "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"

@@ -170,6 +170,26 @@ def test_full_disk(meshwright: Meshwright, config: str, monkeypatch: pytest.Monk
     assert meshwright("train", config, "training.steps=1").code == 0
 
 
+def test_an_error_of_the_system_gets_a_place(meshwright: Meshwright, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")  # as a write says it, without a path
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", full)
+    out = Path(config).parent / "out"
+    check(meshwright("train", config), f"OSError: No space left on device: a file of '{out}'", code=1)
+
+
+def test_an_error_that_says_nothing_is_not_an_empty_line(
+    meshwright: Meshwright, config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(*_: object, **__: object) -> None:
+        raise EOFError
+
+    monkeypatch.setattr("meshwright.train.setup.make_setup", end)
+    found = meshwright("plan", config)
+    assert (found.code, found.error) == (1, "error: EOFError, which says no more\n")
+
+
 @pytest.fixture
 def taken_port() -> Iterator[int]:
     with socket.socket() as listener:

@@ -1,10 +1,13 @@
 """Which device workers take, and what another launcher's numbers mean; all of it before a process starts."""
 
+import re
+from datetime import timedelta
+
 import pytest
 
-from meshwright.distributed.process_group import _first_host, adopt_slurm, distributed_environment
+from meshwright.distributed.process_group import _first_host, adopt_slurm, distributed_environment, process_group
 from meshwright.errors import ConfigError
-from meshwright.train.launch import _local_world_size, device_kind, local_processes
+from meshwright.train.launch import _local_world_size, device_kind, launch, local_processes, planned_processes
 
 
 @pytest.mark.parametrize(
@@ -49,11 +52,67 @@ def test_processes_of_this_machine(tiny, monkeypatch: pytest.MonkeyPatch) -> Non
     assert local_processes(tiny("launch.device=cpu")) == 1
 
 
-def test_another_number_than_the_launcher_started_is_refused(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_another_launcher_wins_over_that_of_the_file(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert _local_world_size(tiny()) == 4
-    with pytest.raises(ConfigError, match=r"launch\.nproc=2: the launcher started 4 processes here"):
-        _local_world_size(tiny("launch.nproc=2"))
+    assert _local_world_size(tiny()) == _local_world_size(tiny("launch.nproc=2")) == 4
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match="--nproc=2: the launcher started 4 processes here; leave it out"):
+        launch(tiny("launch.nproc=2"), nproc=2)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("SLURM_STEP_NUM_TASKS", "abc"),
+        ("SLURM_STEP_NUM_TASKS", "0"),
+        ("SLURM_STEP_NUM_TASKS", "-3"),
+        ("SLURM_PROCID", "2.5"),
+        ("SLURM_LOCALID", "one"),
+        ("SLURM_JOB_ID", "12_3"),
+        ("SLURM_STEP_ID", "batch"),
+        ("SLURM_STEP_NODELIST", "["),
+    ],
+)
+def test_variables_of_slurm_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch, variable: str, text: str) -> None:
+    legal = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_STEP_NODELIST": "gpu[1-2]"}
+    for name in SLURM:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**legal, variable: text}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=rf"{variable}='{re.escape(text)}'"):
+        adopt_slurm()
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"), [("RANK", "abc"), ("WORLD_SIZE", "none"), ("RANK", "2"), ("MASTER_PORT", "0"), ("MASTER_ADDR", "")]
+)
+def test_variables_of_torchrun_that_torch_would_stop_at(monkeypatch: pytest.MonkeyPatch, variable: str, text: str) -> None:
+    legal = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    for name, value in {**legal, variable: text}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=variable), process_group(timedelta(seconds=5), "cpu"):
+        pass
+
+
+@pytest.mark.parametrize("text", ["abc", "0", "x4", "4x"])
+def test_tasks_per_node_that_are_no_number(tiny, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", text)
+    with pytest.raises(ConfigError, match=f"SLURM_STEP_TASKS_PER_NODE='{text}'"):
+        _local_world_size(tiny())
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+    with pytest.raises(ConfigError, match=f"LOCAL_WORLD_SIZE='{text}'"):
+        _local_world_size(tiny())
+
+
+def test_a_plan_is_for_the_ranks_that_the_file_names(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert planned_processes(tiny()) == 4
+    assert planned_processes(tiny("launch.nproc=2")) == 2
+    assert planned_processes(tiny("layout.dp_replicate=8", "layout.dp_shard=8")) == 64
+    assert planned_processes(tiny("layout.dp_replicate=8", "layout.dp_shard=8", "launch.nproc=8")) == 64
+    assert planned_processes(tiny("layout.dp_shard=3", "launch.nproc=2")) == 2  # which is refused, as by train
 
 
 SLURM = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")

@@ -82,10 +82,6 @@ def test_one_process(meshwright: Meshwright, config: str) -> None:
         ("terminate", 1, f"SIGTERM: {WISH}\nerror: ended by SIGTERM\n"),
         ("kill", -9, ""),
     ],
-        ("interrupt", 130, f"SIGINT: {WISH}\n"),
-        ("terminate", 1, f"SIGTERM: {WISH}\nerror: ended by SIGTERM\n"),
-        ("kill", -9, ""),
-    ],
 )
 def test_signals_to_the_launcher(meshwright: Meshwright, config: str, signal: str, code: int, message: str) -> None:
     """Control-C and what a scheduler sends, twice, in a step that hangs, and no chance to do anything: the workers end too."""

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.train import worker
 from meshwright.train.config import load_config
+from meshwright.train.worker import MARK
 from tests.cli.conftest import Command, Outcome
 from tests.cli.failing import MESSAGE, fail
 from tests.train.runs import checkpoints, losses, train
@@ -124,6 +126,37 @@ def test_ranks_of_others(start: Callable[..., Command], config: str, expected: l
     assert first.out.count("step 6/6") == 1
     assert second.out == first.error == second.error == ""
     assert losses(load_config(config)) == expected
+
+
+@both
+def test_a_directory_that_machines_do_not_share_is_named(
+    start: Callable[..., Command], config: str, tmp_path: Path, variables: Variables
+) -> None:
+    """Each rank has a home of its own, and in the second one an earlier run of that name."""
+    port, homes = free_port(), [tmp_path / "home-0", tmp_path / "home-1"]
+    (homes[1] / "run").mkdir(parents=True)
+    (homes[1] / "run" / MARK).write_text("of another run")
+
+    def quick() -> None:
+        worker.SECONDS_BETWEEN = 0.01
+
+    ranks = [
+        start("train", config, "output=~/run", environment={**variables(port, rank), "HOME": homes[rank]}, before=quick)
+        for rank in range(2)
+    ]
+    first, second = [rank.end() for rank in ranks]
+    assert (first.code, second.code) == (2, 2), (first, second)
+    assert first.error.startswith("error: output='~/run': rank 1 on ")
+    assert f"cannot see what rank 0 on {socket.gethostname()} wrote to {homes[0]}/run" in first.error
+    assert first.error.count("\n") == 1
+    assert second.error == ""
+    assert not (homes[0] / "run" / MARK).exists()
+
+
+def test_the_number_in_the_file_does_not_stop_another_launcher(start: Callable[..., Command], config: str) -> None:
+    first, second = two_ranks(start, torchrun, config, "launch.nproc=5", "training.steps=1")
+    assert (first.code, second.code) == (0, 0), (first, second)
+    assert "2 ranks (dp_shard=2)" in first.out
 
 
 @both

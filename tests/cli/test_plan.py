@@ -1,6 +1,7 @@
 """`meshwright plan` and the help of every verb, in this process."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from meshwright.cli.main import app
+from meshwright.plan.activation_traffic import activation_traffic
 from meshwright.plan.sharding_plan import ShardingPlan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -66,6 +68,46 @@ def test_help_of_every_verb(verb: str) -> None:
     assert "Usage" in text
     assert "--debug" in text
     assert verb in run("--help")
+
+
+def test_the_version() -> None:
+    import meshwright
+
+    assert run("--version") == f"meshwright {meshwright.__version__}\n"
+
+
+def test_without_a_world_size_the_file_says_it() -> None:
+    assert "2 ranks (dp_shard=2)" in run("plan", QUICKSTART)  # launch.nproc
+    assert "4 ranks (dp_replicate=2 dp_shard=2)" in run("plan", QUICKSTART, "layout.dp_replicate=2", "layout.dp_shard=2")
+
+
+def test_prefetching_further_than_there_are_layers_is_prefetching_all() -> None:
+    def plan(ahead: int) -> dict[str, object]:
+        choices = [f"parallel.prefetch_{way}={ahead}" for way in ("forward", "backward")]
+        return json.loads(run("plan", QUICKSTART, "--json", "-n", "2", "parallel.sync=reduce_each", *choices))["totals"]
+
+    assert plan(1) != plan(10**9) == plan(3)
+
+
+def test_the_summary_has_the_bytes_of_every_axis() -> None:
+    tp2 = run("plan", QUICKSTART, "-n", "4", "layout.tp=2")
+    (line,) = [line for line in tp2.splitlines() if "all-reduced over tp per step" in line]
+    found = re.search(r"per step\s+([\d.]+) (\w+)\s+([\d,]+) collectives", line)
+    assert found is not None
+    assert found.group(2) in ("KiB", "MiB", "GiB")
+    assert f"{found.group(3)} all_reduce" in tp2.replace("per step: ", "")  # the table's own count
+    assert "all-reduced over data ranks per step" in tp2
+    assert "Tensor parallel, as transformers declares it for this model" in tp2
+    assert "not given" not in tp2
+    assert "all-reduced per step" in run("plan", QUICKSTART, "-n", "4")
+    moe = "{model_type: mixtral, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, "
+    moe += "num_key_value_heads: 2, num_local_experts: 4, num_experts_per_tok: 2, max_position_embeddings: 256}"
+    ep2 = run("plan", QUICKSTART, "-n", "2", f"model.config={moe}", "layout.ep=2", "--json")
+    plan = ShardingPlan.from_json(ep2)
+    (exchanged,) = activation_traffic(plan)
+    # 4 sequences of 256 tokens, each to 2 experts, there and back, forward and backward; 2 layers, 2 microbatches, fp32
+    assert exchanged.size == 4 * 256 * 2 * 32 * 4 * 4 * 2 * 2
+    assert exchanged.calls == 2 * 2 * 5
 
 
 def test_doctor_finds_all_it_needs() -> None:

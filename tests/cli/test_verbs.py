@@ -62,6 +62,19 @@ def test_train_export_generate(meshwright: Meshwright, config: str, tmp_path: Pa
     assert len(warm) == 2
 
 
+def test_samples_are_asked_as_a_user_asks(meshwright: Meshwright, config: str) -> None:
+    template = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
+    asked = ("export=true", "sample.prompts=[abc]", "sample.max_new_tokens=5", f'tokenizer.chat_template="{template}"')
+    out = succeeds(meshwright("train", config, "training.steps=1", *asked))
+    exported = Path(load_config(config).output, "export")
+    assert "abc" in out.splitlines()  # and the answer begins on the next line
+    ask = ("generate", exported, "abc", "--temperature", 0, "--max-new-tokens", 5)
+    assert succeeds(meshwright(*ask)).startswith("abc\n")
+    assert not succeeds(meshwright(*ask, "--raw")).startswith("abc\n")
+    raw = succeeds(meshwright("train", config, f"output={exported.parent}-raw", "training.steps=1", "sample.raw=true", *asked))
+    assert raw.splitlines()[-1] == succeeds(meshwright(*ask, "--raw")).rstrip("\n")
+
+
 def test_export_refusals(meshwright: Meshwright, config: str, tmp_path: Path) -> None:
     succeeds(meshwright("train", config, "training.steps=1"))
     run = load_config(config).output

@@ -92,6 +92,14 @@ def test_later_overrides_win_and_the_rest_stays(file: Path) -> None:
         ("training.steps", ("'training.steps'", "section.key=value")),
         ("training.steps.more=1", ("training.steps.more", "is not a section")),
         ("=5", ("section.key=value",)),
+        ("model.config.text_config=5", ("model.config.text_config=5", "must be a mapping")),
+        ("model.config.vision_config=[1]", ("model.config.vision_config=[1]", "must be a mapping")),
+        ("output=~nobody-there/x", ("output='~nobody-there/x'", "user after ~ is unknown")),
+        ("output=", ("output=''", "is empty")),
+        ('data.files=["a\\0b"]', ("data.files.0=", "NUL")),
+        (f"tokenizer.path={'long' * 100}", ("tokenizer.path='longlong", "too long for a path", "255")),
+        ("optimizer.lr=.inf", ("optimizer.lr=inf", "finite")),
+        ("parallel.sync_budget_gib=.nan", ("parallel.sync_budget_gib=nan", "finite")),
     ],
 )
 def test_one_problem_is_one_message(file: Path, override: str, parts: tuple[str, ...]) -> None:

@@ -32,6 +32,26 @@ def test_progress_line(tiny, monkeypatch: pytest.MonkeyPatch, terminal: bool) ->
         assert "left 0:01" in text
 
 
+def left(tiny, capsys: pytest.CaptureFixture[str], seconds: list[float], name: str) -> int:
+    """The estimate after the last of these steps, in seconds."""
+    config = tiny("metrics.jsonl=false", "training.steps=1000", name=name)
+    config.directory.mkdir(parents=True, exist_ok=True)
+    recorder = Recorder(config, speaks=True)
+    for step, took in enumerate(seconds, start=1):
+        recorder.step(step, {**STEP, "step_seconds": took})
+    minutes, rest = capsys.readouterr().out.split("left ")[-1].split(":")
+    return 60 * int(minutes) + int(rest)
+
+
+def test_the_time_that_is_left_is_not_that_of_one_step(tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    steady = left(tiny, capsys, [1.0] * 20, "steady")
+    assert steady == 980
+    assert left(tiny, capsys, [30.0, *[1.0] * 19], "compiled") == steady  # the first step
+    assert left(tiny, capsys, [*[1.0] * 19, 30.0], "waited") == steady
+    assert left(tiny, capsys, [0.5, 1.5] * 10, "two kinds") == steady
+    assert left(tiny, capsys, [*[4.0] * 20, *[1.0] * 60], "faster from here") == 920
+
+
 def test_only_rank_0_speaks(tiny, capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny()
     recorder = Recorder(config, speaks=False)

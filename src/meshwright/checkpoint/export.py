@@ -1,7 +1,8 @@
 """From a checkpoint to a Hugging Face directory, and text from such a directory."""
 
+import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from meshwright.checkpoint import storage
 from meshwright.checkpoint.directory import damage, read_meta
 from meshwright.checkpoint.manager import check_writable
 from meshwright.distributed.names import class_name
-from meshwright.errors import CheckpointError, ConfigError, ModelError
+from meshwright.errors import CheckpointError, ConfigError, ModelError, described
 
 __all__ = ["export_checkpoint", "generate"]
 
@@ -27,7 +28,8 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
     Args:
         checkpoint: a complete checkpoint of a run, wherever it was copied to.
         directory: to write; it must be absent, empty, or an earlier export of this function.
-        dtype: of the exported weights; ``None``: as stored.
+        dtype: of the exported weights; ``None``: ``export_dtype`` of the run, or else that of the files which it began with,
+            tensor by tensor where they had several; as stored for a new model.
 
     Raises:
         CheckpointError: no such checkpoint, or a directory that holds something else or cannot be written.
@@ -35,7 +37,7 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
     import torch
 
     from meshwright.checkpoint.state import model_tensors
-    from meshwright.data.tokenizer import load_tokenizer
+    from meshwright.data.tokenizer import DEFAULT_CHAT_TEMPLATE, load_tokenizer
     from meshwright.models.build import build_on_meta, pretrained_config
     from meshwright.models.config import ModelConfig
     from meshwright.models.imports import import_modules
@@ -51,19 +53,34 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
     config = ModelConfig.model_validate(meta["config"]["model"])
     tokenizer = load_tokenizer(checkpoint / "tokenizer", config.trust_remote_code)
     if not config.trust_remote_code:  # what was trained, whatever has become of model.path
-        config = config.model_copy(update={"path": None, "config": meta["model_config"]})
+        config = config.model_copy(update={"path": None, "config": {**meta["model_config"], "use_cache": True}})
+    source = meta.get("source", {})
     model = build_on_meta(config, pretrained_config(config, strict=False))
     initialize_buffers(model, torch.device("cpu"))
     storage.read(checkpoint, model_tensors(model))
-    if dtype is not None:
+    dtype = dtype or meta["config"].get("export_dtype")
+    exceptions: dict[str, str] = {}
+    if dtype is None:
+        dtype, exceptions = source.get("dtype"), source.get("other_dtypes", {})
+    if dtype is not None and not exceptions:
         model = model.to(getattr(torch, dtype))
     model.config.use_cache = True
+    generation = source.get("generation_config")
+    learned_chats = source.get("data", "chat") == "chat"
+    if not learned_chats and tokenizer.chat_template == DEFAULT_CHAT_TEMPLATE:
+        tokenizer.chat_template = None  # it came with a tokenizer that was trained here, and the model has never seen a chat
+    if generation is None and learned_chats:
+        model.generation_config.eos_token_id = _ends(tokenizer, model.generation_config.eos_token_id)
     temporary, replaced = (directory.with_name(f".{directory.name}.{kind}") for kind in ("tmp", "old"))
     try:
         for left in (temporary, replaced):
             shutil.rmtree(left, ignore_errors=True)
         with _without_progress_bars():
             model.save_pretrained(temporary)
+        if exceptions:
+            _cast_files(temporary, str(dtype), exceptions)
+        if generation is not None:  # as it was written: transformers would refuse, or leave out, some of it
+            (temporary / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         tokenizer.save_pretrained(temporary)
         (temporary / MARK).write_text(f"{checkpoint.resolve()}\n")
         if directory.exists():
@@ -72,10 +89,51 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
     except OSError as error:
         if replaced.exists() and not directory.exists():
             replaced.rename(directory)
-        raise CheckpointError(f"{directory}: not written: {error}") from error
+        raise CheckpointError(f"{directory}: not written: {described(error)}") from error
     finally:
         for left in (temporary, replaced):
             shutil.rmtree(left, ignore_errors=True)
+
+
+def _cast_files(folder: Path, dtype: str, exceptions: Mapping[str, str]) -> None:
+    """Give the tensors of safetensors files the dtypes that their originals had; one file is in memory at once.
+
+    Args:
+        folder: an export, as stored.
+        dtype: of all but the exceptions.
+        exceptions: tensor name, as in the files, to dtype.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point():
+                tensors[name] = tensor.to(getattr(torch, exceptions.get(name, dtype)))
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        save_file(tensors, file, metadata={"format": "pt"})
+    index, config = folder / "model.safetensors.index.json", folder / "config.json"
+    if index.is_file():
+        content = json.loads(index.read_text())
+        content["metadata"]["total_size"] = total
+        index.write_text(json.dumps(content, indent=2) + "\n")
+    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": dtype}, indent=2) + "\n")
+
+
+def _ends(tokenizer: Any, known: int | list[int] | None) -> int | list[int] | None:
+    """Ids that end a text or, as the chat template writes it, a turn of the assistant."""
+    ids = [known] if isinstance(known, int) else list(known or ())
+    if tokenizer.chat_template:
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        try:
+            written = tokenizer.apply_chat_template(chat, tokenize=False).rstrip()
+        except Exception:  # templates are programs of others; one that refuses this chat tells nothing
+            written = ""
+        last = [number for token, number in tokenizer.added_tokens_encoder.items() if written.endswith(token)]
+        ids += [number for number in last if number not in ids]
+    return ids[0] if len(ids) == 1 else ids or None
 
 
 @contextmanager
@@ -102,8 +160,11 @@ def generate(
     trust_remote_code: bool = False,
     steps: int | None = None,
     show: Callable[[str], None] | None = None,
+    raw: bool = False,
 ) -> str:
     """Continue a prompt with the model of a Hugging Face directory, token by token or, with DiffusionGemma, canvas by canvas.
+
+    Where its tokenizer has a chat template, the prompt is a user's turn, and the model answers it.
 
     Args:
         directory: what :func:`export_checkpoint` wrote, or any model that Meshwright trains.
@@ -116,12 +177,13 @@ def generate(
         trust_remote_code: run model code that comes with the directory.
         steps: of denoising a canvas, at most; for block diffusion.
         show: is given a line about each step of denoising; for block diffusion.
+        raw: continue the prompt as it stands, also where there is a chat template.
 
     Returns:
-        The continuation, without the prompt.
+        What comes after the prompt: its continuation or, on a line of its own, the answer.
 
     Raises:
-        ModelError: no model in the directory.
+        ModelError: no model in the directory, or a chat template that refuses the prompt.
         ConfigError: a setting that this kind of model has no use for.
     """
     import torch
@@ -140,11 +202,16 @@ def generate(
         raise ModelError(f"{directory}: {str(error).splitlines()[0]}") from error
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).eval()
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=True)
+    asked = bool(tokenizer.chat_template) and not raw
+    inputs = _asked(tokenizer, prompt) if asked else tokenizer(prompt, return_tensors="pt", add_special_tokens=True)
+    before = "\n" if asked else ""
     if inputs["input_ids"].shape[1] == 0:
         raise ModelError("the prompt has no tokens")
+    if asked:
+        model.generation_config.eos_token_id = _ends(tokenizer, model.generation_config.eos_token_id)
     if model.config.model_type == "diffusion_gemma":
-        return _denoise(model, tokenizer, inputs["input_ids"].to(device), max_new_tokens, temperature, top_p, seed, steps, show)
+        ids = inputs["input_ids"].to(device)
+        return before + _denoise(model, tokenizer, ids, max_new_tokens, temperature, top_p, seed, steps, show)
     if steps is not None:
         raise ConfigError(f"steps={steps}: {class_name(model)} says one token after another; leave it out")
     sampling: dict[str, Any] = {"do_sample": False}
@@ -159,7 +226,16 @@ def generate(
             pad_token_id=tokenizer.pad_token_id,
             **sampling,
         )
-    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return before + tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def _asked(tokenizer: Any, prompt: str) -> Any:
+    """The ids of a chat in which a user said the prompt and the assistant is to speak, and their mask."""
+    turn = [{"role": "user", "content": prompt}]
+    try:
+        return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    except Exception as error:  # a template is a program of others
+        raise ModelError(f"the chat template refuses the prompt ({described(error)}); raw continues it as it stands") from error
 
 
 def _denoise(

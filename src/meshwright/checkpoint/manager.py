@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.checkpoint import checksums, storage
 from meshwright.checkpoint.directory import FORMAT, complete, read_meta
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, described
 
 __all__ = ["CheckpointManager", "check_same_model", "check_writable"]
 
@@ -151,7 +151,7 @@ class CheckpointManager:
             try:
                 self._commit(temporary, content)
             except OSError as error:
-                failure = f"{temporary}: not completed: {error}"
+                failure = f"{temporary}: not completed: {described(error)}"
         self._raise_everywhere(failure, temporary)
         return final
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from meshwright.checkpoint import checksums
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.mesh import whole_tensor
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, described
 
 __all__ = ["contents", "read", "reason", "write", "write_in_background"]
 
@@ -76,7 +76,7 @@ def contents(directory: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     except CheckpointError as error:
         raise CheckpointError(f"{directory}: {error}") from error
     except Exception as error:  # damaged pickles fail in every way there is
-        raise CheckpointError(f"{directory}: its table of contents cannot be read: {error}") from error
+        raise CheckpointError(f"{directory}: its table of contents cannot be read: {described(error)}") from error
     return {
         name: (tuple(item.size), str(item.properties.dtype).removeprefix("torch."))
         for name, item in metadata.state_dict_metadata.items()
@@ -172,5 +172,5 @@ def reason(error: BaseException) -> str:
     failures = getattr(error, "failures", None)
     if failures:
         rank, (cause, _) = next(iter(failures.items()))
-        return f"rank {rank}: {type(cause).__name__}: {cause}"
-    return f"{type(error).__name__}: {error}"
+        return f"rank {rank}: {described(cause)}"
+    return described(error)

@@ -6,11 +6,12 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
-from meshwright.errors import MeshwrightError, StoppedError
+from meshwright.errors import MeshwrightError, StoppedError, WorkerError, described, shortened
 
 if TYPE_CHECKING:
     from meshwright.audit.report import AuditReport
@@ -18,8 +19,19 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
+
+class _Verbs(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        """Run a verb. An end of file that nobody expected is an error like any other: click would say no more than Aborted."""
+        try:
+            return super().invoke(ctx)
+        except EOFError as error:
+            raise WorkerError(described(error)) from error
+
+
 app = typer.Typer(
     name="meshwright",
+    cls=_Verbs,
     help="Train Hugging Face and PyTorch models in parallel, from one plan. [bold]plan[/bold] it on a laptop, "
     "[bold]audit[/bold] it on two CPUs, [bold]train[/bold] it anywhere, [bold]export[/bold] it to the hub's format.",
     no_args_is_help=True,
@@ -41,13 +53,35 @@ OverrideArgument = Annotated[
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        import meshwright
+
+        typer.echo(f"meshwright {meshwright.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 @app.command()
 def plan(
     config: ConfigArgument,
     overrides: OverrideArgument = None,
     world_size: Annotated[
         int | None,
-        typer.Option("--world-size", "-n", min=1, help="Ranks to plan for. Default: what `train` would start here."),
+        typer.Option(
+            "--world-size",
+            "-n",
+            min=1,
+            help="Ranks to plan for. Default: those of the layout, or what `train` starts here.",
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: every row, and the totals.")] = False,
     full: Annotated[bool, typer.Option("--full", help="A line for every parameter and unit, layers not folded.")] = False,
@@ -70,11 +104,11 @@ def plan(
     from meshwright.plan.explain import explain
     from meshwright.plan.sharding_plan import ShardingPlan
     from meshwright.train.assure import assure
-    from meshwright.train.launch import local_processes
+    from meshwright.train.launch import planned_processes
     from meshwright.train.proof import Source
     from meshwright.train.setup import make_setup
 
-    setup = make_setup(run, world_size or local_processes(run))
+    setup = make_setup(run, world_size or planned_processes(run))
     found = setup.plan
     if against is not None:
         differences = [str(item) for item in ShardingPlan.from_json(_read(against)).diff(found)]
@@ -113,7 +147,8 @@ def train(
     from meshwright.train.launch import launch
     from meshwright.train.proof import Source
 
-    launch(run, debug=debug, source=Source(str(config), tuple(overrides or ())), prove=_prove if audit_first else None)
+    source = Source(str(config), tuple(overrides or ()))
+    launch(run, debug=debug, source=source, prove=_prove if audit_first else None, nproc=nproc)
 
 
 @app.command()
@@ -187,7 +222,7 @@ def audit(
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run's directory: its newest.", show_default=False)],
     directory: Annotated[Path, typer.Argument(help="Directory to write.", show_default=False)],
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: as stored.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: export_dtype of the run.")] = None,
     debug: DebugOption = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face directory: safetensors, config, tokenizer."""
@@ -219,17 +254,19 @@ def generate(
     steps: Annotated[
         int | None, typer.Option(min=1, help="DiffusionGemma: denoising steps of a canvas, at most.", show_default=False)
     ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it stands, without a chat template.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="DiffusionGemma: do not show the drafts.")] = False,
     debug: DebugOption = False,
 ) -> None:
-    """Continue a prompt with an exported model.
+    """Continue a prompt with an exported model; one with a chat template is asked it, as by a user, and answers.
 
     DiffusionGemma fills canvases: on the way, the drafts go to standard error, with a dot for each token that is not certain.
     """
     from meshwright.checkpoint.export import generate as continue_prompt
 
     show = None if quiet else lambda line: typer.echo(line, err=True)
-    typer.echo(prompt + continue_prompt(directory, prompt, max_new_tokens, temperature, top_p, seed, steps=steps, show=show))
+    sampling = (max_new_tokens, temperature, top_p, seed)
+    typer.echo(prompt + continue_prompt(directory, prompt, *sampling, steps=steps, show=show, raw=raw))
 
 
 @app.command()
@@ -309,7 +346,7 @@ def main() -> None:
     except Exception as error:
         if debug:
             raise
-        print(f"error: {type(error).__name__}: {error} (run again with --debug for the traceback)", file=sys.stderr)
+        print(f"error: {shortened(described(error))} (run again with --debug for the traceback)", file=sys.stderr)
         sys.exit(1)
 
 

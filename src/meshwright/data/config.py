@@ -7,6 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from meshwright.paths import PathText
+
 __all__ = ["EXTENSIONS", "ROW_EXTENSIONS", "TEXT_EXTENSIONS", "DataConfig", "TokenizerConfig", "expand_files"]
 
 TEXT_EXTENSIONS = (".txt", ".md", ".py")
@@ -59,19 +61,19 @@ def _file_problems(knob: str, patterns: list[str]) -> list[str]:
 class DataConfig(BaseModel):
     """Where the documents come from, and how they become sequences of one length."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     corpus: Literal["python-stdlib"] | None = Field(
         default=None,
         description="A corpus that is on every machine: 'python-stdlib' is the source of Python's own library (some "
         "10 MB). For trials and benchmarks without a download.",
     )
-    files: list[str] = Field(
+    files: list[PathText] = Field(
         default=[],
         description="Paths or globs. .txt, .md and .py files are one document each; .jsonl, .json and .parquet files "
         "hold one document a row. A file that two patterns match is read once.",
     )
-    hub: str | None = Field(
+    hub: PathText | None = Field(
         default=None,
         description="Name (or local directory) of a data set for datasets.load_dataset. Scripts of a data set are never run.",
     )
@@ -105,7 +107,7 @@ class DataConfig(BaseModel):
         description="Share of the documents held out for evaluation (at least one document if above 0), chosen by a "
         "hash of document number and seed. Default 0.05, or 0 where eval_files are given.",
     )
-    eval_files: list[str] = Field(
+    eval_files: list[PathText] = Field(
         default=[],
         description="Paths or globs of documents to evaluate on, instead of a share of the training documents.",
     )
@@ -169,9 +171,9 @@ class DataConfig(BaseModel):
 class TokenizerConfig(BaseModel):
     """Which tokenizer, or how large a one to train."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    path: str | None = Field(
+    path: PathText | None = Field(
         default=None,
         description="Directory or hub name of a tokenizer. Not given: the model's own, if it has one, otherwise one "
         "is trained.",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError, DataError
+from meshwright.paths import no_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -59,10 +60,10 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
+    if absent := no_directory("tokenizer.path", str(path)):
+        raise ConfigError(absent)
     local = Path(path).expanduser()
     source = str(local) if local.exists() else str(path)
-    if not local.exists() and (local.is_absolute() or str(path).startswith((".", "~"))):
-        raise ConfigError(f"tokenizer.path={str(path)!r}: no such directory")
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError and its own for one cause

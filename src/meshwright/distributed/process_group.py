@@ -14,7 +14,7 @@ import torch.distributed as dist
 from meshwright.distributed import _torch_compat
 from meshwright.errors import ConfigError
 
-__all__ = ["RECORDED", "adopt_slurm", "distributed_environment", "end_openmp_threads", "process_group"]
+__all__ = ["RECORDED", "adopt_slurm", "distributed_environment", "end_openmp_threads", "process_group", "whole_number"]
 
 RECORDED = "2000"
 """Collectives that torch's flight recorder keeps, for the report of ranks that hang."""
@@ -26,7 +26,27 @@ def distributed_environment() -> bool:
     A batch script of Slurm that was not started by srun is one process, however many tasks the job has.
     """
     torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    return torchrun or int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+    return torchrun or whole_number("SLURM_STEP_NUM_TASKS", 1, least=1) > 1
+
+
+def whole_number(variable: str, default: int | None = None, *, least: int = 0) -> int:
+    """The value of an environment variable that a launcher sets.
+
+    Args:
+        variable: its name.
+        default: where it is not set, or empty; ``None``: it must be.
+        least: smallest legal value.
+
+    Raises:
+        ConfigError: it is no whole number, or not set.
+    """
+    text = os.environ.get(variable) or ("" if default is None else str(default))
+    if not (text.isascii() and text.isdigit() and int(text) >= least):
+        raise ConfigError(
+            f"the environment variable {variable}={text!r}: a launcher sets it to a whole number of at least {least}; "
+            "unset it, or mend what set it"
+        )
+    return int(text)
 
 
 def adopt_slurm() -> None:
@@ -35,18 +55,18 @@ def adopt_slurm() -> None:
     Raises:
         ConfigError: if the node list is not there.
     """
-    if "RANK" in os.environ or int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) == 1:
+    if "RANK" in os.environ or whole_number("SLURM_STEP_NUM_TASKS", 1, least=1) == 1:
         return
     nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
     # Jobs and steps that share a node need ports of their own; all tasks of one step derive the same.
-    step = int(os.environ.get("SLURM_JOB_ID", "0")) + 7919 * int(os.environ.get("SLURM_STEP_ID", "0"))
+    step = whole_number("SLURM_JOB_ID", 0) + 7919 * whole_number("SLURM_STEP_ID", 0)
     port = 20000 + step % 20000
     found = {
         "MASTER_ADDR": os.environ.get("MASTER_ADDR") or _first_host(nodes),
         "MASTER_PORT": os.environ.get("MASTER_PORT") or str(port),
-        "RANK": os.environ["SLURM_PROCID"],
-        "WORLD_SIZE": os.environ["SLURM_STEP_NUM_TASKS"],
-        "LOCAL_RANK": os.environ.get("SLURM_LOCALID", "0"),
+        "RANK": str(whole_number("SLURM_PROCID")),
+        "WORLD_SIZE": str(whole_number("SLURM_STEP_NUM_TASKS")),
+        "LOCAL_RANK": str(whole_number("SLURM_LOCALID", 0)),
     }
     os.environ.update(found)
 
@@ -56,7 +76,8 @@ def _first_host(node_list: str) -> str:
     if not node_list:
         raise ConfigError("SLURM_STEP_NODELIST is not set; set MASTER_ADDR to the host of rank 0")
     match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?([^,\[]*)", node_list)
-    assert match is not None
+    if match is None:
+        raise ConfigError(f"SLURM_STEP_NODELIST={node_list!r}: begins with no host; set MASTER_ADDR to that of rank 0")
     return "".join(part or "" for part in match.groups())
 
 
@@ -76,10 +97,11 @@ def process_group(timeout: timedelta, kind: str) -> Iterator[torch.device]:
     device = torch.device("cpu")
     if kind == "cuda":
         # Where each task sees only its own GPU, that is number 0.
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        device = torch.device("cuda", whole_number("LOCAL_RANK", 0) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     if "RANK" in os.environ:
+        _check_torchrun()
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -91,6 +113,21 @@ def process_group(timeout: timedelta, kind: str) -> Iterator[torch.device]:
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def _check_torchrun() -> None:
+    """Torch reads these by itself, and stops at a wrong one without its name.
+
+    Raises:
+        ConfigError: names the variable.
+    """
+    rank, ranks = whole_number("RANK"), whole_number("WORLD_SIZE", least=1)
+    if rank >= ranks:
+        raise ConfigError(f"the environment variables RANK={rank} and WORLD_SIZE={ranks}: a rank is 0 to {ranks - 1}")
+    if not 1 <= whole_number("MASTER_PORT") <= 65535:
+        raise ConfigError(f"the environment variable MASTER_PORT={os.environ['MASTER_PORT']}: legal are 1 to 65535")
+    if not os.environ.get("MASTER_ADDR"):
+        raise ConfigError("the environment variable MASTER_ADDR is not set, and RANK is; it is the host of rank 0")
 
 
 def end_openmp_threads() -> None:

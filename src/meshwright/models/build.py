@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.distributed.names import class_name
-from meshwright.errors import ConfigError, ModelError
+from meshwright.errors import ConfigError, ModelError, described
 from meshwright.models.config import ModelConfig
+from meshwright.paths import no_directory
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +45,8 @@ def pretrained_config(
         return _load_config(config)
     values = dict(config.config)
     kind = values.pop("model_type")
+    if too_many := _too_many_layers(values, "model.config"):
+        raise ConfigError(too_many)
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if kind not in CONFIG_MAPPING:
@@ -65,6 +68,20 @@ def pretrained_config(
         raise ConfigError(f"model.config: {kind!r} refuses it: {' '.join(str(error).split())}") from error
 
 
+MOST_LAYERS = 1024
+"""Of a new model. Each is built, on the meta device, before anything else is known: with a digit too many that never ends."""
+
+
+def _too_many_layers(values: Mapping[str, Any], where: str) -> list[str]:
+    found = []
+    for key, value in values.items():
+        if isinstance(value, dict) and key.endswith("_config"):
+            found += _too_many_layers(value, f"{where}.{key}")
+        elif isinstance(value, int | float) and value > MOST_LAYERS and re.search(r"(layers?|blocks|depth)$", key):
+            found.append(f"{where}.{key}={value}: legal are at most {MOST_LAYERS:,} layers")
+    return found
+
+
 def _filled(values: Mapping[str, Any], defaults: Mapping[str, Any], legal: set[str]) -> dict[str, Any]:
     """A config's values, and defaults for the keys that it knows and leaves out."""
     return {**{key: value for key, value in defaults.items() if not legal or key in legal}, **values}
@@ -84,9 +101,8 @@ def _load_config(config: ModelConfig) -> "PretrainedConfig":
     from transformers import AutoConfig
 
     assert config.path is not None
-    looks_local = config.path.startswith((".", "/", "~")) or Path(config.path).exists()
-    if looks_local and config.local is None:
-        raise ModelError(f"model.path={config.path!r}: no such directory")
+    if absent := no_directory("model.path", config.path):
+        raise ModelError(absent)
     if config.local is not None and not (config.local / "config.json").is_file():
         raise ModelError(f"model.path={config.path!r}: the directory has no config.json")
     try:
@@ -145,7 +161,7 @@ def build_on_meta(config: ModelConfig, hf_config: "PretrainedConfig") -> "PreTra
         with torch.device("meta"):
             model = auto_class(hf_config).from_config(hf_config, **keywords)
     except Exception as error:  # transformers raises many kinds here, all about what the config asks for
-        raise ModelError(f"model: {type(error).__name__}: {error}") from error
+        raise ModelError(f"model: {described(error)}") from error
     model.config.use_cache = False  # training never reads the key/value cache
     _transformers_compat.keep_in_fp32(model)
     return model
@@ -178,7 +194,7 @@ def weight_files(config: ModelConfig) -> list[Path]:
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{index}: not an index of safetensors: {type(error).__name__}: {error}") from error
+            raise ModelError(f"{index}: not an index of safetensors: {described(error)}") from error
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise ModelError(f"{folder}: the index names files that are missing: {', '.join(missing)}")

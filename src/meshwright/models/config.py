@@ -5,7 +5,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from meshwright.paths import PathText
+
 __all__ = ["ModelConfig"]
+
+
+def _is_config(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
 
 class ModelConfig(BaseModel):
@@ -13,7 +19,7 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    path: str | None = Field(
+    path: PathText | None = Field(
         default=None, description="Pretrained model: a local directory of transformers (safetensors), or a hub name."
     )
     config: dict[str, Any] | None = Field(
@@ -45,6 +51,9 @@ class ModelConfig(BaseModel):
             raise ValueError("model: exactly one of path and config must be given")
         if self.config is not None and not isinstance(self.config.get("model_type"), str):
             raise ValueError("model.config: model_type is missing; it names the family, such as llama, qwen3 or gemma3_text")
+        for key, value in (self.config or {}).items():
+            if key.endswith("_config") and value is not None and not _is_config(value):
+                raise ValueError(f"model.config.{key}={value!r}: must be a mapping of keys, the config of a part of the model")
         return self
 
     @property
@@ -54,3 +63,9 @@ class ModelConfig(BaseModel):
             return None
         path = Path(self.path).expanduser()
         return path if path.is_dir() else None
+
+    def said(self, key: str) -> Any:
+        """What the config of a new model says of a key of its text model, itself or in its ``text_config``; else ``None``."""
+        held = self.config or {}
+        inner = held.get("text_config") or {}
+        return inner.get(key) if held.get(key) is None else held[key]

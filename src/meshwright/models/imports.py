@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable
 from importlib import import_module
 
-from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.errors import ConfigError, MeshwrightError, described
 
 __all__ = ["import_modules"]
 
@@ -31,6 +31,6 @@ def import_modules(names: Iterable[str]) -> None:
         except MeshwrightError as error:
             found.extend(f"imports: {name!r}: {line}" for line in error.problems)
         except Exception as error:
-            found.append(f"imports: {name!r} cannot be imported: {type(error).__name__}: {error}")
+            found.append(f"imports: {name!r} cannot be imported: {described(error)}")
     if found:
         raise ConfigError(found)

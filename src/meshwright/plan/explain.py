@@ -7,6 +7,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from meshwright.plan.activation_traffic import activation_traffic
 from meshwright.plan.expert_parallel import expert_parallel_counts
 from meshwright.plan.options import SyncPolicy
 from meshwright.plan.price import tensor_parallel_counts, totals, unit_traffic
@@ -46,6 +47,8 @@ def explain(plan: ShardingPlan, *, full: bool = False, parameters: bool = True) 
 def _summary(plan: ShardingPlan) -> Table:
     found, options = totals(plan), plan.options
     traffic = found.traffic
+    others = activation_traffic(plan)
+    over = " over data ranks" if others else ""
     where = "host memory" if options.cpu_offload else "per rank"
     table = Table(title=f"Plan: {plan.family}, {plan.layout.world_size} ranks ({plan.layout})", show_header=False, box=None)
     table.add_column(style="bold")
@@ -64,20 +67,32 @@ def _summary(plan: ShardingPlan) -> Table:
             human_bytes(found.unsharded_gradient_peak_bytes),
             f"{options.microbatches} microbatch{'es' if options.microbatches > 1 else ''} a step",
         ),
-        ("all-gathered per step", human_bytes(traffic.all_gather_bytes), f"{traffic.all_gathers} collectives"),
+        (f"all-gathered{over} per step", human_bytes(traffic.all_gather_bytes), f"{traffic.all_gathers} collectives"),
         (
-            "reduce-scattered per step",
+            f"reduce-scattered{over} per step",
             human_bytes(traffic.reduce_scatter_bytes),
             f"{traffic.reduce_scatters} collectives",
         ),
         (
-            "all-reduced per step",
+            f"all-reduced{over} per step",
             human_bytes(traffic.all_reduce_bytes),
             f"{traffic.all_reduces} collectives{', one of them flags of use' if plan.flags_of_use else ''}",
         ),
     ):
         table.add_row(*line)
+    for item in others:
+        size = "depends on the batch" if item.size is None else human_bytes(item.size)
+        balanced = ", where experts get alike" if item.axis == "ep" else ""
+        table.add_row(f"{_DONE[item.kind]} over {item.axis} per step", size, f"{item.calls:,} collectives{balanced}")
     return table
+
+
+_DONE = {
+    "all_reduce": "all-reduced",
+    "all_gather": "all-gathered",
+    "reduce_scatter": "reduce-scattered",
+    "all_to_all": "exchanged (all-to-all)",
+}
 
 
 def _ahead(plan: ShardingPlan) -> str:
@@ -95,7 +110,7 @@ def _units(plan: ShardingPlan, full: bool) -> Table:
 
     def cells(unit: UnitRow) -> tuple[str, ...]:
         traffic = unit_traffic(plan, unit)
-        gathered = sum(row.gathered_bytes for row in plan.parameters if row.unit == (unit.twin_of or unit.name))
+        gathered = sum(row.gathered_bytes for row in plan.rows(unit))
         if unit.part_of:
             return "", "", f"with {generalize(unit.part_of)}", str(unit.activation_checkpointing), "", "", ""
         return (
@@ -113,9 +128,16 @@ def _units(plan: ShardingPlan, full: bool) -> Table:
     return table
 
 
+_STYLES_OF = {
+    "given": "as parallel.tp_plan says",
+    "family": "as is best for this family",
+    "model": "as transformers declares it for this model",
+    "generic": "as for any model of this shape",
+}
+
+
 def _tensor_parallel(plan: ShardingPlan, full: bool) -> Table:
-    taken = f"styles: {plan.tp_level}" + "".join(f"; not {level}: {why}" for level, why in plan.tp_passed_over)
-    table = Table(title=f"Tensor parallel ({taken})", title_justify="left", box=SIMPLE_HEAD)
+    table = Table(title=f"Tensor parallel, {_STYLES_OF[plan.tp_level]}", title_justify="left", box=SIMPLE_HEAD)
     for name in ("module", "style", "in", "out", "gradients summed over tp"):
         table.add_column(name, overflow="fold")
 

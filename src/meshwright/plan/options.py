@@ -70,6 +70,8 @@ class ParallelOptions:
         sync_units: pattern of unit names to policy; a later entry wins over an earlier one.
         all_reduce_once: with ``reduce_each`` and replicas, all-reduce across them only in the last microbatch.
         microbatches: forward-backward passes in an optimizer step; only prices depend on it.
+        tokens: of a microbatch, on a data rank; only the bytes of activations depend on it. ``None``: not known.
+        experts_of_token: experts that a token goes to in each mixture; for the same.
         prefetch_forward: how many layers ahead all-gathers are started in forward; ``None``: as FSDP2 does by itself.
         prefetch_backward: the same in backward; 0: none.
         cpu_offload: keep sharded parameters, gradients and optimizer state in host memory.
@@ -101,6 +103,8 @@ class ParallelOptions:
     sync_units: Mapping[str, SyncPolicy] = field(default_factory=dict)
     all_reduce_once: bool = True
     microbatches: int = 1
+    tokens: int | None = None
+    experts_of_token: int | None = None
     prefetch_forward: int | None = None
     prefetch_backward: int | None = None
     cpu_offload: bool = False

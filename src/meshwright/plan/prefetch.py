@@ -90,9 +90,8 @@ def gathered_peak(plan: ShardingPlan, gathered: Mapping[str, int]) -> int:
         # FSDP2 itself gathers one unit ahead: the outer one of a turn, not what is inside it.
         if said is None:
             return list(order[turn + step][:1]) if 0 <= turn + step < len(order) else []
-        return [
-            unit for other in range(1, said + 1) if 0 <= turn + other * step < len(order) for unit in order[turn + other * step]
-        ]
+        nearest = order[turn + 1 : turn + 1 + said] if step > 0 else order[max(0, turn - said) : turn]
+        return [unit for other in nearest for unit in other]
 
     def held(units: Iterable[UnitRow]) -> int:
         return sum(gathered[name] for name in {unit.name for unit in units})

@@ -77,7 +77,7 @@ def unit_traffic(plan: ShardingPlan, unit: UnitRow, stage: int | None = None) ->
     return UnitTraffic(gathers, gathers * gathered, scatters, scatters * reduced, all_reduces, all_reduces * reduced // shards)
 
 
-_MOVED = {
+MOVED = {
     Move.ENTER: (None, "all_reduce"),
     Move.LEAVE: ("all_reduce", None),
     Move.GATHER_FEATURES: ("all_gather", None),
@@ -104,7 +104,7 @@ def tensor_parallel_counts(plan: ShardingPlan) -> Counter[str]:
         forwards = plan.forwards(row.module)
         # What enters experts is the hidden state and the weights of the routing.
         for move, times in ((row.entry, 2 if row.style == "moe_tp_experts" else 1), (row.exit, 1)):
-            forward, backward = _MOVED.get(move, (None, None))
+            forward, backward = MOVED.get(move, (None, None))
             found[forward or ""] += times * forwards
             found[backward or ""] += times
         found["all_reduce"] += len(row.sums) + (LOSS_PARALLEL if row.exit is Move.VOCABULARY else 0)
@@ -181,7 +181,7 @@ def _gradient_peak(plan: ShardingPlan, rows: Sequence[ParameterRow]) -> int:
 
 def _unit_bytes(plan: ShardingPlan, unit: UnitRow, stage: int | None) -> tuple[int, int]:
     """Gathered and reduced bytes of a unit."""
-    rows = [row for row in plan.parameters if row.unit == (unit.twin_of or unit.name) and stage in (None, row.stage)]
+    rows = [row for row in plan.rows(unit) if stage in (None, row.stage)]
     return sum(row.gathered_bytes for row in rows), sum(row.reduced_bytes for row in rows)
 
 

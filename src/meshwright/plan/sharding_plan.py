@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 from meshwright.layout import Layout
@@ -269,6 +270,17 @@ class ShardingPlan:
     def fsdp_units(self) -> tuple[UnitRow, ...]:
         """The rows that are units of FSDP."""
         return tuple(unit for unit in self.units if not unit.part_of)
+
+    @cached_property
+    def _rows_of_units(self) -> dict[str, list[ParameterRow]]:
+        found: dict[str, list[ParameterRow]] = {}
+        for row in self.parameters:
+            found.setdefault(row.unit, []).append(row)
+        return found
+
+    def rows(self, unit: UnitRow) -> list[ParameterRow]:
+        """The parameters that a unit gathers; of a twin, those that its other half owns."""
+        return self._rows_of_units.get(unit.twin_of or unit.name, [])
 
     def parts(self, unit: UnitRow) -> tuple[UnitRow, ...]:
         """The rows of the modules of a unit: itself, and what was wrapped together with it."""

@@ -17,6 +17,7 @@ from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.models.config import ModelConfig
 from meshwright.models.diffusion_gemma.options import DiffusionConfig
+from meshwright.paths import PathText
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
 
 __all__ = ["RunConfig", "load_config"]
@@ -50,7 +51,7 @@ for _side in (_Loader, _Dumper):
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class LayoutConfig(_Section):
@@ -86,7 +87,9 @@ class ParallelConfig(_Section):
         "time (least memory). null: defer if what it keeps is at most sync_budget_gib, otherwise reduce_each: for experts, and "
         "if that is not enough, for all.",
     )
-    sync_budget_gib: float = Field(default=8.0, ge=0, description="GiB that sync=null may keep unsharded through a step.")
+    sync_budget_gib: float = Field(
+        default=8.0, ge=0, le=2**40, description="GiB that sync=null may keep unsharded through a step."
+    )
     sync_units: dict[str, SyncPolicy] = Field(
         default={},
         description="Policies for some units, by pattern of their names, such as {'model.layers.*': reduce_each}.",
@@ -195,7 +198,7 @@ class TrainingConfig(_Section):
     global_batch_size: int = Field(ge=1, description="Sequences in an optimizer step, over all ranks and microbatches.")
     microbatch_size: int = Field(default=1, ge=1, description="Sequences in one forward and backward of a rank.")
     clip_norm: float | None = Field(default=1.0, gt=0, description="Largest norm of the whole gradient; null: no clipping.")
-    seed: int = Field(default=0, ge=0, description="Of weights, data order and dropout.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Of weights, data order and dropout.")
     on_nonfinite: Literal["stop", "skip"] = Field(
         default="stop",
         description="A NaN or infinite loss or gradient norm: 'stop' the run, or 'skip' the step and go on.",
@@ -238,7 +241,7 @@ class CheckpointConfig(_Section):
     )
     keep: int | None = Field(default=2, ge=1, description="Complete checkpoints to keep; null: all.")
     asynchronous: bool = Field(default=False, description="Write in the background while training goes on.")
-    resume: str = Field(
+    resume: PathText = Field(
         default="auto", description="'auto': from the newest complete checkpoint of the output directory, if there is one; "
         "'never': refuse a directory that has checkpoints; or the path of a checkpoint."
     )  # fmt: skip
@@ -254,14 +257,16 @@ class MetricsConfig(_Section):
 
 
 class LaunchConfig(_Section):
-    """Local worker processes, where neither torchrun nor Slurm started some."""
+    """Local worker processes. Where torchrun or Slurm starts them, theirs is the number, and nproc and port are not read."""
 
     nproc: int | None = Field(default=None, ge=1, description="Processes; null: one for each GPU, or one.")
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="'auto': GPUs if there is one for every process of this machine, otherwise the CPU."
     )
     port: int = Field(default=0, ge=0, le=65535, description="Port of the rendezvous; 0: any that is free.")
-    timeout_minutes: float = Field(default=10.0, gt=0, description="How long a collective may wait for other ranks.")
+    timeout_minutes: float = Field(
+        default=10.0, gt=0, le=525_600, description="How long a collective may wait for other ranks."
+    )
     hang_report_seconds: float | None = Field(
         default=60.0,
         gt=0,
@@ -274,12 +279,16 @@ class SampleConfig(_Section):
 
     prompts: list[str] = Field(default=[], description="Prompts to continue after training.")
     max_new_tokens: int = Field(default=48, ge=1, description="Tokens of each continuation.")
+    raw: bool = Field(
+        default=False,
+        description="Continue each prompt as it stands. false: where the tokenizer has a chat template, ask it as a user does.",
+    )
 
 
 class RunConfig(_Section):
     """A whole run."""
 
-    output: str = Field(description="Directory of the run: checkpoints, metrics, tokenizer, tokens, export.")
+    output: PathText = Field(description="Directory of the run: checkpoints, metrics, tokenizer, tokens, export.")
     imports: list[str] = Field(
         default=[],
         description="Modules to import before the model is built, in every process, such as [my_family]: files that register a "
@@ -300,6 +309,11 @@ class RunConfig(_Section):
     metrics: MetricsConfig = Field(default=MetricsConfig(), description="Where metrics go.")
     launch: LaunchConfig = Field(default=LaunchConfig(), description="Local worker processes.")
     export: bool = Field(default=False, description="Write the final model as a Hugging Face directory, export/.")
+    export_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
+        default=None,
+        description="Dtype of exported weights, here and by `meshwright export`. null: those that a pretrained model was read "
+        "in, tensor by tensor where they differ; of a new model, model.dtype.",
+    )
     sample: SampleConfig = Field(default=SampleConfig(), description="What the exported model is asked at the end.")
 
     @model_validator(mode="after")

@@ -2,7 +2,9 @@
 
 import json
 import logging
+import math
 import os
+import re
 import signal
 import socket
 import tempfile
@@ -17,18 +19,29 @@ from typing import Any
 from rich.console import Console
 
 from meshwright import errors
-from meshwright.errors import ConfigError, MeshwrightError, NonFiniteError, StoppedError, WorkerError
+from meshwright.errors import ConfigError, MeshwrightError, NonFiniteError, StoppedError, WorkerError, described
+from meshwright.layout import AXES
 from meshwright.train.assure import Prove, assure, assure_on_rank_0
 from meshwright.train.config import RunConfig
 from meshwright.train.ending import SAME, SIGNALS
 from meshwright.train.proof import Source
 
-__all__ = ["device_kind", "launch", "local_processes"]
+__all__ = ["device_kind", "launch", "local_processes", "planned_processes"]
 
 ASKED = "asked-to-end"
 """The file that asks local workers to end; it holds the name of the signal."""
 MONITOR_SECONDS = 0.1
 """Between two looks of the launcher at its workers."""
+
+
+def planned_processes(config: RunConfig) -> int:
+    """Ranks that a configuration speaks of: the product of its layout where it has every size, on one machine or several of
+    ``launch.nproc``; otherwise what ``train`` would start here.
+    """
+    sizes = [getattr(config.layout, axis) for axis in AXES]
+    product = math.prod(size or 0 for size in sizes)
+    known = all(size is not None and size > 0 for size in sizes) and product % (config.launch.nproc or 1) == 0
+    return product if known else local_processes(config)
 
 
 def local_processes(config: RunConfig) -> int:
@@ -64,7 +77,14 @@ def _gpus() -> int:
     return torch.cuda.device_count()
 
 
-def launch(config: RunConfig, *, debug: bool = False, source: Source | None = None, prove: Prove | None = None) -> None:
+def launch(
+    config: RunConfig,
+    *,
+    debug: bool = False,
+    source: Source | None = None,
+    prove: Prove | None = None,
+    nproc: int | None = None,
+) -> None:
     """Run a configuration to its end.
 
     Args:
@@ -72,6 +92,7 @@ def launch(config: RunConfig, *, debug: bool = False, source: Source | None = No
         debug: let tracebacks and torch's own reports through.
         source: of the configuration, for the command that audits it.
         prove: audits a layout that is not proven before it is started; ``None``: it gets a line, and is started.
+        nproc: processes that the command asks for; another launcher must have started as many here.
 
     Raises:
         NotProvenError: that audit failed; nothing was trained.
@@ -86,6 +107,8 @@ def launch(config: RunConfig, *, debug: bool = False, source: Source | None = No
         from meshwright.train.worker import run_worker
 
         local = _local_world_size(config)
+        if nproc not in (None, local):
+            raise ConfigError(f"--nproc={nproc}: the launcher started {local} processes here; leave it out")
 
         def work() -> None:
             kind = device_kind(config, local, launched=True)
@@ -93,12 +116,12 @@ def launch(config: RunConfig, *, debug: bool = False, source: Source | None = No
             run_worker(config, kind, source=source)
             del store
 
-        _as_one_of_many(work, debug)
+        _as_one_of_many(work, debug, config.directory)
         return
     processes = local_processes(config)
     kind = device_kind(config, processes)
     _check_port(config.launch.port)
-    with locked(config):
+    with _files_named(config.directory), locked(config):
         setup, _, store = prepare_run(config, processes)
         Console().print(explain(setup.plan, parameters=False))
         assure(setup, source, prove)
@@ -112,18 +135,34 @@ def launch(config: RunConfig, *, debug: bool = False, source: Source | None = No
             _launch_local(config, processes, kind, prepared, debug)
 
 
+@contextmanager
+def _files_named(near: Path) -> Iterator[None]:
+    """Inside, an error of the system that names no file, as of a disk that is full, gets the directory that is written to."""
+    try:
+        yield
+    except OSError as error:
+        if error.strerror is None or error.filename is not None:
+            raise
+        raise WorkerError(described(error, near)) from error
+
+
 def _local_world_size(config: RunConfig) -> int:
-    """Workers that another launcher started on this machine.
+    """Workers that another launcher started on this machine; ``launch.nproc``, which is for our own, does not count there.
 
     Raises:
-        ConfigError: if the configuration asks for another number.
+        ConfigError: the launcher's variables are no numbers.
     """
-    slurm = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as 8(x2)
-    text = os.environ.get("LOCAL_WORLD_SIZE") or slurm.split("(")[0].split(",")[0] or str(config.launch.nproc or 1)
-    local = int(text)
-    if config.launch.nproc is not None and local != config.launch.nproc:
-        raise ConfigError(f"launch.nproc={config.launch.nproc}: the launcher started {local} processes here; leave it out")
-    return local
+    from meshwright.distributed.process_group import whole_number
+
+    if os.environ.get("LOCAL_WORLD_SIZE"):
+        return whole_number("LOCAL_WORLD_SIZE", least=1)
+    slurm = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as 8(x2),4
+    if not slurm:
+        return config.launch.nproc or 1
+    first = re.match(r"[1-9]\d*(?=$|[(,])", slurm)
+    if first is None:
+        raise ConfigError(f"the environment variable SLURM_STEP_TASKS_PER_NODE={slurm!r}: Slurm writes it as in 8(x2),4")
+    return int(first.group())
 
 
 def _check_port(port: int) -> None:
@@ -139,7 +178,7 @@ def _check_port(port: int) -> None:
             ) from error
 
 
-def _as_one_of_many(work: Any, debug: bool) -> None:
+def _as_one_of_many(work: Any, debug: bool, near: Path) -> None:
     """Run as a worker of another launcher: the error of this rank goes to the terminal with its rank."""
     from meshwright.train.worker import leave_to_rank_0
 
@@ -155,7 +194,7 @@ def _as_one_of_many(work: Any, debug: bool) -> None:
     except Exception as error:
         if debug:
             raise
-        raise WorkerError(f"rank {os.environ.get('RANK', '0')}: {type(error).__name__}: {error}") from error
+        raise WorkerError(f"rank {os.environ.get('RANK', '0')}: {described(error, near)}") from error
 
 
 def _launch_local(config: RunConfig, processes: int, kind: str, prepared: tuple[str, Path | None], debug: bool) -> None:
@@ -245,7 +284,7 @@ def _worker_entry(config: RunConfig, kind: str, prepared: tuple[str, Path | None
     try:
         run_worker(config, kind, prepared, signals=(signal.SIGINT, signal.SIGUSR1), asked=Path(reports) / ASKED)
     except BaseException as error:
-        problems = list(error.problems) if isinstance(error, MeshwrightError) else [f"{type(error).__name__}: {error}"]
+        problems = list(error.problems) if isinstance(error, MeshwrightError) else [described(error, config.directory)]
         report = {
             "time": time.time(),
             "type": type(error).__name__,

@@ -5,6 +5,7 @@ import math
 import os
 import sys
 import uuid
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -118,6 +119,24 @@ class _MLflow:
         self.mlflow.end_run()
 
 
+class Pace:
+    """Seconds of a step as the last ones say, from which the time that is left is estimated.
+
+    The mean of the middle half of them: one step that waited for a disk, or was compiled, says nothing of the rest.
+    """
+
+    def __init__(self, window: int = 32) -> None:
+        self.seconds: deque[float] = deque(maxlen=window)
+
+    def left(self, steps: int, seconds: float) -> float:
+        """Seconds that so many steps will take, after one that took ``seconds``."""
+        self.seconds.append(seconds)
+        ordered = sorted(self.seconds)
+        aside = (len(ordered) + 1) // 4
+        middle = ordered[aside : len(ordered) - aside]
+        return steps * sum(middle) / len(middle)
+
+
 class Recorder:
     """All sinks of a run, and its line in the terminal.
 
@@ -134,6 +153,7 @@ class Recorder:
         self.sinks: list[Sink] = []
         self.console = Console(file=sys.stdout, quiet=not speaks)
         self._progress: Progress | None = None
+        self._pace = Pace()
         if not speaks:
             return
         paths, wish = Paths(config.directory), config.metrics
@@ -165,10 +185,10 @@ class Recorder:
             f"mem {human_bytes(values['memory_bytes'])}"
         )
         logged = self.logs(step)
+        left = self._pace.left(self.steps - step, values["step_seconds"])
         if self._progress is not None:
             self._progress.update(self._task, completed=step, description=line)
         elif logged:
-            left = (self.steps - step) * values["step_seconds"]
             self.say(f"{line}  left {int(left // 60)}:{int(left % 60):02d}")
         if logged:
             for sink in self.sinks:

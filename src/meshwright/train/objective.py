@@ -227,6 +227,8 @@ def make_objective(config: RunConfig, model: "PreTrainedModel") -> Objective:
                 f"data.packing={config.data.packing}: the blocks of a packed document would see the documents before it; "
                 "with block diffusion the legal value is pad"
             )
+        if model.config.canvas_length < 1:
+            problems.append(f"model.config.canvas_length={model.config.canvas_length}: a block has at least 1 token")
         if attention_of(model) not in ATTENTIONS:
             problems.append(
                 f"model.attn_implementation={attention_of(model)}: takes no mask of blocks; with block diffusion legal are "

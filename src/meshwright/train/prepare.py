@@ -4,6 +4,7 @@ The launcher does it before it starts workers; under torchrun or Slurm rank 0 do
 """
 
 import fcntl
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +41,7 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
     """
     from meshwright.data.store import prepare
     from meshwright.models.build import check_files, weight_files
+    from meshwright.models.source import facts
 
     # Before the tokenizer: layout, model and plan need only the size of its vocabulary, and are quicker to check.
     draft = _checked_draft(config, world_size)
@@ -50,8 +52,13 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
     check_writable(paths.root, _checkpoint_bytes(draft, config, resume))
     if resume is not None:
         check_same_model(resume, {row.name: row.shape for row in draft.plan.parameters})
+        source = read_meta(resume).get("source", {})
     elif config.model.path is not None:
-        check_files(weight_files(config.model), draft.model)
+        files = weight_files(config.model)
+        check_files(files, draft.model)
+        source = facts(files)
+    else:
+        source = {}
 
     tokenizer = _tokenizer(config, paths)
     setup = make_setup(config, world_size, tokenizer)
@@ -65,6 +72,7 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
         check_same_model(resume, shapes, plain_config(setup.model))
         _loader(config, store).check_state(read_meta(resume)["loader"])
     paths.config.write_text(config.to_yaml())
+    paths.source.write_text(json.dumps({**source, "data": store.index.kind}))
     return setup, tokenizer, store
 
 
@@ -107,13 +115,11 @@ def _tokenizer(config: RunConfig, paths: Paths) -> "PreTrainedTokenizerBase":
     if resuming and (paths.tokenizer / "tokenizer_config.json").is_file():
         _refuse_another_tokenizer(config, paths)
         return load_run_tokenizer(config)
-    held = config.model.config or {}
-    default = held.get("vocab_size") or (held.get("text_config") or {}).get("vocab_size")
     return build_tokenizer(
         config.tokenizer,
         config.data,
         model_path=config.model.local or config.model.path,
-        default_vocab_size=default,
+        default_vocab_size=config.model.said("vocab_size"),
         trust_remote_code=config.model.trust_remote_code,
         cache_dir=paths.tokens / "datasets-cache",
     )

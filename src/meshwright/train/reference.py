@@ -4,7 +4,7 @@
 """
 
 from enum import StrEnum
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic_core import PydanticUndefined
 
@@ -61,7 +61,11 @@ def _type(annotation: Any) -> str:
     if not arguments:
         return getattr(annotation, "__name__", str(annotation))
     origin = get_origin(annotation)
-    if origin in (list, dict, tuple):
+    if origin is Annotated:  # a type, and what its values are held to
+        return _type(arguments[0])
+    if origin is tuple:
+        return f"[{', '.join(map(_type, arguments))}]"
+    if origin in (list, dict):
         return f"{origin.__name__} of {' to '.join(dict.fromkeys(map(_type, arguments)))}"
     return ", ".join(str(item) if isinstance(item, str) else _type(item) for item in arguments)
 

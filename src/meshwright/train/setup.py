@@ -26,6 +26,7 @@ __all__ = [
     "make_setup",
     "microbatches_per_step",
     "plain_config",
+    "source_facts",
     "together",
     "vocabulary_defaults",
 ]
@@ -51,6 +52,11 @@ class Paths:
     def tokens(self) -> Path:
         """Tokenized documents."""
         return self.root / "tokens"
+
+    @property
+    def source(self) -> Path:
+        """What an export gives back of the model that training began with."""
+        return self.root / "source.json"
 
     @property
     def config(self) -> Path:
@@ -164,6 +170,8 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
         raise together(problems)
     options = config.parallel.options(microbatches)
     options = replace(options, freeze=(*options.freeze, *objective.frozen), no_decay=tuple(config.optimizer.no_decay))
+    tokens, experts = _tokens(config, layout, model)
+    options = replace(options, tokens=tokens, experts_of_token=experts)
     plan = resolve(spec, model, layout, options)
     refused = refusals(
         plan,
@@ -186,12 +194,25 @@ def describe_model(
     """
     from meshwright.models.build import build_on_meta, pretrained_config
     from meshwright.models.imports import import_modules
+    from meshwright.models.source import refuse_untrainable
     from meshwright.models.spec import spec_of
 
     import_modules(config.imports)
+    if tokenizer is None:  # nothing is prepared yet; what has a tokenizer has passed
+        refuse_untrainable(config.model)
     hf_config = pretrained_config(config.model, vocabulary_defaults(config, tokenizer))
     model = build_on_meta(config.model, hf_config)
     return spec_of(model, config.parallel.param_dtype), model
+
+
+def _tokens(config: RunConfig, layout: Layout, model: "PreTrainedModel") -> tuple[int, int | None]:
+    """Tokens of a microbatch, and experts that each goes to: what the bytes of activations depend on."""
+    multiple = layout.size("tp") if config.parallel.sequence_parallel else 1
+    length = -(-config.data.sequence_length // multiple) * multiple
+    text = model.config.get_text_config()
+    names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
+    experts = next((found for name in names if isinstance(found := getattr(text, name, None), int)), None)
+    return config.training.microbatch_size * length, experts
 
 
 def vocabulary_defaults(config: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
@@ -199,8 +220,7 @@ def vocabulary_defaults(config: RunConfig, tokenizer: "PreTrainedTokenizerBase |
     if tokenizer is not None:
         special = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         return {"vocab_size": len(tokenizer), **special}
-    held = config.model.config or {}
-    if "vocab_size" in held or "vocab_size" in (held.get("text_config") or {}):
+    if config.model.said("vocab_size") is not None:
         return {}
     if config.tokenizer.path is not None:
         from meshwright.data.tokenizer import load_tokenizer
@@ -241,6 +261,11 @@ def _vocabulary_problems(config: RunConfig, model: "PreTrainedModel", tokens: in
 def plain_config(model: "PreTrainedModel") -> dict[str, Any]:
     """A model's config as plain values that JSON keeps."""
     return json.loads(model.config.to_json_string(use_diff=False))
+
+
+def source_facts(paths: Paths) -> dict[str, Any]:
+    """What was written down when the run was prepared: see :func:`meshwright.models.source.facts`, and the kind of data."""
+    return json.loads(paths.source.read_text()) if paths.source.is_file() else {}
 
 
 def together(problems: list[MeshwrightError]) -> MeshwrightError:

@@ -30,7 +30,7 @@ from meshwright.train.boundaries import check_boundaries
 from meshwright.train.ending import Agreement
 from meshwright.train.metrics import Recorder, memory_in_use
 from meshwright.train.optimizer import build_optimizer, learning_rate, set_learning_rate
-from meshwright.train.setup import RunSetup, plain_config
+from meshwright.train.setup import RunSetup, plain_config, source_facts
 
 __all__ = ["Trainer"]
 
@@ -360,6 +360,7 @@ class Trainer:
             "parameters": [row.name for row in self.setup.plan.parameters],
             "loader": self.loader.state_dict(self.step),
             "model_config": plain_config(self.setup.model),
+            "source": source_facts(self.setup.paths),
             "config": self.config.model_dump(mode="json"),
         }
         path = self.checkpoints.save(self.step, tensors, meta)

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import socket
 import time
+import uuid
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +17,7 @@ from rich.console import Console
 from meshwright.checkpoint.directory import read_meta
 from meshwright.data.store import TokenStore
 from meshwright.distributed.process_group import process_group
-from meshwright.errors import MeshwrightError, WorkerError
+from meshwright.errors import ConfigError, MeshwrightError, WorkerError, described
 from meshwright.models.imports import import_modules
 from meshwright.plan.explain import explain
 from meshwright.ranks.hang import is_communication
@@ -26,9 +28,14 @@ from meshwright.train.ending import SIGNALS, Agreement, Attendant
 from meshwright.train.prepare import load_run_tokenizer, locked, prepare_run
 from meshwright.train.proof import Source
 from meshwright.train.resume import changes, checkpoint_to_resume, verified
-from meshwright.train.setup import make_setup
+from meshwright.train.setup import Paths, make_setup
 
 __all__ = ["run_worker"]
+
+MARK = ".shared"
+"""A file of the output directory, from which every rank learns that it is rank 0's directory."""
+
+ATTEMPTS, SECONDS_BETWEEN = 20, 0.5
 
 
 def run_worker(
@@ -113,17 +120,20 @@ def _say(line: str) -> None:
 def _prepare_on_rank_0(config: RunConfig, held: ExitStack, source: Source | None) -> tuple[str, Path | None]:
     """Prepare the run on one rank; its failure is the failure of all, known to all."""
     outcome: list[Any] = [None]
+    mark = Paths(config.directory).root / MARK
     if dist.get_rank() == 0:
         try:
             held.enter_context(locked(config))
             setup, _, store = prepare_run(config, dist.get_world_size())
             Console().print(explain(setup.plan, parameters=False))
             assure(setup, source, None)
-            outcome[0] = (str(store.directory), checkpoint_to_resume(config))
+            mark.write_text(uuid.uuid4().hex)
+            held.callback(mark.unlink, missing_ok=True)
+            outcome[0] = (str(store.directory), checkpoint_to_resume(config), mark.read_text(), socket.gethostname())
         except MeshwrightError as error:
             outcome[0] = error
         except Exception as error:  # whatever it was, the others must not wait for it
-            outcome[0] = WorkerError(f"rank 0: {type(error).__name__}: {error}")
+            outcome[0] = WorkerError(f"rank 0: {described(error, config.directory)}")
     # A download or a large corpus takes longer than a collective of training may.
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=2))
     dist.broadcast_object_list(outcome, src=0, group=patient)
@@ -131,7 +141,44 @@ def _prepare_on_rank_0(config: RunConfig, held: ExitStack, source: Source | None
         if dist.get_rank() != 0:
             leave_to_rank_0(outcome[0])
         raise outcome[0]
-    return outcome[0]
+    *prepared, written, host = outcome[0]
+    _check_shared(config, mark, written, host, patient)
+    return tuple(prepared)
+
+
+def _check_shared(config: RunConfig, mark: Path, written: str, host: str, group: Any) -> None:
+    """Find out whether every rank sees what rank 0 has just written; collective.
+
+    Raises:
+        ConfigError: on all ranks, if one does not: its machine has another directory of that name, or none.
+    """
+    seen = _reads(mark, written)
+    blind: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(blind, None if seen else f"rank {dist.get_rank()} on {socket.gethostname()}", group=group)
+    told = [text for text in blind if text is not None]
+    if not told:
+        return
+    shown = ", ".join(told[:4]) + (f" and {len(told) - 4} more" if len(told) > 4 else "")
+    error = ConfigError(
+        f"output={config.output!r}: {shown} cannot see what rank 0 on {host} wrote to {mark.parent.absolute()}; the directory "
+        "of a run must be one that all machines share, under one path"
+    )
+    if dist.get_rank() != 0:
+        leave_to_rank_0(error)
+    raise error
+
+
+def _reads(mark: Path, written: str) -> bool:
+    """Whether a file has this content; a shared file system may take some seconds to show it."""
+    for _ in range(ATTEMPTS):
+        try:
+            os.scandir(mark.parent).close()  # makes NFS look anew
+            if mark.read_text() == written:
+                return True
+        except OSError:
+            pass
+        time.sleep(SECONDS_BETWEEN)
+    return False
 
 
 def leave_to_rank_0(error: MeshwrightError) -> NoReturn:
@@ -144,7 +191,6 @@ def finish_run(config: RunConfig) -> None:
     """Export the last checkpoint and sample from it, if the run asks for it. On one rank, without a process group."""
     from meshwright.checkpoint.directory import latest
     from meshwright.checkpoint.export import export_checkpoint, generate
-    from meshwright.train.setup import Paths
 
     paths = Paths(config.directory)
     console = Console()
@@ -160,6 +206,7 @@ def finish_run(config: RunConfig) -> None:
             config.sample.max_new_tokens,
             temperature=None,
             trust_remote_code=config.model.trust_remote_code,
+            raw=config.sample.raw,
         )
-        console.print(f"[bold]{prompt}[/bold]", end="")
+        console.print(prompt, style="bold", end="", highlight=False, markup=False)
         console.print(text, highlight=False, markup=False)

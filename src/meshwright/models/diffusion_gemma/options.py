@@ -10,7 +10,7 @@ __all__ = ["DiffusionConfig"]
 class DiffusionConfig(BaseModel):
     """Block diffusion (training.objective=block_diffusion). The length of a block is the model's own canvas_length."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     mode: Literal["all_blocks", "one_block"] = Field(
         default="all_blocks",

@@ -1,0 +1,177 @@
+"""What a model comes from: whether it can be trained here, and what an export has to give back of it."""
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import ModelError, described
+from meshwright.models.config import ModelConfig
+
+__all__ = ["facts", "refuse_untrainable"]
+
+_WHOLE = ("model.safetensors", "model.safetensors.index.json")
+_PICKLED = re.compile(r".*\.(bin|pt|pth|ckpt|h5|msgpack|gguf|npz)")
+_NO_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
+_SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+_CONVERT = (
+    "write it anew as safetensors: AutoModelForCausalLM.from_pretrained({path!r}).save_pretrained(another directory), and set "
+    "model.path to that"
+)
+
+
+def refuse_untrainable(config: ModelConfig) -> None:
+    """The one place that says whether the model of a run can be trained, before anything is built or read.
+
+    Args:
+        config: from the run's configuration: a directory, a name of the hub (whose files are listed, where it can be reached),
+            or the config of a new model.
+
+    Raises:
+        ModelError: what it is instead, and what to do.
+    """
+    where = "model.config" if config.path is None else f"model.path={config.path!r}"
+    problem = None if config.path is None else _files_problem(config.path, _files(config))
+    problem = problem or _kind_problem(_declared(config), config.trust_remote_code, new=config.path is None)
+    if problem:
+        raise ModelError(f"{where}: {problem}")
+
+
+def _files(config: ModelConfig) -> frozenset[str]:
+    """Names of the files at the top of a model's directory; none where nobody can say."""
+    if config.local is not None:
+        return frozenset(path.name for path in config.local.iterdir())
+    assert config.path is not None
+    from huggingface_hub import list_repo_files, snapshot_download
+
+    try:
+        return frozenset(list_repo_files(config.path))
+    except Exception:  # no network, no such name, no access: what reads the config says which
+        try:
+            cached = Path(snapshot_download(config.path, local_files_only=True))
+            return frozenset(path.name for path in cached.iterdir())
+        except Exception:
+            return frozenset()
+
+
+def _files_problem(path: str, names: frozenset[str]) -> str | None:
+    if names.intersection(_WHOLE):
+        return None
+    if "adapter_config.json" in names:
+        return (
+            "holds an adapter (adapter_config.json), no whole model; merge it into its base model with peft's "
+            "merge_and_unload(), save that, and set model.path to it"
+        )
+    pickled = sorted(name for name in names if _PICKLED.fullmatch(name) and name not in _NO_WEIGHTS)
+    if pickled:
+        shown = ", ".join(pickled[:3]) + (", ..." if len(pickled) > 3 else "")
+        return f"its weights are in {shown}, and only safetensors are read (no pickles are read: they can run code); " + (
+            _CONVERT.format(path=path)
+        )
+    return None
+
+
+def _declared(config: ModelConfig) -> dict[str, Any]:
+    """The config as it is written; empty where it cannot be read, which is said where it is loaded."""
+    if config.config is not None:
+        return config.config
+    from transformers import PretrainedConfig
+
+    try:
+        found, _ = PretrainedConfig.get_config_dict(str(config.local or config.path))
+    except Exception:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+_GENERATES = ("CausalLM", "ConditionalGeneration", "BlockDiffusion")
+
+
+def _kind_problem(declared: dict[str, Any], trust_remote_code: bool, *, new: bool) -> str | None:
+    """Why a config is of no model that says one token after another, or denoises text."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING as MASKED
+
+    kind, architectures = declared.get("model_type"), declared.get("architectures")
+    named = architectures[0] if isinstance(architectures, list) and architectures else None
+    task = re.search(r"For([A-Z]\w+)$", named) if isinstance(named, str) else None
+    if task is not None and not task.group(1).startswith(_GENERATES):
+        return (
+            f"is {_article(str(named))}: it has the head of another task, and what is trained here says text; take "
+            "the base model that it was made of, or another model for causal language modeling"
+        )
+    custom = trust_remote_code and "AutoModelForCausalLM" in (declared.get("auto_map") or {})
+    if not isinstance(kind, str) or custom or kind == "diffusion_gemma" or kind not in CONFIG_MAPPING:
+        return None
+    of = CONFIG_MAPPING[kind]
+    if declared.get("is_encoder_decoder", getattr(of, "is_encoder_decoder", False)):
+        return (
+            f"is an encoder-decoder ({kind}), which reads one text and says another; what is trained here says one text on and "
+            "on: take a decoder, such as one of llama, qwen3 or gemma3_text"
+        )
+    if of not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return (
+            f"is a model of images and text ({kind}); text alone is trained here: save its language model with its own config "
+            "(the text_config), and take that"
+            if of in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+            else f"is of a kind ({kind}) that has no head for saying text; take a model for causal language modeling"
+        )
+    if of in MASKED and not declared.get("is_decoder", getattr(of, "is_decoder", True)):
+        remedy = "set is_decoder: true for a new one that does not" if new else "take a decoder"
+        return f"is an encoder ({kind}), which sees the tokens that it would have to say; {remedy}"
+    return None
+
+
+def _article(name: str) -> str:
+    return f"{'an' if name[:1] in 'AEIO' else 'a'} {name}"
+
+
+# -- what an export gives back ---------------------------------------------------------------------------------------------
+
+
+def facts(files: list[Path]) -> dict[str, Any]:
+    """What training does not keep of a pretrained model: how it generates, and in which dtypes its files are.
+
+    Args:
+        files: its safetensors files, whose headers are read; its generation_config.json lies beside them.
+
+    Returns:
+        Plain values for JSON: ``generation_config`` as it is written, or ``None``; ``dtype``, that of most elements; and
+        ``other_dtypes``, tensor name to dtype, of the rest.
+
+    Raises:
+        ModelError: a generation_config.json that is none.
+    """
+    from safetensors import safe_open
+
+    dtypes: dict[str, str] = {}
+    elements: Counter[str] = Counter()
+    for file in files:
+        with safe_open(file, framework="pt") as content:
+            for name in content.keys():  # noqa: SIM118 (not a dict)
+                part = content.get_slice(name)
+                dtype = _SAFETENSORS.get(part.get_dtype())
+                if dtype is not None:
+                    size = 1
+                    for length in part.get_shape():
+                        size *= length
+                    dtypes[name] = dtype
+                    elements[dtype] += size
+    most = elements.most_common(1)[0][0] if elements else None
+    others = {name: dtype for name, dtype in dtypes.items() if dtype != most}
+    return {"generation_config": _generation(files[0].parent), "dtype": most, "other_dtypes": others}
+
+
+def _generation(folder: Path) -> dict[str, Any] | None:
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read: {described(error)}") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path}: must be a mapping, found {type(found).__name__}")
+    return found

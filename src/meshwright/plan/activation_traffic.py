@@ -1,0 +1,91 @@
+"""What the activations of a plan cost on the wire: collectives and bytes over `tp` and `ep`, in closed form."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from meshwright.plan.expert_parallel import expert_parallel_counts
+from meshwright.plan.price import LOSS_PARALLEL, MOVED, tensor_parallel_counts
+from meshwright.plan.sharding_plan import Move, ParameterRow, ShardingPlan, TensorParallelRow, itemsize
+
+__all__ = ["AxisTraffic", "activation_traffic"]
+
+
+@dataclass(frozen=True)
+class AxisTraffic:
+    """Collectives of one kind over one axis in one optimizer step, on one rank.
+
+    Attributes:
+        axis: ``tp`` or ``ep``.
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
+        calls: number of them.
+        size: bytes of the larger buffer of each, together; ``None`` where the plan does not know the batch. Where tokens are
+            routed: those of a load that is balanced.
+    """
+
+    axis: str
+    kind: str
+    calls: int
+    size: int | None
+
+
+def activation_traffic(plan: ShardingPlan) -> list[AxisTraffic]:
+    """Collectives of activations, and of the gradients that are summed over ``tp``; empty where neither axis is used.
+
+    Where everything is trained and nothing recomputed, and every module computes in ``param_dtype``.
+    """
+    calls: dict[str, Counter[str]] = {}
+    if plan.tensor_parallel:
+        calls["tp"] = tensor_parallel_counts(plan)
+    for axis, of in expert_parallel_counts(plan).items():
+        calls.setdefault(axis, Counter()).update(of)
+    sizes = None if plan.options.tokens is None else _sizes(plan, plan.options.tokens)
+    return [
+        AxisTraffic(axis, kind, count, None if sizes is None else sizes.get(axis, Counter())[kind])
+        for axis, of in calls.items()
+        for kind, count in sorted(of.items())
+    ]
+
+
+def _sizes(plan: ShardingPlan, tokens: int) -> dict[str, Counter[str]]:
+    options = plan.options
+    matrices = {row.name: row for row in plan.parameters if len(row.shape) >= 2}
+    first = next(iter(matrices.values()), None)
+    if first is None:
+        return {}
+    compute = itemsize(options.param_dtype or first.dtype)
+    stream = first.shape[-1]  # of the embedding: what a layer takes and returns
+    found: dict[str, Counter[str]] = {"tp": Counter(), "ep": Counter()}
+    rows = {row.name: row for row in plan.parameters}
+    for row in plan.tensor_parallel:
+        enters, leaves = _widths(row, matrices, stream)
+        forwards = plan.forwards(row.module)
+        weights = options.experts_of_token or 0 if row.style == "moe_tp_experts" else 0
+        for move, width in ((row.entry, enters + weights), (row.exit, leaves)):
+            share = plan.layout.size("tp") if move is Move.EXCHANGE_FEATURES else 1
+            for kind, times in zip(MOVED.get(move, (None, None)), (forwards, 1), strict=True):
+                if kind is not None:
+                    found["tp"][kind] += times * tokens * width * compute // share
+        for name in row.sums:
+            summed = rows.get(f"{row.module}.{name}")
+            found["tp"]["all_reduce"] += summed.numel * compute if summed is not None else 0
+        if row.exit is Move.VOCABULARY:
+            found["tp"]["all_reduce"] += (LOSS_PARALLEL + 1) * tokens * itemsize("float32")
+    for mixture in plan.experts if plan.layout.ep > 1 else ():
+        forwards = plan.forwards(mixture.module)
+        share = plan.layout.size(mixture.token_axis) if mixture.token_axis else 1
+        routed = tokens * (options.experts_of_token or 1) // share
+        found["ep"]["all_to_all"] += 2 * (forwards + 1) * routed * stream * compute
+        if mixture.token_axis:
+            gathered = tokens * (stream * (forwards + 1) + (options.experts_of_token or 1)) * compute
+            found.setdefault(mixture.token_axis, Counter())["all_gather"] += gathered
+    return {axis: Counter({kind: options.microbatches * size for kind, size in of.items()}) for axis, of in found.items()}
+
+
+def _widths(row: TensorParallelRow, matrices: dict[str, ParameterRow], stream: int) -> tuple[int, int]:
+    """Features that come into a module and leave it, in all."""
+    weight = matrices.get(f"{row.module}.weight")
+    if weight is None:
+        return stream, stream
+    if row.style.startswith("embedding"):
+        return 1, weight.shape[-1]
+    return weight.shape[1], weight.shape[0]

@@ -1,0 +1,54 @@
+"""Messages: none is empty, none holds a whole book, and each names the file."""
+
+import pickle
+
+import pytest
+
+from meshwright.errors import LONGEST_LINE, ConfigError, described, shortened
+from meshwright.paths import no_directory
+from tests.train.test_config import file as file  # a fixture
+from tests.train.test_config import problems
+
+
+@pytest.mark.parametrize("value", ["a" * 10_000, "word " * 2_000, "/a" * 5_000, "[" + "1, " * 3_000 + "]"])
+@pytest.mark.parametrize("key", ["training.steps", "model.config.text_config", "optimizer.betas", "output", "unknown"])
+def test_a_long_value_is_cut_and_what_is_around_it_stays(file, key: str, value: str) -> None:
+    for problem in problems(file, f"{key}={value}") if key != "output" or " " not in value else ():
+        assert len(problem) < LONGEST_LINE + 100
+        assert key in problem
+        assert "characters)..." in problem or len(problem) < 1000
+
+
+def test_head_and_tail_stay_and_a_short_message_is_as_it_was() -> None:
+    message = f"training.steps={'9' * 10_000!r}: must be below 5"
+    cut = shortened(message)
+    assert cut.startswith("training.steps='999")
+    assert cut.endswith("999': must be below 5") or cut.endswith("must be below 5")
+    assert len(cut) < 400
+    assert shortened(cut) == cut
+    assert pickle.loads(pickle.dumps(ConfigError(message))).problems == (cut,)
+    usual = "layout.tp=3: 8 attention heads are divisible by 1, 2, 4, 8\n  and so on"
+    assert ConfigError(usual).problems == (usual,)
+
+
+def test_an_exception_of_others_is_never_described_by_nothing() -> None:
+    assert described(EOFError()) == "EOFError, which says no more"
+    echo = EOFError()
+    echo.__cause__ = KeyError("weight")
+    assert described(echo) == "EOFError, which says no more; after KeyError: 'weight'"
+    assert described(OSError(28, "No space left on device", "/data/x")) == "OSError: No space left on device: '/data/x'"
+    assert described(ValueError("two\nlines")) == "ValueError: two lines"
+
+
+@pytest.mark.parametrize("value", ["path/to/model", "tok/", "./x", "/nowhere", "~/nowhere", "a b", "x/../y", "c:\\models"])
+def test_what_can_only_be_a_directory(value: str) -> None:
+    found = no_directory("model.path", value)
+    assert found is not None
+    assert found.startswith(f"model.path={value!r}: no such directory")
+
+
+def test_what_may_be_a_name_of_the_hub(tmp_path) -> None:
+    assert no_directory("model.path", "gpt2") is no_directory("model.path", "meta-llama/Llama-3.1-8B") is None
+    assert no_directory("model.path", str(tmp_path)) is None
+    (tmp_path / "file").write_text("")
+    assert "is a file" in str(no_directory("model.path", str(tmp_path / "file")))
