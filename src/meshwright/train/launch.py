@@ -74,7 +74,7 @@ def launch(config: RunConfig, *, debug: bool = False, source: Source | None = No
     """
     from meshwright.distributed.process_group import distributed_environment
     from meshwright.plan.explain import explain
-    from meshwright.train.prepare import checkpoint_to_resume, locked, prepare_run
+    from meshwright.train.prepare import checkpoint_to_resume, describe_data, locked, prepare_run
 
     if distributed_environment():
         from meshwright.train.worker import run_worker
@@ -95,6 +95,7 @@ def launch(config: RunConfig, *, debug: bool = False, source: Source | None = No
     with locked(config):
         setup, _, store = prepare_run(config, processes)
         Console().print(explain(setup.plan, parameters=False))
+        Console().print(describe_data(config, store), highlight=False, markup=False, soft_wrap=True)
         assure(setup, source, prove)
         prepared = (str(store.directory), checkpoint_to_resume(config))
         del setup, store

@@ -57,6 +57,7 @@ class Trainer:
         model: parallelized.
         mesh: of the layout.
         step: optimizer steps done.
+        steps: optimizer steps in all.
     """
 
     loader_type = TrainLoader
@@ -87,6 +88,7 @@ class Trainer:
 
         data_rank, data_ranks = self.mesh.rank("dp"), setup.layout.size("dp")
         self.loader = self.build_loader(store)
+        self.steps = training.steps or self.loader.steps(training.epochs or 0)
         self.evaluation = None
         if store.index.eval_documents:
             held_out = SequenceDataset(store, "eval", data.sequence_length, data.packing, shuffle=False)
@@ -112,7 +114,7 @@ class Trainer:
                 dense = not model_sizes(setup.spec, setup.model).experts
                 rows, length = training.microbatch_size, data.sequence_length
                 check_boundaries(setup.model, device, rows, length, exact=dense, multiple=setup.plan.sequence_multiple)
-        self.recorder = Recorder(self.config, speaks=self.rank == 0, resumed_step=self.step)
+        self.recorder = Recorder(self.config, speaks=self.rank == 0, steps=self.steps, resumed_step=self.step)
 
     # -- the parts; `audit` replaces some of them to have a reference ----------------------------------------------------------
 
@@ -167,17 +169,18 @@ class Trainer:
         Raises:
             NonFiniteError: a NaN or infinite loss or gradient norm, unless such steps are to be skipped.
         """
-        steps = self.config.training.steps
+        steps, training = self.steps, self.config.training
         try:
             if self.step == 0:
                 self.evaluate()
             if self.step >= steps:
-                self.recorder.say(f"nothing to train: step {self.step} of {steps} is done (training.steps)")
+                key = "steps" if training.epochs is None else "epochs"
+                self.recorder.say(f"nothing to train: step {self.step} of {steps} is done (training.{key})")
             while self.step < steps:
                 self.recorder.step(self.step + 1, self.train_step())
                 self.step += 1
                 last = self.step == steps
-                if last or _due(self.step, self.config.training.eval_every):
+                if last or _due(self.step, training.eval_every):
                     self.evaluate()
                 if last or _due(self.step, self.config.checkpoint.every):
                     self.save()
@@ -200,7 +203,7 @@ class Trainer:
         self.balance.begin_step(counts[-1])
         self.sums = torch.zeros_like(self.sums)
         divisor = self.counts[0].clamp(min=1)
-        rate = learning_rate(self.step, self.config.training.steps, self.config.optimizer.lr, self.config.schedule)
+        rate = learning_rate(self.step, self.steps, self.config.optimizer.lr, self.config.schedule)
         set_learning_rate(self.optimizer, rate)
         summed = self.backward(batches, divisor)
         norm = self.clip()

@@ -18,7 +18,7 @@ from meshwright.models.imports import import_modules
 from meshwright.plan.explain import explain
 from meshwright.train.assure import assure
 from meshwright.train.config import RunConfig
-from meshwright.train.prepare import checkpoint_to_resume, load_run_tokenizer, locked, prepare_run
+from meshwright.train.prepare import checkpoint_to_resume, describe_data, load_run_tokenizer, locked, prepare_run
 from meshwright.train.proof import Source
 from meshwright.train.setup import make_setup
 
@@ -70,6 +70,7 @@ def _prepare_on_rank_0(config: RunConfig, held: ExitStack, source: Source | None
             held.enter_context(locked(config))
             setup, _, store = prepare_run(config, dist.get_world_size())
             Console().print(explain(setup.plan, parameters=False))
+            Console().print(describe_data(config, store), highlight=False, markup=False, soft_wrap=True)
             assure(setup, source, None)
             outcome[0] = (str(store.directory), checkpoint_to_resume(config))
         except MeshwrightError as error:
