@@ -146,9 +146,10 @@ def _json_values(path: Path, bad: BadRows) -> Iterator[Row]:
         elif array and not text.startswith("]", at):
             line += text.count("\n", seen, at)
             raise DataError(f"{path}:{line}: cannot be read as json from here on (a comma or ] is missing)")
-    if array and (at >= len(text) or _skip(text, at + 1) < len(text)):
-        line += text.count("\n", seen, at)
-        what = "the ] at the end is missing" if at >= len(text) else "there is more after the ]"
+    end = _skip(text, at + 1) if at < len(text) else -1
+    if array and end != len(text):
+        line += text.count("\n", seen, end if end >= 0 else at)
+        what = "the ] at the end is missing" if end < 0 else "there is more after the ]"
         raise DataError(f"{path}:{line}: cannot be read as json ({what})")
 
 
