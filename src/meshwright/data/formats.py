@@ -15,7 +15,7 @@ from meshwright.errors import DataError
 if TYPE_CHECKING:
     from meshwright.data.config import DataConfig
 
-__all__ = ["FORMATS", "Document", "Format", "RowReader"]
+__all__ = ["FORMATS", "SPEAKERS", "Document", "Format", "RowReader"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ FORMATS = {
     "prompt_completion": Format(("prompt", "completion"), ("system",)),
 }
 
-_SPEAKERS = {
+SPEAKERS = {
     "system": "system",
     "human": "user",
     "user": "user",
@@ -156,13 +156,13 @@ class RowReader:
         for number, message in self._turns(row, "conversations"):
             where = f"{row.source}: message {number}"
             speaker = message.get(from_key, message.get("role"))
-            if not isinstance(speaker, str) or speaker not in _SPEAKERS:
+            if not isinstance(speaker, str) or speaker not in SPEAKERS:
                 what = f"is from {speaker!a:.40}" if speaker is not None else f"has no {from_key!r} (keys: {_names(message)})"
-                raise DataError(f"{where} {what}; legal are {', '.join(_SPEAKERS)}")
+                raise DataError(f"{where} {what}; legal are {', '.join(SPEAKERS)}")
             said = _content(message.get(value_key, message.get("content")), where)
             if speaker == "function_call" and "content" in said:
                 said = {"content": "", "tool_calls": [_call(said["content"], where)]}
-            found.append({"role": _SPEAKERS[speaker], **said})
+            found.append({"role": SPEAKERS[speaker], **said})
         return found
 
     def _alpaca(self, row: Row) -> list[dict[str, Any]]:
