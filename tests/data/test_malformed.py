@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import struct
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshwright.data.config import DataConfig, TokenizerConfig
+from meshwright.data.corpora import documents
 from meshwright.data.store import StoreIndex, prepare
 from meshwright.data.tokenizer import build_tokenizer
 from meshwright.errors import DataError, MeshwrightError
@@ -197,3 +199,20 @@ def test_marks_and_line_ends_that_do_no_harm(tmp_path: Path, tokenizer) -> None:
     config = DataConfig(files=[str(path), str(tmp_path / "b.json")], sequence_length=64)
     store = prepare(config, tokenizer, tmp_path / "stores", 0)
     assert tokenizer.decode(store.tokens) == "".join(text + "<|eos|>" for text in [*texts, texts[0]])
+
+
+def test_text_of_arrow_that_is_no_utf8(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    offsets = struct.pack("<3i", 0, 2, 4)
+    words = pyarrow.Array.from_buffers(
+        pyarrow.string(), 2, [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(b"ok\xff\xfe")]
+    )
+    (tmp_path / "set").mkdir()
+    path = tmp_path / "set" / "train.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": words}), path)
+    with pytest.raises(DataError, match=r"train.parquet, after row 1: cannot be read as parquet .'utf-8'"):
+        list(documents(DataConfig(files=[str(path)], sequence_length=64)))
+    with pytest.raises(DataError, match=r"set, after row 1: cannot be read .'utf-8'"):
+        list(documents(DataConfig(hub=str(path.parent), sequence_length=64), tmp_path / "cache"))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from meshwright.data.bad_rows import BadRows
 from meshwright.data.config import TEXT_EXTENSIONS, DataConfig, expand_files
 from meshwright.data.formats import Document, RowReader
-from meshwright.data.rows import Row, file_rows, open_file
+from meshwright.data.rows import Row, file_rows, library_rows, open_file
 from meshwright.errors import DataError
 
 if TYPE_CHECKING:
@@ -213,9 +213,7 @@ def _load_hub(config: DataConfig, cache_dir: str | Path | None) -> "Dataset":
 
 
 def _hub_rows(config: DataConfig, bad: BadRows, cache_dir: str | Path | None) -> Iterator[Row]:
-    for number, values in enumerate(_load_hub(config, cache_dir), start=1):
-        bad.rows += 1
-        yield Row(values, f"{config.hub}, row {number}")
+    yield from library_rows(lambda: _load_hub(config, cache_dir), f"{config.hub}", bad)
 
 
 def _row_documents(config: DataConfig, rows: Iterator[Row], name: str, bad: BadRows) -> Iterator[Document]:

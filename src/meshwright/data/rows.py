@@ -6,7 +6,7 @@ its line.
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.data.bad_rows import BadRows
 from meshwright.errors import DataError
 
-__all__ = ["DuplicateKeys", "Row", "file_rows", "open_file"]
+__all__ = ["DuplicateKeys", "Row", "file_rows", "library_rows", "open_file"]
 
 _BOM = b"\xef\xbb\xbf"
 _NOT_JSON = {
@@ -176,16 +176,33 @@ def _reason(error: Exception) -> str:
     return str(error).split(";")[0]  # an integer of too many digits, with advice for programmers
 
 
+def library_rows(load: Callable[[], Iterable[Any]], name: str, bad: BadRows, kind: str = "") -> Iterator[Row]:
+    """Rows that `datasets` reads.
+
+    Args:
+        load: gives the rows.
+        name: of the file or of the data set.
+        bad: counts them.
+        kind: how they are read, for a message.
+
+    Raises:
+        DataError: they cannot be read, or not from some row on.
+    """
+    number = 0
+    try:
+        for number, values in enumerate(load(), start=1):
+            yield from _row(values, f"{name}, row {number}", bad)
+    except DataError:
+        raise
+    except Exception as error:  # errors of arrow and of datasets for one cause
+        where = f", after row {number}" if number else ""
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise DataError(f"{name}{where}: cannot be read{kind} ({reason})") from error
+
+
 def _parquet(path: Path, bad: BadRows, cache_dir: str | Path | None) -> Iterator[Row]:
     from datasets import load_dataset
 
     cache = None if cache_dir is None else str(cache_dir)
-    number = 0
-    try:
-        rows = load_dataset("parquet", data_files=str(path), split="train", streaming=True, cache_dir=cache)
-        for number, values in enumerate(rows, start=1):
-            yield from _row(values, f"{path}, row {number}", bad)
-    except Exception as error:  # errors of arrow and of datasets for one cause
-        where = f", after row {number}" if number else ""
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise DataError(f"{path}{where}: cannot be read as parquet ({reason})") from error
+    options = {"data_files": str(path), "split": "train", "streaming": True, "cache_dir": cache}
+    yield from library_rows(lambda: load_dataset("parquet", **options), str(path), bad, kind=" as parquet")
