@@ -64,12 +64,25 @@ def test_who_speaks_in_sharegpt(jsonl):
     assert found.messages == turns(*zip(roles, names, strict=True))
     with pytest.raises(DataError, match=r":1: message 1 is from 'narrator'; legal are system, human"):
         list(documents(config(jsonl([{"conversations": [{"from": "narrator", "value": "x"}]}]))))
-    with pytest.raises(DataError, match=r":1: message 1 has no 'from' .keys: value.; legal are"):
+    with pytest.raises(DataError, match=r":1: message 1 has no from; its keys are value"):
         list(documents(config(jsonl([{"conversations": [{"value": "x"}]}]))))
 
 
 def test_conversations_whose_messages_have_roles(jsonl):
     assert next(documents(config(jsonl([{"conversations": EXCHANGE}])))).messages == EXCHANGE
+
+
+def test_what_else_a_message_has_is_kept(jsonl):
+    call = [{"function": {"name": "jump"}}]
+    for row in (
+        {"messages": [{"role": "assistant", "content": "a", "tool_calls": call}]},
+        {"conversations": [{"role": "assistant", "content": "a", "tool_calls": call}]},
+        {"conversations": [{"from": "gpt", "value": "a", "tool_calls": call}]},
+    ):
+        assert next(documents(config(jsonl([row])))).messages == [{"role": "assistant", "content": "a", "tool_calls": call}]
+    mapped = config(jsonl([{"messages": [{"who": "user", "role": "x", "says": "b", "content": "y"}]}]))
+    mapped = mapped.model_copy(update={"columns": {"role": "who", "content": "says"}})
+    assert next(documents(mapped)).messages == turns(("user", "b"))
 
 
 def test_a_function_call_of_sharegpt(jsonl):
@@ -142,6 +155,8 @@ def test_an_optional_column_that_no_row_has(jsonl):
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b", "brief": "c"}]
     wish = {"columns": {"system": "brief"}, "format": "prompt_completion"}
     assert len(list(documents(config(jsonl(rows), **wish)))) == 2
+    both = [jsonl(rows[:1], "a.jsonl"), jsonl(rows[1:], "b.jsonl")]
+    assert len(list(documents(config("", files=both, **wish)))) == 2
     with pytest.raises(DataError, match=r"no column 'brief' .for 'system'.; columns there are prompt, completion"):
         list(documents(config(jsonl(rows[:1]), **wish)))
 

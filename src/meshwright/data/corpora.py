@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.data.bad_rows import BadRows
 from meshwright.data.config import TEXT_EXTENSIONS, DataConfig, expand_files
-from meshwright.data.formats import Document, RowReader
+from meshwright.data.formats import Document, RowReader, check_columns
 from meshwright.data.rows import Row, file_rows, library_rows, open_file
 from meshwright.errors import DataError
 
@@ -104,7 +104,7 @@ def _source_documents(config: DataConfig, cache_dir: str | Path | None, bad: Bad
     if config.corpus:
         return _stdlib_documents(bad)
     if config.hub is not None:
-        return _row_documents(config, _hub_rows(config, bad, cache_dir), config.hub, bad)
+        return _hub_documents(config, cache_dir, bad)
     return _file_documents(config, config.files, "files", cache_dir, bad)
 
 
@@ -166,14 +166,19 @@ def _file_documents(
     if missing:
         raise DataError(f"data.{knob}: {pattern!r} matches no file" for pattern in missing)
     broken: list[str] = []
+    seen: dict[str, None] = {}
     for path in expand_files(patterns):
         try:
             if path.suffix in TEXT_EXTENSIONS:
                 yield from _text_file(config, path, bad)
             else:
-                yield from _row_documents(config, file_rows(path, bad, cache_dir), str(path), bad)
+                yield from _row_documents(RowReader(config, seen), file_rows(path, bad, cache_dir), bad)
         except DataError as error:  # the others are read on, so that one report has what is wrong with all
             broken.extend(error.problems)
+    try:
+        check_columns(config, seen, f"{knob}={patterns}")
+    except DataError as error:
+        broken.extend(error.problems)
     if broken:
         raise DataError([*broken, *(bad.shown if config.bad_rows == "stop" else [])])
 
@@ -212,12 +217,14 @@ def _load_hub(config: DataConfig, cache_dir: str | Path | None) -> "Dataset":
         ) from error
 
 
-def _hub_rows(config: DataConfig, bad: BadRows, cache_dir: str | Path | None) -> Iterator[Row]:
-    yield from library_rows(lambda: _load_hub(config, cache_dir), f"{config.hub}", bad)
+def _hub_documents(config: DataConfig, cache_dir: str | Path | None, bad: BadRows) -> Iterator[Document]:
+    seen: dict[str, None] = {}
+    rows = library_rows(lambda: _load_hub(config, cache_dir), f"{config.hub}", bad)
+    yield from _row_documents(RowReader(config, seen), rows, bad)
+    check_columns(config, seen, f"{config.hub}")
 
 
-def _row_documents(config: DataConfig, rows: Iterator[Row], name: str, bad: BadRows) -> Iterator[Document]:
-    reader = RowReader(config)
+def _row_documents(reader: RowReader, rows: Iterator[Row], bad: BadRows) -> Iterator[Document]:
     for row in rows:
         try:
             document = reader.document(row)
@@ -225,4 +232,3 @@ def _row_documents(config: DataConfig, rows: Iterator[Row], name: str, bad: BadR
             bad.add(error)
         else:
             yield document
-    reader.check_columns(name)

@@ -15,7 +15,7 @@ from meshwright.errors import DataError
 if TYPE_CHECKING:
     from meshwright.data.config import DataConfig
 
-__all__ = ["FORMATS", "SPEAKERS", "Document", "Format", "RowReader"]
+__all__ = ["FORMATS", "SPEAKERS", "Document", "Format", "RowReader", "check_columns"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,24 @@ class Document:
     """File and line, or data set and row, for messages to the user."""
 
 
+def check_columns(config: "DataConfig", seen: dict[str, None], name: str) -> None:
+    """Refuse a mapped column that no row had, now that all are read.
+
+    Args:
+        config: its `columns`.
+        seen: the columns that there are; nothing is said if there are none.
+        name: of the source.
+
+    Raises:
+        DataError: with the columns that there are.
+    """
+    within = {key for layout in config.formats for key in FORMATS[layout].within}
+    missing = [(key, column) for key, column in config.columns.items() if column not in seen and key not in within]
+    if seen and missing:
+        there = f"columns there are {_names(seen)}"
+        raise DataError(f"data.columns: {name} has no column {column!a} (for {key!r}); {there}" for key, column in missing)
+
+
 class RowReader:
     """Makes documents of the rows of one file or data set, all of one format.
 
@@ -80,13 +98,13 @@ class RowReader:
 
     Args:
         config: format, columns, kind.
+        seen: takes the columns of the rows.
     """
 
-    def __init__(self, config: "DataConfig") -> None:
+    def __init__(self, config: "DataConfig", seen: dict[str, None]) -> None:
         self.columns = {"text": config.text_field, "messages": config.messages_field, **config.columns}
-        self.mapped = config.columns
         self.candidates = config.formats
-        self.seen: dict[str, None] = {}
+        self.seen = seen
 
     def document(self, row: Row) -> Document:
         """The document of a row.
@@ -104,18 +122,6 @@ class RowReader:
         if name == "text":
             return Document(_text(row, self._column("text")), None, row.source)
         return Document(None, getattr(self, f"_{name}")(row), row.source)
-
-    def check_columns(self, name: str) -> None:
-        """Refuse a mapped column that no row had, now that all are read.
-
-        Raises:
-            DataError: with the columns that there are.
-        """
-        within = {key for candidate in self.candidates for key in FORMATS[candidate].within}
-        for key, column in self.mapped.items():
-            if self.seen and column not in self.seen and key not in within:
-                there = f"columns there are {_names(self.seen)}"
-                raise DataError(f"data.columns: {name} has no column {column!a} (for {key!r}); {there}")
 
     def _column(self, key: str) -> str:
         return self.columns.get(key, key)
@@ -138,31 +144,23 @@ class RowReader:
     # ---- chats -----------------------------------------------------------------------------------------------------------
 
     def _messages(self, row: Row) -> list[dict[str, Any]]:
-        role_key, content_key = self._column("role"), self._column("content")
-        found = []
-        for number, message in self._turns(row, "messages"):
-            role = message.pop(role_key, None)
-            if not isinstance(role, str):
-                keys = _names({role_key: role, **message} if role is not None else message)
-                what = "no role" if role is None else f"a role that is {_kind(role)}, not text"
-                raise DataError(f"{row.source}: message {number} has {what}; its keys are {keys}")
-            content = message.pop(content_key, None)
-            found.append({"role": role, **_content(content, f"{row.source}: message {number}"), **message})
-        return found
+        keys = self._column("role"), self._column("content")
+        return [_message(message, *keys, f"{row.source}: message {n}") for n, message in self._turns(row, "messages")]
 
     def _sharegpt(self, row: Row) -> list[dict[str, Any]]:
         from_key, value_key = self._column("from"), self._column("value")
         found = self._system(row)
         for number, message in self._turns(row, "conversations"):
             where = f"{row.source}: message {number}"
-            speaker = message.get(from_key, message.get("role"))
-            if not isinstance(speaker, str) or speaker not in SPEAKERS:
-                what = f"is from {speaker!a:.40}" if speaker is not None else f"has no {from_key!r} (keys: {_names(message)})"
-                raise DataError(f"{where} {what}; legal are {', '.join(SPEAKERS)}")
-            said = _content(message.get(value_key, message.get("content")), where)
-            if speaker == "function_call" and "content" in said:
-                said = {"content": "", "tool_calls": [_call(said["content"], where)]}
-            found.append({"role": SPEAKERS[speaker], **said})
+            if from_key not in message and "role" in message:  # conversations of messages
+                found.append(_message(message, "role", "content", where))
+                continue
+            turn = _message(message, from_key, value_key, where)
+            if turn["role"] not in SPEAKERS:
+                raise DataError(f"{where} is from {turn['role']!a:.40}; legal are {', '.join(SPEAKERS)}")
+            if turn["role"] == "function_call" and "content" in turn:
+                turn |= {"content": "", "tool_calls": [_call(turn["content"], where)]}
+            found.append(turn | {"role": SPEAKERS[turn["role"]]})
         return found
 
     def _alpaca(self, row: Row) -> list[dict[str, Any]]:
@@ -190,6 +188,16 @@ class RowReader:
 
     def _optional(self, row: Row, key: str) -> str:
         return _text(row, self._column(key)) if row.values.get(self._column(key)) is not None else ""
+
+
+def _message(message: dict[str, Any], role_key: str, content_key: str, where: str) -> dict[str, Any]:
+    """A message with `role`, `content` unless it is null, and whatever else a template may know of it."""
+    role = message.get(role_key)
+    if not isinstance(role, str):
+        what = f"no {role_key}" if role is None else f"a {role_key} that is {_kind(role)}, not text"
+        raise DataError(f"{where} has {what}; its keys are {_names(message)}")
+    rest = {key: part for key, part in message.items() if key not in (role_key, content_key, "role", "content")}
+    return {"role": role, **_content(message.get(content_key), where), **rest}
 
 
 def _exchange(asked: str, row: Row, answer: str) -> list[dict[str, Any]]:
