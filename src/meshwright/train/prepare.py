@@ -205,10 +205,11 @@ def describe_data(config: RunConfig, store: "TokenStore") -> str:
     length, batch, sequences = config.data.sequence_length, config.training.global_batch_size, loader.sequences(1)
     steps = config.training.steps or loader.steps(config.training.epochs or 0)
     epochs, filled = steps * batch / sequences, index.train_tokens / (sequences * length)
+    packed = "packed " if config.data.packing == "pack" else ""
     lines = [
         f"data: {index.rows:,} rows, {index.documents:,} documents of {index.tokens:,} tokens, {index.eval_documents:,} held "
         f"out; {index.truncated:,} truncated, {index.dropped:,} dropped, {index.empty:,} empty, {index.bad:,} bad",
-        f"{sequences:,} packed sequences of {length:,}, {filled:.1%} full; "
+        f"{sequences:,} {packed}sequences of {length:,}, {filled:.1%} full; "
         f"{steps:,} steps of {batch:,} are {epochs:.3g} epochs",
     ]
     if index.bad:
