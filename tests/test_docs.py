@@ -1,4 +1,4 @@
-"""The code of docs/adding-a-family.md does what the page says."""
+"""The code of docs/adding-a-family.md does what the page says; so do the sections of docs/data.md."""
 
 import json
 import re
@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.data.formats import FORMATS, SPEAKERS
 from meshwright.models.imports import import_modules
+from meshwright.train.config import RunConfig
 from tests.cli.conftest import meshwright, start, warm
 from tests.harness import run_ranks
 from tests.train.conftest import corpus
@@ -19,6 +22,27 @@ from tests.train.conftest import corpus
 __all__ = ["corpus", "meshwright", "start", "warm"]
 
 PAGE = Path(__file__).parents[1] / "docs" / "adding-a-family.md"
+
+
+def test_the_sections_of_the_page_on_data_are_legal() -> None:
+    needed = {
+        "data": {"files": ["a.jsonl"], "sequence_length": 8},
+        "training": {"steps": 1, "global_batch_size": 1},
+    }
+    blocks = re.findall(r"^```yaml\n(.*?)^```$", PAGE.with_name("data.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        found = {"output": "runs/x", "model": {"path": "x"}, **needed, **yaml.safe_load(block)}
+        assert RunConfig.model_validate(found)
+
+
+def test_the_page_on_data_has_every_format_and_its_columns() -> None:
+    page = PAGE.with_name("data.md").read_text()
+    for name, layout in FORMATS.items():
+        (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+        assert all(f"`{column}`" in row for column in layout.names)
+    for speaker in SPEAKERS:
+        assert speaker in page
 
 
 @pytest.fixture

@@ -1,14 +1,26 @@
 """What an audit feeds: words at the edges of slices, padding, and a microbatch without a label, the same on every layout."""
 
+import json
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from meshwright.audit.data import UnevenLoader, draw_documents, edge_words, unlabelled_microbatch, words_to_feed
+from meshwright.audit.data import (
+    DOCUMENTS,
+    UnevenLoader,
+    documents_of_run,
+    draw_documents,
+    edge_words,
+    unlabelled_microbatch,
+    words_to_feed,
+)
 from meshwright.data.packing import IGNORE
 from meshwright.data.store import TokenStore
+from meshwright.errors import DataError
+from tests.train.runs import tiny_run
 
 VOCABULARY, LENGTH = 2048, 64
 
@@ -68,3 +80,13 @@ def test_the_stream_is_that_of_one_process_on_any_ranks(store: TokenStore) -> No
         parts = [batch for rank in range(ranks) for batch in loader(store, rank, ranks).microbatches(step)]
         for one, other in zip(whole, parts, strict=True):
             assert all(np.array_equal(one[key], other[key]) for key in one)
+
+
+def test_bad_rows_of_a_run_are_judged_by_the_run_and_not_by_its_first_documents(tmp_path: Path) -> None:
+    rows = [{"text": "abc def " * 9} if number % 2 else {"text": None} for number in range(40)] + [{"text": "abc"}] * 400
+    (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    skips = tiny_run(tmp_path, tmp_path / "texts.jsonl", "data.bad_rows=skip", "tokenizer={}", "model.config.vocab_size=300")
+    assert len(documents_of_run(skips, 300, 32, tmp_path / "skips").lengths) >= DOCUMENTS / 2
+    stops = tiny_run(tmp_path, tmp_path / "texts.jsonl", "tokenizer={}", "model.config.vocab_size=300")
+    with pytest.raises(DataError, match=r"20 of \d+ rows cannot be used.*'stop'"):
+        documents_of_run(stops, 300, 32, tmp_path / "stops")

@@ -89,7 +89,6 @@ def test_batch_that_the_ranks_do_not_divide(meshwright: Meshwright, config: str)
         ),
         ("data.files=['/nowhere.jsonl']", ("data.files: '/nowhere.jsonl': no such file",)),
         ("data.files=['/nowhere/*.txt']", ("data.files: '/nowhere/*.txt': glob matches no file",)),
-        ("data.long_documents=error", ("tokens, more than data.sequence_length=32", "data.long_documents is 'error'")),
         (
             "data.sequence_length=65",
             ("data.sequence_length=65: model.config has max_position_embeddings=64; legal is 2 to 64",),
@@ -104,6 +103,34 @@ def test_one_wrong_value(meshwright: Meshwright, config: str, override: str, par
         override = "tokenizer={path: /nowhere}"
     wrong(meshwright, "train", config, override, parts=parts)
     assert not (Path(config).parent / "out" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_that_cannot_be_used_are_one_report(meshwright: Meshwright, config: str, tmp_path: Path, ranks: int) -> None:
+    answers: list[object] = ["fox", None, "dog", [{"type": "image"}], "\ud800", "box"] * 3
+    rows = [{"prompt": "quick", "completion": answer} for answer in answers]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n{")
+    wish = (f"data.files=['{path}']", "tokenizer={}", "model.config.vocab_size=300", "training.steps=1", "--nproc", ranks)
+    parts = (
+        "data: 10 of 19 rows cannot be used, and data.bad_rows is 'stop'",
+        f"{path}:2: message 2: the assistant's answer is null",
+        f"{path}:4: field 'completion' holds list, not text",
+        f"{path}:5: a text holds half of a character",
+        f"{path}:19: cannot be read as json",
+    )
+    wrong(meshwright, "train", config, *wish, parts=parts, messages=11)
+    wrong(meshwright, "train", config, *wish, "data.bad_rows=skip", parts=("data.bad_rows_limit=0.1 is the most",), messages=11)
+    found = meshwright("train", config, *wish, "data.bad_rows=skip", "data.bad_rows_limit=0.6")
+    assert (found.code, found.error) == (0, "")
+    assert "data: 19 rows, 9 documents of " in found.out
+    assert "0 truncated, 0 dropped, 0 empty, 10 bad" in found.out
+    assert f"  {path}:19: cannot be read as json" in found.out
+
+
+def test_documents_that_are_too_long(meshwright: Meshwright, config: str) -> None:
+    parts = ("data: 64 of 80 rows", "words.jsonl:2: 53 tokens, more than data.sequence_length=32", "and 44 more bad rows")
+    wrong(meshwright, "train", config, "data.long_documents=error", parts=parts, messages=22)
 
 
 def test_all_that_is_wrong_at_once(meshwright: Meshwright, config: str, monkeypatch: pytest.MonkeyPatch) -> None:

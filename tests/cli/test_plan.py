@@ -54,6 +54,13 @@ def test_axes_that_are_not_carried_out_yet_are_planned() -> None:
     assert {row["stage"] for row in content["parameters"]} == {0, 1, 2}
 
 
+def test_a_run_of_epochs_is_planned_without_its_data() -> None:
+    epochs = ["training.steps=null", "training.epochs=3", "data.corpus=null", "data.files=[/nowhere.jsonl]"]
+    assert run("plan", QUICKSTART, "-n", "2", "--json", *epochs) == run("plan", QUICKSTART, "-n", "2", "--json")
+    content = yaml.safe_load(run("plan", QUICKSTART, "--print-config", *epochs))
+    assert (content["training"]["steps"], content["training"]["epochs"]) == (None, 3)
+
+
 def test_print_config_is_complete_and_loads_back() -> None:
     text = run("plan", QUICKSTART, "--print-config", "optimizer.lr=1e-4")
     content = yaml.safe_load(text)

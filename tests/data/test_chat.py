@@ -86,8 +86,9 @@ def test_an_assistant_who_begins(with_template):
 def test_a_template_that_refuses(with_template):
     with pytest.raises(DataError, match="refuses the messages: roles must alternate"):
         encode_chat(with_template("{{ raise_exception('roles must alternate') }}"), CHAT)
+    turns = [{"role": "user", "content": 3}, {"role": "assistant", "content": "fox"}]
     with pytest.raises(DataError, match="row 2: the chat template refuses"):
-        encode_chat(with_template(DEFAULT_CHAT_TEMPLATE), [{"role": "assistant"}], "row 2")
+        encode_chat(with_template(DEFAULT_CHAT_TEMPLATE), turns, "row 2")
 
 
 def test_marks_around_nothing(with_template):

@@ -99,12 +99,13 @@ def test_max_documents(jsonl):
 @pytest.mark.parametrize(
     ("rows", "changes", "words"),
     [
-        ([{"body": "x", "n": 1}], {}, "row 1: neither field 'text' .*'messages'.*body, n"),
-        ([{"text": "x", "messages": []}], {}, "both fields 'text'.*set data.kind"),
+        ([{"body": "x", "n": 1}], {}, ":1: no fields of a format: neither 'text' .*'messages'.*body, n; set data.format"),
+        ([{"text": "x", "messages": []}], {}, "several formats, 'text' .text., 'messages' .*set data.format, data.kind or"),
         ([{"body": "x"}], {"kind": "text"}, "no field 'text'; fields there are body; set data.text_field"),
-        ([{"text": "x"}], {"kind": "chat"}, "no field 'messages'; fields there are text; set data.messages_field"),
-        ([{"text": "x"}, {"text": None}], {}, "row 2: field 'text' holds NoneType, not text"),
-        ([{"text": 3}], {}, "row 1: field 'text' holds int"),
+        ([{"text": "x"}], {"kind": "chat"}, ":1: no fields of a format: neither 'messages'"),
+        ([{"text": "x"}], {"format": "messages"}, "no field 'messages'; fields there are text; set data.messages_field or"),
+        ([{"text": "x"}, {"text": None}], {}, ":2: field 'text' holds null, not text"),
+        ([{"text": 3}], {}, ":1: field 'text' holds int"),
         ([{"messages": "hello"}], {}, "not a list of messages"),
         ([{"messages": [{"from": "human", "value": "x"}]}], {}, "message 1 has no role; its keys are from, value"),
         ([], {}, "is empty"),
@@ -246,7 +247,7 @@ def test_long_documents(tmp_path, jsonl, tokenizer):
     def index(policy):
         return prepare(config(path, long_documents=policy), tokenizer, tmp_path / "store", 0)
 
-    with pytest.raises(DataError, match=r"row 2: \d+ tokens.*sequence_length=16.*'truncate' or 'drop'.*split"):
+    with pytest.raises(DataError, match=r":2: \d+ tokens.*sequence_length=16.*'truncate' or 'drop'.*split"):
         index("error")
     assert index("auto").index.split == 1
     truncated = index("truncate")
@@ -259,12 +260,13 @@ def test_long_documents(tmp_path, jsonl, tokenizer):
 def test_long_chats(tmp_path, jsonl, tokenizer):
     long = [CHATS[0], {"messages": [{"role": "user", "content": "fox " * 50}, {"role": "assistant", "content": "dog"}]}]
     path = jsonl(long)
-    with pytest.raises(DataError, match=r"row 2: .*long_documents is 'error'; choose 'truncate' or 'drop', or a longer"):
+    with pytest.raises(DataError, match=r":2: .*long_documents is 'error'; choose 'truncate' or 'drop', or a longer"):
         prepare(config(path, sequence_length=64), tokenizer, tmp_path / "store", 0)
     with pytest.raises(ConfigError, match="cannot be split; legal for chat"):
         prepare(config(path, long_documents="split"), tokenizer, tmp_path / "store", 0)
     store = prepare(config(path, sequence_length=64, long_documents="truncate"), tokenizer, tmp_path / "store", 0)
-    assert (store.index.truncated, store.index.empty, store.index.documents) == (1, 1, 1)  # the reply was cut off
+    index = store.index
+    assert (index.truncated, index.dropped, index.empty, index.bad, index.documents) == (0, 1, 0, 0, 1)  # the reply was cut off
 
 
 def test_nothing_left_to_train_on(tmp_path, jsonl, tokenizer):

@@ -1,6 +1,7 @@
 """The configuration: overrides, all errors in one report, and a printed form that reproduces the run."""
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from pydantic import BaseModel
 
 from meshwright.errors import ConfigError
 from meshwright.train.config import RunConfig, load_config
+from meshwright.train.problems import FOREIGN
 from tests.train.runs import train, write_config
 
 Tiny = Callable[..., RunConfig]
@@ -78,6 +80,19 @@ def test_later_overrides_win_and_the_rest_stays(file: Path) -> None:
         ("layout.dp_shards=2", ("layout.dp_shards", "did you mean 'layout.dp_shard'?")),
         ("training.global_batchsize=2", ("did you mean 'training.global_batch_size'?",)),
         ("data.sequence_len=2", ("did you mean 'data.sequence_length'?",)),
+        (
+            "training.gradient_accumulation_steps=4",
+            ("unknown key; here it is training.global_batch_size, the sequences of an",),
+        ),
+        (
+            "training.per_device_train_batch_size=4",
+            ("unknown key; did you mean 'training.microbatch_size'?",),
+        ),
+        ("training.num_train_epochs=3", ("unknown key; did you mean 'training.epochs'?",)),
+        ("num_train_epochs=3", ("num_train_epochs: unknown key; here it is training.epochs; legal here: output",)),
+        ("learning_rate=1e-4", ("learning_rate: unknown key; here it is optimizer.lr; legal here: output",)),
+        ("optimizer.learning-rate=1e-4", ("here it is optimizer.lr",)),
+        ("max_seq_length=128", ("here it is data.sequence_length",)),
         ("training.steps=many", ("training.steps='many'", "integer")),
         ("training.steps=2.5", ("training.steps=2.5", "integer")),
         ("training.steps=0", ("training.steps=0", "greater than or equal to 1")),
@@ -107,6 +122,16 @@ def test_one_problem_is_one_message(file: Path, override: str, parts: tuple[str,
     assert len(found) == 1, found
     for part in parts:
         assert part in found[0]
+
+
+def test_the_keys_that_stand_for_names_of_other_trainers_exist() -> None:
+    sections = {name: item.annotation for name, item in RunConfig.model_fields.items()}
+    for name, here in FOREIGN.items():
+        found = re.findall(r"\b(\w+)\.(\w+)", here)
+        assert found or here in sections, name
+        for section, key in found:
+            assert key in sections[section].model_fields, here
+        assert name not in RunConfig.model_fields
 
 
 def test_all_problems_in_one_report(file: Path) -> None:

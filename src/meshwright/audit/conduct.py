@@ -87,7 +87,7 @@ def audit(
         if not full:
             ready, settled = settle(config, ready, setup)
             more = (*more, *settled)
-        store = _store(config, setup, Path(folder), drawn)
+        store = _store(config, setup, Path(folder), steps, drawn)
         if not model_sizes(setup.spec, setup.model).experts:
             more = tuple(change for change in more if change.key != "model.experts_implementation")
         with Auditor(device_kind(config, world_size), patience) as auditor:
@@ -140,7 +140,9 @@ def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple
             "optimizer": optimizer,
             "data": config.data.model_copy(update={"eval_fraction": 0.0, "eval_files": []}),
             "schedule": ScheduleConfig(kind="constant"),
-            "training": config.training.model_copy(update={"steps": steps, "eval_every": 0, "on_nonfinite": "skip"}),
+            "training": config.training.model_copy(
+                update={"steps": steps, "epochs": None, "eval_every": 0, "on_nonfinite": "skip"}
+            ),
             "checkpoint": CheckpointConfig(),
             "metrics": MetricsConfig(jsonl=False, tensorboard=False),
             "launch": LaunchConfig(),
@@ -170,12 +172,12 @@ def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple
     return ready, tuple(changes)
 
 
-def _store(config: RunConfig, setup: RunSetup, folder: Path, drawn: bool) -> Path:
+def _store(config: RunConfig, setup: RunSetup, folder: Path, steps: int, drawn: bool) -> Path:
     vocabulary: int = setup.model.config.get_text_config().vocab_size
     data, training = setup.config.data, setup.config.training
     if drawn:
         # Documents are about two fifths of a sequence long, so these last for all steps.
-        count = 4 * training.global_batch_size * training.steps
+        count = 4 * training.global_batch_size * steps
         return draw_documents(vocabulary, data.sequence_length, count, training.seed, folder / "documents").directory
     if problems := config.data.problems():
         raise ConfigError([*problems, "--drawn audits with drawn tokens instead of the run's data"])

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshwright.data.chat import encode_chat
     from meshwright.data.config import DataConfig, TokenizerConfig
-    from meshwright.data.corpora import Document, documents, eval_documents, training_texts
+    from meshwright.data.corpora import documents, eval_documents, training_texts
+    from meshwright.data.formats import Document
     from meshwright.data.loader import EvalLoader, TrainLoader, check_batch_sizes
     from meshwright.data.packing import IGNORE, SequenceDataset
     from meshwright.data.store import StoreIndex, TokenStore, prepare
@@ -39,7 +40,8 @@ __all__ = [
 _FILES = {
     "chat": ("encode_chat",),
     "config": ("DataConfig", "TokenizerConfig"),
-    "corpora": ("Document", "documents", "eval_documents", "training_texts"),
+    "corpora": ("documents", "eval_documents", "training_texts"),
+    "formats": ("Document",),
     "loader": ("EvalLoader", "TrainLoader", "check_batch_sizes"),
     "packing": ("IGNORE", "SequenceDataset"),
     "store": ("StoreIndex", "TokenStore", "prepare"),

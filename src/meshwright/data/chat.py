@@ -3,8 +3,12 @@
 The tokenizer's own template writes the chat. Where that template marks the assistant's words (`{% generation %}`), the
 marks decide. Otherwise the words are found by growing the conversation turn by turn: what a turn adds to the text,
 after the generation prompt, is what the assistant must learn to say.
+
+A template may leave out what it does not know, such as a call of a tool, without a word. So each answer is looked for in
+what is learned; where it is not found as it stands (templates trim), another answer must give another text to learn.
 """
 
+import copy
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +17,33 @@ from meshwright.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["encode_chat"]
+__all__ = ["check_chat_tokenizer", "encode_chat"]
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 _REMEDY = "set tokenizer.chat_template to a template that marks the assistant's words with {% generation %}"
 
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+"""Roles that templates know by convention; others are legal where the template names them."""
+
+Messages = list[dict[str, Any]]
+Spans = list[tuple[int, int]]
+
+
+def check_chat_tokenizer(tokenizer: "PreTrainedTokenizerBase", source: str = "data") -> None:
+    """Refuse a tokenizer that can write no chat.
+
+    Raises:
+        DataError: it has no template, or does not tell which text a token stands for.
+    """
+    if not tokenizer.chat_template:
+        raise DataError(f"{source}: the tokenizer has no chat template; set tokenizer.chat_template (jinja or a file)")
+    if not tokenizer.is_fast:
+        raise DataError(f"{source}: {type(tokenizer).__name__} does not tell which text a token stands for; use a fast one")
+
 
 def encode_chat(
-    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], source: str = "this chat"
+    tokenizer: "PreTrainedTokenizerBase", messages: Messages, source: str = "this chat"
 ) -> tuple[list[int], list[bool]]:
     """Token ids of a chat, and for each token whether the model is to learn it.
 
@@ -34,56 +56,124 @@ def encode_chat(
         ids and loss mask, of one length. The mask is true on the assistant's turns, their end-of-turn token included.
 
     Raises:
-        DataError: no template, no assistant's turn, or a template whose turns cannot be told apart.
+        DataError: no template; no assistant's turn, or one without an answer; a role that nobody knows; a template whose turns
+            cannot be told apart, or that leaves an answer out.
     """
-    if not tokenizer.chat_template:
-        raise DataError(f"{source}: the tokenizer has no chat template; set tokenizer.chat_template (jinja or a file)")
-    if not tokenizer.is_fast:
-        raise DataError(f"{source}: {type(tokenizer).__name__} does not tell which text a token stands for; use a fast one")
-    if not any(message.get("role") == "assistant" for message in messages):
-        roles = ", ".join(str(message.get("role")) for message in messages) or "none"
-        raise DataError(f"{source}: no turn of the assistant, so nothing to learn (roles: {roles})")
-    if _GENERATION.search(tokenizer.get_chat_template()):
-        ids, mask = _encode_marked(tokenizer, messages, source)
-    else:
-        ids, mask = _encode_by_prefixes(tokenizer, messages, source)
+    check_chat_tokenizer(tokenizer, source)
+    template = tokenizer.get_chat_template()
+    _check_turns(messages, template, source)
+    marked = _GENERATION.search(template) is not None
+    ids, mask, learned = _encode(tokenizer, messages, marked, source)
     if not any(mask):
         raise DataError(f"{source}: the chat template gives the assistant's turns no token; {_REMEDY}")
+    at = 0
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        answer = _said(message).strip()
+        found = learned.find(answer, at)
+        if found >= 0:
+            at = found + len(answer)
+        for what, other in _other_answers(message, answer_found=found >= 0):
+            changed = [*messages[:turn], other, *messages[turn + 1 :]]
+            if _learned_of(tokenizer, changed, marked, source) == learned:
+                raise DataError(
+                    f"{source}: message {turn + 1}: the chat template leaves out the assistant's {what}, so it would not be "
+                    "learned; set tokenizer.chat_template to a template that writes it"
+                )
     return ids, mask
 
 
-def _apply(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], source: str, **kwargs: Any) -> Any:
-    from jinja2 import TemplateError
+def _said(message: dict[str, Any]) -> str:
+    """The text of a message; parts of text are put together."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
 
+
+def _check_turns(messages: Messages, template: str, source: str) -> None:
+    """Refuse roles that nobody knows, turns without content, and a chat without an answer."""
+    roles = [message.get("role") for message in messages]
+    if "assistant" not in roles:
+        shown = ", ".join(str(role) for role in roles[:8]) or "none"
+        raise DataError(f"{source}: no turn of the assistant, so nothing to learn (roles: {shown})")
+    for number, message in enumerate(messages, start=1):
+        role, content = message.get("role"), message.get("content")
+        where = f"{source}: message {number}"
+        if role not in _ROLES and not any(f"{quote}{role}{quote}" in template for quote in "'\""):
+            raise DataError(f"{where} has the role {role!r:.40}; legal are {', '.join(_ROLES)}, and what the template names")
+        if role == "assistant" and not _said(message).strip() and not _calls(message):
+            raise DataError(f"{where}: the assistant's answer is {'null' if content is None else 'empty'}")
+        if role != "assistant" and content is None:
+            raise DataError(f"{where}, of the {role}, has no content")
+
+
+def _calls(message: dict[str, Any]) -> list[Any]:
+    """Calls of tools in a message, also of the older key for a single one."""
+    calls = message.get("tool_calls") or []
+    return [
+        *(calls if isinstance(calls, list) else [calls]),
+        *([message["function_call"]] if message.get("function_call") else []),
+    ]
+
+
+def _other_answers(message: dict[str, Any], answer_found: bool) -> list[tuple[str, dict[str, Any]]]:
+    """The message with another answer, or another call, for each that it is not known to be learned."""
+    found = []
+    if not answer_found:
+        found.append(("answer", {**message, "content": f"{_said(message)} (otherwise)"}))
+    for number, call in enumerate(_calls(message), start=1):
+        other = copy.deepcopy(message)
+        inner = _calls(other)[number - 1]
+        inner = inner.get("function", inner) if isinstance(inner, dict) else inner
+        if isinstance(inner, dict):
+            inner["name"] = f"{inner.get('name')}_otherwise"
+            found.append((f"tool call {number}", other))
+        else:
+            found.append((f"tool call {number}, which is {type(call).__name__} and no object", message))
+    return found
+
+
+def _learned_of(tokenizer: "PreTrainedTokenizerBase", messages: Messages, marked: bool, source: str) -> str | None:
+    """The text that would be learned; ``None`` if the template, which took the chat as it is, refuses this one."""
+    try:
+        return _encode(tokenizer, messages, marked, source)[2]
+    except DataError:
+        return None
+
+
+def _apply(tokenizer: "PreTrainedTokenizerBase", messages: Messages, source: str, **kwargs: Any) -> Any:
     try:
         return tokenizer.apply_chat_template(messages, **kwargs)
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{source}: the chat template refuses the messages: {error}") from error
+    except Exception as error:  # a template is code of others, run on data of others
+        reason = str(error) or type(error).__name__
+        raise DataError(f"{source}: the chat template refuses the messages: {reason}") from error
 
 
-def _encode_marked(
-    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], source: str
-) -> tuple[list[int], list[bool]]:
-    out = _apply(tokenizer, messages, source, return_dict=True, return_assistant_tokens_mask=True)
-    return list(out["input_ids"]), [bool(bit) for bit in out["assistant_masks"]]
-
-
-def _encode_by_prefixes(
-    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], source: str
-) -> tuple[list[int], list[bool]]:
+def _encode(
+    tokenizer: "PreTrainedTokenizerBase", messages: Messages, marked: bool, source: str
+) -> tuple[list[int], list[bool], str]:
+    """Token ids, loss mask, and the text of the tokens that are learned."""
     whole: str = _apply(tokenizer, messages, source, tokenize=False)
-    spans = [_span(tokenizer, messages, turn, whole, source) for turn, m in enumerate(messages) if m["role"] == "assistant"]
-    # Text is compared, and the whole is tokenized once: tokens of a prefix need not be a prefix of the tokens.
-    out = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    mask = [False] * len(out["input_ids"])
-    for index, (start, end) in enumerate(out["offset_mapping"]):
-        mask[index] = any(start < last and end > first for first, last in spans)
-    return list(out["input_ids"]), mask
+    if marked:
+        kwargs = {"return_dict": True, "return_assistant_tokens_mask": True}
+        out = _apply(tokenizer, messages, source, tokenizer_kwargs={"return_offsets_mapping": True}, **kwargs)
+        mask = [bool(bit) for bit in out["assistant_masks"]]
+    else:
+        spans = [_span(tokenizer, messages, turn, whole, source) for turn, m in enumerate(messages) if m["role"] == "assistant"]
+        # Text is compared, and the whole is tokenized once: tokens of a prefix need not be a prefix of the tokens.
+        out = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        mask = [any(start < last and end > first for first, last in spans) for start, end in out["offset_mapping"]]
+    learned, at = [], 0
+    for (start, end), bit in zip(out["offset_mapping"], mask, strict=True):
+        if bit:  # tokens of one character have the same offsets
+            learned.append(whole[max(start, at) : end])
+            at = max(at, end)
+    return list(out["input_ids"]), mask, "".join(learned)
 
 
-def _span(
-    tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], turn: int, whole: str, source: str
-) -> tuple[int, int]:
+def _span(tokenizer: "PreTrainedTokenizerBase", messages: Messages, turn: int, whole: str, source: str) -> tuple[int, int]:
     """Where in `whole` the assistant's words of one turn begin and end, in characters."""
     if turn == 0:
         raise DataError(f"{source}: begins with the assistant's turn, and the template does not mark it; {_REMEDY}")

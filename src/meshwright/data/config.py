@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from meshwright.data.formats import FORMATS
 from meshwright.paths import PathText
 
 __all__ = ["EXTENSIONS", "ROW_EXTENSIONS", "TEXT_EXTENSIONS", "DataConfig", "TokenizerConfig", "expand_files"]
@@ -20,6 +21,7 @@ ROW_EXTENSIONS = (".jsonl", ".json", ".parquet")
 EXTENSIONS = TEXT_EXTENSIONS + ROW_EXTENSIONS
 
 DEFAULT_EVAL_FRACTION = 0.05
+DEFAULT_BAD_ROWS_LIMIT = 0.1
 
 
 def expand_files(patterns: list[str]) -> list[Path]:
@@ -82,7 +84,19 @@ class DataConfig(BaseModel):
     kind: Literal["auto", "text", "chat"] = Field(
         default="auto",
         description="'text': loss on every token. 'chat': rows of messages, loss on the assistant's turns. "
-        "'auto': by the fields of the first row.",
+        "'auto': by the format.",
+    )
+    format: Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt_completion"] = Field(
+        default="auto",
+        description="What the rows are: 'text'; or chats as 'messages' (role, content), 'sharegpt' (conversations of from and "
+        "value), 'alpaca' (instruction, input, output) or 'prompt_completion'. 'auto': the one whose columns the first row of "
+        "a file has.",
+    )
+    columns: dict[str, str] = Field(
+        default={},
+        description="Columns that have other names than the format's, as in {messages: dialog} or {prompt: question, "
+        "completion: answer}; role and content, from and value are keys of a message. All formats of chats but messages may "
+        "have a column system.",
     )
     text_field: str = Field(default="text", description="Field of a row that holds the text.")
     messages_field: str = Field(
@@ -99,6 +113,17 @@ class DataConfig(BaseModel):
         description="A document longer than a sequence is 'split' over several, 'truncate'd (the rest is lost), "
         "'drop'ped, or an 'error'. 'auto': split for text, error for chat. Chat cannot be split: a reply would lose "
         "its question.",
+    )
+    bad_rows: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="Rows that cannot be used (malformed, not of their format, without an answer, longer than a sequence where "
+        "long_documents is 'error'): 'stop' after all are read, with a list; or 'skip' and count them.",
+    )
+    bad_rows_limit: float = Field(
+        default=DEFAULT_BAD_ROWS_LIMIT,
+        ge=0,
+        le=1,
+        description="Share of all rows that bad_rows='skip' leaves out at most; beyond it the run stops with a list.",
     )
     eval_fraction: float | None = Field(
         default=None,
@@ -135,10 +160,13 @@ class DataConfig(BaseModel):
                 problems.append(f"data.{name}={getattr(self, name)!r} needs data.hub")
         if self.kind == "chat" and self.corpus:
             problems.append(f"data.kind='chat': corpus {self.corpus!r} is text; legal: 'auto', 'text'")
-        if self.kind == "chat" and self.long_documents == "split":
+        if self.wants_chat and self.long_documents == "split":
             problems.append(
                 "data.long_documents='split': a chat cannot be split; legal for chat: 'auto', 'truncate', 'drop', 'error'"
             )
+        problems.extend(self._format_problems())
+        if self.bad_rows == "stop" and self.bad_rows_limit != DEFAULT_BAD_ROWS_LIMIT:
+            problems.append(f"data.bad_rows_limit={self.bad_rows_limit} needs data.bad_rows='skip'; 'stop' lets no row pass")
         if self.eval_files and self.eval_fraction:
             problems.append(
                 f"data.eval_fraction={self.eval_fraction} and data.eval_files exclude each other; "
@@ -147,6 +175,38 @@ class DataConfig(BaseModel):
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    def _format_problems(self) -> list[str]:
+        """What contradicts each other of format, kind and columns."""
+        problems = []
+        said = f"data.format={self.format!r}"
+        if self.corpus and (self.format not in ("auto", "text") or self.columns):
+            problems.append(f"{said}, data.columns={self.columns}: corpus {self.corpus!r} has no rows; remove them")
+        elif self.kind != "auto" and self.format != "auto" and (self.kind == "text") != (self.format == "text"):
+            problems.append(f"{said} and data.kind={self.kind!r} exclude each other; format says the kind: remove data.kind")
+        elif not self.formats:
+            names = FORMATS if self.format == "auto" else (self.format,)
+            legal = [f"{', '.join(FORMATS[name].names)} ({name})" for name in names]
+            problems.append(f"data.columns: no format has all of {', '.join(self.columns)}; legal together: {'; '.join(legal)}")
+        for key, default in (("text", "text"), ("messages", "messages")):
+            if key in self.columns and getattr(self, f"{key}_field") != default:
+                problems.append(f"data.{key}_field and data.columns.{key} say the same; remove one")
+        return problems
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Formats that rows may have, by format, kind and mapped columns."""
+        names = tuple(FORMATS) if self.format == "auto" else (self.format,)
+        return tuple(
+            name
+            for name in names
+            if set(self.columns) <= set(FORMATS[name].names) and self.kind in ("auto", "text" if name == "text" else "chat")
+        )
+
+    @property
+    def wants_chat(self) -> bool:
+        """Whether kind, format or columns say that rows are chats."""
+        return "text" not in self.formats
 
     @property
     def held_out(self) -> float:
@@ -161,10 +221,13 @@ class DataConfig(BaseModel):
         Looks at names and sizes only, so it is cheap and may run before any process exists. Empty if all is well.
         """
         problems = _file_problems("files", self.files) + _file_problems("eval_files", self.eval_files)
-        if self.kind == "chat":
+        if self.wants_chat:
             for path in expand_files(self.files + self.eval_files):
                 if path.suffix in TEXT_EXTENSIONS:
-                    problems.append(f"data.kind='chat': {str(path)!r} is text; chats come from {', '.join(ROW_EXTENSIONS)}")
+                    problems.append(
+                        f"data.kind={self.kind!r}, data.format={self.format!r}: {str(path)!r} is text; chats come from "
+                        f"{', '.join(ROW_EXTENSIONS)}"
+                    )
         return problems
 
 

@@ -5,58 +5,45 @@ say where it came from, so that an error names a file and a row.
 """
 
 import hashlib
-import json
 import os
 import sys
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from meshwright.data.bad_rows import BadRows
 from meshwright.data.config import TEXT_EXTENSIONS, DataConfig, expand_files
+from meshwright.data.formats import Document, RowReader, check_columns
+from meshwright.data.rows import Row, file_rows, library_rows, open_file
 from meshwright.errors import DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["Document", "documents", "eval_documents", "source_digest", "training_texts"]
+__all__ = ["documents", "eval_documents", "source_digest", "training_texts"]
 
 # Packages that some installations lack (Linux distributions package them apart), or that are tests and tools.
 _STDLIB_SKIPPED = {"test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "distutils", "venv"}
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One document: either a text or the messages of a chat."""
-
-    text: str | None
-    messages: list[dict[str, Any]] | None
-    source: str
-    """File and row, or data set and row, for messages to the user."""
-
-
-def documents(config: DataConfig, cache_dir: str | Path | None = None) -> Iterator[Document]:
+def documents(config: DataConfig, cache_dir: str | Path | None = None, bad: BadRows | None = None) -> Iterator[Document]:
     """Documents of the source, `config.max_documents` at most.
 
     Args:
         config: the source, and how its rows are to be read.
         cache_dir: where `datasets` keeps its copy of a hub data set and its lock files; its own default if None.
+        bad: takes the rows that give no document; whoever gives it judges them. None: they are judged here, at the end.
 
     Raises:
-        DataError: nothing to read, an unreadable file or row, a field that is not there, text and chat mixed.
+        DataError: nothing to read, an unreadable file, text and chat mixed, bad rows that `config` does not let pass.
     """
-    stream = _refuse_mixture(_source_documents(config, cache_dir))
-    count = 0
-    for document in islice(stream, config.max_documents):
-        count += 1
-        yield document
-    if count == 0:
-        raise DataError(f"data: {_source_name(config)} holds no document")
+    stream = islice(_source_documents(config, cache_dir, gathered := bad or BadRows()), config.max_documents)
+    yield from _checked(config, stream, _source_name(config), gathered, judged=bad is None)
 
 
-def eval_documents(config: DataConfig, cache_dir: str | Path | None = None) -> Iterator[Document]:
+def eval_documents(config: DataConfig, cache_dir: str | Path | None = None, bad: BadRows | None = None) -> Iterator[Document]:
     """Documents of `config.eval_files`; none if there are no such files.
 
     Raises:
@@ -64,17 +51,24 @@ def eval_documents(config: DataConfig, cache_dir: str | Path | None = None) -> I
     """
     if not config.eval_files:
         return
+    stream = _file_documents(config, config.eval_files, "eval_files", cache_dir, gathered := bad or BadRows())
+    yield from _checked(config, stream, f"eval_files={config.eval_files}", gathered, judged=bad is None)
+
+
+def _checked(config: DataConfig, stream: Iterator[Document], name: str, bad: BadRows, judged: bool) -> Iterator[Document]:
     count = 0
-    for document in _refuse_mixture(_file_documents(config, config.eval_files, "eval_files", cache_dir)):
+    for document in _refuse_mixture(stream):
         count += 1
         yield document
+    if judged or count == 0:
+        bad.judge(config)
     if count == 0:
-        raise DataError(f"data: eval_files={config.eval_files} hold no document")
+        raise DataError(f"data: {name} holds no document")
 
 
-def training_texts(config: DataConfig, cache_dir: str | Path | None = None) -> Iterator[str]:
+def training_texts(config: DataConfig, cache_dir: str | Path | None = None, bad: BadRows | None = None) -> Iterator[str]:
     """Plain text of the source, to train a tokenizer on: documents, or the contents of the messages."""
-    for document in documents(config, cache_dir):
+    for document in documents(config, cache_dir, bad):
         if document.text is not None:
             yield document.text
         for message in document.messages or []:
@@ -94,7 +88,7 @@ def source_digest(config: DataConfig, cache_dir: str | Path | None = None) -> st
             digest.update(b"evaluation")
             continue
         digest.update(path.suffix.encode())
-        with _readable(path).open("rb") as file:
+        with open_file(path) as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
 
@@ -106,12 +100,12 @@ def _source_name(config: DataConfig) -> str:
     return f"hub={config.hub!r}" if config.hub else f"files={config.files}"
 
 
-def _source_documents(config: DataConfig, cache_dir: str | Path | None) -> Iterator[Document]:
+def _source_documents(config: DataConfig, cache_dir: str | Path | None, bad: BadRows) -> Iterator[Document]:
     if config.corpus:
-        return _stdlib_documents()
+        return _stdlib_documents(bad)
     if config.hub is not None:
-        return _row_documents(config, iter(_load_hub(config, cache_dir)), config.hub)
-    return _file_documents(config, config.files, "files", cache_dir)
+        return _hub_documents(config, cache_dir, bad)
+    return _file_documents(config, config.files, "files", cache_dir, bad)
 
 
 def _refuse_mixture(stream: Iterator[Document]) -> Iterator[Document]:
@@ -129,12 +123,6 @@ def _refuse_mixture(stream: Iterator[Document]) -> Iterator[Document]:
 
 def _kind(document: Document) -> str:
     return "text" if document.text is not None else "chat"
-
-
-def _readable(path: Path) -> Path:
-    if not path.is_file():
-        raise DataError(f"data: {str(path)!r}: no such file")
-    return path
 
 
 # ---- text files ------------------------------------------------------------------------------------------------------
@@ -160,68 +148,56 @@ def _in_stdlib(name: str) -> bool:
     return name in sys.stdlib_module_names and not name.startswith("_sysconfigdata")
 
 
-def _stdlib_documents() -> Iterator[Document]:
+def _stdlib_documents(bad: BadRows) -> Iterator[Document]:
     root = Path(sysconfig.get_path("stdlib"))
     for path in _stdlib_files():
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue  # a few codecs and examples are written in other encodings
+        bad.rows += 1
         yield Document(text, None, f"python-stdlib/{path.relative_to(root).as_posix()}")
 
 
-def _file_documents(config: DataConfig, patterns: list[str], knob: str, cache_dir: str | Path | None) -> Iterator[Document]:
+def _file_documents(
+    config: DataConfig, patterns: list[str], knob: str, cache_dir: str | Path | None, bad: BadRows
+) -> Iterator[Document]:
     missing = [pattern for pattern in patterns if not expand_files([pattern])]
     if missing:
         raise DataError(f"data.{knob}: {pattern!r} matches no file" for pattern in missing)
+    broken: list[str] = []
+    seen: dict[str, None] = {}
     for path in expand_files(patterns):
-        if path.suffix in TEXT_EXTENSIONS:
-            if config.kind == "chat":
-                raise DataError(f"data.kind='chat': {str(path)!r} is text")
-            try:
-                yield Document(path.read_text(encoding="utf-8"), None, str(path))
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path}: not UTF-8 text (byte {error.start}: {error.reason})") from error
-        else:
-            yield from _row_documents(config, _file_rows(path, cache_dir), str(path))
+        try:
+            if path.suffix in TEXT_EXTENSIONS:
+                yield from _text_file(config, path, bad)
+            else:
+                yield from _row_documents(RowReader(config, seen), file_rows(path, bad, cache_dir), bad)
+        except DataError as error:  # the others are read on, so that one report has what is wrong with all
+            broken.extend(error.problems)
+    try:
+        check_columns(config, seen, f"{knob}={patterns}")
+    except DataError as error:
+        broken.extend(error.problems)
+    if broken:
+        raise DataError([*broken, *(bad.shown if config.bad_rows == "stop" else [])])
+
+
+def _text_file(config: DataConfig, path: Path, bad: BadRows) -> Iterator[Document]:
+    if config.wants_chat:
+        raise DataError(f"data.kind={config.kind!r}, data.format={config.format!r}: {str(path)!r} is text")
+    bad.rows += 1
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        bad.add(DataError(f"{path}: not UTF-8 text (byte {error.start}: {error.reason})"))
+    except OSError as error:
+        raise DataError(f"data: {str(path)!r} cannot be read ({error.strerror or error})") from error
+    else:
+        yield Document(text, None, str(path))
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
-
-
-def _file_rows(path: Path, cache_dir: str | Path | None) -> Iterator[dict[str, Any]]:
-    """Rows of a .jsonl, .json or .parquet file, streamed: `datasets` copies nothing into its cache."""
-    from datasets import load_dataset
-
-    builders = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-    if path.suffix not in builders:
-        raise DataError(f"data: {str(path)!r}: extensions of rows are {', '.join(builders)}")
-    if _readable(path).stat().st_size == 0:
-        raise DataError(f"data: {str(path)!r} is empty")
-    try:
-        yield from load_dataset(
-            builders[path.suffix],
-            data_files=str(path),
-            split="train",
-            streaming=True,
-            cache_dir=None if cache_dir is None else str(cache_dir),
-        )
-    except Exception as error:  # errors of arrow, pandas, json and datasets for one cause
-        where = _first_bad_line(path) if path.suffix == ".jsonl" else ""
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise DataError(f"{path}{where}: cannot be read as {builders[path.suffix]} ({reason})") from error
-
-
-def _first_bad_line(path: Path) -> str:
-    """':LINE' of the first line that is no JSON; arrow's own message counts within a block of the file."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                json.loads(line)
-            except ValueError:
-                if line.strip():
-                    return f":{number}"
-    return ""
 
 
 def _load_hub(config: DataConfig, cache_dir: str | Path | None) -> "Dataset":
@@ -241,45 +217,18 @@ def _load_hub(config: DataConfig, cache_dir: str | Path | None) -> "Dataset":
         ) from error
 
 
-def _row_documents(config: DataConfig, rows: Iterator[dict[str, Any]], name: str) -> Iterator[Document]:
-    kind: str = config.kind
-    for number, row in enumerate(rows, start=1):
-        source = f"{name}, row {number}"
-        if kind == "auto":
-            kind = _kind_of_row(config, row, source)
-        if kind == "chat":
-            yield Document(None, _messages(row, config.messages_field, source), source)
+def _hub_documents(config: DataConfig, cache_dir: str | Path | None, bad: BadRows) -> Iterator[Document]:
+    seen: dict[str, None] = {}
+    rows = library_rows(lambda: _load_hub(config, cache_dir), f"{config.hub}", bad)
+    yield from _row_documents(RowReader(config, seen), rows, bad)
+    check_columns(config, seen, f"{config.hub}")
+
+
+def _row_documents(reader: RowReader, rows: Iterator[Row], bad: BadRows) -> Iterator[Document]:
+    for row in rows:
+        try:
+            document = reader.document(row)
+        except DataError as error:
+            bad.add(error)
         else:
-            text = _field(row, config.text_field, "text_field", source)
-            if not isinstance(text, str):
-                raise DataError(f"{source}: field {config.text_field!r} holds {type(text).__name__}, not text")
-            yield Document(text, None, source)
-
-
-def _kind_of_row(config: DataConfig, row: dict[str, Any], source: str) -> str:
-    text, messages = config.text_field in row, config.messages_field in row
-    if text == messages:
-        which = "both fields" if text else "neither field"
-        raise DataError(
-            f"{source}: {which} {config.text_field!r} (text) and {config.messages_field!r} (chat); fields there are "
-            f"{', '.join(row)}; set data.kind, data.text_field or data.messages_field"
-        )
-    return "text" if text else "chat"
-
-
-def _field(row: dict[str, Any], field: str, knob: str, source: str) -> Any:
-    if field not in row:
-        raise DataError(f"{source}: no field {field!r}; fields there are {', '.join(row)}; set data.{knob}")
-    return row[field]
-
-
-def _messages(row: dict[str, Any], field: str, source: str) -> list[dict[str, Any]]:
-    """Messages of a row, without the keys that `datasets` fills with None to make all rows alike."""
-    value = _field(row, field, "messages_field", source)
-    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise DataError(f"{source}: field {field!r} is not a list of messages")
-    messages = [{key: part for key, part in message.items() if part is not None} for message in value]
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message.get("role"), str):
-            raise DataError(f"{source}: message {number} has no role; its keys are {', '.join(message) or 'none'}")
-    return messages
+            yield document

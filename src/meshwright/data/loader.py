@@ -6,6 +6,7 @@ of R equal slices of it. So the number of ranks and the size of a microbatch cha
 sequences a step is made of; and a loader resumes from the number of the step alone.
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
@@ -145,6 +146,18 @@ class TrainLoader:
     def epoch(self, step: int) -> int:
         """Epoch of the first sequence of a step, counted from 0."""
         return self._locate(step * self.global_batch_size)[0]
+
+    def sequences(self, epochs: float) -> int:
+        """Sequences in so many epochs from the first one on; of a part of an epoch its share, rounded up."""
+        whole = int(epochs)
+        while len(self._starts) <= whole + (epochs > whole):
+            self._dataset(len(self._starts) - 1)
+        begin = self._starts[whole]
+        return begin if epochs == whole else begin + math.ceil((epochs - whole) * (self._starts[whole + 1] - begin))
+
+    def steps(self, epochs: float) -> int:
+        """Optimizer steps that see so many epochs; the last one is filled up from the next epoch. The same on every layout."""
+        return -(-self.sequences(epochs) // self.global_batch_size)
 
     def state_dict(self, next_step: int) -> dict[str, Any]:
         """Where a run is in its data, and what the data are. The same on every rank and layout."""

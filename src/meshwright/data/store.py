@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -26,11 +26,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.data.chat import encode_chat
+from meshwright.data.bad_rows import BadRows, judge
 from meshwright.data.config import DataConfig
-from meshwright.data.corpora import Document, documents, eval_documents, source_digest
+from meshwright.data.corpora import documents, eval_documents, source_digest
+from meshwright.data.formats import Document
 from meshwright.data.order import stable_hash
 from meshwright.data.tokenizer import tokenizer_state
+from meshwright.data.writer import Writer
 from meshwright.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -38,14 +40,10 @@ if TYPE_CHECKING:
 
 __all__ = ["StoreIndex", "TokenStore", "prepare", "write_documents"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raised whenever the same configuration and documents would give another store."""
 
 _HOLD_OUT = 1  # the purpose of a hash, see order.py
-
-# A batch for the tokenizer: enough documents to occupy its threads, few enough characters to bound memory.
-_BATCH_DOCUMENTS = 1024
-_BATCH_CHARACTERS = 4_000_000
 
 
 @dataclass(frozen=True)
@@ -69,9 +67,15 @@ class StoreIndex:
     """Longer than a sequence, and continued in the next."""
     truncated: int
     dropped: int
-    """Longer than a sequence, and left out."""
+    """Longer than a sequence, and left out, also because truncation would cut all answers off."""
     empty: int
-    """Left out because nothing in them can be learned: no text, or a chat whose replies were all cut off."""
+    """Left out because nothing in them can be learned: no text."""
+    rows: int = 0
+    """Read of the source; those that gave no document are in `dropped`, `empty` and `bad`."""
+    bad: int = 0
+    """Left out as `data.bad_rows` says."""
+    bad_rows: list[str] = field(default_factory=list)
+    """What is wrong with the first of them: file, line, reason."""
 
 
 class TokenStore:
@@ -99,7 +103,7 @@ class TokenStore:
             version = values["format_version"]
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path}: not the index of a token store ({error})") from error
-        if version != FORMAT_VERSION or set(values) != {field.name for field in fields(StoreIndex)}:
+        if version != FORMAT_VERSION or set(values) != {column.name for column in fields(StoreIndex)}:
             raise DataError(f"{directory}: token store of format {version}, this version reads {FORMAT_VERSION}; remove it")
         index = StoreIndex(**values)
         sizes = {"tokens.bin": index.tokens * np.dtype(index.token_dtype).itemsize}
@@ -159,7 +163,10 @@ def prepare(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", directory:
     fingerprint = _fingerprint(config, tokenizer, source_digest(config, cache_dir), seed)
     final = directory / fingerprint[:16]
     if (final / "index.json").is_file():
-        return TokenStore.open(final)
+        store = TokenStore.open(final)
+        # What a store holds does not depend on what bad rows may do, only whether they may: so it is asked again.
+        judge(config, store.index.rows, store.index.bad, store.index.bad_rows)
+        return store
     directory.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{fingerprint[:16]}-", dir=directory))
     try:
@@ -178,7 +185,10 @@ def prepare(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", directory:
 def _fingerprint(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", digest: str, seed: int) -> str:
     # The source itself enters as the digest of its contents. Packing and shuffling happen later.
     decides = config.model_dump(
-        include={"kind", "text_field", "messages_field", "sequence_length", "long_documents", "max_documents"}
+        include={
+            *("kind", "format", "columns", "text_field", "messages_field"),
+            *("sequence_length", "long_documents", "max_documents"),
+        }
     )
     decides |= {"held_out": config.held_out, "seed": seed, "digest": digest, "format": FORMAT_VERSION}
     decides["tokenizer"] = tokenizer_state(tokenizer)
@@ -193,7 +203,8 @@ def _write(
     fingerprint: str,
     seed: int,
 ) -> None:
-    stream = documents(config, cache_dir)
+    bad = BadRows()
+    stream = documents(config, cache_dir, bad)
     first = next(stream)  # there is one: an empty source is an error of its own
     kind: Literal["text", "chat"] = "text" if first.text is not None else "chat"
     policy = config.long_documents
@@ -204,11 +215,12 @@ def _write(
             f"data.long_documents='split': {first.source} is a chat, which cannot be split; "
             "legal for chat: 'auto', 'truncate', 'drop', 'error'"
         )
-    writer = _Writer(directory, tokenizer, kind, policy, config.sequence_length)
+    writer = Writer(directory, tokenizer, kind, policy, config.sequence_length, bad)
     with writer.tokens_file, writer.mask_file:
         writer.add_all(chain([first], stream))
         trainable = len(writer.lengths)
-        writer.add_all(_same_kind(eval_documents(config, cache_dir), first))
+        writer.add_all(_same_kind(eval_documents(config, cache_dir, bad), first))
+    bad.judge(config)
     held_out = np.arange(len(writer.lengths)) >= trainable
     if config.held_out and trainable > 1:
         # An exact share, so that a small corpus holds out at least one document and keeps at least one.
@@ -217,7 +229,7 @@ def _write(
     if trainable == 0:
         raise DataError(
             f"data: no document is left to train on: {writer.dropped} dropped as longer than "
-            f"sequence_length={config.sequence_length}, {writer.empty} with nothing to learn"
+            f"sequence_length={config.sequence_length}, {writer.empty} with nothing to learn, {bad.bad} bad rows"
         )
     _write_table(
         directory,
@@ -233,6 +245,9 @@ def _write(
         truncated=writer.truncated,
         dropped=writer.dropped,
         empty=writer.empty,
+        rows=bad.rows,
+        bad=bad.bad,
+        bad_rows=bad.shown,
     )
 
 
@@ -305,83 +320,3 @@ def _pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
     """Any valid id serves: padding is never attended to by a token, and has no label."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(int(candidate) for candidate in candidates if candidate is not None)
-
-
-class _Writer:
-    """Tokenizes documents and appends them to the files, with what becomes of long ones."""
-
-    def __init__(
-        self,
-        directory: Path,
-        tokenizer: "PreTrainedTokenizerBase",
-        kind: Literal["text", "chat"],
-        policy: Literal["split", "truncate", "drop", "error"],
-        sequence_length: int,
-    ) -> None:
-        if kind == "text" and tokenizer.eos_token_id is None:
-            raise ConfigError("tokenizer: it has no eos_token, which ends every text; give a tokenizer that has one")
-        self.tokenizer, self.policy, self.sequence_length = tokenizer, policy, sequence_length
-        largest = max(tokenizer.get_vocab().values())
-        self.token_dtype: Literal["uint16", "uint32"] = "uint16" if largest < 2**16 else "uint32"
-        self.tokens_file = (directory / "tokens.bin").open("wb")
-        self.mask_file = (directory / "loss_mask.bin" if kind == "chat" else Path(os.devnull)).open("wb")
-        self.lengths: list[int] = []
-        self.split = self.truncated = self.dropped = self.empty = 0
-
-    def add_all(self, stream: Iterable[Document]) -> None:
-        """Append documents; those without anything to learn, and those dropped, are only counted."""
-        batch: list[Document] = []
-        characters = 0
-        for document in stream:
-            if document.messages is not None:
-                ids, mask = encode_chat(self.tokenizer, document.messages, document.source)
-                self._add(document.source, ids, mask)
-                continue
-            batch.append(document)
-            characters += len(document.text or "")
-            if len(batch) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
-                self._add_texts(batch)
-                batch, characters = [], 0
-        self._add_texts(batch)
-
-    def _add_texts(self, batch: list[Document]) -> None:
-        if not batch:
-            return
-        texts = [document.text or "" for document in batch]
-        # Special tokens are those the tokenizer adds by itself (a BOS, for most that have one). verbose=False: texts
-        # longer than the model's context are no mistake here, they are cut later.
-        encoded = self.tokenizer(
-            texts, add_special_tokens=True, padding=False, truncation=False, return_attention_mask=False, verbose=False
-        )["input_ids"]
-        eos = self.tokenizer.eos_token_id
-        for document, ids in zip(batch, encoded, strict=True):
-            if not document.text:
-                self.empty += 1
-                continue
-            self._add(document.source, ids if ids[-1:] == [eos] else [*ids, eos], None)
-
-    def _add(self, source: str, ids: list[int], mask: list[bool] | None) -> None:
-        if len(ids) > self.sequence_length:
-            if self.policy == "error":
-                raise DataError(
-                    f"{source}: {len(ids)} tokens, more than data.sequence_length={self.sequence_length}, and "
-                    "data.long_documents is 'error'; choose 'truncate' or 'drop'"
-                    f"{'' if mask else ', or (for text only) split'}, or a longer sequence"
-                )
-            if self.policy == "drop":
-                self.dropped += 1
-                return
-            if self.policy == "truncate":
-                self.truncated += 1
-                ids = ids[: self.sequence_length]
-                mask = mask and mask[: self.sequence_length]
-            else:
-                self.split += 1
-        # The first token is nobody's target.
-        if len(ids) < 2 or (mask is not None and not any(mask[1:])):
-            self.empty += 1
-            return
-        self.tokens_file.write(np.array(ids, dtype=self.token_dtype).tobytes())
-        if mask is not None:
-            self.mask_file.write(np.array(mask, dtype=np.bool_).tobytes())
-        self.lengths.append(len(ids))

@@ -159,9 +159,16 @@ def build_tokenizer(
             "tokenizer: the model brings none; set tokenizer.path (a directory or hub name) or "
             "tokenizer.vocab_size (to train one on the corpus)"
         )
+    from meshwright.data.bad_rows import BadRows
     from meshwright.data.corpora import training_texts
 
-    return train_tokenizer(training_texts(data, cache_dir), vocab_size, config.chat_template, at_most=config.vocab_size is None)
+    bad = BadRows()  # judged when the tokens are stored, with the chats that no template takes
+    texts = training_texts(data, cache_dir, bad)
+    try:
+        return train_tokenizer(texts, vocab_size, config.chat_template, at_most=config.vocab_size is None)
+    except DataError:
+        bad.judge(data)  # if the texts are too few, this may be why
+        raise
 
 
 def _may_have_tokenizer(model_path: str | Path) -> bool:

@@ -3,11 +3,10 @@
 Light to import: pydantic and YAML only. Each section is one class; a field's description is its documentation.
 """
 
-import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -19,6 +18,7 @@ from meshwright.models.config import ModelConfig
 from meshwright.models.diffusion_gemma.options import DiffusionConfig
 from meshwright.paths import PathText
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
+from meshwright.train.problems import message
 
 __all__ = ["RunConfig", "load_config"]
 
@@ -194,7 +194,14 @@ class TrainingConfig(_Section):
         default=None,
         description="What the model learns: to say the next token, or to denoise blocks of text. null: what it is made for.",
     )
-    steps: int = Field(ge=1, description="Optimizer steps in all.")
+    steps: int | None = Field(default=None, ge=1, description="Optimizer steps in all. Required, or epochs.")
+    epochs: float | None = Field(
+        default=None,
+        gt=0,
+        le=10_000,
+        description="In place of steps: how often all training sequences are seen, such as 3 or 0.5. Steps are counted once "
+        "the data are packed; the last one is filled up from the next epoch.",
+    )
     global_batch_size: int = Field(ge=1, description="Sequences in an optimizer step, over all ranks and microbatches.")
     microbatch_size: int = Field(default=1, ge=1, description="Sequences in one forward and backward of a rank.")
     clip_norm: float | None = Field(default=1.0, gt=0, description="Largest norm of the whole gradient; null: no clipping.")
@@ -209,6 +216,16 @@ class TrainingConfig(_Section):
     eval_every: int = Field(default=0, ge=0, description="Steps between evaluations; 0: only before and after training.")
     eval_sequences: int | None = Field(default=None, ge=1, description="Sequences of an evaluation; null: all held out.")
     log_every: int = Field(default=1, ge=1, description="Steps between lines of metrics.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.steps is None and self.epochs is None:
+            raise ValueError("training.steps: is required (or training.epochs)")
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(
+                f"training.steps={self.steps} and training.epochs={self.epochs:g} exclude each other; set one to null"
+            )
+        return self
 
 
 class MoEConfig(_Section):
@@ -319,11 +336,8 @@ class RunConfig(_Section):
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         found = []
-        if self.schedule.warmup_steps >= self.training.steps:
-            found.append(
-                f"schedule.warmup_steps={self.schedule.warmup_steps}: must be below training.steps={self.training.steps}, or "
-                "the peak learning rate is never reached"
-            )
+        if self.training.steps is not None and (problem := self.warmup_problem(self.training.steps)):
+            found.append(problem)
         if self.training.eval_every and not self.data.held_out and not self.data.eval_files:
             found.append(
                 f"training.eval_every={self.training.eval_every}: nothing is held out (data.eval_fraction, eval_files)"
@@ -333,6 +347,18 @@ class RunConfig(_Section):
         if found:
             raise ValueError("; ".join(found))
         return self
+
+    def warmup_problem(self, steps: int) -> str:
+        """What is wrong with the warmup of a run of so many steps; empty if nothing is."""
+        warmup, training = self.schedule.warmup_steps, self.training
+        if warmup < steps:
+            return ""
+        said = (
+            f"training.steps={steps}"
+            if training.epochs is None
+            else f"{steps}, the steps of training.epochs={training.epochs:g}"
+        )
+        return f"schedule.warmup_steps={warmup}: must be below {said}, or the peak learning rate is never reached"
 
     def to_yaml(self) -> str:
         """The complete configuration; loading it gives an equal one."""
@@ -373,7 +399,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     try:
         config = RunConfig.model_validate(content)
     except ValidationError as error:
-        problems.extend(_message(item) for item in error.errors())
+        problems.extend(message(item, RunConfig) for item in error.errors())
     if problems:
         raise ConfigError(problems)
     return config
@@ -395,30 +421,3 @@ def _apply(content: dict[str, Any], override: str) -> str | None:
             return f"{key}: {part} is not a section"
     section[last] = value
     return None
-
-
-def _message(item: Mapping[str, Any]) -> str:
-    """One problem of pydantic in our words: where, what is wrong, what is legal."""
-    location = [str(part) for part in item["loc"]]
-    where = ".".join(location)
-    kind, given = item["type"], item.get("input")
-    if kind == "extra_forbidden":
-        legal = _legal_keys(location[:-1])
-        near = difflib.get_close_matches(location[-1], legal, n=1, cutoff=0.5)
-        hint = f"did you mean {'.'.join([*location[:-1], near[0]])!r}? " if near else ""
-        return f"{where}: unknown key; {hint}legal here: {', '.join(legal)}"
-    if kind == "missing":
-        return f"{where}: is required"
-    if kind == "value_error":
-        return str(item["ctx"]["error"])
-    return f"{where}={given!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
-
-
-def _legal_keys(location: list[str]) -> list[str]:
-    model: Any = RunConfig
-    for part in location:
-        annotation = model.model_fields[part].annotation
-        model = next((a for a in (annotation, *get_args(annotation)) if hasattr(a, "model_fields")), None)
-        if model is None:
-            return []
-    return list(model.model_fields)

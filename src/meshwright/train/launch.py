@@ -100,7 +100,7 @@ def launch(
     """
     from meshwright.distributed.process_group import distributed_environment
     from meshwright.plan.explain import explain
-    from meshwright.train.prepare import locked, prepare_run
+    from meshwright.train.prepare import describe_data, locked, prepare_run
     from meshwright.train.resume import checkpoint_to_resume
 
     if distributed_environment():
@@ -124,6 +124,7 @@ def launch(
     with _files_named(config.directory), locked(config):
         setup, _, store = prepare_run(config, processes)
         Console().print(explain(setup.plan, parameters=False))
+        Console().print(describe_data(config, store), highlight=False, markup=False, soft_wrap=True)
         assure(setup, source, prove)
         prepared = (str(store.directory), checkpoint_to_resume(config))
         del setup, store

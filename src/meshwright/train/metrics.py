@@ -143,12 +143,13 @@ class Recorder:
     Args:
         config: of the run.
         speaks: whether this is rank 0; every other rank's recorder does nothing.
+        steps: optimizer steps in all; ``None``: ``training.steps``.
         resumed_step: optimizer steps that a resumed run has behind it.
     """
 
-    def __init__(self, config: RunConfig, *, speaks: bool, resumed_step: int = 0) -> None:
+    def __init__(self, config: RunConfig, *, speaks: bool, steps: int | None = None, resumed_step: int = 0) -> None:
         self.speaks = speaks
-        self.steps = config.training.steps
+        self.steps = steps or config.training.steps or 0
         self.every = config.training.log_every
         self.sinks: list[Sink] = []
         self.console = Console(file=sys.stdout, quiet=not speaks)

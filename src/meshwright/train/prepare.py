@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from meshwright.data.loader import TrainLoader
     from meshwright.data.store import TokenStore
 
-__all__ = ["load_run_tokenizer", "locked", "prepare_run"]
+__all__ = ["describe_data", "load_run_tokenizer", "locked", "prepare_run"]
 
 
 def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrainedTokenizerBase, TokenStore]":
@@ -49,7 +49,8 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
     check_writable(paths.root)
     pass_over_damaged(config, lambda line: Console().print(line, highlight=False, soft_wrap=True))
     resume = checkpoint_to_resume(config)
-    check_writable(paths.root, _checkpoint_bytes(draft, config, resume))
+    # Steps that epochs give are known once the data are: until then a single checkpoint is counted.
+    check_writable(paths.root, _checkpoint_bytes(draft, config, resume, config.training.steps))
     if resume is not None:
         check_same_model(resume, {row.name: row.shape for row in draft.plan.parameters})
         source = read_meta(resume).get("source", {})
@@ -66,11 +67,17 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
     store = prepare(config.data, tokenizer, paths.tokens, config.training.seed)
     if store.index.train_documents == 0:
         raise DataError("data: no documents left to train on")
+    loader = _loader(config, store)
     if resume is not None:
         # The checks of every rank, here before there are any.
         shapes = {row.name: row.shape for row in setup.plan.parameters}
         check_same_model(resume, shapes, plain_config(setup.model))
-        _loader(config, store).check_state(read_meta(resume)["loader"])
+        loader.check_state(read_meta(resume)["loader"])
+    if config.training.epochs is not None:
+        steps = loader.steps(config.training.epochs)
+        if problem := config.warmup_problem(steps):
+            raise ConfigError(problem)
+        check_writable(paths.root, _checkpoint_bytes(setup, config, resume, steps))
     paths.config.write_text(config.to_yaml())
     paths.source.write_text(json.dumps({**source, "data": store.index.kind}))
     return setup, tokenizer, store
@@ -170,11 +177,43 @@ def _loader(config: RunConfig, store: "TokenStore") -> "TrainLoader":
     )
 
 
-def _checkpoint_bytes(setup: RunSetup, config: RunConfig, resume: Path | None) -> int:
-    """Bytes that the checkpoints of a run will take beyond those that are there: those kept, and the one being written."""
+def describe_data(config: RunConfig, store: "TokenStore") -> str:
+    """What became of the data, and how often a run sees them, in a few lines.
+
+    Args:
+        config: of the run.
+        store: its tokens.
+    """
+    index, loader = store.index, _loader(config, store)
+    length, batch, sequences = config.data.sequence_length, config.training.global_batch_size, loader.sequences(1)
+    steps = config.training.steps or loader.steps(config.training.epochs or 0)
+    epochs, filled = steps * batch / sequences, index.train_tokens / (sequences * length)
+    packed = "packed " if config.data.packing == "pack" else ""
+    lines = [
+        f"data: {index.rows:,} rows, {index.documents:,} documents of {index.tokens:,} tokens, {index.eval_documents:,} held "
+        f"out; {index.truncated:,} truncated, {index.dropped:,} dropped, {index.empty:,} empty, {index.bad:,} bad",
+        f"{sequences:,} {packed}sequences of {length:,}, {filled:.1%} full; "
+        f"{steps:,} steps of {batch:,} are {epochs:.3g} epochs",
+    ]
+    if index.bad:
+        rest = index.bad - len(index.bad_rows)
+        lines += ["left out (data.bad_rows=skip):", *(f"  {row}" for row in index.bad_rows)]
+        lines += [f"  ... and {rest:,} more"] if rest else []
+    return "\n".join(lines)
+
+
+def _checkpoint_bytes(setup: RunSetup, config: RunConfig, resume: Path | None, steps: int | None) -> int:
+    """Bytes that the checkpoints of a run will take beyond those that are there: those kept, and the one being written.
+
+    Args:
+        setup: the run.
+        config: of the run.
+        resume: the checkpoint that it goes on from.
+        steps: optimizer steps in all; ``None``: not known yet, and at least one.
+    """
     stored = [row.numel * itemsize(row.dtype) * (3 if row.trainable else 1) for row in setup.plan.parameters]
     done = read_meta(resume)["step"] if resume is not None else 0
-    left = max(0, config.training.steps - done)
+    left = 1 if steps is None else max(0, steps - done)
     every, minutes, keep = config.checkpoint.every, config.checkpoint.every_minutes, config.checkpoint.keep
     saves = min(left, 1) if every == 0 else -(-left // every)
     if minutes is not None and keep is not None and left > 1:

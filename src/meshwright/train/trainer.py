@@ -63,6 +63,7 @@ class Trainer:
         skipped: steps skipped in a row, up to now.
         progress: told of each microbatch, evaluation and save, in words such as ``step 12``.
         agreement: on what all ranks do after a step; ``None``: one of this run's own, which nobody asks to end.
+        steps: optimizer steps in all.
     """
 
     loader_type = TrainLoader
@@ -95,6 +96,7 @@ class Trainer:
 
         data_rank, data_ranks = self.mesh.rank("dp"), setup.layout.size("dp")
         self.loader = self.build_loader(store)
+        self.steps = training.steps or self.loader.steps(training.epochs or 0)
         self.evaluation = None
         if store.index.eval_documents:
             held_out = SequenceDataset(store, "eval", data.sequence_length, data.packing, shuffle=False)
@@ -120,7 +122,7 @@ class Trainer:
                 dense = not model_sizes(setup.spec, setup.model).experts
                 rows, length = training.microbatch_size, data.sequence_length
                 check_boundaries(setup.model, device, rows, length, exact=dense, multiple=setup.plan.sequence_multiple)
-        self.recorder = Recorder(self.config, speaks=self.rank == 0, resumed_step=self.step)
+        self.recorder = Recorder(self.config, speaks=self.rank == 0, steps=self.steps, resumed_step=self.step)
 
     # -- the parts; `audit` replaces some of them to have a reference ----------------------------------------------------------
 
@@ -176,19 +178,20 @@ class Trainer:
             NonFiniteError: a NaN or infinite loss or gradient norm, unless such steps are to be skipped; or too many skipped.
             StoppedError: it was asked to end; there is a checkpoint of the last step.
         """
-        steps = self.config.training.steps
+        steps, training = self.steps, self.config.training
         agreement = self.agreement or Agreement(self.config.checkpoint.every_minutes)
         try:
             if self.step == 0:
                 self.evaluate()
             if self.step >= steps:
-                self.recorder.say(f"nothing to train: step {self.step} of {steps} is done (training.steps)")
+                key = "steps" if training.epochs is None else "epochs"
+                self.recorder.say(f"nothing to train: step {self.step} of {steps} is done (training.{key})")
             while self.step < steps:
                 self.progress(f"step {self.step + 1}")
                 self.recorder.step(self.step + 1, self.train_step())
                 self.step += 1
                 verdict, last = agreement.after(self.step), self.step == steps
-                if (last or _due(self.step, self.config.training.eval_every)) and not verdict.end:
+                if (last or _due(self.step, training.eval_every)) and not verdict.end:
                     self.evaluate()
                 if last or verdict.save or verdict.end or _due(self.step, self.config.checkpoint.every):
                     path = self.save()
@@ -218,7 +221,7 @@ class Trainer:
         self.balance.begin_step(counts[-1])
         self.sums = torch.zeros_like(self.sums)
         divisor = self.counts[0].clamp(min=1)
-        rate = learning_rate(self.step, self.config.training.steps, self.config.optimizer.lr, self.config.schedule)
+        rate = learning_rate(self.step, self.steps, self.config.optimizer.lr, self.config.schedule)
         set_learning_rate(self.optimizer, rate)
         summed = self.backward(batches, divisor)
         norm = self.clip()

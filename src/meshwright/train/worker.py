@@ -25,7 +25,7 @@ from meshwright.ranks.watch import Watch
 from meshwright.train.assure import assure
 from meshwright.train.config import RunConfig
 from meshwright.train.ending import SIGNALS, Agreement, Attendant
-from meshwright.train.prepare import load_run_tokenizer, locked, prepare_run
+from meshwright.train.prepare import describe_data, load_run_tokenizer, locked, prepare_run
 from meshwright.train.proof import Source
 from meshwright.train.resume import changes, checkpoint_to_resume, verified
 from meshwright.train.setup import Paths, make_setup
@@ -126,6 +126,7 @@ def _prepare_on_rank_0(config: RunConfig, held: ExitStack, source: Source | None
             held.enter_context(locked(config))
             setup, _, store = prepare_run(config, dist.get_world_size())
             Console().print(explain(setup.plan, parameters=False))
+            Console().print(describe_data(config, store), highlight=False, markup=False, soft_wrap=True)
             assure(setup, source, None)
             mark.write_text(uuid.uuid4().hex)
             held.callback(mark.unlink, missing_ok=True)

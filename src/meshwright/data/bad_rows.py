@@ -1,0 +1,67 @@
+"""Rows that cannot be used: gathered while a source is read, and judged together at its end, by `data.bad_rows`."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from meshwright.errors import DataError
+
+if TYPE_CHECKING:
+    from meshwright.data.config import DataConfig
+
+__all__ = ["BadRows", "judge"]
+
+SHOWN = 20
+"""Bad rows that are listed; the others are counted."""
+
+LONGEST = 400
+"""Characters of a listed problem."""
+
+
+class BadRows:
+    """Counts the rows of a source, and keeps what is wrong with the first bad ones.
+
+    Attributes:
+        rows: read so far, bad ones included; a file of text is one.
+        bad: how many of them cannot be used.
+        shown: what is wrong with the first of these, with file and line.
+    """
+
+    def __init__(self) -> None:
+        self.rows = self.bad = 0
+        self.shown: list[str] = []
+
+    def add(self, error: DataError) -> None:
+        """Note a bad row; its error names file and line."""
+        self.bad += 1
+        if len(self.shown) < SHOWN:
+            # What is quoted from the row must be printable: no line breaks, no half of a character.
+            line = " ".join(str(error).split()).encode("utf-8", "backslashreplace").decode()
+            self.shown.append(line if len(line) <= LONGEST else f"{line[:LONGEST]} ...")
+
+    def judge(self, config: "DataConfig") -> None:
+        """As :func:`judge`, of what was found."""
+        judge(config, self.rows, self.bad, self.shown)
+
+
+def judge(config: "DataConfig", rows: int, bad: int, shown: Sequence[str]) -> None:
+    """Let bad rows pass, or stop the run.
+
+    Args:
+        config: its `bad_rows` and `bad_rows_limit` decide.
+        rows: read in all.
+        bad: of them.
+        shown: what is wrong with the first bad ones.
+
+    Raises:
+        DataError: one problem that counts the bad rows, and one for each that is shown.
+    """
+    if bad == 0 or (config.bad_rows == "skip" and bad <= config.bad_rows_limit * rows):
+        return
+    limit = f"data.bad_rows_limit={config.bad_rows_limit:g}"
+    count = f"data: {bad:,} of {rows:,} rows cannot be used"
+    if config.bad_rows == "stop":
+        head = f"{count}, and data.bad_rows is 'stop'; mend them, or set 'skip', which leaves out a share of {limit} at most"
+    else:
+        head = f"{count}, a share of {bad / rows:.3g}; {limit} is the most that data.bad_rows='skip' leaves out"
+    rest = [f"... and {bad - len(shown):,} more bad rows"] if bad > len(shown) else []
+    raise DataError([head, *shown, *rest])

@@ -1,0 +1,280 @@
+"""What a row means: a text, or a chat as messages, ShareGPT, Alpaca or prompt and completion write it.
+
+Every chat becomes a list of messages with `role` and `content`; `chat.py` says whether it can be learned.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from meshwright.data.rows import DuplicateKeys, Row
+from meshwright.errors import DataError
+
+if TYPE_CHECKING:
+    from meshwright.data.config import DataConfig
+
+__all__ = ["FORMATS", "SPEAKERS", "Document", "Format", "RowReader", "check_columns"]
+
+
+@dataclass(frozen=True)
+class Format:
+    """The columns of a format, by the names that `data.columns` maps."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    within: tuple[str, ...] = ()
+    """Keys of each message, not of the row."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that may be mapped."""
+        return self.required + self.optional + self.within
+
+
+FORMATS = {
+    "text": Format(("text",)),
+    "messages": Format(("messages",), within=("role", "content")),
+    "sharegpt": Format(("conversations",), ("system",), within=("from", "value")),
+    "alpaca": Format(("instruction", "output"), ("input", "system")),
+    "prompt_completion": Format(("prompt", "completion"), ("system",)),
+}
+
+SPEAKERS = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+"""Who speaks in ShareGPT, as a role."""
+
+_DEEPEST = 64
+"""Levels that a chat may be nested; templates and JSON writers recurse."""
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document: either a text or the messages of a chat."""
+
+    text: str | None
+    messages: list[dict[str, Any]] | None
+    source: str
+    """File and line, or data set and row, for messages to the user."""
+
+
+def check_columns(config: "DataConfig", seen: dict[str, None], name: str) -> None:
+    """Refuse a mapped column that no row had, now that all are read.
+
+    Args:
+        config: its `columns`.
+        seen: the columns that there are; nothing is said if there are none.
+        name: of the source.
+
+    Raises:
+        DataError: with the columns that there are.
+    """
+    within = {key for layout in config.formats for key in FORMATS[layout].within}
+    missing = [(key, column) for key, column in config.columns.items() if column not in seen and key not in within]
+    if seen and missing:
+        there = f"columns there are {_names(seen)}"
+        raise DataError(f"data.columns: {name} has no column {column!a} (for {key!r}); {there}" for key, column in missing)
+
+
+class RowReader:
+    """Makes documents of the rows of one file or data set, all of one format.
+
+    The format is `data.format`, or the only one that has the mapped columns and the kind; otherwise the first row that has the
+    columns of a single format says it.
+
+    Args:
+        config: format, columns, kind.
+        seen: takes the columns of the rows.
+    """
+
+    def __init__(self, config: "DataConfig", seen: dict[str, None]) -> None:
+        self.columns = {"text": config.text_field, "messages": config.messages_field, **config.columns}
+        self.candidates = config.formats
+        self.seen = seen
+
+    def document(self, row: Row) -> Document:
+        """The document of a row.
+
+        Raises:
+            DataError: a row that does not have its format; file, line and reason.
+        """
+        if len(self.seen) < 1000:  # names for a message
+            self.seen.update(dict.fromkeys(row.values))
+        name = self._format(row)
+        used = [self._column(key) for key in FORMATS[name].required + FORMATS[name].optional]
+        if isinstance(row.values, DuplicateKeys):
+            raise DataError(f"{row.source}: a key of the row stands twice (keys: {_names(row.values)})")
+        _check_sound([row.values.get(column) for column in used], row.source)
+        if name == "text":
+            return Document(_text(row, self._column("text")), None, row.source)
+        return Document(None, getattr(self, f"_{name}")(row), row.source)
+
+    def _column(self, key: str) -> str:
+        return self.columns.get(key, key)
+
+    def _format(self, row: Row) -> str:
+        if len(self.candidates) == 1:
+            return self.candidates[0]
+        needed = {name: [self._column(key) for key in FORMATS[name].required] for name in self.candidates}
+        found = [name for name, columns in needed.items() if all(column in row.values for column in columns)]
+        if len(found) == 1:
+            self.candidates = (found[0],)
+            return found[0]
+        shown = [f"{' and '.join(map(repr, needed[name]))} ({name})" for name in found or needed]
+        which = (
+            f"fields of several formats, {', '.join(shown)}" if found else f"no fields of a format: neither {', '.join(shown)}"
+        )
+        there = f"fields there are {_names(row.values)}"
+        raise DataError(f"{row.source}: {which}; {there}; set data.format, data.kind or data.columns")
+
+    # ---- chats -----------------------------------------------------------------------------------------------------------
+
+    def _messages(self, row: Row) -> list[dict[str, Any]]:
+        keys = self._column("role"), self._column("content")
+        return [_message(message, *keys, f"{row.source}: message {n}") for n, message in self._turns(row, "messages")]
+
+    def _sharegpt(self, row: Row) -> list[dict[str, Any]]:
+        from_key, value_key = self._column("from"), self._column("value")
+        found = self._system(row)
+        for number, message in self._turns(row, "conversations"):
+            where = f"{row.source}: message {number}"
+            if from_key not in message and "role" in message:  # conversations of messages
+                found.append(_message(message, "role", "content", where))
+                continue
+            turn = _message(message, from_key, value_key, where)
+            if turn["role"] not in SPEAKERS:
+                raise DataError(f"{where} is from {turn['role']!a:.40}; legal are {', '.join(SPEAKERS)}")
+            if turn["role"] == "function_call" and "content" in turn:
+                turn |= {"content": "", "tool_calls": [_call(turn["content"], where)]}
+            found.append(turn | {"role": SPEAKERS[turn["role"]]})
+        return found
+
+    def _alpaca(self, row: Row) -> list[dict[str, Any]]:
+        # The blank line is that of Alpaca's own prompt, whose other words are the template's business.
+        asked = "\n\n".join(part for part in (_text(row, self._column("instruction")), self._optional(row, "input")) if part)
+        return [*self._system(row), *_exchange(asked, row, self._column("output"))]
+
+    def _prompt_completion(self, row: Row) -> list[dict[str, Any]]:
+        asked = _text(row, self._column("prompt"))
+        return [*self._system(row), *_exchange(asked, row, self._column("completion"))]
+
+    def _turns(self, row: Row, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Messages of a row with their numbers, without the keys that arrow fills with None to make all rows alike."""
+        column = self._column(key)
+        knob = "messages_field or data.columns" if key == "messages" else "columns"
+        value = _field(row, column, knob)
+        if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+            raise DataError(f"{row.source}: field {column!a} is not a list of messages")
+        for number, message in enumerate(value, start=1):
+            yield number, {name: part for name, part in message.items() if part is not None}
+
+    def _system(self, row: Row) -> list[dict[str, Any]]:
+        said = self._optional(row, "system")
+        return [{"role": "system", "content": said}] if said else []
+
+    def _optional(self, row: Row, key: str) -> str:
+        return _text(row, self._column(key)) if row.values.get(self._column(key)) is not None else ""
+
+
+def _message(message: dict[str, Any], role_key: str, content_key: str, where: str) -> dict[str, Any]:
+    """A message with `role`, `content` unless it is null, and whatever else a template may know of it."""
+    role = message.get(role_key)
+    if not isinstance(role, str):
+        what = f"no {role_key}" if role is None else f"a {role_key} that is {_kind(role)}, not text"
+        raise DataError(f"{where} has {what}; its keys are {_names(message)}")
+    rest = {key: part for key, part in message.items() if key not in (role_key, content_key, "role", "content")}
+    return {"role": role, **_content(message.get(content_key), where), **rest}
+
+
+def _exchange(asked: str, row: Row, answer: str) -> list[dict[str, Any]]:
+    """One question and its answer; a null answer is left to the check of chats, which says so."""
+    said = {} if row.values.get(answer, "") is None else {"content": _text(row, answer)}
+    return [{"role": "user", "content": asked}, {"role": "assistant", **said}]
+
+
+def _field(row: Row, column: str, knob: str) -> Any:
+    if column not in row.values:
+        raise DataError(f"{row.source}: no field {column!a}; fields there are {_names(row.values)}; set data.{knob}")
+    return row.values[column]
+
+
+def _text(row: Row, column: str) -> str:
+    value = _field(row, column, "text_field or data.columns" if column == "text" else "columns")
+    if not isinstance(value, str):
+        raise DataError(f"{row.source}: field {column!a} holds {_kind(value)}, not text")
+    return value
+
+
+def _content(value: Any, where: str) -> dict[str, Any]:
+    """The `content` of a message: its text, or its parts of text put together; nothing for null."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {"content": value}
+    if not isinstance(value, list):
+        raise DataError(f"{where}: content is {_kind(value)}, not text")
+    parts = []
+    for part in value:
+        text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
+        if not isinstance(text, str):
+            what = f"of type {part.get('type')!a:.40}" if isinstance(part, dict) else _kind(part)
+            raise DataError(f"{where}: a part of its content is {what}; only text can be learned")
+        parts.append(text)
+    return {"content": "".join(parts)}
+
+
+def _call(text: str, where: str) -> dict[str, Any]:
+    """A tool call that ShareGPT writes as JSON with a name and arguments."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise DataError(f"{where}: a function_call is JSON with 'name' and 'arguments'")
+    _check_sound(value, where)
+    return {"type": "function", "function": {"name": value["name"], "arguments": value.get("arguments", {})}}
+
+
+def _check_sound(value: Any, source: str) -> None:
+    """Refuse what templates and tokenizers cannot take: half characters, doubled keys, nesting without end."""
+    level: list[Any] = [value]
+    for _ in range(_DEEPEST):
+        below: list[Any] = []
+        for item in level:
+            if isinstance(item, DuplicateKeys):
+                raise DataError(f"{source}: a key stands twice in one object (keys: {_names(item)})")
+            if isinstance(item, dict):
+                below.extend(item)
+                below.extend(item.values())
+            elif isinstance(item, (list, tuple)):
+                below.extend(item)
+            elif isinstance(item, str) and not item.isascii() and (found := _SURROGATE.search(item)):
+                raise DataError(f"{source}: a text holds half of a character, the lone surrogate {found.group()!a}")
+        if not below:
+            return
+        level = below
+    raise DataError(f"{source}: nested deeper than {_DEEPEST} levels")
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def _names(names: Iterable[str]) -> str:
+    """Some names of columns or keys, as they can be printed."""
+    found = [name if name.isidentifier() and len(name) <= 40 else f"{name!a:.40}" for name in names]
+    return ", ".join(found[:20]) + (f" and {len(found) - 20} more" if len(found) > 20 else "") if found else "none"

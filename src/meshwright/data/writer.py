@@ -1,0 +1,112 @@
+"""Documents to tokens on disk, and what becomes of those that are long, empty or bad."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from meshwright.data.bad_rows import BadRows
+from meshwright.data.chat import check_chat_tokenizer, encode_chat
+from meshwright.data.formats import Document
+from meshwright.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Writer"]
+
+# A batch for the tokenizer: enough documents to occupy its threads, few enough characters to bound memory.
+_BATCH_DOCUMENTS = 1024
+_BATCH_CHARACTERS = 4_000_000
+
+
+class Writer:
+    """Tokenizes documents and appends them to the files, with what becomes of long ones."""
+
+    def __init__(
+        self,
+        directory: Path,
+        tokenizer: "PreTrainedTokenizerBase",
+        kind: Literal["text", "chat"],
+        policy: Literal["split", "truncate", "drop", "error"],
+        sequence_length: int,
+        bad: BadRows,
+    ) -> None:
+        if kind == "chat":
+            check_chat_tokenizer(tokenizer)
+        if kind == "text" and tokenizer.eos_token_id is None:
+            raise ConfigError("tokenizer: it has no eos_token, which ends every text; give a tokenizer that has one")
+        self.tokenizer, self.policy, self.sequence_length, self.bad = tokenizer, policy, sequence_length, bad
+        largest = max(tokenizer.get_vocab().values())
+        self.token_dtype: Literal["uint16", "uint32"] = "uint16" if largest < 2**16 else "uint32"
+        self.tokens_file = (directory / "tokens.bin").open("wb")
+        self.mask_file = (directory / "loss_mask.bin" if kind == "chat" else Path(os.devnull)).open("wb")
+        self.lengths: list[int] = []
+        self.split = self.truncated = self.dropped = self.empty = 0
+
+    def add_all(self, stream: Iterable[Document]) -> None:
+        """Append documents; those without anything to learn, those dropped, and bad ones are only counted."""
+        batch: list[Document] = []
+        characters = 0
+        for document in stream:
+            if document.messages is not None:
+                try:
+                    ids, mask = encode_chat(self.tokenizer, document.messages, document.source)
+                except DataError as error:
+                    self.bad.add(error)
+                else:
+                    self._add(document.source, ids, mask)
+                continue
+            batch.append(document)
+            characters += len(document.text or "")
+            if len(batch) == _BATCH_DOCUMENTS or characters >= _BATCH_CHARACTERS:
+                self._add_texts(batch)
+                batch, characters = [], 0
+        self._add_texts(batch)
+
+    def _add_texts(self, batch: list[Document]) -> None:
+        if not batch:
+            return
+        texts = [document.text or "" for document in batch]
+        # Special tokens are those the tokenizer adds by itself (a BOS, for most that have one). verbose=False: texts
+        # longer than the model's context are no mistake here, they are cut later.
+        encoded = self.tokenizer(
+            texts, add_special_tokens=True, padding=False, truncation=False, return_attention_mask=False, verbose=False
+        )["input_ids"]
+        eos = self.tokenizer.eos_token_id
+        for document, ids in zip(batch, encoded, strict=True):
+            if not document.text:
+                self.empty += 1
+                continue
+            self._add(document.source, ids if ids[-1:] == [eos] else [*ids, eos], None)
+
+    def _add(self, source: str, ids: list[int], mask: list[bool] | None) -> None:
+        long = len(ids) > self.sequence_length
+        if long and self.policy == "error":
+            self.bad.add(
+                DataError(
+                    f"{source}: {len(ids)} tokens, more than data.sequence_length={self.sequence_length}, and "
+                    "data.long_documents is 'error'; choose 'truncate' or 'drop'"
+                    f"{'' if mask else ', or (for text only) split'}, or a longer sequence"
+                )
+            )
+            return
+        if long and self.policy != "split":
+            kept = mask[: self.sequence_length] if mask else None
+            # The first token is nobody's target.
+            if self.policy == "drop" or (kept is not None and not any(kept[1:])):
+                self.dropped += 1
+                return
+            self.truncated += 1
+            ids, mask = ids[: self.sequence_length], kept
+        elif long:
+            self.split += 1
+        if len(ids) < 2 or (mask is not None and not any(mask[1:])):
+            self.empty += 1
+            return
+        self.tokens_file.write(np.array(ids, dtype=self.token_dtype).tobytes())
+        if mask is not None:
+            self.mask_file.write(np.array(mask, dtype=np.bool_).tobytes())
+        self.lengths.append(len(ids))

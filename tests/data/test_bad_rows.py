@@ -1,0 +1,161 @@
+"""All bad rows in one report, or left out up to a share; what became of the data is counted."""
+
+import json
+
+import pytest
+
+from meshwright.data.bad_rows import SHOWN
+from meshwright.data.config import DataConfig
+from meshwright.data.corpora import documents
+from meshwright.data.store import prepare
+from meshwright.errors import DataError
+
+GOOD = {"messages": [{"role": "user", "content": "quick?"}, {"role": "assistant", "content": "fox"}]}
+SILENT = {"messages": [{"role": "user", "content": "quick?"}, {"role": "assistant", "content": None}]}
+LONG = {"messages": [{"role": "user", "content": "quick?"}, {"role": "assistant", "content": "fox " * 50}]}
+CUT = {"messages": [{"role": "user", "content": "quick " * 50}, {"role": "assistant", "content": "fox"}]}
+
+
+def config(*files, **changes):
+    return DataConfig(**({"files": list(files), "sequence_length": 48} | changes))
+
+
+@pytest.fixture
+def spoiled(tmp_path):
+    """Ten rows; lines 2 (of reading), 4 (of format), 7 (of the template's) and 10 (of length) are bad, 5 is empty."""
+    lines = [json.dumps(GOOD)] * 11
+    lines[1], lines[3], lines[4], lines[6], lines[9] = "{", '{"messages": 3}', "", json.dumps(SILENT), json.dumps(LONG)
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
+def problems(data, tokenizer, folder):
+    with pytest.raises(DataError) as caught:
+        prepare(data, tokenizer, folder, 0)
+    return caught.value.problems
+
+
+def test_all_kinds_of_bad_rows_are_reported_at_once(spoiled, tokenizer, tmp_path):
+    head, *rows = problems(config(spoiled), tokenizer, tmp_path / "store")
+    assert head.startswith("data: 4 of 10 rows cannot be used, and data.bad_rows is 'stop'; mend them, or set 'skip'")
+    expected = {
+        2: "cannot be read as json (Expecting",
+        4: "'messages' is not a list",
+        7: "answer is null",
+        10: "long_documents is 'error'",
+    }
+    assert len(rows) == 4
+    for row, (line, words) in zip(sorted(rows, key=lambda row: int(row.split(":")[1])), expected.items(), strict=True):
+        assert row.startswith(f"{spoiled}:{line}: ")
+        assert words in row
+
+
+def test_bad_rows_of_several_files_are_reported_at_once(spoiled, tokenizer, tmp_path, jsonl):
+    other = jsonl([GOOD, SILENT, GOOD], "other.jsonl")
+    (tmp_path / "torn.parquet").write_text("no parquet")
+    (tmp_path / "held.jsonl").write_text(json.dumps(GOOD) + "\n[]\n")
+    data = config(spoiled, other, eval_files=[str(tmp_path / "held.jsonl")])
+    found = problems(data, tokenizer, tmp_path / "store")
+    assert found[0].startswith("data: 6 of 15 rows")
+    assert f"{other}:2: message 2: the assistant's answer is null" in found
+    assert found[-1] == f"{tmp_path / 'held.jsonl'}:2: holds list, not an object with fields"
+    torn = problems(config(str(tmp_path / "torn.parquet"), spoiled), tokenizer, tmp_path / "store")
+    assert "torn.parquet: cannot be read as parquet" in torn[0]
+    assert any(f"{spoiled}:2:" in line for line in torn[1:])  # found while the other file was read all the same
+
+
+def test_skipped_rows_are_counted_and_the_others_are_as_if_alone(spoiled, tokenizer, tmp_path, jsonl):
+    store = prepare(config(spoiled, bad_rows="skip", bad_rows_limit=0.4), tokenizer, tmp_path / "store", 0)
+    index = store.index
+    assert (index.rows, index.documents, index.bad, index.dropped, index.truncated, index.empty) == (10, 6, 4, 0, 0, 0)
+    assert [line.split(": ")[0] for line in index.bad_rows] == [f"{spoiled}:{line}" for line in (2, 4, 7, 10)]
+    alone = prepare(config(jsonl([GOOD] * 6, "good.jsonl")), tokenizer, tmp_path / "store", 0)
+    assert store.tokens.tolist() == alone.tokens.tolist()
+    assert store.loss_mask.tolist() == alone.loss_mask.tolist()
+
+
+def test_a_share_above_the_limit_stops_the_run(spoiled, tokenizer, tmp_path):
+    head, *rows = problems(config(spoiled, bad_rows="skip", bad_rows_limit=0.39), tokenizer, tmp_path / "store")
+    assert "4 of 10 rows cannot be used, a share of 0.4; data.bad_rows_limit=0.39 is the most" in head
+    assert len(rows) == 4
+    assert (
+        "a share of 0.4; data.bad_rows_limit=0.1"
+        in problems(config(spoiled, bad_rows="skip"), tokenizer, tmp_path / "store")[0]
+    )
+
+
+def test_tokens_that_are_there_are_judged_as_if_they_were_not(spoiled, tokenizer, tmp_path):
+    """What bad rows may do is no part of what a store holds: a run that resumes finds it again, and judges it again."""
+    lenient = config(spoiled, bad_rows="skip", bad_rows_limit=0.5)
+    first = prepare(lenient, tokenizer, tmp_path / "store", 0)
+    for strict in (config(spoiled), config(spoiled, bad_rows="skip", bad_rows_limit=0.2)):
+        there = problems(strict, tokenizer, tmp_path / "store")
+        assert there == problems(strict, tokenizer, tmp_path / "elsewhere")
+    more = prepare(config(spoiled, bad_rows="skip", bad_rows_limit=0.9), tokenizer, tmp_path / "store", 0)
+    assert more.directory == first.directory
+
+
+def test_format_and_columns_are_part_of_what_a_store_is(tokenizer, tmp_path, jsonl):
+    path = jsonl([{"prompt": "a", "completion": "fox", "other": "dog"}] * 3)
+    found = {
+        prepare(config(path, **changes), tokenizer, tmp_path / "store", 0).fingerprint
+        for changes in ({}, {"columns": {"completion": "other"}}, {"format": "text", "columns": {"text": "other"}})
+    }
+    assert len(found) == 3
+
+
+def test_the_list_is_short_and_can_be_printed(tokenizer, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text("\n".join(json.dumps({"a\n\ud800" + "b" * 5000: number}) for number in range(100)))
+    found = problems(config(str(path)), tokenizer, tmp_path / "store")
+    assert len(found) == 1 + SHOWN + 1
+    assert found[-1] == f"... and {100 - SHOWN} more bad rows"
+    for line in found:
+        assert line.encode()
+        assert "\n" not in line
+        assert len(line) < 500
+
+
+def test_what_truncation_cuts_away_is_dropped_and_not_bad(tokenizer, tmp_path, jsonl):
+    path = jsonl([GOOD, CUT, LONG])
+    index = prepare(config(path, long_documents="truncate"), tokenizer, tmp_path / "store", 0).index
+    assert (index.rows, index.documents, index.truncated, index.dropped, index.bad, index.empty) == (3, 2, 1, 1, 0, 0)
+    index = prepare(config(path, long_documents="drop"), tokenizer, tmp_path / "store", 0).index
+    assert (index.rows, index.documents, index.truncated, index.dropped, index.bad, index.empty) == (3, 1, 0, 2, 0, 0)
+
+
+def test_rows_of_parquet_and_of_the_hub(tokenizer, tmp_path):
+    from datasets import Dataset
+
+    (tmp_path / "set").mkdir()
+    Dataset.from_list([GOOD, SILENT, GOOD, {"messages": None}]).to_parquet(str(tmp_path / "set" / "train.parquet"))
+    file = str(tmp_path / "set" / "train.parquet")
+    for name, data in (
+        (file, config(file)),
+        (str(tmp_path / "set"), DataConfig(hub=str(tmp_path / "set"), sequence_length=48)),
+    ):
+        _, *rows = problems(data, tokenizer, tmp_path / "store")
+        assert sorted(rows) == [
+            f"{name}, row 2: message 2: the assistant's answer is null",
+            f"{name}, row 4: field 'messages' is not a list of messages",
+        ]
+
+
+def test_nothing_but_bad_rows(tokenizer, tmp_path, jsonl):
+    path = jsonl([SILENT, SILENT])
+    data = config(path, bad_rows="skip", bad_rows_limit=1)
+    with pytest.raises(DataError, match=r"no document is left to train on: 0 dropped .*, 2 bad rows"):
+        prepare(data, tokenizer, tmp_path / "store", 0)
+    with pytest.raises(DataError, match="holds no document"):
+        list(documents(config(jsonl([{}]), bad_rows="skip", bad_rows_limit=1)))
+    assert not list((tmp_path / "store").glob("*/index.json"))
+
+
+def test_documents_alone_are_judged_at_their_end(jsonl):
+    path = jsonl([GOOD, {"messages": "x"}, GOOD])
+    stream = documents(config(path))
+    assert [next(stream).source, next(stream).source] == [f"{path}:1", f"{path}:3"]
+    with pytest.raises(DataError, match=f"1 of 3 rows.*\n{path}:2: "):
+        next(stream)
+    assert len(list(documents(config(path, max_documents=1)))) == 1  # no further than asked for
