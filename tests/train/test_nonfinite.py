@@ -42,6 +42,35 @@ def run(config: RunConfig, value: float) -> list[str]:
     return run_ranks(_train, 2, config, store.directory, value)
 
 
+def _train_on_nothing(rank: int, config: RunConfig, store: Path) -> str:
+    """From step 3 on, no loss is finite."""
+    trainer = trainer_on_rank(config, store)
+    plain = objective_module.token_loss_sum
+    objective_module.token_loss_sum = lambda *given: plain(*given) * (math.nan if trainer.step >= STEP - 1 else 1)
+    try:
+        trainer.run()
+    except NonFiniteError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("every", "kept"), [(0, "no checkpoint was saved before it"), (1, "the last good checkpoint is ")])
+def test_too_many_skipped_in_a_row_end_the_run(tiny: Tiny, every: int, kept: str) -> None:
+    config = tiny("training.on_nonfinite=skip", "training.max_skipped=2", f"checkpoint.every={every}")
+    store = prepare_run(config, 2)[2].directory
+    messages = run_ranks(_train_on_nothing, 2, config, store)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("step 4: loss nan")
+    for part in ("2 steps in a row were skipped", kept, "training.max_skipped=2 is the limit"):
+        assert part in messages[0]
+    without = tiny("training.on_nonfinite=skip", "training.max_skipped=null", name="without")
+    assert run_ranks(_train_on_nothing, 1, without, prepare_run(without, 1)[2].directory) == [""]
+
+
+def test_skipped_steps_that_are_not_in_a_row_are_not_too_many(tiny: Tiny) -> None:
+    assert run(tiny("training.on_nonfinite=skip", "training.max_skipped=2"), math.nan) == ["", ""]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_stop(tiny: Tiny, value: float) -> None:
     config = tiny("checkpoint.every=1", "checkpoint.keep=2")

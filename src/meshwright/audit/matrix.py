@@ -1,10 +1,11 @@
 """The support matrix: every family on every layout that fits few processes, each audited under options that cover all pairs."""
 
+import json
 import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from meshwright.audit.families import FAMILIES, SPARSE, TWINS
 from meshwright.audit.report import AuditReport
 from meshwright.errors import ConfigError, MeshwrightError, UnsupportedError
 from meshwright.plan.options import SyncPolicy
-from meshwright.train.claim import Claim
+from meshwright.train.claim import Claim, versions
 from meshwright.train.config import RunConfig
 from meshwright.train.proof import CellProof, matrix_data
 
@@ -256,6 +257,9 @@ def write_matrix(
 ) -> bool:
     """Run the matrix, and write its page and its data, from which `plan` and `train` know what is proven.
 
+    It takes an hour or more. The cells that are done lie in ``DATA.partial`` until all are; a matrix that was ended goes on
+    from them, under the same versions.
+
     Args:
         output: the page.
         data: JSON, see :func:`~meshwright.train.proof.matrix_data`.
@@ -268,7 +272,8 @@ def write_matrix(
         Whether nothing failed. A refusal is no failure.
     """
     begun = time.perf_counter()
-    cells: dict[tuple[str, str], Cell] = {}
+    partial = data.with_name(f"{data.name}.partial")
+    known, cells = _read_cells(partial), {}
     for file in (output, data):
         file.parent.mkdir(parents=True, exist_ok=True)
     with Auditor() as auditor, tempfile.TemporaryDirectory(prefix="meshwright-matrix-") as folder:
@@ -276,14 +281,34 @@ def write_matrix(
             for family in families:
                 if place.experts and family not in SPARSE:
                     continue
+                at = (family, place.label)
                 some = [variant for variant in variants if place.world_size < 8 or variant in ON_EIGHT]
-                cells[family, place.label] = run_cell(auditor, family, place, some or variants, Path(folder))
+                cells[at] = known.get(at) or run_cell(auditor, family, place, some or variants, Path(folder))
+                partial.with_suffix(".tmp").write_text(_cells_as_json({**known, **cells}))
+                partial.with_suffix(".tmp").rename(partial)
             outcomes = [cell.outcome for (_, label), cell in cells.items() if label == place.label]
             counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in Outcome if outcome in outcomes)
             say(f"{place.label}: {counts} ({time.perf_counter() - begun:.0f} s)")
             output.write_text(_page(cells, families, places, variants))  # what is known so far is there if this is ended
             data.write_text(_data(cells))
+    partial.unlink()
     return all(cell.outcome is not Outcome.FAILS for cell in cells.values())
+
+
+def _cells_as_json(cells: Mapping[tuple[str, str], Cell]) -> str:
+    return json.dumps({"versions": versions(), "cells": [[*at, asdict(cell)] for at, cell in cells.items()]})
+
+
+def _read_cells(partial: Path) -> dict[tuple[str, str], Cell]:
+    """Cells that an earlier matrix of the same versions has audited."""
+    content = json.loads(partial.read_text()) if partial.is_file() else {}
+    if content.get("versions") != versions():
+        return {}
+    found = {}
+    for family, label, cell in content["cells"]:
+        claims = tuple(Claim(**{**claim, "axes": tuple(claim["axes"])}) for claim in cell["claims"])
+        found[family, label] = Cell(Outcome(cell["outcome"]), cell["worst"], cell["note"], claims)
+    return found
 
 
 def _data(cells: Mapping[tuple[str, str], Cell]) -> str:

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -53,6 +54,7 @@ class Agreement:
 
     def __init__(self, minutes: float | None = None) -> None:
         self._store, self._rank0 = _torch_compat.control_store("boundary"), dist.get_rank() == 0
+        self._wishes = _torch_compat.control_store("boundary")  # for other threads: a connection is one thread's at a time
         self._seconds = None if minutes is None else 60 * minutes
         self._saved = time.monotonic()
 
@@ -62,8 +64,8 @@ class Agreement:
         Args:
             reason: for the last line of the run, such as ``SIGTERM``.
         """
-        # A connection of its own, for the store's is in use by the main thread.
-        _torch_compat.control_store("boundary").set("end", reason)
+        with suppress(RuntimeError):  # a store that is gone ends the run sooner
+            self._wishes.set("end", reason)
 
     def saved(self) -> None:
         """A checkpoint was saved; the clock begins anew."""
@@ -102,7 +104,8 @@ class Attendant:
     Args:
         signals: to take.
         ask: called once with the name of the signal that came first, in another thread.
-        asked: a file that appears when another process, the launcher, asks the same; it holds the reason.
+        asked: a file that appears when the launcher, which started this process, asks the same; it holds the reason. With it,
+            this process ends at once when the launcher is gone.
     """
 
     def __init__(self, signals: tuple[signal.Signals, ...], ask: Callable[[str], None], asked: Path | None = None) -> None:
@@ -124,12 +127,14 @@ class Attendant:
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup)
         os.close(self._write)
-        self._thread.join()
+        self._thread.join(10 * BEAT)
         os.close(self._read)
 
     def _attend(self) -> None:
         while True:
-            ready, _, _ = select.select([self._read], [], [], BEAT if self._file is not None and self._first is None else None)
+            ready, _, _ = select.select([self._read], [], [], None if self._file is None else BEAT)
+            if self._file is not None and os.getppid() != self._parent:
+                os._exit(1)  # the launcher died; a SIGINT, which torch has sent then, is no wish
             if ready:
                 numbers = os.read(self._read, 64)
                 if not numbers:
@@ -137,12 +142,10 @@ class Attendant:
                 for number in numbers:
                     if number in self._signals:
                         self._take(signal.Signals(number))
-            elif self._file is not None and self._file.exists():
+            elif self._first is None and self._file is not None and self._file.exists():
                 self._begin(self._file.read_text())
 
     def _take(self, number: signal.Signals) -> None:
-        if os.getppid() != self._parent and number is signal.SIGINT:
-            os._exit(128 + number)  # torch has it sent when the launcher dies: nobody is left to wait for this process
         if self._first is None:
             self._begin(number.name)
         elif time.monotonic() > self._first + SAME:

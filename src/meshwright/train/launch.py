@@ -236,7 +236,7 @@ def _launch_local(config: RunConfig, processes: int, kind: str, prepared: tuple[
         )
         try:
             with _wishes_to_end(Path(reports) / ASKED):
-                elastic_launch(settings, _worker_entry)(config, kind, prepared, reports, debug)
+                elastic_launch(settings, _worker_entry)(config, kind, prepared, reports, debug, os.getpid())
         except ChildFailedError as error:
             raise _first_failure(Path(reports), error) from None
         except SignalException as error:
@@ -271,12 +271,17 @@ def _wishes_to_end(asked: Path) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _worker_entry(config: RunConfig, kind: str, prepared: tuple[str, Path | None], reports: str, debug: bool) -> None:
+def _worker_entry(
+    config: RunConfig, kind: str, prepared: tuple[str, Path | None], reports: str, debug: bool, launcher: int
+) -> None:
     """What a local worker runs. A failure is written down for the launcher, which speaks for all."""
     # The launcher's own handlers came along in the fork; a worker that waits in a collective has to die at once. So SIGTERM,
     # by which torch ends the others of a failed job, is no wish to end here: the launcher has a file for that.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
+    # torch has SIGINT sent to a worker when the launcher dies; one that came before this line was not heeded.
+    if os.getppid() != launcher:
+        os._exit(1)
     import torch
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
