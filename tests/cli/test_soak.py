@@ -7,4 +7,4 @@ from tests.cli.soak import soak
 
 def test_kills_and_signals_at_random_moments_change_no_loss(tmp_path: Path, warm: None) -> None:
     found = soak(tmp_path, 3)
-    assert found.total() - found["lives"] == 3
+    assert found.total() - found["lives"] == 3, found

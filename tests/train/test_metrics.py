@@ -77,7 +77,7 @@ def test_no_sinks(tiny: Tiny) -> None:
     _, _, store = prepare_run(config, 2)
     run_ranks(train_on_rank, 2, config, store.directory)
     names = {path.name for path in config.directory.iterdir()}
-    assert names == {"checkpoints", "config.yaml", "tokenizer", "tokens"}
+    assert names == {"checkpoints", "config.yaml", "source.json", "tokenizer", "tokens"}
 
 
 def test_lines_after_the_checkpoint_and_broken_ones_are_dropped(tmp_path: Path) -> None:

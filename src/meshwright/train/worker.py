@@ -66,9 +66,9 @@ def run_worker(
         device = held.enter_context(process_group(timedelta(minutes=config.launch.timeout_minutes), device_kind))
         agreement = Agreement(config.checkpoint.every_minutes)
         held.enter_context(Attendant(signals, agreement.ask_to_end, asked))
-        watch = held.enter_context(_watch(config, device_kind))
         # One process decides which checkpoint it is: on a shared file system ranks may see different ones.
         store, resume = prepared or _prepare_on_rank_0(config, held, source)
+        watch = held.enter_context(_watch(config, device_kind))  # not before: that rank 0 prepares for long is no hang
         resume = verified(config, resume, _say)
         import_modules(config.imports)  # before the tokenizer, which one of them may register
         tokenizer = load_run_tokenizer(config)
