@@ -17,6 +17,7 @@ from meshwright.audit.families import FAMILIES, SPARSE, UNPACKED
 from meshwright.audit.matrix import (
     LAYOUTS,
     VARIANTS,
+    Cell,
     Outcome,
     Place,
     Variant,
@@ -29,6 +30,7 @@ from meshwright.audit.report import AuditReport
 from meshwright.errors import WorkerError
 from meshwright.layout import AXES
 from meshwright.plan.options import SyncPolicy
+from meshwright.train.claim import Claim, versions
 
 ONE = Place("one process", 1, {"dp_shard": 1})
 DATA_PARALLEL = [ONE, *(place for place in LAYOUTS if not {"tp", "cp", "pp", "ep"} & place.sizes.keys())]
@@ -231,6 +233,34 @@ def test_the_page_of_the_matrix(tmp_path: Path) -> None:
     assert ". cp=2: context parallel is planned but not carried out by this version" in text
     assert "model: GPT2LMHeadModel declares no tp_styles" in text
     assert "with data.packing=pad only: data.packing=pack: in GptOssForCausalLM" in text
+
+
+def test_a_matrix_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells that are done are not audited again, and the pages are those of a matrix in one go."""
+    done: list[tuple[str, str]] = []
+    most = 3
+
+    def run_cell(auditor: Auditor, family: str, place: Place, *_: object) -> Cell:
+        if len(done) == most:
+            raise KeyboardInterrupt
+        done.append((family, place.label))
+        claim = Claim(family, "digest", ("dp_shard",), {"sync": place.label}, True, versions())
+        return Cell(Outcome.WORKS, {"float32": len(done) * 1e-7}, f"note of {family}", (claim,))
+
+    def write(name: str) -> list[str]:
+        folder = tmp_path / name
+        write_matrix(folder / "page.md", lambda _: None, ["gpt2", "llama"], LAYOUTS[:3], data=folder / "proofs.json")
+        assert sorted(path.name for path in folder.iterdir()) == ["page.md", "proofs.json"]
+        return [(folder / file).read_text() for file in ("page.md", "proofs.json")]
+
+    monkeypatch.setattr("meshwright.audit.matrix.run_cell", run_cell)
+    with pytest.raises(KeyboardInterrupt):
+        write("in pieces")
+    most = 6
+    pieces = write("in pieces")
+    assert done == [(family, place.label) for place in LAYOUTS[:3] for family in ("gpt2", "llama")]
+    done.clear()
+    assert write("whole") == pieces
 
 
 TP_PLACES = [place for place in LAYOUTS if "tp" in place.sizes and not place.sequence_parallel and not place.experts]
