@@ -68,7 +68,7 @@ with Auditor() as auditor:
 def test_no_warning_on_the_way_to_a_pass(tmp_path: Path) -> None:
     """In a process of its own: pytest keeps warnings of forked workers to itself."""
     run = [sys.executable, "-W", "always", "-c", QUIET, str(tmp_path)]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(run, capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 

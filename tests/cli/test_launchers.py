@@ -35,7 +35,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[flo
 
 def run(command: list[str]) -> tuple[int, str, str]:
     environment = {**ENVIRONMENT, "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
-    found = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
+    found = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     return found.returncode, found.stdout, found.stderr
 
 

@@ -22,7 +22,7 @@ def test_training_is_deterministic_across_processes(tokenizer):
         "print(train_tokenizer(json.load(sys.stdin), 300).backend_tokenizer.to_str())\n"
     )
     texts = json.dumps(sentences(200))
-    other = subprocess.run([sys.executable, "-c", code], input=texts, check=True, timeout=120, capture_output=True, text=True)
+    other = subprocess.run([sys.executable, "-c", code], input=texts, check=True, timeout=600, capture_output=True, text=True)
     assert other.stdout.strip() == tokenizer.backend_tokenizer.to_str()
 
 

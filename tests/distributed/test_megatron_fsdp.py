@@ -254,4 +254,4 @@ def test_optimizers_that_cannot_be_taken_over_are_refused() -> None:
 def test_gradients_and_steps_are_those_of_the_plain_model() -> None:
     """World size 1: what is sharded is whole, and every buffer, hook and collective is there."""
     command = [sys.executable, "-m", "tests.distributed.megatron_run"]
-    subprocess.run(command, check=True, timeout=280, cwd=Path(__file__).parents[2])
+    subprocess.run(command, check=True, timeout=900, cwd=Path(__file__).parents[2])
