@@ -1,5 +1,6 @@
 """Files of a checkpoint that are not what was written: named, set aside, and the run goes on from the one before."""
 
+import errno
 import hashlib
 import os
 import shutil
@@ -113,13 +114,38 @@ def test_other_damage_is_found_before_there_are_ranks(
     assert losses(copy) == losses(whole)
 
 
-def test_all_damaged_begins_anew_and_says_so(copy: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("seen", ["before", "by the ranks"])
+def test_the_only_one_that_is_left_is_refused_and_stays(copy: RunConfig, seen: str) -> None:
+    """Weeks of work are not begun anew without a word of the user's."""
     for name in ("step-00000004", "step-00000006"):
-        (last(copy).with_name(name) / "meta.json").unlink()
-    prepare_run(copy, 1)
-    assert "no other checkpoint is there: the run begins anew" in capsys.readouterr().out
-    assert checkpoints(copy) == ["step-00000004.damaged", "step-00000006.damaged"]
-    assert checkpoint_to_resume(copy) is None
+        flip(last(copy).with_name(name) / ("meta.json" if seen == "before" else "__1_0.distcp"))
+    with pytest.raises((CheckpointError, RankError), match=r"step-00000004 is damaged: .*There is no other checkpoint"):
+        run_ranks(_verify, 2, copy, prepare_run(copy, 2)[2].directory)
+    assert checkpoints(copy) == ["step-00000004", "step-00000006.damaged"]
+
+
+def _cannot_read(rank: int, config: RunConfig) -> str:
+    """One rank whose mount is broken."""
+    if rank == 1:
+        checksums.sum_of = _stale
+    try:
+        verified(config, checkpoint_to_resume(config), print)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _stale(path: Path) -> str:
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+
+def test_what_cannot_be_read_is_refused_by_all_and_not_called_damaged(copy: RunConfig) -> None:
+    prepare_run(copy, 2)
+    before = checkpoints(copy)
+    messages = run_ranks(_cannot_read, 2, copy)
+    assert messages[0] == messages[1]
+    assert "cannot be read: Stale file handle; whether it is damaged is not known" in messages[0]
+    assert checkpoints(copy) == before
 
 
 def test_one_that_was_asked_for_is_refused_and_left_where_it_is(copy: RunConfig, tiny: Tiny) -> None:
@@ -167,7 +193,7 @@ def test_shares_cover_each_file_once_with_about_as_many_bytes(tmp_path: Path) ->
     for index, size in enumerate(sizes):
         (tmp_path / str(index)).write_bytes(os.urandom(size))
     names = [str(index) for index in range(len(sizes))] + ["missing"]
-    shares = [checksums.share(tmp_path, names, rank, 3) for rank in range(3)]
+    shares = [checksums.share(checksums.sizes(tmp_path, names), rank, 3) for rank in range(3)]
     assert sorted(name for part in shares for name in part) == sorted(names)
     assert max(sum(sizes[int(name)] for name in part if name != "missing") for part in shares) == 700
 

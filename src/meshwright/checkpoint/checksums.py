@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-__all__ = ["NAME", "SummingFiles", "append", "damage", "listed", "share", "sum_of"]
+__all__ = ["NAME", "SummingFiles", "append", "damage", "listed", "share", "sizes", "sum_of"]
 
 NAME = "SHA256SUMS"
 
@@ -93,7 +93,7 @@ def damage(checkpoint: Path, sums: Mapping[str, str]) -> list[str]:
     """What is wrong with some files of a checkpoint, a line for each that is missing or is not what was written.
 
     Raises:
-        PermissionError: a file that must not be read, which says nothing of its bytes.
+        OSError: a file that cannot be read, which says nothing of its bytes: the mount may be broken, or a right missing.
     """
     found = []
     for name, expected in sums.items():
@@ -102,16 +102,32 @@ def damage(checkpoint: Path, sums: Mapping[str, str]) -> list[str]:
                 found.append(f"{name} is not what was written (its SHA-256 differs)")
         except FileNotFoundError:
             found.append(f"{name} is missing")
-        except PermissionError:
-            raise
-        except OSError as error:
-            found.append(f"{name} cannot be read: {error.strerror or error}")
     return found
 
 
-def share(checkpoint: Path, names: Iterable[str], rank: int, ranks: int) -> list[str]:
-    """The files that one of several ranks verifies, so that all have about as many bytes to read."""
-    sizes = {name: path.stat().st_size if (path := checkpoint / name).is_file() else 0 for name in names}
+def sizes(checkpoint: Path, names: Iterable[str]) -> dict[str, int]:
+    """Bytes of some files of a checkpoint, 0 for those that are missing.
+
+    Raises:
+        OSError: where the system cannot tell.
+    """
+    found = {}
+    for name in names:
+        try:
+            found[name] = (checkpoint / name).stat().st_size
+        except FileNotFoundError:
+            found[name] = 0
+    return found
+
+
+def share(sizes: Mapping[str, int], rank: int, ranks: int) -> list[str]:
+    """The files that one of several ranks verifies, so that all have about as many bytes to read.
+
+    Args:
+        sizes: the same on all ranks, or a file might be nobody's.
+        rank: whose share.
+        ranks: how many share.
+    """
     loads, mine = [0] * ranks, []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         lightest = loads.index(min(loads))

@@ -68,7 +68,11 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
 
 
 def _sums(checkpoint: Path) -> tuple[dict[str, str], list[str]]:
-    """The checkpoint's list of sums, and what is wrong with it."""
+    """The checkpoint's list of sums, and what is wrong with it.
+
+    Raises:
+        OSError: a list that is there and cannot be read.
+    """
     if not (checkpoint / "meta.json").is_file():
         return {}, ["meta.json is missing"]
     try:
@@ -79,7 +83,7 @@ def _sums(checkpoint: Path) -> tuple[dict[str, str], list[str]]:
         except (ValueError, AttributeError, RecursionError):
             old = False
         return {}, [] if old else [f"{checksums.NAME} is missing"]
-    except (ValueError, OSError) as error:
+    except ValueError as error:  # also bytes that are no text
         return {}, [f"{checksums.NAME} cannot be read: {error}"]
     lacking = sorted({"meta.json", ".metadata"} - sums.keys())
     return sums, [f"{checksums.NAME} has no sum of {name}" for name in lacking]
@@ -92,48 +96,58 @@ def damage_in_brief(checkpoint: Path) -> list[str]:
         A line for each file; none for a checkpoint of the format that had no checksums.
 
     Raises:
-        CheckpointError: files that must not be read.
+        CheckpointError: files that cannot be read, which says nothing of what is in them.
     """
-    sums, found = _sums(checkpoint)
-    small = {name: digest for name, digest in sums.items() if not name.endswith(".distcp")}
-    found += [f"{name} is missing" for name in sums.keys() - small if not (checkpoint / name).is_file()]
-    return found + _compared(checkpoint, small)
+    try:
+        sums, found = _sums(checkpoint)
+        small = {name: digest for name, digest in sums.items() if not name.endswith(".distcp")}
+        found += [f"{name} is missing" for name in sums.keys() - small if not (checkpoint / name).is_file()]
+        return found + checksums.damage(checkpoint, small)
+    except OSError as error:
+        raise CheckpointError(_unreadable(checkpoint, error)) from error
 
 
-def damage(checkpoint: Path, rank: int = 0, ranks: int = 1) -> list[str]:
-    """What is wrong with a checkpoint: every file is compared, by one of several ranks. Collective over all ranks.
+def damage(checkpoint: Path, group: dist.ProcessGroup | None = None) -> list[str]:
+    """What is wrong with a checkpoint: every file is compared, by one of several ranks.
 
     Args:
         checkpoint: the same on all ranks.
-        rank: that of this process.
-        ranks: how many share the work; of more than one, all know the whole answer.
+        group: whose ranks share the work, each in this call; ``None``: this process does all of it.
 
     Returns:
         A line for each file, the same on all ranks.
 
     Raises:
-        CheckpointError: on all ranks, files that must not be read.
+        CheckpointError: on all ranks, files that cannot be read, which says nothing of what is in them.
     """
-    sums, found = _sums(checkpoint)
-    refused = ""
+    outcome: list[Any] = [_table(checkpoint)]
+    if group is not None:
+        dist.broadcast_object_list(outcome, src=0, group=group)  # what one rank sees: a shared file system may show others else
+    sums, sizes, found, refused = outcome[0]
+    rank, ranks = (group.rank(), group.size()) if group is not None else (0, 1)
     try:
-        found += _compared(checkpoint, {name: sums[name] for name in checksums.share(checkpoint, sums, rank, ranks)})
-    except CheckpointError as error:
-        refused = str(error)
-    outcomes: list[tuple[list[str], str]] = [(found, refused)]
-    if ranks > 1:
-        outcomes *= ranks
-        dist.all_gather_object(outcomes, (found, refused))
+        found = found + checksums.damage(checkpoint, {name: sums[name] for name in checksums.share(sizes, rank, ranks)})
+    except OSError as error:
+        refused = _unreadable(checkpoint, error)
+    outcomes: list[tuple[list[str], str]] = [(found, refused)] * ranks
+    if group is not None:
+        dist.all_gather_object(outcomes, (found, refused), group=group)
     if told := [text for _, text in outcomes if text]:
         raise CheckpointError(told[0])
     return sorted({line for lines, _ in outcomes for line in lines})
 
 
-def _compared(checkpoint: Path, sums: dict[str, str]) -> list[str]:
+def _table(checkpoint: Path) -> tuple[dict[str, str], dict[str, int], list[str], str]:
+    """Sums and sizes by name, what is wrong with the list itself, and why nothing can be said."""
     try:
-        return checksums.damage(checkpoint, sums)
-    except PermissionError as error:
-        raise CheckpointError(f"{error.filename}: must not be read: {error.strerror}") from error
+        sums, found = _sums(checkpoint)
+        return sums, checksums.sizes(checkpoint, sums), found, ""
+    except OSError as error:
+        return {}, {}, [], _unreadable(checkpoint, error)
+
+
+def _unreadable(checkpoint: Path, error: OSError) -> str:
+    return f"{error.filename or checkpoint}: cannot be read: {error.strerror or error}; whether it is damaged is not known"
 
 
 def set_aside(checkpoint: Path) -> Path:

@@ -1,13 +1,14 @@
 """Which checkpoint a run goes on from. A damaged one is named, set aside and passed over, or refused where it was asked for."""
 
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from meshwright.checkpoint.directory import damage, damage_in_brief, latest, newest, read_meta, set_aside
-from meshwright.errors import CheckpointError
+from meshwright.checkpoint.directory import complete, damage, damage_in_brief, latest, newest, read_meta, set_aside
+from meshwright.errors import CheckpointError, described
 from meshwright.train.config import RunConfig
 from meshwright.train.setup import Paths
 
@@ -52,7 +53,7 @@ def pass_over_damaged(config: RunConfig, say: Say) -> None:
         say: tells what was set aside.
 
     Raises:
-        CheckpointError: a damaged one that was asked for by its path.
+        CheckpointError: a damaged one that was asked for by its path, or that is the only one.
     """
     wish, directory = config.checkpoint.resume, Paths(config.directory).checkpoints
     if wish != "auto":
@@ -74,20 +75,25 @@ def verified(config: RunConfig, checkpoint: Path | None, say: Say) -> Path | Non
         say: tells on rank 0 what was set aside.
 
     Raises:
-        CheckpointError: on all ranks, a damaged one that was asked for by its path.
+        CheckpointError: on all ranks, a damaged one that was asked for by its path, or that is the only one.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    while checkpoint is not None and (found := damage(checkpoint, rank, ranks)):
+    if checkpoint is None:
+        return None
+    # A large file is read by one rank, for longer than a collective of training may wait.
+    patient = dist.new_group(backend="gloo", timeout=timedelta(days=2))
+    while checkpoint is not None and (found := damage(checkpoint, patient)):
         _refuse(checkpoint, config.checkpoint.resume, found)
         outcome: list[Any] = [None]
-        if rank == 0:
+        if dist.get_rank() == 0:
             try:
                 _set_aside(checkpoint, found, say)
                 pass_over_damaged(config, say)
                 outcome = [checkpoint_to_resume(config)]
             except CheckpointError as error:
                 outcome = [error]
-        dist.broadcast_object_list(outcome, src=0)
+            except Exception as error:  # whatever it was, the others must not wait for it
+                outcome = [CheckpointError(f"{checkpoint}: {described(error)}")]
+        dist.broadcast_object_list(outcome, src=0, group=patient)
         if isinstance(outcome[0], CheckpointError):
             raise outcome[0]
         checkpoint = outcome[0]
@@ -100,11 +106,14 @@ def _refuse(checkpoint: Path, wish: str, found: list[str]) -> None:
 
 
 def _set_aside(checkpoint: Path, found: list[str], say: Say) -> None:
-    place = set_aside(checkpoint)
-    before = latest(checkpoint.parent)
-    then = f"the run goes on from {before.name}" if before else "no other checkpoint is there: the run begins anew"
     shown = "; ".join(found[:4]) + (f"; and {len(found) - 4} more files" if len(found) > 4 else "")
-    say(f"[yellow]{checkpoint} is damaged: {shown}. It is now {place.name}; {then}[/yellow]")
+    before = [path for path in complete(checkpoint.parent) if path != checkpoint]
+    if not before:
+        raise CheckpointError(
+            f"{checkpoint} is damaged: {shown}. There is no other checkpoint; to begin anew, choose another output, or remove it"
+        )
+    place = set_aside(checkpoint)
+    say(f"[yellow]{checkpoint} is damaged: {shown}. It is now {place.name}; the run goes on from {before[-1].name}[/yellow]")
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
