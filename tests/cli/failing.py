@@ -62,6 +62,7 @@ HOW: dict[str, Callable[[], Any]] = {
     "abort": os.abort,
     "exit": lambda: os._exit(7),
     "sleep": lambda: time.sleep(60),
+    "terminate all": lambda: (os.killpg(0, signal.SIGTERM), time.sleep(1)),
     "interrupt the launcher": lambda: _end_launcher(signal.SIGINT),
     "kill the launcher": lambda: _end_launcher(signal.SIGKILL),
     "terminate the launcher": lambda: _end_launcher(signal.SIGTERM),

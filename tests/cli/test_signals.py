@@ -17,7 +17,7 @@ from meshwright.train.ending import SAME, SIGNALS
 from tests.cli.conftest import Command, Outcome
 from tests.cli.failing import fail
 from tests.cli.test_launchers import ENVIRONMENT, ROOT, TORCHRUN, both, two_ranks
-from tests.train.runs import checkpoints, losses, tiny_run, train
+from tests.train.runs import checkpoints, eval_losses, losses, tiny_run, train
 
 Meshwright = Callable[..., Outcome]
 NAMES = [number.name for number in SIGNALS]
@@ -71,6 +71,81 @@ def test_to_one_worker_of_our_launcher(meshwright: Meshwright, config: str, rank
     check(meshwright("train", config, "--nproc", 2, before=fail("get SIGUSR1", rank)), config, "SIGUSR1")
     other = f"output={load_config(config).output}-2"
     assert meshwright("train", config, other, "--nproc", 2, before=fail("get SIGTERM", rank)).code == 1
+
+
+def test_to_all_processes_at_once(meshwright: Meshwright, config: str) -> None:
+    """As `timeout`, systemd and some batch systems send it."""
+    check(meshwright("train", config, "--nproc", 2, before=fail("terminate all", 1)), config, "SIGTERM")
+
+
+def test_in_the_last_step(meshwright: Meshwright, config: str) -> None:
+    """The run ends there anyway, with its evaluation."""
+    found = meshwright("train", config, "--nproc", 2, "training.steps=2", before=fail("ask the launcher with SIGTERM", 1))
+    assert found.code == 0, found
+    assert "held-out loss after 2 steps" in found.out
+
+
+def test_an_evaluation_that_was_left_out_is_made_when_the_run_goes_on(meshwright: Meshwright, config: str) -> None:
+    arguments = ("train", config, "--nproc", 2, "training.eval_every=3")
+    found = meshwright(*arguments, before=fail("ask the launcher with SIGTERM", 1))
+    check(found, config, "SIGTERM")
+    assert checkpoints(load_config(config)) == ["step-00000003"]
+    assert "held-out loss after 3 steps" not in found.out
+    assert "held-out loss after 3 steps" in meshwright(*arguments).out
+    assert len(eval_losses(load_config(config))) == 3
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_in_the_export(meshwright: Meshwright, config: str, ranks: int) -> None:
+    arguments = ("train", config, "--nproc", ranks, "training.steps=2", "export=true")
+    found = meshwright(*arguments, before=_asked_in_the_export)
+    assert found.code == 75, found
+    assert "ended after the last step; its checkpoint is complete, and the same command exports it" in found.error
+    assert not Path(load_config(config).output, "export").exists()
+    assert meshwright(*arguments).code == 0
+    assert Path(load_config(config).output, "export", "model.safetensors").exists()
+
+
+def _asked_in_the_export() -> None:
+    from meshwright.checkpoint import export
+
+    launcher = os.getpid()
+
+    def export_checkpoint(*_: object) -> None:
+        os.kill(launcher, signal.SIGTERM)
+        time.sleep(30)
+
+    export.export_checkpoint = export_checkpoint
+
+
+def test_a_resume_that_would_be_refused_is_not_promised(meshwright: Meshwright, config: str) -> None:
+    found = meshwright("train", config, "checkpoint.resume=never", before=fail("get SIGTERM", 0))
+    assert found.code == 75
+    assert "the same command with checkpoint.resume=auto goes on from it" in found.error
+
+
+def _forks_a_child() -> None:
+    """A worker whose code starts processes of its own, and ends one."""
+    import multiprocessing
+
+    from meshwright.train.trainer import Trainer
+
+    plain = Trainer.train_step
+
+    def train_step(self: Trainer) -> dict[str, Any]:
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+        child.terminate()
+        child.join(5)
+        assert child.exitcode == -signal.SIGTERM
+        return plain(self)
+
+    Trainer.train_step = train_step
+
+
+def test_a_child_that_is_ended_is_no_wish_to_end_the_run(meshwright: Meshwright, config: str) -> None:
+    found = meshwright("train", config, "training.steps=3", before=_forks_a_child)
+    assert (found.code, found.error) == (0, ""), found
 
 
 @both

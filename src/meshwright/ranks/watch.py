@@ -45,6 +45,7 @@ class Watch:
         self._store.set_timeout(timedelta(seconds=4 * ANSWER))
         self._main, self._pace = threading.get_ident(), Pace(threading.get_ident(), kind)
         self._what, self._ticks, self._round = "the start", 0, 0
+        self._told = -1  # the tick at which this rank told where it stands
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -61,39 +62,52 @@ class Watch:
         self._what, self._ticks = what, self._ticks + 1
 
     def verdict(self) -> str | None:
-        """The first line of the last report, whichever rank made it, for the error that ends the run."""
+        """The first line of the report that was made while this rank stood where it is now, whichever rank made it.
+
+        For the error that ends the run. ``None`` where this rank has gone on since it told where it is.
+        """
         try:
-            return self._store.get("verdict").decode() if self._store.check(["verdict"]) else None
+            told = self._told == self._ticks and self._store.check(["verdict"])
+            return self._store.get("verdict").decode() if told else None
         except RuntimeError:
             return None
 
     def _watch(self) -> None:
         still, ticks, reported = 0.0, -1, False
         while not self._ended.wait(BEAT):
+            if ticks != self._ticks or self._pace.moved():
+                still, ticks, reported = 0.0, self._ticks, False
+            else:
+                still += BEAT  # beats, not time: a process that was stopped has missed some of both
             try:
-                if ticks != self._ticks or self._pace.moved():
-                    still, ticks, reported = 0.0, self._ticks, False
-                else:
-                    still += BEAT  # beats, not time: a process that was stopped has missed some of both
-                stands = still > self.seconds
-                if stands and not reported:
-                    reported = True
+                if still > self.seconds and not reported:
                     self._report()
+                    reported = True
                 elif self._asked():
-                    self._answer(standing=still > 2 * BEAT)
-            except RuntimeError as error:  # of the store
-                if self._ended.is_set():
-                    return
-                if stands:
-                    state, reason = look(self._rank, self._main), str(error).partition("\n")[0]
-                    first = f"no progress for {self.seconds:g} s in {self._what}, and no store to ask other ranks: {reason}"
-                    self._say([first, str(state)])
+                    reported = still > 2 * BEAT  # the report that is being made is of this stand
+                    self._answer(standing=reported)
+            except RuntimeError as error:  # of the store, which is gone, or does not answer: nobody is left to ask
+                if not reported:
+                    self._alone(still, str(error).partition("\n")[0])
+                return
+
+    def _alone(self, still: float, reason: str) -> None:
+        """Without a store: say once where this rank is, when it does not go on."""
+        ticks = self._ticks
+        while still <= self.seconds:
+            if self._ended.wait(BEAT):
+                return
+            still = 0.0 if ticks != self._ticks or self._pace.moved() else still + BEAT
+            ticks = self._ticks
+        first = f"no progress for {self.seconds:g} s in {self._what}, and no store to ask other ranks: {reason}"
+        self._say([first, str(look(self._rank, self._main))])
 
     def _asked(self) -> bool:
         return self._store.check([f"{self._round}/ask"])
 
     def _answer(self, *, standing: bool) -> None:
         """Say where this rank is. Of one that goes on only its stack: the recorder is not to be read while it records."""
+        self._told = self._ticks if standing else -1
         state = look(self._rank, self._main, recorded=standing)
         if state.collectives is not None:
             state = replace(state, collectives=state.collectives[-KEPT:])

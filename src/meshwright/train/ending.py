@@ -19,12 +19,16 @@ import torch.distributed as dist
 
 from meshwright.distributed import _torch_compat
 
-__all__ = ["SIGNALS", "Agreement", "Attendant", "Verdict"]
+__all__ = ["SIGNALS", "UNEXPORTED", "WISH", "Agreement", "Attendant", "Verdict"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """What Slurm, Kubernetes and spot machines send before they kill, and Ctrl-C."""
 BEAT = 0.2
 """Seconds between two looks for what the launcher asks."""
+WITH_LAUNCHER = 1.0
+"""Seconds in which the launcher passes a signal on, that it got together with a worker."""
+WISH = "the run ends after this step or the next, with a checkpoint; a second signal ends it now"
+UNEXPORTED = "ended after the last step; its checkpoint is complete, and the same command exports it"
 SAME = 2.0
 """Seconds within which a second signal is the first once more: Ctrl-C reaches a worker from the terminal and from torchrun."""
 
@@ -105,11 +109,19 @@ class Attendant:
         signals: to take.
         ask: called once with the name of the signal that came first, in another thread.
         asked: a file that appears when the launcher, which started this process, asks the same; it holds the reason. With it,
-            this process ends at once when the launcher is gone.
+            this process ends at once when the launcher is gone, and by a SIGTERM that the launcher did not get.
+        speaks: say that the signal was heard, where there is no launcher that says it.
     """
 
-    def __init__(self, signals: tuple[signal.Signals, ...], ask: Callable[[str], None], asked: Path | None = None) -> None:
-        self._signals, self._ask, self._file = signals, ask, asked
+    def __init__(
+        self,
+        signals: tuple[signal.Signals, ...],
+        ask: Callable[[str], None],
+        asked: Path | None = None,
+        *,
+        speaks: bool = False,
+    ) -> None:
+        self._signals, self._ask, self._file, self._speaks = signals, ask, asked, speaks
         self._first: float | None = None
         self._parent = os.getppid()
 
@@ -120,9 +132,11 @@ class Attendant:
         self._before = {number: signal.signal(number, _taken) for number in self._signals}
         self._thread = threading.Thread(target=self._attend, daemon=True)
         self._thread.start()
+        _ATTENDED.extend(self._signals)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        _ATTENDED.clear()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup)
@@ -142,10 +156,23 @@ class Attendant:
                 for number in numbers:
                     if number in self._signals:
                         self._take(signal.Signals(number))
-            elif self._first is None and self._file is not None and self._file.exists():
-                self._begin(self._file.read_text())
+            elif self._first is None and self._asked():
+                self._begin(self._reason())
+
+    def _asked(self) -> bool:
+        return self._file is not None and self._file.exists()
+
+    def _reason(self) -> str:
+        return self._file.read_text() if self._file is not None else ""
 
     def _take(self, number: signal.Signals) -> None:
+        if self._first is None and self._file is not None and number is signal.SIGTERM:
+            # torch ends the others of a failed job by it. It is a wish where the launcher got it too, as from `timeout`.
+            end = time.monotonic() + WITH_LAUNCHER
+            while not self._asked() and time.monotonic() < end and not any(self._file.parent.glob("rank-*")):
+                time.sleep(BEAT / 4)
+            if not self._asked():
+                os._exit(128 + number)
         if self._first is None:
             self._begin(number.name)
         elif time.monotonic() > self._first + SAME:
@@ -153,8 +180,35 @@ class Attendant:
 
     def _begin(self, reason: str) -> None:
         self._first = time.monotonic()
+        if self._file is None and self._speaks:  # otherwise the launcher has said it
+            os.write(2, f"{reason}: {WISH}\n".encode())  # not print, in which the signal may have come
         self._ask(reason)
 
 
 def _taken(number: int, frame: object) -> None:
     """The thread has it already; this only keeps the signal from doing what it would do."""
+
+
+_ATTENDED: list[signal.Signals] = []
+"""Signals that a thread of this process takes."""
+
+
+def _hold() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ATTENDED)
+
+
+def _release() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ATTENDED)
+
+
+def _forget() -> None:
+    """In a process that user code forks: it has no such thread, and its signals are its own."""
+    if _ATTENDED:
+        signal.set_wakeup_fd(-1)
+        for number in _ATTENDED:
+            signal.signal(number, signal.SIG_DFL)
+        _release()
+        _ATTENDED.clear()
+
+
+os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_forget)

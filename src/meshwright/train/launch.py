@@ -23,7 +23,7 @@ from meshwright.errors import ConfigError, MeshwrightError, NonFiniteError, Stop
 from meshwright.layout import AXES
 from meshwright.train.assure import Prove, assure, assure_on_rank_0
 from meshwright.train.config import RunConfig
-from meshwright.train.ending import SAME, SIGNALS
+from meshwright.train.ending import SAME, SIGNALS, UNEXPORTED, WISH
 from meshwright.train.proof import Source
 
 __all__ = ["device_kind", "launch", "local_processes", "planned_processes"]
@@ -258,8 +258,7 @@ def _wishes_to_end(asked: Path) -> Iterator[None]:
             first.append(time.monotonic())
             asked.with_suffix(".tmp").write_text(name)
             asked.with_suffix(".tmp").rename(asked)
-            words = "the run ends after this step or the next, with a checkpoint; a second signal ends it now"
-            os.write(2, f"{name}: {words}\n".encode())  # not print, in which the signal may have come
+            os.write(2, f"{name}: {WISH}\n".encode())  # not print, in which the signal may have come
         elif time.monotonic() > first[0] + SAME:
             raise SignalException(f"{name} a second time", sigval=signal.Signals(number))
 
@@ -275,8 +274,7 @@ def _worker_entry(
     config: RunConfig, kind: str, prepared: tuple[str, Path | None], reports: str, debug: bool, launcher: int
 ) -> None:
     """What a local worker runs. A failure is written down for the launcher, which speaks for all."""
-    # The launcher's own handlers came along in the fork; a worker that waits in a collective has to die at once. So SIGTERM,
-    # by which torch ends the others of a failed job, is no wish to end here: the launcher has a file for that.
+    # The launcher's own handlers came along in the fork.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     # torch has SIGINT sent to a worker when the launcher dies; one that came before this line was not heeded.
@@ -288,7 +286,7 @@ def _worker_entry(
     from meshwright.train.worker import run_worker
 
     try:
-        run_worker(config, kind, prepared, signals=(signal.SIGINT, signal.SIGUSR1), asked=Path(reports) / ASKED)
+        run_worker(config, kind, prepared, asked=Path(reports) / ASKED)
     except BaseException as error:
         problems = list(error.problems) if isinstance(error, MeshwrightError) else [described(error, config.directory)]
         report = {
@@ -311,6 +309,8 @@ def _first_failure(reports: Path, failed: Any) -> MeshwrightError:
     """The failure that came first, with its rank: later ones are mostly peers that lost a connection."""
     found = {int(path.stem.removeprefix("rank-")): json.loads(path.read_text()) for path in reports.glob("rank-*.json")}
     silent = {rank: failure for rank, failure in failed.failures.items() if rank not in found}
+    if not found and any(failure.exitcode == StoppedError.exit_code for failure in silent.values()):
+        return StoppedError(UNEXPORTED)
     killed = {rank: failure for rank, failure in silent.items() if failure.exitcode not in (0, -signal.SIGTERM)}
     if killed:
         rank, failure = min(killed.items(), key=lambda item: item[1].timestamp)

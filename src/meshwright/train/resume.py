@@ -110,7 +110,7 @@ def _set_aside(checkpoint: Path, found: list[str], say: Say) -> None:
     before = [path for path in complete(checkpoint.parent) if path != checkpoint]
     if not before:
         raise CheckpointError(
-            f"{checkpoint} is damaged: {shown}. There is no other checkpoint; to begin anew, choose another output, or remove it"
+            f"{checkpoint} is damaged: {shown}. There is no other checkpoint; choose another output to begin anew"
         )
     place = set_aside(checkpoint)
     say(f"[yellow]{checkpoint} is damaged: {shown}. It is now {place.name}; the run goes on from {before[-1].name}[/yellow]")

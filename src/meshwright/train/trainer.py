@@ -61,6 +61,7 @@ class Trainer:
         mesh: of the layout.
         step: optimizer steps done.
         skipped: steps skipped in a row, up to now.
+        unevaluated: an evaluation is due after the last step that was done, and a signal had it left out.
         progress: told of each microbatch, evaluation and save, in words such as ``step 12``.
         agreement: on what all ranks do after a step; ``None``: one of this run's own, which nobody asks to end.
         steps: optimizer steps in all.
@@ -73,6 +74,7 @@ class Trainer:
         self.mesh: ParallelMesh = self.build_mesh()
         self.rank = dist.get_rank()
         self.step = self.skipped = 0
+        self.unevaluated = False
         self.progress: Callable[[str], None] = lambda what: None
         self.agreement: Agreement | None = None
         training, data = self.config.training, self.config.data
@@ -181,7 +183,7 @@ class Trainer:
         steps, training = self.steps, self.config.training
         agreement = self.agreement or Agreement(self.config.checkpoint.every_minutes)
         try:
-            if self.step == 0:
+            if self.step == 0 or self.unevaluated:
                 self.evaluate()
             if self.step >= steps:
                 key = "steps" if training.epochs is None else "epochs"
@@ -191,17 +193,19 @@ class Trainer:
                 self.recorder.step(self.step + 1, self.train_step())
                 self.step += 1
                 verdict, last = agreement.after(self.step), self.step == steps
-                if (last or _due(self.step, training.eval_every)) and not verdict.end:
+                ends = bool(verdict.end) and not last  # which ends anyway, and has its evaluation
+                self.unevaluated = last or _due(self.step, training.eval_every)
+                if self.unevaluated and not ends:
                     self.evaluate()
-                if last or verdict.save or verdict.end or _due(self.step, self.config.checkpoint.every):
+                if last or verdict.save or ends or _due(self.step, self.config.checkpoint.every):
                     path = self.save()
                     agreement.saved()
-                if verdict.end:
+                if ends:
                     self.checkpoints.finish()
-                    raise StoppedError(
-                        f"{verdict.end}: ended after step {self.step} of {steps}, with the complete checkpoint {path}; the "
-                        "same command goes on from it"
-                    )
+                    auto = self.config.checkpoint.resume == "auto"
+                    how = "the same command" if auto else "the same command with checkpoint.resume=auto"
+                    where = f"after step {self.step} of {steps}, with the complete checkpoint {path}"
+                    raise StoppedError(f"{verdict.end}: ended {where}; {how} goes on from it")
             self.checkpoints.finish()
         except BaseException:
             self.checkpoints.settle()
@@ -323,6 +327,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> float | None:
         """Mean loss in nats over the held-out tokens, the same on all ranks; ``None`` without any."""
+        self.unevaluated = False
         if self.evaluation is None:
             return None
         objective = self.objective
@@ -361,6 +366,7 @@ class Trainer:
             "world_size": dist.get_world_size(),
             "layout": str(self.setup.layout),
             "parameters": [row.name for row in self.setup.plan.parameters],
+            "unevaluated": self.unevaluated,
             "loader": self.loader.state_dict(self.step),
             "model_config": plain_config(self.setup.model),
             "source": source_facts(self.setup.paths),
@@ -394,4 +400,4 @@ class Trainer:
         else:
             # Other ranks, other streams: each starts one of its own, which does not repeat what was drawn before.
             torch.manual_seed(derive_seed(self.config.training.seed, "dropout", self.mesh.rank("dp"), meta["step"]))
-        self.step = int(meta["step"])
+        self.step, self.unevaluated = int(meta["step"]), bool(meta.get("unevaluated", False))

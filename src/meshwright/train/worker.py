@@ -1,7 +1,6 @@
 """One worker process of a run, whoever started it."""
 
 import os
-import signal
 import socket
 import time
 import uuid
@@ -17,14 +16,14 @@ from rich.console import Console
 from meshwright.checkpoint.directory import read_meta
 from meshwright.data.store import TokenStore
 from meshwright.distributed.process_group import process_group
-from meshwright.errors import ConfigError, MeshwrightError, WorkerError, described
+from meshwright.errors import ConfigError, MeshwrightError, StoppedError, WorkerError, described
 from meshwright.models.imports import import_modules
 from meshwright.plan.explain import explain
 from meshwright.ranks.hang import is_communication
 from meshwright.ranks.watch import Watch
 from meshwright.train.assure import assure
 from meshwright.train.config import RunConfig
-from meshwright.train.ending import SIGNALS, Agreement, Attendant
+from meshwright.train.ending import SIGNALS, UNEXPORTED, Agreement, Attendant
 from meshwright.train.prepare import describe_data, load_run_tokenizer, locked, prepare_run
 from meshwright.train.proof import Source
 from meshwright.train.resume import changes, checkpoint_to_resume, verified
@@ -44,7 +43,6 @@ def run_worker(
     prepared: tuple[str, Path | None] | None = None,
     *,
     source: Source | None = None,
-    signals: tuple[signal.Signals, ...] = SIGNALS,
     asked: Path | None = None,
 ) -> None:
     """Train as one rank; collective over all ranks of the job.
@@ -55,8 +53,7 @@ def run_worker(
         prepared: the token store and the checkpoint to resume from, where the launcher prepared the run; ``None``: rank 0
             prepares it.
         source: of the configuration, for the line that says whether the layout is proven, where rank 0 says it.
-        signals: that end the run, after a step.
-        asked: a file by which the launcher asks the same.
+        asked: a file by which the launcher asks to end the run.
 
     Raises:
         StoppedError: the run was ended so.
@@ -65,11 +62,11 @@ def run_worker(
     with ExitStack() as held:
         device = held.enter_context(process_group(timedelta(minutes=config.launch.timeout_minutes), device_kind))
         agreement = Agreement(config.checkpoint.every_minutes)
-        held.enter_context(Attendant(signals, agreement.ask_to_end, asked))
+        held.enter_context(Attendant(SIGNALS, agreement.ask_to_end, asked, speaks=dist.get_rank() == 0))
         # One process decides which checkpoint it is: on a shared file system ranks may see different ones.
         store, resume = prepared or _prepare_on_rank_0(config, held, source)
-        watch = held.enter_context(_watch(config, device_kind))  # not before: that rank 0 prepares for long is no hang
         resume = verified(config, resume, _say)
+        watch = held.enter_context(_watch(config, device_kind))  # not before: that one rank prepares, or reads, is no hang
         import_modules(config.imports)  # before the tokenizer, which one of them may register
         tokenizer = load_run_tokenizer(config)
         setup = make_setup(config, dist.get_world_size(), tokenizer)
@@ -96,7 +93,14 @@ def run_worker(
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if speaks:
-        finish_run(config)
+        with Attendant(SIGNALS, _leave_unexported, asked):
+            finish_run(config)
+
+
+def _leave_unexported(reason: str) -> None:
+    """What a signal does once the last checkpoint is saved. An export appears when it is complete, or not at all."""
+    os.write(2, f"{reason}: {UNEXPORTED}\n".encode())
+    os._exit(StoppedError.exit_code)
 
 
 def _watch(config: RunConfig, device_kind: str) -> AbstractContextManager[Watch | None]:
