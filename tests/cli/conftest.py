@@ -2,6 +2,7 @@ import faulthandler
 import functools
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -91,6 +92,24 @@ class Command:
                 os.killpg(self.process, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(ended[1])
         return Outcome(code, *(file.read_text() for file in self.files), time.monotonic() - self.begun, self.process)
+
+
+def all_gone(outcome: Outcome) -> None:
+    """Wait until a command's workers have ended with it.
+
+    Raises:
+        AssertionError: after 20 s, with those that are left.
+    """
+    for _ in range(200):
+        try:
+            os.killpg(outcome.session, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    command = ["ps", "-o", "pid,ppid,stat,wchan:20,args", "-s", str(outcome.session)]
+    left = subprocess.run(command, capture_output=True, text=True, check=False)
+    os.killpg(outcome.session, signal.SIGKILL)
+    raise AssertionError(f"workers outlived their launcher by 20 s:\n{left.stdout}")
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ the background.
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 from meshwright.train.config import RunConfig, load_config
-from tests.cli.conftest import Command, Outcome
+from tests.cli.conftest import Command, all_gone
 from tests.train.runs import losses, write_config, write_corpus
 
 RUN = ("--nproc", 2, "training.steps=40", "training.eval_every=9", "checkpoint.every=3", "schedule.kind=constant")
@@ -47,7 +46,7 @@ def soak(folder: Path, disturbances: int, seed: int = 0) -> Counter[str]:
             time.sleep(draw.uniform(0.05, 0.6) * seconds)
             _disturb(command.process, how, draw)
             outcome = command.end(120)
-            _all_gone(outcome)
+            all_gone(outcome)
             assert "Traceback" not in outcome.error, outcome.error
             assert "is damaged" not in outcome.out, outcome.out
             if outcome.code == 0:
@@ -75,20 +74,6 @@ def _disturb(process: int, how: str, draw: random.Random) -> None:
     else:
         name = how.split()[0]
         os.kill(process, signal.SIGKILL if name == "kill" else signal.Signals[name])
-
-
-def _all_gone(outcome: Outcome) -> None:
-    """Workers end with their launcher."""
-    for _ in range(200):
-        try:
-            os.killpg(outcome.session, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.1)
-    left = subprocess.run(
-        ["ps", "-o", "pid,ppid,stat,wchan:20,args", "-s", str(outcome.session)], capture_output=True, text=True
-    )
-    raise AssertionError(f"workers outlived their launcher by 20 s:\n{left.stdout}")
 
 
 if __name__ == "__main__":
