@@ -112,3 +112,17 @@ def test_doctor(meshwright: Meshwright) -> None:
     facts = json.loads(succeeds(meshwright("doctor", "--json")))
     assert {"meshwright", "torch", "transformers", "python", "cpus", "gpus"} <= facts.keys()
     assert "all private names that Meshwright uses are there" in succeeds(meshwright("doctor"))
+
+
+def test_a_run_that_goes_on_with_other_settings_says_which(meshwright: Callable[..., Outcome], config: str) -> None:
+    assert meshwright("train", config, "training.steps=2").code == 0
+    changed = ("training.steps=3", "optimizer.lr=0.02", "schedule.kind=linear")
+    found = meshwright("train", config, *changed)
+    assert found.code == 0, found
+    for line in (
+        "optimizer.lr: 0.01 in the checkpoint, 0.02 now",
+        "schedule.kind: cosine in the checkpoint, linear now",
+        "training.steps: 2 in the checkpoint, 3 now",
+    ):
+        assert line in found.out
+    assert " in the checkpoint, " not in meshwright("train", config, *changed).out
