@@ -258,7 +258,7 @@ def write_matrix(
     """Run the matrix, and write its page and its data, from which `plan` and `train` know what is proven.
 
     It takes an hour or more. The cells that are done lie in ``DATA.partial`` until all are; a matrix that was ended goes on
-    from them, under the same versions.
+    from them, under the same versions and variants. A cell that failed is audited again.
 
     Args:
         output: the page.
@@ -273,7 +273,7 @@ def write_matrix(
     """
     begun = time.perf_counter()
     partial = data.with_name(f"{data.name}.partial")
-    known, cells = _read_cells(partial), {}
+    known, cells = _read_cells(partial, variants), {}
     for file in (output, data):
         file.parent.mkdir(parents=True, exist_ok=True)
     with Auditor() as auditor, tempfile.TemporaryDirectory(prefix="meshwright-matrix-") as folder:
@@ -284,7 +284,7 @@ def write_matrix(
                 at = (family, place.label)
                 some = [variant for variant in variants if place.world_size < 8 or variant in ON_EIGHT]
                 cells[at] = known.get(at) or run_cell(auditor, family, place, some or variants, Path(folder))
-                partial.with_suffix(".tmp").write_text(_cells_as_json({**known, **cells}))
+                partial.with_suffix(".tmp").write_text(_cells_as_json({**known, **cells}, variants))
                 partial.with_suffix(".tmp").rename(partial)
             outcomes = [cell.outcome for (_, label), cell in cells.items() if label == place.label]
             counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in Outcome if outcome in outcomes)
@@ -295,16 +295,22 @@ def write_matrix(
     return all(cell.outcome is not Outcome.FAILS for cell in cells.values())
 
 
-def _cells_as_json(cells: Mapping[tuple[str, str], Cell]) -> str:
-    return json.dumps({"versions": versions(), "cells": [[*at, asdict(cell)] for at, cell in cells.items()]})
+def _audited_under(variants: Sequence[Variant]) -> dict[str, Any]:
+    """What the cells of two matrices must have in common."""
+    return {"versions": versions(), "variants": [str(variant) for variant in variants]}
 
 
-def _read_cells(partial: Path) -> dict[tuple[str, str], Cell]:
-    """Cells that an earlier matrix of the same versions has audited."""
-    content = json.loads(partial.read_text()) if partial.is_file() else {}
-    if content.get("versions") != versions():
-        return {}
-    found = {}
+def _cells_as_json(cells: Mapping[tuple[str, str], Cell], variants: Sequence[Variant]) -> str:
+    done = [[*at, asdict(cell)] for at, cell in cells.items() if cell.outcome is not Outcome.FAILS]
+    return json.dumps({**_audited_under(variants), "cells": done})
+
+
+def _read_cells(partial: Path, variants: Sequence[Variant]) -> dict[tuple[str, str], Cell]:
+    """Cells that an earlier matrix has audited under the same versions and variants."""
+    content = json.loads(partial.read_text()) if partial.is_file() else {"cells": []}
+    found: dict[tuple[str, str], Cell] = {}
+    if any(content.get(key) != value for key, value in _audited_under(variants).items()):
+        return found
     for family, label, cell in content["cells"]:
         claims = tuple(Claim(**{**claim, "axes": tuple(claim["axes"])}) for claim in cell["claims"])
         found[family, label] = Cell(Outcome(cell["outcome"]), cell["worst"], cell["note"], claims)

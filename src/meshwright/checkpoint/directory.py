@@ -122,7 +122,7 @@ def damage(checkpoint: Path, group: dist.ProcessGroup | None = None) -> list[str
     """
     outcome: list[Any] = [_table(checkpoint)]
     if group is not None:
-        dist.broadcast_object_list(outcome, src=0, group=group)  # what one rank sees: a shared file system may show others else
+        dist.broadcast_object_list(outcome, src=0, group=group)  # a shared file system may not show all ranks the same
     sums, sizes, found, refused = outcome[0]
     rank, ranks = (group.rank(), group.size()) if group is not None else (0, 1)
     try:

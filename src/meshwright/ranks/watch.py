@@ -20,7 +20,9 @@ __all__ = ["Watch"]
 
 BEAT = 1.0
 """Seconds between two looks."""
-ANSWER = 5.0
+STANDS = 2 * BEAT
+"""Seconds without progress after which a rank that is asked counts as standing still, and its recorder can be read."""
+ANSWER = 6.0
 """Seconds that a rank has to say where it is; one that does not is stopped, dead, or on a machine that is not reached."""
 KEPT = 100
 """Newest collectives that a rank tells of: with a thousand ranks, all of them would be gigabytes."""
@@ -73,7 +75,7 @@ class Watch:
             return None
 
     def _watch(self) -> None:
-        still, ticks, reported = 0.0, -1, False
+        still, asked, ticks, reported = 0.0, 0.0, -1, False
         while not self._ended.wait(BEAT):
             if ticks != self._ticks or self._pace.moved():
                 still, ticks, reported = 0.0, self._ticks, False
@@ -84,8 +86,11 @@ class Watch:
                     self._report()
                     reported = True
                 elif self._asked():
-                    reported = still > 2 * BEAT  # the report that is being made is of this stand
-                    self._answer(standing=reported)
+                    # A rank that has just come to the collective says so, once it stands there; what goes on longer never came.
+                    stands, asked = still >= STANDS, asked + BEAT
+                    if stands or asked >= STANDS + BEAT:
+                        self._answer(standing=stands)
+                        reported, asked = stands, 0.0  # the report that is being made is of this stand
             except RuntimeError as error:  # of the store, which is gone, or does not answer: nobody is left to ask
                 if not reported:
                     self._alone(still, str(error).partition("\n")[0])

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from meshwright.distributed import _torch_compat
 
-__all__ = ["SIGNALS", "UNEXPORTED", "WISH", "Agreement", "Attendant", "Verdict"]
+__all__ = ["SIGNALS", "UNEXPORTED", "WISH", "Agreement", "Attendant", "Decision", "tell"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """What Slurm, Kubernetes and spot machines send before they kill, and Ctrl-C."""
@@ -34,7 +34,7 @@ SAME = 2.0
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Decision:
     """What all ranks do after a step.
 
     Attributes:
@@ -75,16 +75,16 @@ class Agreement:
         """A checkpoint was saved; the clock begins anew."""
         self._saved = time.monotonic()
 
-    def after(self, step: int) -> Verdict:
+    def after(self, step: int) -> Decision:
         """What is done after a step.
 
         Args:
             step: optimizer steps done.
         """
-        found = Verdict()
+        found = Decision()
         if self._store.check([str(step)]):
             word, _, reason = self._store.get(str(step)).decode().partition(" ")
-            found = Verdict(save=word == "save", end=reason)
+            found = Decision(save=word == "save", end=reason)
         if self._rank0 and not found.end:
             self._decide(step + 1)
         return found
@@ -180,9 +180,15 @@ class Attendant:
 
     def _begin(self, reason: str) -> None:
         self._first = time.monotonic()
-        if self._file is None and self._speaks:  # otherwise the launcher has said it
-            os.write(2, f"{reason}: {WISH}\n".encode())  # not print, in which the signal may have come
         self._ask(reason)
+        if self._file is None and self._speaks:  # otherwise the launcher has said it
+            tell(f"{reason}: {WISH}")
+
+
+def tell(line: str) -> None:
+    """Say a line at once, also from a handler: print may be what the signal came in. A terminal may be gone."""
+    with suppress(OSError):
+        os.write(2, f"{line}\n".encode())
 
 
 def _taken(number: int, frame: object) -> None:

@@ -23,7 +23,7 @@ from meshwright.errors import ConfigError, MeshwrightError, NonFiniteError, Stop
 from meshwright.layout import AXES
 from meshwright.train.assure import Prove, assure, assure_on_rank_0
 from meshwright.train.config import RunConfig
-from meshwright.train.ending import SAME, SIGNALS, UNEXPORTED, WISH
+from meshwright.train.ending import SAME, SIGNALS, UNEXPORTED, WISH, tell
 from meshwright.train.proof import Source
 
 __all__ = ["device_kind", "launch", "local_processes", "planned_processes"]
@@ -258,7 +258,7 @@ def _wishes_to_end(asked: Path) -> Iterator[None]:
             first.append(time.monotonic())
             asked.with_suffix(".tmp").write_text(name)
             asked.with_suffix(".tmp").rename(asked)
-            os.write(2, f"{name}: {WISH}\n".encode())  # not print, in which the signal may have come
+            tell(f"{name}: {WISH}")
         elif time.monotonic() > first[0] + SAME:
             raise SignalException(f"{name} a second time", sigval=signal.Signals(number))
 

@@ -119,7 +119,7 @@ class _MLflow:
         self.mlflow.end_run()
 
 
-class Pace:
+class StepTimes:
     """Seconds of a step as the last ones say, from which the time that is left is estimated.
 
     The mean of the middle half of them: one step that waited for a disk, or was compiled, says nothing of the rest.
@@ -154,7 +154,7 @@ class Recorder:
         self.sinks: list[Sink] = []
         self.console = Console(file=sys.stdout, quiet=not speaks)
         self._progress: Progress | None = None
-        self._pace = Pace()
+        self._times = StepTimes()
         if not speaks:
             return
         paths, wish = Paths(config.directory), config.metrics
@@ -186,7 +186,7 @@ class Recorder:
             f"mem {human_bytes(values['memory_bytes'])}"
         )
         logged = self.logs(step)
-        left = self._pace.left(self.steps - step, values["step_seconds"])
+        left = self._times.left(self.steps - step, values["step_seconds"])
         if self._progress is not None:
             self._progress.update(self._task, completed=step, description=line)
         elif logged:

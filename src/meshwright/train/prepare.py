@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from meshwright.data.loader import TrainLoader
     from meshwright.data.store import TokenStore
 
-__all__ = ["describe_data", "load_run_tokenizer", "locked", "prepare_run"]
+__all__ = ["describe_data", "load_run_tokenizer", "locked", "prepare_run", "warn"]
 
 
 def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrainedTokenizerBase, TokenStore]":
@@ -47,7 +47,7 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
     draft = _checked_draft(config, world_size)
     paths = Paths(config.directory)
     check_writable(paths.root)
-    pass_over_damaged(config, lambda line: Console().print(line, highlight=False, soft_wrap=True))
+    pass_over_damaged(config, warn)
     resume = checkpoint_to_resume(config)
     # Steps that epochs give are known once the data are: until then a single checkpoint is counted.
     check_writable(paths.root, _checkpoint_bytes(draft, config, resume, config.training.steps))
@@ -81,6 +81,11 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
     paths.config.write_text(config.to_yaml())
     paths.source.write_text(json.dumps({**source, "data": store.index.kind}))
     return setup, tokenizer, store
+
+
+def warn(line: str) -> None:
+    """Say in the terminal what the user has to know, and what stops nothing."""
+    Console().print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
 def _checked_draft(config: RunConfig, world_size: int) -> RunSetup:

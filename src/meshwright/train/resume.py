@@ -113,7 +113,7 @@ def _set_aside(checkpoint: Path, found: list[str], say: Say) -> None:
             f"{checkpoint} is damaged: {shown}. There is no other checkpoint; choose another output to begin anew"
         )
     place = set_aside(checkpoint)
-    say(f"[yellow]{checkpoint} is damaged: {shown}. It is now {place.name}; the run goes on from {before[-1].name}[/yellow]")
+    say(f"{checkpoint} is damaged: {shown}. It is now {place.name}; the run goes on from {before[-1].name}")
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.markup import escape
 from torch import nn
 
 from meshwright.checkpoint import state, storage
@@ -192,12 +193,12 @@ class Trainer:
                 self.progress(f"step {self.step + 1}")
                 self.recorder.step(self.step + 1, self.train_step())
                 self.step += 1
-                verdict, last = agreement.after(self.step), self.step == steps
-                ends = bool(verdict.end) and not last  # which ends anyway, and has its evaluation
+                decision, last = agreement.after(self.step), self.step == steps
+                ends = bool(decision.end) and not last  # which ends anyway, and has its evaluation
                 self.unevaluated = last or _due(self.step, training.eval_every)
                 if self.unevaluated and not ends:
                     self.evaluate()
-                if last or verdict.save or ends or _due(self.step, self.config.checkpoint.every):
+                if last or decision.save or ends or _due(self.step, self.config.checkpoint.every):
                     path = self.save()
                     agreement.saved()
                 if ends:
@@ -205,7 +206,7 @@ class Trainer:
                     auto = self.config.checkpoint.resume == "auto"
                     how = "the same command" if auto else "the same command with checkpoint.resume=auto"
                     where = f"after step {self.step} of {steps}, with the complete checkpoint {path}"
-                    raise StoppedError(f"{verdict.end}: ended {where}; {how} goes on from it")
+                    raise StoppedError(f"{decision.end}: ended {where}; {how} goes on from it")
             self.checkpoints.finish()
         except BaseException:
             self.checkpoints.settle()
@@ -373,7 +374,9 @@ class Trainer:
             "config": self.config.model_dump(mode="json"),
         }
         path = self.checkpoints.save(self.step, tensors, meta)
-        self.recorder.say(f"checkpoint {path}" + (" is being written" if self.config.checkpoint.asynchronous else ""))
+        self.recorder.say(
+            f"checkpoint {escape(str(path))}" + (" is being written" if self.config.checkpoint.asynchronous else "")
+        )
         return path
 
     def load(self, checkpoint: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.markup import escape
 
 from meshwright.checkpoint.directory import read_meta
 from meshwright.data.store import TokenStore
@@ -23,8 +24,8 @@ from meshwright.ranks.hang import is_communication
 from meshwright.ranks.watch import Watch
 from meshwright.train.assure import assure
 from meshwright.train.config import RunConfig
-from meshwright.train.ending import SIGNALS, UNEXPORTED, Agreement, Attendant
-from meshwright.train.prepare import describe_data, load_run_tokenizer, locked, prepare_run
+from meshwright.train.ending import SIGNALS, UNEXPORTED, Agreement, Attendant, tell
+from meshwright.train.prepare import describe_data, load_run_tokenizer, locked, prepare_run, warn
 from meshwright.train.proof import Source
 from meshwright.train.resume import changes, checkpoint_to_resume, verified
 from meshwright.train.setup import Paths, make_setup
@@ -65,7 +66,7 @@ def run_worker(
         held.enter_context(Attendant(SIGNALS, agreement.ask_to_end, asked, speaks=dist.get_rank() == 0))
         # One process decides which checkpoint it is: on a shared file system ranks may see different ones.
         store, resume = prepared or _prepare_on_rank_0(config, held, source)
-        resume = verified(config, resume, _say)
+        resume = verified(config, resume, warn)
         watch = held.enter_context(_watch(config, device_kind))  # not before: that one rank prepares, or reads, is no hang
         import_modules(config.imports)  # before the tokenizer, which one of them may register
         tokenizer = load_run_tokenizer(config)
@@ -74,9 +75,9 @@ def run_worker(
 
         trainer = Trainer(setup, TokenStore.open(store), device, resume)
         if resume is not None:
-            trainer.recorder.say(f"resumed from {resume} at step {trainer.step}")
+            trainer.recorder.say(f"resumed from {escape(str(resume))} at step {trainer.step}")
             for line in changes(read_meta(resume)["config"], config.model_dump(mode="json")):
-                trainer.recorder.say(f"[yellow]{line}[/yellow]")
+                trainer.recorder.say(f"[yellow]{escape(line)}[/yellow]")
         trainer.agreement = agreement
         if watch is not None:
             trainer.progress = watch.tick
@@ -99,7 +100,7 @@ def run_worker(
 
 def _leave_unexported(reason: str) -> None:
     """What a signal does once the last checkpoint is saved. An export appears when it is complete, or not at all."""
-    os.write(2, f"{reason}: {UNEXPORTED}\n".encode())
+    tell(f"{reason}: {UNEXPORTED}")
     os._exit(StoppedError.exit_code)
 
 
@@ -115,10 +116,6 @@ def _report(lines: list[str]) -> None:
     console = Console(stderr=True)
     for line in (*lines, "the run goes on if the ranks do (this report: launch.hang_report_seconds)"):
         console.print(line, highlight=False, soft_wrap=True, markup=False)
-
-
-def _say(line: str) -> None:
-    Console().print(line, highlight=False, soft_wrap=True)
 
 
 def _prepare_on_rank_0(config: RunConfig, held: ExitStack, source: Source | None) -> tuple[str, Path | None]:
@@ -203,7 +200,7 @@ def finish_run(config: RunConfig) -> None:
     if not config.export or newest is None:
         return
     export_checkpoint(newest, paths.export)
-    console.print(f"exported {paths.export}", highlight=False)
+    console.print(f"exported {paths.export}", highlight=False, markup=False)
     for prompt in config.sample.prompts:
         text = generate(
             paths.export,
