@@ -72,13 +72,17 @@ def measure(mode: str, layers: int) -> tuple[int, int, int]:
     """Bytes held between forward and backward, bytes at the peak without parameter gradients, and matrix products in all."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from meshwright.distributed.activation_checkpointing import checkpoint_layer
+    from meshwright.distributed.activation_checkpointing import recompute
+    from meshwright.plan.inspection import inspect_model
     from meshwright.plan.options import ActivationCheckpointing
+    from meshwright.plan.recompute import recompute_layer
+    from meshwright.plan.spec import ParallelSpec
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**MODEL, num_hidden_layers=layers)).train()
     for layer in model.model.layers:
-        checkpoint_layer(layer, ActivationCheckpointing(mode))
+        for action in recompute_layer(inspect_model(ParallelSpec("layer", ()), layer), "", ActivationCheckpointing(mode)):
+            recompute(layer, action, None)
     for parameter in model.parameters():  # gradients of parameters are the plan's business, not that of activations
         parameter.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
     tokens = torch.randint(MODEL["vocab_size"], (BATCH, LENGTH + 1))

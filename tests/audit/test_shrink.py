@@ -14,8 +14,8 @@ from meshwright.errors import ConfigError, LayoutError, ModelError
 from meshwright.layout import Layout
 from meshwright.models.build import build_on_meta, materialize, pretrained_config
 from meshwright.models.spec import spec_of
-from meshwright.plan.resolver import model_sizes
-from meshwright.plan.spec import generalize
+from meshwright.plan.inspection import model_sizes
+from meshwright.plan.names import generalize
 from meshwright.train.config import RunConfig, load_config
 from meshwright.train.setup import make_setup
 from tests.harness import run_ranks

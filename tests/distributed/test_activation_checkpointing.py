@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from meshwright.distributed.activation_checkpointing import _Choice, checkpoint_layer, find_operators, is_checkpointed
+from meshwright.distributed.activation_checkpointing import _Choice, find_operators, is_checkpointed
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.fsdp2 import FSDP2Manager
 from meshwright.distributed.grad_sync import GradSync
@@ -24,10 +24,10 @@ from meshwright.errors import ModelError, PlanError
 from meshwright.layout import Layout
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
 from meshwright.plan.price import totals
-from meshwright.plan.recompute import parts_of_layer
 from meshwright.plan.resolver import resolve
 from meshwright.plan.spec import ParallelSpec, UnitRule
 from tests.harness import run_ranks
+from tests.recompute import checkpoint_layer, parts_of
 from tests.tiny import FAMILIES, Plain, batches, make, summed_loss, tiny_model, whole
 
 NONE, FULL, SUBMODULE, SELECTIVE = ActivationCheckpointing
@@ -71,7 +71,7 @@ def alone(function: Callable[[], Any]) -> Any:
 
 def checkpointed(model: nn.Module, layers: list[nn.Module], mode: ActivationCheckpointing, *save: str) -> nn.Module:
     for layer in layers:
-        checkpoint_layer(layer, mode, find_operators(save))
+        checkpoint_layer(layer, mode, save)
     return model.train()
 
 
@@ -568,7 +568,7 @@ def test_layers_of_a_language_model() -> None:
 def test_parts_of_a_layer_are_its_attention_its_mlp_and_its_norms(family: str) -> None:
     model = tiny_model(family, meta=True)
     for layer in get_lm_ac_layers(model):
-        parts = list(parts_of_layer(layer))
+        parts = parts_of(layer)
         names = {name for name, module in layer.named_children() if module in parts}
         assert len(parts) == len(names) >= (2 if family == "nemotron_h" else 4)  # a block of its is a norm and one mixer
         words = ("attn", "mlp", "fc", "norm", "ln_", "mixer", "router", "experts", "altup", "laurel", "per_layer")
@@ -585,7 +585,7 @@ def test_parts_that_stand_in_a_list() -> None:
             self.act = nn.GELU()
 
     layer = Listed()
-    assert list(parts_of_layer(layer)) == [layer.parts[0], layer.parts[2]["a"]]
+    assert parts_of(layer) == [layer.parts[0], layer.parts[2]["a"]]
 
 
 def test_operators_to_keep() -> None:

@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
 from meshwright.distributed import _torch_compat
-from meshwright.distributed.activation_checkpointing import checkpoint_layer
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.fsdp import fsdp_units
 from meshwright.distributed.grad_sync import GradSync
@@ -33,6 +32,7 @@ from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.train.objective import BlockDiffusion
 from tests.diffusion_gemma import TOKENS, texts, tiny_diffusion_gemma
 from tests.harness import run_ranks
+from tests.recompute import checkpoint_layer
 from tests.tiny import tiny_model, whole
 
 VISION = ("model.encoder.vision_tower.**", "model.encoder.embed_vision.**")

@@ -11,7 +11,6 @@ from safetensors import safe_open
 
 from meshwright.checkpoint import storage
 from meshwright.checkpoint.export import export_checkpoint
-from meshwright.distributed.activation_checkpointing import checkpoint_layer, find_operators
 from meshwright.distributed.parallelizer import get_lm_ac_layers
 from meshwright.errors import ConfigError, ModelError
 from meshwright.layout import Layout
@@ -26,6 +25,7 @@ from meshwright.train.prepare import prepare_run
 from meshwright.train.setup import Paths, make_setup
 from tests.diffusion_gemma import RUN
 from tests.harness import run_ranks
+from tests.recompute import checkpoint_layer
 from tests.tiny import make, summed_loss
 from tests.train.runs import LLAMA, losses, rows, train, trainer_on_rank
 
@@ -116,7 +116,7 @@ def watched(
     experts = resolve(spec_of(model), model, Layout(), world_size=1).experts
     modules = [model.get_submodule(name) for row in experts for name in (row.module, row.router)]
     for layer in get_lm_ac_layers(model):
-        checkpoint_layer(layer, mode, find_operators(kept), routing=modules)
+        checkpoint_layer(layer, mode, kept, routing=modules)
     return Balance(model.train(), experts, CPU, **options), experts
 
 

@@ -83,7 +83,7 @@ def test_a_router_that_would_choose_otherwise_does_not(ep: int) -> None:
 
 def test_such_a_router_does_choose_otherwise_where_nothing_is_kept() -> None:
     """What the test above would find."""
-    from meshwright.distributed.activation_checkpointing import checkpoint_layer
+    from tests.recompute import checkpoint_layer
 
     def on_rank(rank: int) -> None:
         model, _ = make("mixtral")

@@ -12,8 +12,9 @@ from meshwright.layout import Layout
 from meshwright.models.build import build_on_meta, pretrained_config
 from meshwright.models.config import ModelConfig
 from meshwright.models.spec import spec_of
+from meshwright.plan.inspection import model_sizes
 from meshwright.plan.options import ParallelOptions
-from meshwright.plan.resolver import model_sizes, resolve
+from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.plan.spec import ParallelSpec
 

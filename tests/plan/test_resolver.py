@@ -9,11 +9,12 @@ from torch import nn
 from meshwright.errors import LayoutError, PlanError
 from meshwright.layout import Layout
 from meshwright.models.spec import spec_of
+from meshwright.plan.names import generalize, match_names
 from meshwright.plan.options import ParallelOptions, SyncPolicy
 from meshwright.plan.price import totals
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
-from meshwright.plan.spec import ExpertsRule, ParallelSpec, UnitRule, generalize, match_names
+from meshwright.plan.spec import ExpertsRule, ParallelSpec, UnitRule
 from tests.tiny import FAMILIES, PLAIN_SPEC, make, tiny_model
 
 FP32 = ParallelOptions(param_dtype="float32")

@@ -11,6 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
 from meshwright.models.spec import spec_of
+from meshwright.plan.inspection import inspect_model
 from meshwright.plan.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
@@ -284,7 +285,7 @@ def test_a_norm_with_parameters_has_a_style_of_its_own() -> None:
         def forward(self, x: Any) -> Any:
             return self.down(self.up(self.norm(x)))
 
-    assert mixes_features(Inner()) == ""
+    assert mixes_features(inspect_model(ParallelSpec("inner", ()), Inner()), "") == ""
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from meshwright.data.store import TokenStore
 from meshwright.distributed.mesh import ParallelMesh, build_mesh
 from meshwright.layout import Layout
 from meshwright.models.init import derive_seed
-from meshwright.plan.resolver import model_sizes
+from meshwright.plan.inspection import model_sizes
 from meshwright.train.config import LayoutConfig, ParallelConfig, RunConfig
 from meshwright.train.setup import make_setup
 from meshwright.train.trainer import Batch, Trainer

@@ -24,7 +24,7 @@ from meshwright.audit.small_config import Change
 from meshwright.audit.tolerance import TOLERANCES, Tolerances, comparable_steps
 from meshwright.distributed.parallelizer import check_supported
 from meshwright.errors import ConfigError, LayoutError
-from meshwright.plan.resolver import model_sizes
+from meshwright.plan.inspection import model_sizes
 from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.ranks.pool import Pool
 from meshwright.train.claim import claim_of, model_digest

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from meshwright.plan.spec import match_names
+from meshwright.plan.names import match_names
 from meshwright.train.config import OptimizerConfig
 
 __all__ = ["decayed_by_optimizer", "plain_optimizer", "to_be_decayed"]

@@ -10,7 +10,8 @@ from typing import Any
 from meshwright.audit.small_config import Change
 from meshwright.errors import MeshwrightError
 from meshwright.layout import AXES
-from meshwright.plan.resolver import model_sizes, resolve
+from meshwright.plan.inspection import model_sizes
+from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.train.claim import axes_above_1
 from meshwright.train.config import RunConfig

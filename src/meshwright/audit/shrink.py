@@ -30,8 +30,9 @@ from meshwright.models.build import build_on_meta, pretrained_config
 from meshwright.models.config import ModelConfig
 from meshwright.models.imports import import_modules
 from meshwright.models.spec import spec_of
-from meshwright.plan.resolver import model_sizes
-from meshwright.plan.spec import ParallelSpec, generalize, match_names
+from meshwright.plan.inspection import model_sizes
+from meshwright.plan.names import generalize, match_names
+from meshwright.plan.spec import ParallelSpec
 from meshwright.train.config import RunConfig
 from meshwright.train.setup import microbatches_per_step, vocabulary_defaults
 

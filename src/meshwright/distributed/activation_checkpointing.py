@@ -26,7 +26,7 @@ shift what all later ones draw), and those of operators that write into their in
 
 import difflib
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -40,11 +40,11 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.distributed import _torch_compat
+from meshwright.distributed.mesh import ParallelMesh
 from meshwright.errors import PlanError, UnsupportedError
-from meshwright.plan.options import ActivationCheckpointing
-from meshwright.plan.recompute import parts_of_layer
+from meshwright.plan.program import Recompute
 
-__all__ = ["checkpoint_forward", "checkpoint_layer", "find_operators", "is_checkpointed", "unwatched"]
+__all__ = ["checkpoint_forward", "find_operators", "is_checkpointed", "recompute", "unwatched"]
 
 Operators = frozenset[torch._ops.OpOverload]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -67,34 +67,12 @@ COMMUNICATION = frozenset({"_c10d_functional", "_c10d_functional_autograd", "sym
 """Namespaces of collectives that return their result."""
 
 
-def checkpoint_layer(
-    layer: nn.Module,
-    mode: ActivationCheckpointing,
-    kept: Operators = frozenset(),
-    routing: Collection[nn.Module] = (),
-) -> None:
-    """Recompute activations of a layer in backward, as a mode says. Training mode only; evaluation runs as before.
-
-    Args:
-        layer: changed in place; idempotent.
-        mode: what is recomputed.
-        kept: operators whose results ``selective`` keeps; empty: its own choice.
-        routing: modules that choose experts or hold them. What contains one keeps the choice of experts in every mode.
-    """
-    known = {id(module) for module in routing}
-
-    def recompute(part: nn.Module) -> None:
-        routes = any(id(module) in known for module in part.modules())
-        checkpoint_forward(part, _ROUTES if routes else None)
-
-    if mode is ActivationCheckpointing.FULL:
-        recompute(layer)
-    elif mode is ActivationCheckpointing.SELECTIVE:
-        routes = any(id(module) in known for module in layer.modules())
-        checkpoint_forward(layer, kept | _ROUTES if kept and routes else kept)
-    elif mode is ActivationCheckpointing.SUBMODULE:
-        for part in parts_of_layer(layer):
-            recompute(part)
+def recompute(model: nn.Module, action: Recompute, mesh: ParallelMesh) -> None:
+    """Compute a module again in backward. Training mode only; evaluation runs as before."""
+    kept = find_operators(action.operators) if action.selective else None
+    if action.routing and kept != frozenset():  # the own choice of `selective` keeps the routing anyway
+        kept = (kept or frozenset()) | _ROUTES
+    checkpoint_forward(model.get_submodule(action.module), kept)
 
 
 def checkpoint_forward(module: nn.Module, kept: Operators | None = None) -> None:

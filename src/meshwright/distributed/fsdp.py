@@ -1,4 +1,4 @@
-"""FSDP2 and HSDP units from the rows of a plan, and torch's ``replicate`` where nothing is sharded."""
+"""FSDP2 and HSDP units, and torch's ``replicate`` where nothing is sharded."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,67 +13,46 @@ from torch.distributed.tensor import Shard
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.mesh import ParallelMesh
-from meshwright.distributed.twins import Twins
-from meshwright.plan.options import GradientReduction
-from meshwright.plan.prefetch import prefetch_targets
-from meshwright.plan.sharding_plan import ParameterRow, ShardingPlan, UnitRow, shard_axis
+from meshwright.plan.program import Engine, Prefetch, Wrap
 
-__all__ = ["apply_units", "fsdp_units", "gathered", "move_buffers", "shard_unit"]
+__all__ = ["fsdp_units", "gathered", "move_buffers", "prefetch", "shard_unit", "wrap"]
 
 
-def apply_units(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> None:
-    """Make each unit of the plan an FSDP unit, inside out, the root last."""
-    twins = Twins(model, plan)
-    dims = {
-        id(model.get_parameter(name)): dim
-        for row in plan.parameters if (dim := _sharded_dim(row))
-        for name in (row.name, *row.aliases)
-    }  # fmt: skip
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if plan.options.cpu_offload else OffloadPolicy()
-    data_group = mesh["dp_cp"].get_group()
-    again = any(unit.forwards > 1 or unit.twin_of for unit in plan.units)
-    # named_modules() lists parents first, so its reverse wraps children first.
-    for unit in reversed(plan.fsdp_units):
-        module = model.get_submodule(unit.name)
-        modules = [model.get_submodule(part.name) for part in plan.parts(unit)]
-        policy = _mixed_precision(unit)
-        axis = shard_axis(plan.layout, unit.kind)
-        unit_mesh = mesh.fsdp_experts() if axis == "ep_shard" else mesh.fsdp()
-        if mesh.replicated:
-            _torch_compat.replicate_module(modules, unit_mesh, policy, offload)
-            _torch_compat.supervise(module, data_group)
-        else:
-            shard_unit(modules, unit_mesh, policy, offload, unit.reshard_after_forward, dims, data_group)
-        if plan.options.gradient_reduction is GradientReduction.SUM:
-            _divide(module, 1.0)
-        elif axis == "ep_shard":
-            # An expert has the tokens of several data ranks, and its group is smaller than theirs.
-            ranks = plan.layout.size("dp_replicate") * plan.layout.size("dp_shard_cp")
-            _divide(module, float(ranks), alone=plan.layout.size(axis) == 1)
-        if len(modules) > 1:
-            _torch_compat.hook_each_run(modules)
-        if again:
-            _torch_compat.forget_runs_without_gradient(module)
-    twins.join()
-    _prefetch(model, plan)
+def wrap(model: nn.Module, action: Wrap, mesh: ParallelMesh) -> None:
+    """Make modules one unit, as an action says."""
+    modules = [model.get_submodule(name) for name in action.modules]
+    param_dtype, reduce_dtype, output_dtype = (
+        None if name is None else getattr(torch, name)
+        for name in (action.param_dtype, action.reduce_dtype, action.output_dtype)
+    )
+    policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype, cast_forward_inputs=True)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if action.offload else OffloadPolicy()
+    unit_mesh, data_group = mesh.submesh(action.axes, experts=action.experts), mesh["dp_cp"].get_group()
+    unit = modules[0]
+    if action.engine is Engine.REPLICATE:
+        _torch_compat.replicate_module(modules, unit_mesh, policy, offload)
+        _torch_compat.supervise(unit, data_group)
+    else:
+        dims = {id(model.get_parameter(name)): dim for name, dim in action.dims}
+        shard_unit(modules, unit_mesh, policy, offload, action.reshard_after_forward, dims, data_group)
+    assert isinstance(unit, FSDPModule)
+    if action.divisor is not None:
+        unit.set_gradient_divide_factor(action.divisor)
+        unit.set_force_sum_reduction_for_comms(action.plain_sum)
+    if action.each_run:
+        _torch_compat.hook_each_run(modules)
+    if action.no_grad_runs:
+        _torch_compat.forget_runs_without_gradient(unit)
 
 
-def _divide(module: nn.Module, factor: float, *, alone: bool = False) -> None:
-    """Let a unit divide the sum of its gradients by a factor. ``alone``: there is one rank to scatter to."""
-    assert isinstance(module, FSDPModule)
-    module.set_gradient_divide_factor(factor)
-    # A plain sum on every backend: NCCL's and gloo's premultiplied sums have gaps. Alone, FSDP2 divides where it copies,
-    # and with a plain sum once more after it (foreach_reduce of torch 2.13).
-    module.set_force_sum_reduction_for_comms(not alone)
-
-
-def _prefetch(model: nn.Module, plan: ShardingPlan) -> None:
-    """Tell units which others to gather ahead of their use, where the options say how many."""
-    forward, backward = prefetch_targets(plan)
-    for targets, where in ((forward, "forward"), (backward, "backward")):
-        for name, ahead in targets.items():
-            set_modules = getattr(model.get_submodule(name), f"set_modules_to_{where}_prefetch")
-            set_modules([model.get_submodule(other) for other in ahead])
+def prefetch(model: nn.Module, action: Prefetch, mesh: ParallelMesh) -> None:
+    """Tell a unit which others to gather ahead of their use."""
+    unit = model.get_submodule(action.unit)
+    assert isinstance(unit, FSDPModule)
+    if action.forward:
+        unit.set_modules_to_forward_prefetch([model.get_submodule(name) for name in action.forward])  # type: ignore[misc]
+    if action.backward:
+        unit.set_modules_to_backward_prefetch([model.get_submodule(name) for name in action.backward])  # type: ignore[misc]
 
 
 def shard_unit(
@@ -109,25 +88,6 @@ def shard_unit(
         shard_placement_fn=placement if dims else None,
     )
     _torch_compat.supervise(modules[0], data_group)
-
-
-def _sharded_dim(row: ParameterRow) -> int:
-    """The dimension that FSDP shards."""
-    placements = dict(row.placements)
-    placement = next((placements[axis] for axis in ("dp_shard", "dp_shard_cp", "ep_shard") if axis in placements), "Shard(0)")
-    return int(placement.removeprefix("Shard(").removesuffix(")"))
-
-
-def _mixed_precision(unit: UnitRow) -> MixedPrecisionPolicy:
-    def dtype(name: str | None) -> torch.dtype | None:
-        return None if name is None else getattr(torch, name)
-
-    return MixedPrecisionPolicy(
-        param_dtype=dtype(unit.param_dtype),
-        reduce_dtype=dtype(unit.reduce_dtype),
-        output_dtype=dtype(unit.output_dtype),
-        cast_forward_inputs=True,
-    )
 
 
 def fsdp_units(model: nn.Module) -> dict[str, FSDPModule]:

@@ -17,6 +17,7 @@ from meshwright.distributed.strategy import get_parallelization_strategy
 from meshwright.errors import LayoutError
 from meshwright.layout import Layout
 from meshwright.plan.given_styles import leaves_logits_sharded
+from meshwright.plan.inspection import inspect_model
 from meshwright.plan.options import ActivationCheckpointing, SyncPolicy
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
@@ -134,7 +135,7 @@ class FSDP2Manager:
         strategy = get_parallelization_strategy(model)
         spec = spec or strategy.spec(model, options.param_dtype)
         if self.loss_parallel is None:
-            sharded = self.tp_plan is not None and leaves_logits_sharded(spec, self.tp_plan, model)
+            sharded = self.tp_plan is not None and leaves_logits_sharded(spec, self.tp_plan, inspect_model(spec, model))
             options = replace(options, loss_parallel=sharded)
         self.plan = resolve(spec, model, self.mesh.layout, options)
         return strategy.carry_out(model, self.plan, self.mesh)

@@ -1,6 +1,6 @@
 """The device mesh of a layout: five axes, the flattened submeshes, the expert mesh, and the one that FSDP takes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from meshwright.distributed import _torch_compat
 from meshwright.errors import LayoutError
 from meshwright.layout import AXES, EXPERT_AXES, FLATTENED, Layout
+from meshwright.plan.sharding_plan import LAYER, unit_axes
 
 __all__ = ["ParallelMesh", "adopt_mesh", "build_mesh", "whole_tensor"]
 
@@ -48,38 +49,20 @@ class ParallelMesh:
         return self.root[name]
 
     def fsdp(self) -> DeviceMesh:
-        """The mesh that parameters are sharded and gradients are reduced over.
+        """The mesh that dense parameters are sharded and gradients are reduced over; where nothing is sharded, the replicas."""
+        return self.submesh(unit_axes(self.layout, LAYER))
 
-        Native axes are taken where they do (a rebuilt mesh has groups of its own): ``dp_shard``, or
-        ``(dp_replicate, dp_shard)``; with context parallel ``dp_shard_cp``, or ``(dp_replicate, dp_shard_cp)``.
-        Where nothing is sharded: ``dp_replicate``.
+    def submesh(self, axes: Sequence[str], *, experts: bool = False) -> DeviceMesh:
+        """The mesh of one or several axes; of ``experts``: axes of their mesh.
+
+        Native axes are taken where they do: a rebuilt mesh has groups of its own.
         """
-        replicas = self.layout.size("dp_replicate")
-        if self.replicated:
-            return self.root["dp_replicate"]
-        if self.layout.size("cp") == 1:
-            return self.root["dp_replicate", "dp_shard"] if replicas > 1 else self.root["dp_shard"]
-        shard = self.flattened["dp_shard_cp"]
-        return _torch_compat.concatenate_meshes([self.root["dp_replicate"], shard]) if replicas > 1 else shard
-
-    def fsdp_experts(self) -> DeviceMesh:
-        """The mesh that parameters of experts are sharded and reduced over, where `ep` is above 1: inside a replica
-        `ep_shard`; with replicas ``(dp_replicate, ep_shard)``, or ``dp_replicate`` where nothing is sharded.
-        """
-        assert self.experts is not None
-        if self.replicated:
-            return self.experts["dp_replicate"]
-        return self.experts["dp_replicate", "ep_shard"] if self.layout.size("dp_replicate") > 1 else self.experts["ep_shard"]
-
-    @property
-    def replicated(self) -> bool:
-        """Whether nothing is sharded: there are replicas, whose ranks hold whole parameters, but for `tp` and `ep`.
-
-        With experts sharded over `ep_shard`, which takes in ranks of `tp`, it is not so: one model has one kind of unit,
-        because a root of torch's ``replicate`` does not see units of ``fully_shard`` as its own.
-        """
-        alone = self.layout.ep == 1 or self.layout.ep_shard == 1
-        return self.layout.size("dp_shard_cp") == 1 and self.layout.size("dp_replicate") > 1 and alone
+        if experts:
+            assert self.experts is not None
+            return self.experts[tuple(axes)]
+        if any(axis in self.flattened for axis in axes):
+            return _torch_compat.concatenate_meshes([self[axis] for axis in axes]) if len(axes) > 1 else self[axes[0]]
+        return self.root[tuple(axes)]
 
     def rank(self, name: str) -> int:
         """This process's index on an axis or flattened submesh."""

@@ -1,9 +1,10 @@
-"""The conductor: carries a plan out on a model, always in one order.
+"""The conductor: performs the program of a plan on a model, action after action.
 
-Tensor and expert parallel -> context parallel -> activation checkpointing -> trainability -> mixed precision ->
-FSDP units inside out -> root -> compile.
+The resolver writes it in one order: tensor and expert parallel -> context parallel -> activation checkpointing ->
+trainability -> FSDP units inside out, each with its dtypes -> root -> prefetching -> compilation.
 """
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -11,10 +12,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.distributed import _torch_compat
-from meshwright.distributed.activation_checkpointing import checkpoint_layer, find_operators
-from meshwright.distributed.compilation import compile_layers
-from meshwright.distributed.expert_parallel import apply_expert_parallel
-from meshwright.distributed.fsdp import apply_units
+from meshwright.distributed.activation_checkpointing import recompute
+from meshwright.distributed.compilation import compile_module
+from meshwright.distributed.expert_parallel import dispatch_tokens
+from meshwright.distributed.fsdp import prefetch, wrap
 from meshwright.distributed.megatron_fsdp import HAVE_NVFSDP, nvfsdp_strategy_parallelize
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.distributed.reference import (
@@ -29,15 +30,30 @@ from meshwright.distributed.reference import (
     unshard_fsdp2_model,
     validate_tp_mesh,
 )
+from meshwright.distributed.slices import assign, freeze, slice_parameter
 from meshwright.distributed.strategy import (
     ParallelizationStrategy,
     get_parallelization_strategy,
     register_parallel_strategy,
 )
-from meshwright.distributed.tensor_parallel import apply_tensor_parallel
+from meshwright.distributed.tensor_parallel import compute_with_slices
+from meshwright.distributed.twins import join_twins, part_twins
 from meshwright.errors import PlanError, UnsupportedError
 from meshwright.layout import Layout
-from meshwright.plan.options import ActivationCheckpointing
+from meshwright.plan.program import (
+    Action,
+    Assign,
+    Compile,
+    Compute,
+    Dispatch,
+    Freeze,
+    JoinTwins,
+    PartTwins,
+    Prefetch,
+    Recompute,
+    Slice,
+    Wrap,
+)
 from meshwright.plan.sharding_plan import ShardingPlan
 
 __all__ = [
@@ -59,6 +75,21 @@ __all__ = [
     "unshard_fsdp2_model",
     "validate_tp_mesh",
 ]
+
+PERFORMERS: dict[type[Action], Callable[[nn.Module, Any, ParallelMesh], None]] = {
+    Slice: slice_parameter,
+    Assign: assign,
+    Compute: compute_with_slices,
+    Dispatch: dispatch_tokens,
+    Recompute: recompute,
+    Freeze: freeze,
+    PartTwins: part_twins,
+    Wrap: wrap,
+    JoinTwins: join_twins,
+    Prefetch: prefetch,
+    Compile: compile_module,
+}
+"""Kind of an action to what performs it."""
 
 _NOT_YET = {
     "pp": "pipeline parallel",
@@ -100,33 +131,9 @@ def parallelize(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.
     _torch_compat.check()
     check_supported(plan.layout)
     _check_belongs(model, plan, mesh)
-    kept = find_operators(plan.options.activation_checkpointing_save)
-
-    if plan.tensor_parallel:
-        apply_tensor_parallel(model, plan, mesh["tp"])
-    if plan.layout.ep > 1:
-        apply_expert_parallel(model, plan, mesh)
-    # Whoever chooses experts stands beside them, so that where it is unknown, all that is beside them may be it.
-    routing = [
-        model.get_submodule(name) for row in plan.experts for name in (row.module, row.router or row.module.rpartition(".")[0])
-    ]
-    for unit in plan.units:
-        checkpoint_layer(model.get_submodule(unit.name), unit.activation_checkpointing, kept, routing)
-    if any(unit.activation_checkpointing is not ActivationCheckpointing.NONE for unit in plan.units):
-        _without_cache(model)
-    parameters = dict(model.named_parameters())
-    for row in plan.parameters:
-        parameters[row.name].requires_grad_(row.trainable)
-    apply_units(model, plan, mesh)
-    compile_layers(model, plan)
+    for action in plan.program:
+        PERFORMERS[type(action)](model, action, mesh)
     return model
-
-
-def _without_cache(model: nn.Module) -> None:
-    """Models of transformers fill a cache of keys and values unless told not to; a recomputed layer would fill it twice."""
-    for module in model.modules():
-        if getattr(getattr(module, "config", None), "use_cache", False):
-            module.config.use_cache = False  # type: ignore[union-attr]
 
 
 def _check_belongs(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> None:

@@ -19,10 +19,12 @@ from meshwright.distributed.names import class_name
 from meshwright.distributed.strategy import get_parallelization_strategy
 from meshwright.errors import LayoutError, PlanError
 from meshwright.layout import Layout
+from meshwright.plan.draft import Draft
 from meshwright.plan.given_styles import import_object
+from meshwright.plan.inspection import inspect_model, model_sizes
+from meshwright.plan.names import generalize, last_of_each_container, match_names
 from meshwright.plan.options import ParallelOptions
-from meshwright.plan.resolver import model_sizes
-from meshwright.plan.spec import ParallelSpec, generalize, last_of_each_container, match_names
+from meshwright.plan.spec import ParallelSpec
 from meshwright.plan.tensor_parallel import choose_styles
 from meshwright.plan.tp_styles import HEAD
 
@@ -185,14 +187,14 @@ def _get_parallel_plan(
     Raises:
         PlanError: no plan, or a given one that cannot be read; it says why for each level.
     """
-    spec, problems = get_parallelization_strategy(model).spec(model), list[str]()
+    spec = get_parallelization_strategy(model).spec(model)
     options = ParallelOptions(tp_plan=tp_shard_plan, sequence_parallel=sequence_parallel)
-    _, styles, _ = choose_styles(spec, model, options, problems)
+    draft = Draft(spec, inspect_model(spec, model), Layout().resolve(1), options)
+    _, styles, _ = choose_styles(draft)
     if sequence_parallel and (spec.structure is None or spec.structure.no_sequence_parallel or not spec.structure.regions):
         why = spec.structure.no_sequence_parallel if spec.structure else "nothing is known of the inside of its layers"
-        problems.append(f"sequence_parallel=True: {why}; the legal value is False")
-    if problems:
-        raise PlanError(problems)
+        draft.problems.append(f"sequence_parallel=True: {why}; the legal value is False")
+    draft.refuse()
     plan = _as_torch(spec, styles, sequence_parallel)
     if sequence_parallel:
         plan.update((pattern, SequenceParallel()) for pattern in _norms(spec, model) if pattern not in plan)

@@ -96,6 +96,7 @@ class ParallelizationStrategy(ABC):
         from meshwright.distributed.mesh import adopt_mesh
         from meshwright.distributed.policies import options_of_policies
         from meshwright.plan.given_styles import leaves_logits_sharded
+        from meshwright.plan.inspection import inspect_model
         from meshwright.plan.options import SyncPolicy
         from meshwright.plan.resolver import resolve
 
@@ -110,7 +111,7 @@ class ParallelizationStrategy(ABC):
             tp_plan=tp_shard_plan,
         )
         spec = self.spec(model, options.param_dtype)
-        if tp_shard_plan is not None and leaves_logits_sharded(spec, tp_shard_plan, model):
+        if tp_shard_plan is not None and leaves_logits_sharded(spec, tp_shard_plan, inspect_model(spec, model)):
             options = replace(options, loss_parallel=True)
         plan = resolve(spec, model, mesh.layout, options)
         return self.carry_out(model, plan, mesh)

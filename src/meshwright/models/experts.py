@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from meshwright.models import _transformers_compat as compat
-from meshwright.plan.spec import ExpertsRule, Scores, generalize
+from meshwright.plan.names import generalize
+from meshwright.plan.spec import ExpertsRule, Scores
 
 if TYPE_CHECKING:
     from torch import nn

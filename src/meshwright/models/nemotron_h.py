@@ -12,7 +12,8 @@ from torch import nn
 
 from meshwright.distributed.strategy import ParallelizationStrategy, register_parallel_strategy
 from meshwright.models.spec import derived_spec
-from meshwright.plan.spec import ParallelSpec, Structure, match_names
+from meshwright.plan.names import match_names
+from meshwright.plan.spec import ParallelSpec, Structure
 
 __all__ = ["NemotronHParallelizationStrategy"]
 

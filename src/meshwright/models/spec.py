@@ -9,7 +9,8 @@ from meshwright.distributed.names import class_name
 from meshwright.distributed.strategy import ParallelizationStrategy, get_parallelization_strategy
 from meshwright.errors import ModelError
 from meshwright.models.decoder import declared_structure, structure_of
-from meshwright.plan.spec import ParallelSpec, UnitRule, generalize, match_names, under_prefix
+from meshwright.plan.names import generalize, match_names
+from meshwright.plan.spec import ParallelSpec, UnitRule, under_prefix
 from meshwright.plan.tp_styles import canonical
 
 if TYPE_CHECKING:

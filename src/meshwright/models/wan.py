@@ -17,7 +17,8 @@ from torch import nn
 from meshwright.distributed.names import class_name
 from meshwright.distributed.strategy import ParallelizationStrategy, register_parallel_strategy
 from meshwright.errors import ModelError
-from meshwright.plan.spec import ParallelSpec, Structure, UnitRule, match_names
+from meshwright.plan.names import match_names
+from meshwright.plan.spec import ParallelSpec, Structure, UnitRule
 
 __all__ = ["WanParallelizationStrategy"]
 

@@ -32,8 +32,8 @@ from meshwright.distributed.fsdp import fsdp_units
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.names import class_name
 from meshwright.errors import PlanError
+from meshwright.plan.names import match_names
 from meshwright.plan.options import SyncPolicy
-from meshwright.plan.spec import match_names
 
 __all__ = [
     "MoEFSDPSyncMixin",

@@ -4,8 +4,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from meshwright.plan.expert_parallel import expert_parallel_counts
+from meshwright.plan.moves import Move
 from meshwright.plan.price import LOSS_PARALLEL, MOVED, tensor_parallel_counts
-from meshwright.plan.sharding_plan import Move, ParameterRow, ShardingPlan, TensorParallelRow, itemsize
+from meshwright.plan.sharding_plan import ParameterRow, ShardingPlan, TensorParallelRow, itemsize
 
 __all__ = ["AxisTraffic", "activation_traffic"]
 

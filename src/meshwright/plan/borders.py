@@ -12,7 +12,8 @@ from enum import StrEnum
 
 from torch import nn
 
-from meshwright.plan.sharding_plan import Move, ShardingPlan
+from meshwright.plan.moves import Move
+from meshwright.plan.sharding_plan import ShardingPlan
 
 __all__ = ["Held", "Side", "borders", "first_microbatch", "held"]
 

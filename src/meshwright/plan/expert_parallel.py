@@ -7,71 +7,67 @@ gathered.
 """
 
 from collections import Counter
+from collections.abc import Iterator
 
-from torch import nn
-
-from meshwright.layout import Layout, divisors
-from meshwright.plan.options import GradientReduction, ParallelOptions
+from meshwright.layout import divisors
+from meshwright.plan.draft import Draft
+from meshwright.plan.inspection import EXPERTS_ATTRIBUTE
+from meshwright.plan.names import holder_of, inside, match_names
+from meshwright.plan.options import GradientReduction
+from meshwright.plan.program import Action, Assign, Dispatch, Slice
 from meshwright.plan.sharding_plan import ExpertsRow, ShardingPlan
-from meshwright.plan.spec import ExpertsRule, ParallelSpec, match_names
+from meshwright.plan.spec import ExpertsRule
 
-__all__ = ["expert_parallel_counts", "resolve_experts"]
+__all__ = ["expert_parallel_actions", "expert_parallel_counts", "resolve_experts"]
 
 
-def resolve_experts(
-    spec: ParallelSpec, model: nn.Module, layout: Layout, options: ParallelOptions, problems: list[str]
-) -> tuple[ExpertsRow, ...]:
-    """A row for each mixture of experts, in the order of the model.
-
-    Args:
-        spec: declares them.
-        model: to read names and shapes from.
-        layout: resolved.
-        options: what does not go together with ``ep`` is refused.
-        problems: what is wrong is added to it.
-    """
+def resolve_experts(draft: Draft) -> tuple[ExpertsRow, ...]:
+    """A row for each mixture of experts, in the order of the model."""
+    layout, options = draft.layout, draft.options
     mean = options.gradient_reduction is GradientReduction.MEAN
     if layout.ep > 1 and layout.ep_shard == 1 and mean and (options.reduce_dtype or options.param_dtype) == "float16":
-        problems.append(
+        draft.problems.append(
             f"reduce_dtype=float16 with ep={layout.ep}, gradient_reduction=mean and experts that are not sharded: FSDP2 would "
             "divide their gradients twice; legal are bfloat16 and float32"
         )
-    if layout.ep > 1 and not spec.experts:
-        problems.append(
-            f"ep={layout.ep}: {spec.family} declares no experts (experts of its ParallelSpec); the legal value is 1"
+    if layout.ep > 1 and not draft.spec.experts:
+        draft.problems.append(
+            f"ep={layout.ep}: {draft.spec.family} declares no experts (experts of its ParallelSpec); the legal value is 1"
         )
-    modules = dict(model.named_modules())
     rows = {}
-    for rule in spec.experts:
-        for name in match_names(rule.pattern, modules):
-            if (row := _row(rule, name, modules, layout, problems)) is not None:
+    for rule in draft.spec.experts:
+        for name in match_names(rule.pattern, draft.model.modules):
+            if (row := _row(draft, rule, name)) is not None:
                 rows[name] = row
-    return tuple(rows[name] for name in modules if name in rows)
+    return tuple(rows[name] for name in draft.model.modules if name in rows)
 
 
-def _row(rule: ExpertsRule, name: str, modules: dict[str, nn.Module], layout: Layout, problems: list[str]) -> ExpertsRow | None:
-    module, ep = modules[name], layout.ep
-    shapes = {own: tuple(parameter.shape) for own, parameter in module.named_parameters()}
+def _row(draft: Draft, rule: ExpertsRule, name: str) -> ExpertsRow | None:
+    ep, modules = draft.layout.ep, draft.model.modules
+    shapes = draft.model.parameters_inside(name)
     counts = {shape[0] if shape else 0 for shape in shapes.values()}
     if len(counts) != 1:
-        problems.append(f"experts {name!r}: the first dimension of its parameters should count experts, and they are {shapes}")
+        draft.problems.append(
+            f"experts {name!r}: the first dimension of its parameters should count experts, and they are {shapes}"
+        )
         return None
     (experts,) = counts
     if ep > 1 and experts % ep:
-        problems.append(f"ep={ep}: {experts} experts of {name!r} are divisible by {', '.join(map(str, divisors(experts)))}")
+        legal = ", ".join(map(str, divisors(experts)))
+        draft.problems.append(f"ep={ep}: {experts} experts of {name!r} are divisible by {legal}")
     if ep > 1 and any("." in own for own in shapes):
-        problems.append(
+        draft.problems.append(
             f"ep={ep}: {name!r} has modules with parameters in it, and no matrices of its own; the legal value is 1"
         )
-    router = _beside(name, rule.router, modules)
+    router = _beside(draft, name, rule.router)
     if rule.router is not None and router is None:
-        problems.append(f"router pattern {rule.router!r} matches no module beside {name!r}")
+        draft.problems.append(f"router pattern {rule.router!r} matches no module beside {name!r}")
     bias = ""
     if router and rule.bias:
-        holders = [router, name.rpartition(".")[0]]
-        holder = next((other for other in holders if rule.bias in dict(modules[other].named_buffers(recurse=False))), None)
+        places = (router, holder_of(name))
+        holder = next((place for place in places if rule.bias in modules[place].buffers), None)
         if holder is None:
-            problems.append(f"bias {rule.bias!r} is no buffer of the router {router!r}, nor of the module that holds it")
+            draft.problems.append(f"bias {rule.bias!r} is no buffer of the router {router!r}, nor of the module that holds it")
         bias = f"{holder}.{rule.bias}" if holder else rule.bias
     return ExpertsRow(
         module=name,
@@ -80,15 +76,26 @@ def _row(rule: ExpertsRule, name: str, modules: dict[str, nn.Module], layout: La
         bias=bias,
         experts=experts,
         local=experts // ep,
-        token_axis="tp" if ep > 1 and layout.size("tp") > 1 else "",
+        token_axis="tp" if ep > 1 and draft.layout.size("tp") > 1 else "",
     )
 
 
-def _beside(name: str, pattern: str | None, modules: dict[str, nn.Module]) -> str | None:
+def _beside(draft: Draft, name: str, pattern: str | None) -> str | None:
     """The first module of a pattern that is in the same module as another one."""
-    parent = name.rpartition(".")[0]
-    found = match_names(pattern, modules) if pattern is not None else []
-    return next((other for other in found if other.startswith(f"{parent}." if parent else "")), None)
+    found = match_names(pattern, draft.model.names) if pattern is not None else []
+    return next((other for other in found if inside(other, holder_of(name))), None)
+
+
+def expert_parallel_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action]:
+    """Share whole experts over `ep`, and let tokens travel to them."""
+    for parameter in plan.parameters:
+        if "ep" in dict(parameter.placements):
+            yield Slice((parameter.name, *parameter.aliases), "ep", 0)
+    for row in plan.experts if plan.layout.ep > 1 else ():
+        counts = tuple((own, row.local) for own in draft.model.modules[row.module].counts if own == EXPERTS_ATTRIBUTE)
+        if counts:  # that its implementation computes with
+            yield Assign(row.module, counts)
+        yield Dispatch(row.module, row.experts, token_axis=row.token_axis)
 
 
 _EXCHANGES = (3, 2)

@@ -9,10 +9,11 @@ from rich.table import Table
 
 from meshwright.plan.activation_traffic import activation_traffic
 from meshwright.plan.expert_parallel import expert_parallel_counts
+from meshwright.plan.moves import Move
+from meshwright.plan.names import generalize
 from meshwright.plan.options import SyncPolicy
 from meshwright.plan.price import tensor_parallel_counts, totals, unit_traffic
-from meshwright.plan.sharding_plan import ExpertsRow, Move, ParameterRow, ShardingPlan, TensorParallelRow, UnitRow
-from meshwright.plan.spec import generalize
+from meshwright.plan.sharding_plan import ExpertsRow, ParameterRow, ShardingPlan, TensorParallelRow, UnitRow
 
 __all__ = ["explain", "human_bytes"]
 

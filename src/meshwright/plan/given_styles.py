@@ -4,10 +4,10 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
-
 from meshwright.errors import PlanError
-from meshwright.plan.spec import ParallelSpec, match_names
+from meshwright.plan.inspection import Inspection
+from meshwright.plan.names import match_names
+from meshwright.plan.spec import ParallelSpec
 
 __all__ = ["import_object", "leaves_logits_sharded", "load_styles", "style_name"]
 
@@ -36,7 +36,7 @@ def import_object(path: str) -> Any:
 
 
 def load_styles(
-    given: Mapping[str, Any] | str, model: nn.Module, sequence_parallel: bool, problems: list[str]
+    given: Mapping[str, Any] | str, model: Inspection, sequence_parallel: bool, problems: list[str]
 ) -> dict[str, str]:
     """A given plan as patterns to style names.
 
@@ -63,12 +63,11 @@ def load_styles(
             "such a dict, or that of a function without arguments that returns one"
         )
         return {}
-    modules = dict(model.named_modules())
     found = {}
     for pattern, style in plan.items():
-        matched = [modules[name] for name in match_names(pattern, modules)]
+        matched = match_names(pattern, model.modules)
         try:
-            found[pattern] = style_name(style, is_embedding=any(isinstance(module, nn.Embedding) for module in matched))
+            found[pattern] = style_name(style, is_embedding=any(model.modules[name].embedding for name in matched))
             if _speaks_of_sequence(style) and not sequence_parallel:
                 raise PlanError("speaks of a sharded sequence; set sequence_parallel=True")
         except PlanError as error:
@@ -76,7 +75,7 @@ def load_styles(
     return found
 
 
-def leaves_logits_sharded(spec: ParallelSpec, given: Mapping[str, Any] | str, model: nn.Module) -> bool:
+def leaves_logits_sharded(spec: ParallelSpec, given: Mapping[str, Any] | str, model: Inspection) -> bool:
     """Whether a given plan has the output head leave its logits sharded over the vocabulary."""
     head = spec.structure.head if spec.structure else None
     styles = load_styles(given, model, True, [])

@@ -8,14 +8,16 @@ The turns: a layer, with the units inside it, is one; so is a unit outside the l
 the root, is no turn: it is gathered all the while that they run.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.layout import Layout
-from meshwright.plan.options import ParallelOptions, SyncPolicy
+from meshwright.plan.draft import Draft
+from meshwright.plan.names import inside
+from meshwright.plan.options import SyncPolicy
+from meshwright.plan.program import Prefetch
 from meshwright.plan.sharding_plan import ROOT, ShardingPlan, UnitRow
 
-__all__ = ["Turns", "gathered_peak", "prefetch_problems", "prefetch_targets", "turns"]
+__all__ = ["Turns", "check_prefetch", "gathered_peak", "prefetch_actions", "prefetch_targets", "turns"]
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,9 @@ def turns(plan: ShardingPlan) -> Turns:
     for unit in plan.fsdp_units:  # in the order of the model, parents first
         if not unit.forwards:
             continue
-        prefix = f"{unit.name}."
-        if unit.name == ROOT or any(layer.startswith(prefix) for layer in plan.layers):
+        if unit.name == ROOT or any(inside(layer, unit.name) for layer in plan.layers):
             around.append(unit)
-        elif found and unit.name.startswith(f"{found[-1][0].name}."):
+        elif found and inside(unit.name, found[-1][0].name):
             found[-1].append(unit)
         else:
             found.append([unit])
@@ -76,6 +77,13 @@ def _names(turns: Iterable[Sequence[UnitRow]]) -> tuple[str, ...]:
     return tuple(unit.name for turn in turns for unit in turn)
 
 
+def prefetch_actions(plan: ShardingPlan) -> Iterator[Prefetch]:
+    """What the options say of gathering ahead."""
+    forward, backward = prefetch_targets(plan)
+    for name in dict.fromkeys((*forward, *backward)):
+        yield Prefetch(name, forward.get(name, ()), backward.get(name, ()))
+
+
 def gathered_peak(plan: ShardingPlan, gathered: Mapping[str, int]) -> int:
     """Bytes of gathered parameters that a rank holds at the worst moment of a forward and backward.
 
@@ -107,27 +115,22 @@ def gathered_peak(plan: ShardingPlan, gathered: Mapping[str, int]) -> int:
     return sum(gathered[unit.name] for unit in parts.around) + peak
 
 
-def prefetch_problems(options: ParallelOptions, layout: Layout, syncs: Iterable[SyncPolicy | None]) -> list[str]:
-    """Prefetching that has nothing to do.
-
-    Args:
-        options: the choices.
-        layout: the sizes, resolved.
-        syncs: the policy of each unit; ``None``: not decided yet.
-    """
-    found = []
-    chosen = {name: getattr(options, name) for name in ("prefetch_forward", "prefetch_backward")}
+def check_prefetch(draft: Draft) -> None:
+    """Refuse prefetching that has nothing to do."""
+    options, layout = draft.options, draft.layout
+    chosen = {"prefetch_forward": options.prefetch_forward, "prefetch_backward": options.prefetch_backward}
     chosen = {name: value for name, value in chosen.items() if value is not None}
     if layout.size("dp_shard_cp") == 1 and layout.size("dp_replicate") > 1:
-        return [
+        draft.problems += [
             f"{name}={value}: with dp_shard=1 and replicas nothing is gathered; leave it out" for name, value in chosen.items()
         ]
-    if "prefetch_backward" in chosen:
+    elif "prefetch_backward" in chosen:
         text = f"prefetch_backward={options.prefetch_backward}"
         if options.reshard_after_forward is False:
-            found.append(f"{text}: reshard_after_forward=False leaves nothing to gather in backward; leave one of them out")
-        if all(sync is SyncPolicy.DEFER for sync in syncs):
-            found.append(
+            draft.problems.append(
+                f"{text}: reshard_after_forward=False leaves nothing to gather in backward; leave one of them out"
+            )
+        if all(unit.sync is SyncPolicy.DEFER for unit in draft.units.values()):
+            draft.problems.append(
                 f"{text} and sync=defer: nothing is gathered in backward; legal with it are reshard_each and reduce_each"
             )
-    return found

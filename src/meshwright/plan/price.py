@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from meshwright.plan.moves import Move
 from meshwright.plan.options import SyncPolicy
 from meshwright.plan.prefetch import gathered_peak, turns
-from meshwright.plan.sharding_plan import Move, ParameterRow, ShardingPlan, UnitRow, shard_axis
+from meshwright.plan.sharding_plan import ParameterRow, ShardingPlan, UnitRow, shard_axis
 
 __all__ = ["Totals", "UnitTraffic", "tensor_parallel_counts", "totals", "unit_traffic", "use_traffic"]
 

@@ -1,62 +1,97 @@
 """Which layers recompute what in backward, from the options and the structure of the model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 
-from torch import nn
+from meshwright.plan.draft import Draft
+from meshwright.plan.inspection import Inspection
+from meshwright.plan.names import generalize, holder_of, inside, match_names, within
+from meshwright.plan.options import ActivationCheckpointing
+from meshwright.plan.program import Action, Assign, Recompute
+from meshwright.plan.sharding_plan import ShardingPlan
 
-from meshwright.plan.options import ActivationCheckpointing, ParallelOptions
-from meshwright.plan.spec import generalize, match_names
-
-__all__ = ["checkpointing_modes", "parts_of_layer"]
+__all__ = ["checkpointing_modes", "parts_of_layer", "recompute_actions", "recompute_layer"]
 
 
-def checkpointing_modes(
-    options: ParallelOptions, model: nn.Module, layers: Sequence[str], experts: Sequence[str], problems: list[str]
-) -> dict[str, ActivationCheckpointing]:
-    """The mode of each layer.
-
-    Args:
-        options: a mode for all layers, patterns for some, and what ``selective`` keeps.
-        model: that the layers are modules of.
-        layers: their names.
-        experts: names of the mixtures in them.
-        problems: gets a line for each pattern without a match, each layer that its mode cannot divide, and a setting that
-            nothing uses.
-    """
+def checkpointing_modes(draft: Draft) -> dict[str, ActivationCheckpointing]:
+    """The mode of each layer: one for all of them, and patterns for some, of which a later one wins."""
+    options, layers = draft.options, draft.layers
     modes = dict.fromkeys(layers, options.activation_checkpointing)
     for pattern, mode in options.activation_checkpointing_layers.items():
         matched = match_names(pattern, layers)
         if not matched:
             lists = dict.fromkeys(generalize(name) for name in layers)
             shown = ", ".join(f"{every} ({(found := match_names(every, layers))[0]} to {found[-1]})" for every in lists)
-            problems.append(f"activation_checkpointing_layers pattern {pattern!r} matches no layer; layers are {shown}")
+            draft.problems.append(f"activation_checkpointing_layers pattern {pattern!r} matches no layer; layers are {shown}")
         modes.update(dict.fromkeys(matched, mode))
     for name, mode in modes.items():
-        if mode is ActivationCheckpointing.SUBMODULE and not list(parts_of_layer(model.get_submodule(name))):
+        if mode is ActivationCheckpointing.SUBMODULE and not list(parts_of_layer(draft.model, name)):
             legal = ", ".join(other for other in ActivationCheckpointing if other is not mode)
-            problems.append(f"activation_checkpointing=submodule: layer {name!r} has no submodules; legal for it are {legal}")
-        inside = any(other.startswith(f"{name}.") for other in experts)
-        if mode is ActivationCheckpointing.SELECTIVE and options.compile and inside:
-            problems.append(
+            draft.problems.append(
+                f"activation_checkpointing=submodule: layer {name!r} has no submodules; legal for it are {legal}"
+            )
+        mixed = any(inside(other, name) for other in draft.mixtures)
+        if mode is ActivationCheckpointing.SELECTIVE and options.compile and mixed:
+            draft.problems.append(
                 f"activation_checkpointing=selective with compile=True: layer {name!r} has experts and is compiled in "
                 "parts, whose operators cannot be told apart; legal for it are none, full, submodule"
             )
     if options.activation_checkpointing_save and ActivationCheckpointing.SELECTIVE not in modes.values():
-        problems.append(
+        draft.problems.append(
             f"activation_checkpointing_save={list(options.activation_checkpointing_save)}: only selective layers keep results "
             "of operators, and there are none; set activation_checkpointing or activation_checkpointing_layers to selective"
         )
     return modes
 
 
-def parts_of_layer(layer: nn.Module) -> Iterator[nn.Module]:
+def parts_of_layer(model: Inspection, layer: str) -> Iterator[str]:
     """What ``submodule`` recomputes one by one: the children of a layer that hold parameters.
 
     In every layer of a transformer these are its attention (or state space mixer), its MLP or experts, and its norms, whatever
     a family calls them. A child that cannot be called, a list or dict of modules, stands for its entries.
     """
-    for child in layer.children():
-        if type(child).forward is nn.Module.forward:
-            yield from parts_of_layer(child)
-        elif any(True for _ in child.parameters()):
+    for child in model.children(layer):
+        if model.modules[child].container:
+            yield from parts_of_layer(model, child)
+        elif model.holds_parameters(child):
             yield child
+
+
+def recompute_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action]:
+    """What each layer computes again, as its row says."""
+    # Whoever chooses experts stands beside them, so that where it is unknown, all that is beside them may be it.
+    routing = [name for row in plan.experts for name in (row.module, row.router or holder_of(row.module))]
+    chosen = [unit for unit in plan.units if unit.activation_checkpointing is not ActivationCheckpointing.NONE]
+    for unit in chosen:
+        mode, kept = unit.activation_checkpointing, plan.options.activation_checkpointing_save
+        yield from recompute_layer(draft.model, unit.name, mode, kept, routing)
+    for name in draft.model.caches if chosen else ():  # a layer that runs again would fill the cache twice
+        yield Assign(name, (("config.use_cache", False),))
+
+
+def recompute_layer(
+    model: Inspection,
+    layer: str,
+    mode: ActivationCheckpointing,
+    operators: tuple[str, ...] = (),
+    routing: Collection[str] = (),
+) -> Iterator[Recompute]:
+    """The actions of a layer's mode.
+
+    Args:
+        model: its facts.
+        layer: its name.
+        mode: what is computed again.
+        operators: whose results ``selective`` keeps; empty: its own choice.
+        routing: modules that choose experts or hold them. What contains one keeps the choice of experts in every mode.
+    """
+
+    def routes(name: str) -> bool:
+        return any(within(other, [name]) for other in routing)
+
+    if mode is ActivationCheckpointing.FULL:
+        yield Recompute(layer, routing=routes(layer))
+    elif mode is ActivationCheckpointing.SELECTIVE:
+        yield Recompute(layer, True, operators, routes(layer))
+    elif mode is ActivationCheckpointing.SUBMODULE:
+        for part in parts_of_layer(model, layer):
+            yield Recompute(part, routing=routes(part))

@@ -3,29 +3,35 @@
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
-from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, get_type_hints
 
 from meshwright.layout import Layout
+from meshwright.plan.moves import Move
 from meshwright.plan.options import DTYPES, ActivationCheckpointing, ParallelOptions, SyncPolicy
+from meshwright.plan.program import ACTIONS, Action, Bias, Engine, Kernel
 
 __all__ = [
     "EXPERTS",
+    "LAYER",
     "ROOT",
     "ExpertsRow",
-    "Move",
     "ParameterRow",
     "PlanDifference",
     "ShardingPlan",
     "TensorParallelRow",
     "UnitRow",
     "itemsize",
+    "nothing_is_sharded",
     "shard_axis",
+    "unit_axes",
 ]
 
 ROOT = ""
 """Name of the root unit: the model itself."""
+
+LAYER = "layer"
+"""Kind of the units that are layers."""
 
 EXPERTS = "experts"
 """Kind of the units that are mixtures of experts."""
@@ -66,6 +72,12 @@ class ParameterRow:
     stage: int = 0
     tp_style: str | None = None
     decayed: bool = False
+
+    @property
+    def fsdp_dim(self) -> int:
+        """The dimension that FSDP shards."""
+        sharded = (placement for axis, placement in self.placements if axis in ("dp_shard", "dp_shard_cp", "ep_shard"))
+        return int(next(sharded, "Shard(0)").removeprefix("Shard(").removesuffix(")"))
 
     @property
     def numel(self) -> int:
@@ -116,47 +128,6 @@ class UnitRow:
     def label(self) -> str:
         """The name for people."""
         return self.name or "(root)"
-
-
-class Move(StrEnum):
-    """How a tensor comes into a module, or leaves it, under tensor parallel. "Whole": the same on all ranks of `tp`."""
-
-    NONE = "none"
-    """As it is."""
-
-    ENTER = "enter"
-    """As it is; backward all-reduces the parts of its gradient. f of Megatron-LM (arXiv 1909.08053, section 3)."""
-
-    LEAVE = "leave"
-    """Parts are all-reduced to their sum; its gradient is whole. g of Megatron-LM."""
-
-    GATHER_FEATURES = "gather_features"
-    """Slices of the last dimension are gathered; backward keeps this rank's slice of a whole gradient."""
-
-    SPLIT_FEATURES = "split_features"
-    """This rank's slice of the last dimension is kept; backward gathers."""
-
-    EXCHANGE_FEATURES = "exchange_features"
-    """From a slice of several matrices in a row to a slice of each: all-to-all, and back in backward."""
-
-    COUNT_ONCE = "count_once"
-    """Of a tuple, the first: what is returned besides, whose gradient is whole (the logits of a router, for a loss of their
-    own). As it is; backward divides by the ranks, for upstream the gradients of all ranks are added up."""
-
-    VOCABULARY = "vocabulary"
-    """Stays sliced over the last dimension, and says so: a DTensor, for the loss."""
-
-    GATHER_SEQUENCE = "gather_sequence"
-    """Parts of the sequence are gathered; backward reduce-scatters the parts of the gradient."""
-
-    GATHER_SEQUENCE_WHOLE = "gather_sequence_whole"
-    """Parts of the sequence are gathered; backward keeps this rank's part of a whole gradient."""
-
-    SPLIT_SEQUENCE = "split_sequence"
-    """This rank's part of the sequence is kept; backward gathers."""
-
-    SCATTER_SEQUENCE = "scatter_sequence"
-    """Sums are reduce-scattered to parts of the sequence; backward gathers."""
 
 
 @dataclass(frozen=True)
@@ -252,6 +223,7 @@ class ShardingPlan:
         tp_level: whose tensor parallel styles were taken: ``given``, ``family``, ``model`` or ``generic``.
         tp_passed_over: (level, reason) of the levels above it.
         flags_of_use: whether data ranks tell each other at the end of a step which parameters they used.
+        program: what is done to the model, in this order.
     """
 
     family: str
@@ -265,6 +237,7 @@ class ShardingPlan:
     tp_level: str = ""
     tp_passed_over: tuple[tuple[str, str], ...] = ()
     flags_of_use: bool = False
+    program: tuple[Action, ...] = ()
 
     @property
     def fsdp_units(self) -> tuple[UnitRow, ...]:
@@ -321,6 +294,7 @@ class ShardingPlan:
             "tp_level": self.tp_level,
             "tp_passed_over": [list(pair) for pair in self.tp_passed_over],
             "flags_of_use": self.flags_of_use,
+            "program": [{"action": type(action).__name__, **asdict(action)} for action in self.program],
             "totals": asdict(totals(self)),
         }
         return json.dumps(content, indent=1)
@@ -333,8 +307,14 @@ class ShardingPlan:
         def tuples(value: Any) -> Any:
             return tuple(tuples(item) for item in value) if isinstance(value, list) else value
 
-        def row(kind: type, item: dict[str, Any]) -> Any:
-            return kind(**{name: tuples(value) for name, value in item.items()})
+        def row(kind: type[Any], item: dict[str, Any]) -> Any:
+            types = get_type_hints(kind)
+            values = {name: tuples(value) for name, value in item.items()}
+            choices = (SyncPolicy, ActivationCheckpointing, Move, Kernel, Bias, Engine)
+            return kind(**{name: types[name](value) if types[name] in choices else value for name, value in values.items()})
+
+        def action(item: dict[str, Any]) -> Action:
+            return row(ACTIONS[item["action"]], {name: value for name, value in item.items() if name != "action"})
 
         return cls(
             family=content["family"],
@@ -342,15 +322,13 @@ class ShardingPlan:
             options=ParallelOptions(**content["options"]),
             layers=tuple(content["layers"]),
             parameters=tuple(row(ParameterRow, {**_decayed_then(item), **item}) for item in content["parameters"]),
-            units=tuple(row(UnitRow, {**item, **_choices(item)}) for item in content["units"]),
-            tensor_parallel=tuple(
-                row(TensorParallelRow, {**item, **{side: Move(item[side]) for side in ("entry", "exit")}})
-                for item in content.get("tensor_parallel", [])
-            ),
+            units=tuple(row(UnitRow, item) for item in content["units"]),
+            tensor_parallel=tuple(row(TensorParallelRow, item) for item in content.get("tensor_parallel", [])),
             experts=tuple(row(ExpertsRow, item) for item in content.get("experts", [])),
             tp_level=content.get("tp_level", ""),
             tp_passed_over=tuples(content.get("tp_passed_over", [])),
             flags_of_use=content.get("flags_of_use", False),
+            program=tuple(action(item) for item in content.get("program", [])),
         )
 
     def diff(self, other: "ShardingPlan") -> list[PlanDifference]:
@@ -381,12 +359,6 @@ def _decayed_then(parameter: dict[str, Any]) -> dict[str, Any]:
     return {"decayed": parameter["trainable"] and len(parameter["shape"]) >= 2}
 
 
-def _choices(unit: dict[str, Any]) -> dict[str, Any]:
-    """The closed choices of a unit, which JSON holds as text."""
-    mode = unit["activation_checkpointing"]
-    return {"sync": SyncPolicy(unit["sync"]), "activation_checkpointing": ActivationCheckpointing(mode)}
-
-
 def _field_differences(label: str, left: Any, right: Any) -> Iterator[PlanDifference]:
     for item in fields(left):
         ours, theirs = getattr(left, item.name), getattr(right, item.name)
@@ -397,6 +369,24 @@ def _field_differences(label: str, left: Any, right: Any) -> Iterator[PlanDiffer
 def shard_axis(layout: Layout, kind: str) -> str:
     """The axis (or flattened submesh) that the parameters of units of a kind are sharded and gathered over."""
     return "ep_shard" if kind == EXPERTS and layout.ep > 1 else "dp_shard_cp"
+
+
+def nothing_is_sharded(layout: Layout) -> bool:
+    """Whether there are replicas, whose ranks hold whole parameters, but for `tp` and `ep`.
+
+    With experts sharded over `ep_shard`, which takes in ranks of `tp`, it is not so: one model has one kind of unit, because a
+    root of torch's ``replicate`` does not see units of ``fully_shard`` as its own.
+    """
+    return layout.size("dp_shard_cp") == 1 and layout.size("dp_replicate") > 1 and (layout.ep == 1 or layout.ep_shard == 1)
+
+
+def unit_axes(layout: Layout, kind: str) -> tuple[str, ...]:
+    """The axes that units of a kind are replicated and sharded over; replicas come first, where there are any."""
+    if nothing_is_sharded(layout):
+        return ("dp_replicate",)
+    axis = shard_axis(layout, kind)
+    native = "dp_shard" if axis == "dp_shard_cp" and layout.size("cp") == 1 else axis
+    return ("dp_replicate", native) if layout.size("dp_replicate") > 1 else (native,)
 
 
 def itemsize(dtype: str) -> int:

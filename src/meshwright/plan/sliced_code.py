@@ -12,12 +12,9 @@ Names are all that is read, so this errs both ways: a mean of what goes *into* t
 statistic that is written out (``x.pow(2).sum(-1)``), or stands in a class that also reshapes, is not seen. An audit decides.
 """
 
-import inspect
 import re
-from collections.abc import Callable
-from types import CodeType, FunctionType
 
-from torch import nn
+from meshwright.plan.inspection import Inspection, ModuleFacts
 
 __all__ = ["counts_heads", "mixes_features"]
 
@@ -32,42 +29,19 @@ _STATISTICS = {
 _TAKES_APART = {"reshape", "rearrange", "unflatten", "view"}
 
 
-def counts_heads(module: nn.Module) -> str:
+def counts_heads(module: ModuleFacts) -> str:
     """The attribute that a module's code reads its number of heads, or their whole width, from; empty: it reads none."""
-    return next((name for name in _names_of(type(module)) if _COUNTS.fullmatch(name)), "")
+    return next((name for name in module.code if _COUNTS.fullmatch(name)), "")
 
 
-def mixes_features(module: nn.Module) -> str:
+def mixes_features(model: Inspection, name: str) -> str:
     """The statistic that a module, or a child of its without parameters, takes over whole features; empty: none."""
-    names = _names_of(type(module))
-    if _TAKES_APART & set(names):
+    module = model.modules[name]
+    if _TAKES_APART & set(module.code):
         return ""
-    held = {name: next(child.parameters(), None) is not None for name, child in module.named_children()}
-    bare = [child for name, child in module.named_children() if not held[name]]
-    of_children = [name for child in bare for name in _names_of(type(child))]
+    children = {child.rpartition(".")[2]: child for child in model.children(name)}
     # A child called `norm` that holds parameters has a style of its own.
-    own = [name for name in names if not held.get(name, False)]
-    return next((name for name in [*own, *of_children] if name in _STATISTICS), "")
-
-
-def _names_of(kind: type[nn.Module]) -> list[str]:
-    """Attributes and globals that the forward of a class uses, and the methods that it calls."""
-    found: list[str] = []
-    todo: list[Callable[..., object]] = [kind.forward]
-    seen: set[str] = set()
-    while todo:
-        function = inspect.unwrap(todo.pop())
-        code = getattr(function, "__code__", None)
-        for name in _names_in(code) if isinstance(code, CodeType) else ():
-            found.append(name)
-            method = inspect.getattr_static(kind, name, None)
-            if isinstance(method, FunctionType) and name not in seen and not hasattr(nn.Module, name):
-                seen.add(name)
-                todo.append(method)
-    return found
-
-
-def _names_in(code: CodeType) -> list[str]:
-    """Of a function, and of those inside it."""
-    inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names_in(constant)]
-    return [*code.co_names, *inner]
+    own = [used for used in module.code if used not in children or not model.holds_parameters(children[used])]
+    bare = [child for child in children.values() if not model.holds_parameters(child)]
+    of_children = [used for child in bare for used in model.modules[child].code]
+    return next((used for used in [*own, *of_children] if used in _STATISTICS), "")

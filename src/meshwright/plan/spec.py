@@ -1,10 +1,8 @@
 """ParallelSpec: what a model family declares of itself, as patterns over module names. No sizes, no tensors."""
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from functools import lru_cache
 from typing import TypeVar
 
 from meshwright.plan.options import SyncPolicy
@@ -16,47 +14,11 @@ __all__ = [
     "Structure",
     "TwinStacks",
     "UnitRule",
-    "generalize",
-    "last_of_each_container",
-    "match_names",
     "under_prefix",
 ]
 
 
 T = TypeVar("T")
-
-
-@lru_cache(maxsize=4096)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    parts = []
-    for component in pattern.split("."):
-        if component == "**":
-            parts.append(r"[^.]+(?:\.[^.]+)*")
-        else:
-            parts.append(re.escape(component).replace(r"\*", r"[^.]*"))
-    return re.compile(r"\.".join(parts))
-
-
-def match_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names that a pattern matches, in their order.
-
-    ``*`` stands for (part of) one component of a dotted name, ``**`` for one or more components. The empty pattern is
-    the root module.
-    """
-    return [name for name in names if _compiled(pattern).fullmatch(name)]
-
-
-def generalize(name: str) -> str:
-    """The pattern of a name: its numeric components as ``*``, as in ``model.layers.*``."""
-    return ".".join("*" if component.isdigit() else component for component in name.split("."))
-
-
-def last_of_each_container(names: Iterable[str]) -> set[str]:
-    """The container rule: of the entries of each list (names that differ only in their last component), the last one.
-
-    It keeps its gathered parameters after forward, because backward starts there.
-    """
-    return set({name.rpartition(".")[0]: name for name in names}.values())
 
 
 @dataclass(frozen=True)

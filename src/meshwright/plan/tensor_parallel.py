@@ -4,21 +4,21 @@ Styles are in the words of transformers (`base_model_tp_plan`). They come from t
 the user, written for the family, declared by the model, or, for a model whose layers are those of a Llama, generic.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from torch import nn
-
-from meshwright.layout import Layout, ModelSizes, divisors
+from meshwright.layout import divisors
+from meshwright.plan.draft import Draft
 from meshwright.plan.given_styles import load_styles
-from meshwright.plan.options import ParallelOptions
-from meshwright.plan.sharding_plan import TensorParallelRow
+from meshwright.plan.moves import Move
+from meshwright.plan.names import generalize, match_names
+from meshwright.plan.program import Action, Assign, Bias, Compute, Kernel, Slice
+from meshwright.plan.sharding_plan import ShardingPlan, TensorParallelRow
 from meshwright.plan.sliced_code import counts_heads
-from meshwright.plan.spec import ParallelSpec, generalize, match_names
 from meshwright.plan.tp_rows import Rows
-from meshwright.plan.tp_styles import STYLES, Claim, styles_of_parameters, tp_dim
+from meshwright.plan.tp_styles import STYLES, styles_of_parameters, tp_dim
 
-__all__ = ["TensorParallelChoice", "choose_styles", "resolve_tensor_parallel"]
+__all__ = ["TensorParallelChoice", "choose_styles", "resolve_tensor_parallel", "tensor_parallel_actions"]
 
 
 GENERIC = {
@@ -35,78 +35,107 @@ class TensorParallelChoice:
     Attributes:
         level: whose styles were taken: ``given``, ``family``, ``model`` or ``generic``; empty where ``tp`` is 1.
         passed_over: the levels above it, each with the reason that it was not taken.
-        styles: of each parameter that has one.
         rows: of each module that computes with slices or moves something.
     """
 
     level: str = ""
     passed_over: tuple[tuple[str, str], ...] = ()
-    styles: dict[str, str] = field(default_factory=dict)
     rows: tuple[TensorParallelRow, ...] = ()
 
 
-def resolve_tensor_parallel(
-    spec: ParallelSpec,
-    model: nn.Module,
-    layout: Layout,
-    options: ParallelOptions,
-    sizes: ModelSizes,
-    claims: Sequence[Claim],
-    problems: list[str],
-) -> TensorParallelChoice:
-    """Choose the styles, give them to parameters and modules, and derive what moves.
-
-    Args:
-        spec: declares styles and structure.
-        model: to read names from.
-        layout: resolved.
-        options: ``tp_plan``, ``sequence_parallel`` and ``loss_parallel`` are read.
-        sizes: heads of the model.
-        claims: its parameters.
-        problems: what is wrong is added to it.
-    """
-    tp = layout.size("tp")
+def resolve_tensor_parallel(draft: Draft) -> TensorParallelChoice:
+    """Choose the styles, give them to parameters and modules, and derive what moves."""
+    spec, options, problems, tp = draft.spec, draft.options, draft.problems, draft.layout.size("tp")
     if tp == 1:
-        for name in ("sequence_parallel", "loss_parallel"):
-            if getattr(options, name):
+        for name, chosen in (("sequence_parallel", options.sequence_parallel), ("loss_parallel", options.loss_parallel)):
+            if chosen:
                 problems.append(f"{name}=True: is a matter of tensor parallel, and tp is 1; the legal value is False")
         if options.tp_plan is not None:
             problems.append("tp_plan: is a matter of tensor parallel, and tp is 1; leave it out")
         # What a family or a model declares is checked on the laptop, not first on the cluster.
         declared = spec.structure.styles if spec.structure else {}
-        styles_of_parameters("tp_styles", declared or spec.tp_styles, claims, problems)
+        styles_of_parameters("tp_styles", declared or spec.tp_styles, draft.parameters, problems)
         return TensorParallelChoice()
-    level, styles, passed_over = choose_styles(spec, model, options, problems)
+    level, styles, passed_over = choose_styles(draft)
     for pattern, style in styles.items():
         if style not in STYLES and style != "sequence_parallel":
             problems.append(f"tp={tp}: the style {style!r} of {pattern!r} is not carried out; legal are {', '.join(STYLES)}")
-    where = "tp_plan" if level == "given" else "tp_styles"
-    builder = Rows(spec, model, layout, options, sizes)
-    builder.assign(where, styles, claims, problems)
+    builder = Rows(draft)
+    builder.assign(level == "given", styles)
     if not problems:
-        builder.derive(claims, problems)
+        builder.derive()
     for what, count in spec.structure.divisible if spec.structure else ():
         if count % tp:
             problems.append(f"tp={tp}: {count} {what} are divisible by {', '.join(map(str, divisors(count)))}")
-    _check_slices(builder.of_parameters, claims, layout, problems)
+    draft.tp_styles = builder.of_parameters
+    _check_slices(draft)
     whole = tuple((name, f"takes the {statistic} of its features") for name, statistic in builder.left_whole.items())
-    return TensorParallelChoice(level, (*passed_over, *whole), builder.of_parameters, builder.sorted_rows())
+    return TensorParallelChoice(level, (*passed_over, *whole), builder.sorted_rows())
 
 
-def choose_styles(
-    spec: ParallelSpec, model: nn.Module, options: ParallelOptions, problems: list[str]
-) -> tuple[str, Mapping[str, str], list[tuple[str, str]]]:
-    """The first level that has styles, its styles, and why those above have not.
+def tensor_parallel_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action]:
+    """Slice the weights over `tp`, and let their modules compute with the slices."""
+    for parameter in plan.parameters:
+        if "tp" in dict(parameter.placements):
+            cut = tp_dim(parameter.tp_style, parameter.shape)
+            assert cut is not None
+            yield Slice((parameter.name, *parameter.aliases), "tp", cut, STYLES[parameter.tp_style or ""].pieces)
+    for row in plan.tensor_parallel:
+        if row.style == "region" and row.parts:
+            yield from _own_heads(draft, row.module, *row.parts)
+        yield _compute(draft, row)
 
-    Args:
-        spec: what is declared.
-        model: to read names from.
-        options: ``tp_plan`` and ``sequence_parallel`` are read.
-        problems: what is wrong is added to it.
-    """
+
+_ROWWISE = {"rowwise", "rowwise_split_input", "rowwise_rep", "whole_on_parts"}
+"""Styles whose output is a part of a sum, on each rank."""
+
+_KERNELS = {"embedding_rowwise": Kernel.VOCABULARY_ROWS, "grouped_colwise": Kernel.ONE_HEAD}
+
+
+def _compute(draft: Draft, row: TensorParallelRow) -> Compute:
+    module = draft.model.modules[row.module]
+    kernel = _KERNELS.get(row.style, Kernel.OWN)
+    adapted = draft.model.modules.get(f"{row.module}.base_layer", module)
+    weight = adapted.parameters.get("weight", (0,))
+    bias = Bias.EACH
+    if row.style in _ROWWISE and "bias" in module.parameters:  # to be added once, not by each rank
+        bias = Bias.LATE if row.exit is not Move.NONE else Bias.FIRST
+    return Compute(
+        row.module,
+        kernel,
+        row.entry,
+        row.exit,
+        module.hidden,
+        row.sums,
+        () if row.style == "region" else row.parts,
+        weight[1 if row.style == "embedding_colwise" else 0],
+        bias,
+        module.padding if kernel is Kernel.VOCABULARY_ROWS else None,
+    )
+
+
+def _own_heads(draft: Draft, name: str, heads: int, kv_heads: int) -> Iterator[Assign]:
+    """Let an attention that reads head counts instead of shapes see those of its rank."""
+    module = draft.model.modules[name]
+    known = {
+        "num_attention_heads": heads,
+        "num_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_key_value_groups": heads // kv_heads,
+    }
+    values = [(own, value) for own, value in known.items() if own in module.counts]
+    if module.has_config:  # of the whole model: the module gets one of its own
+        values += [("config.num_attention_heads", heads), ("config.num_key_value_heads", kv_heads)]
+    yield Assign(name, tuple(values), ("config",) if module.has_config else ())
+
+
+def choose_styles(draft: Draft) -> tuple[str, Mapping[str, str], list[tuple[str, str]]]:
+    """The first level that has styles, its styles, and why those above have not."""
+    spec, options = draft.spec, draft.options
     passed_over: list[tuple[str, str]] = []
     if options.tp_plan is not None:
-        return "given", load_styles(options.tp_plan, model, options.sequence_parallel, problems), passed_over
+        styles = load_styles(options.tp_plan, draft.model, options.sequence_parallel, draft.problems)
+        return "given", styles, passed_over
     passed_over.append(("given", "no tp_plan is set"))
     if spec.structure is not None and spec.structure.styles:
         return "family", spec.structure.styles, passed_over
@@ -114,54 +143,55 @@ def choose_styles(
     if spec.tp_styles:
         return "model", spec.tp_styles, passed_over
     passed_over.append(("model", f"{spec.family} declares no tp_styles (base_model_tp_plan of its config)"))
-    unfit = _not_generic(spec, model)
+    unfit = _not_generic(draft)
     if not unfit:
-        names = [name for name, _ in model.named_modules()]
+        names = draft.model.modules
         return "generic", {pattern: style for pattern, style in GENERIC.items() if match_names(pattern, names)}, passed_over
     passed_over.append(("generic", unfit))
-    problems.append(
+    draft.problems.append(
         "tp: there are no styles; " + "; ".join(f"{name}: {why}" for name, why in passed_over) + "; the legal value of tp is 1"
     )
     return "", {}, passed_over
 
 
-def _not_generic(spec: ParallelSpec, model: nn.Module) -> str:
+def _not_generic(draft: Draft) -> str:
     """Why the generic styles do not fit a model; empty where they do."""
     expected = {"self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"}, "mlp": {"gate_proj", "up_proj", "down_proj"}}
-    layers = [name for pattern in spec.layers for name in match_names(pattern, [name for name, _ in model.named_modules()])]
+    modules = draft.model.modules
+    layers = [name for pattern in draft.spec.layers for name in match_names(pattern, modules)]
     for layer in layers:
         for part, matrices in expected.items():
-            module = model.get_submodule(layer)
-            if not hasattr(module, part):
+            whole = f"{layer}.{part}"
+            if whole not in modules:
                 return f"{generalize(layer)} has no {part}, so it is not the layer of a Llama"
-            found = {name.partition(".")[0] for name, _ in getattr(module, part).named_parameters()}
+            found = {name.partition(".")[0] for name in draft.model.parameters_inside(whole)}
             if found != matrices:
-                held, wanted = (", ".join(sorted(names)) for names in (found, matrices))
-                return f"{generalize(layer)}.{part} holds {held}; a Llama's holds {wanted}"
+                shown, wanted = (", ".join(sorted(names)) for names in (found, matrices))
+                return f"{generalize(layer)}.{part} holds {shown}; a Llama's holds {wanted}"
         # A Llama's attention reads heads from shapes. One that knows their number would not see that it has fewer.
-        if count := counts_heads(model.get_submodule(f"{layer}.self_attn")):
+        if count := counts_heads(modules[f"{layer}.self_attn"]):
             return f"{generalize(layer)}.self_attn counts heads by itself ({count}), and would not see that it has fewer"
     return "" if layers else "there are no layers"
 
 
-def _check_slices(styles: Mapping[str, str], claims: Sequence[Claim], layout: Layout, problems: list[str]) -> None:
-    tp, shards = layout.size("tp"), layout.size("dp_shard_cp")
-    for claim in claims:
-        style = styles.get(claim.name)
-        if (cut := tp_dim(style, claim.shape)) is None:
+def _check_slices(draft: Draft) -> None:
+    tp, shards, problems = draft.layout.size("tp"), draft.layout.size("dp_shard_cp"), draft.problems
+    for parameter in draft.parameters:
+        style = draft.tp_styles.get(parameter.name)
+        if (cut := tp_dim(style, parameter.shape)) is None:
             continue
-        size, pieces = claim.shape[cut], STYLES[style or ""].pieces
+        size, pieces = parameter.shape[cut], STYLES[style or ""].pieces
         if size % pieces or _empty_slices(size // pieces, tp):
-            problems.append(f"tp={tp}: {claim.name!r} has {size} entries to slice, too few for each rank")
+            problems.append(f"tp={tp}: {parameter.name!r} has {size} entries to slice, too few for each rank")
         if pieces > 1 and (size // pieces) % tp:
             problems.append(
-                f"tp={tp}: {claim.name!r} holds {pieces} matrices of {size // pieces} rows; legal are "
+                f"tp={tp}: {parameter.name!r} holds {pieces} matrices of {size // pieces} rows; legal are "
                 f"{', '.join(map(str, divisors(size // pieces)))}"
             )
-        if pieces > 1 and cut == 0 and shards > 1 and (len(claim.shape) == 1 or claim.shape[1] % shards):
-            what = f"its {claim.shape[1]} columns" if len(claim.shape) > 1 else "nothing else"
+        if pieces > 1 and cut == 0 and shards > 1 and (len(parameter.shape) == 1 or parameter.shape[1] % shards):
+            what = f"its {parameter.shape[1]} columns" if len(parameter.shape) > 1 else "nothing else"
             problems.append(
-                f"dp_shard={shards}: {claim.name!r} is packed along its rows, so FSDP shards {what}, and not evenly"
+                f"dp_shard={shards}: {parameter.name!r} is packed along its rows, so FSDP shards {what}, and not evenly"
             )
 
 

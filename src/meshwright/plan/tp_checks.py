@@ -10,12 +10,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from torch import nn
-
+from meshwright.plan.inspection import Inspection, ParameterFacts
+from meshwright.plan.names import generalize, holder_of, inside, within
 from meshwright.plan.sharding_plan import TensorParallelRow
 from meshwright.plan.sliced_code import counts_heads
-from meshwright.plan.spec import generalize
-from meshwright.plan.tp_styles import DERIVED, FIRST, STYLES, Claim, canonical, tp_dim
+from meshwright.plan.tp_styles import DERIVED, FIRST, STYLES, canonical, tp_dim
 
 __all__ = ["unheld", "unsound"]
 
@@ -26,28 +25,25 @@ _BLIND = {"colwise", "packed_colwise"}
 
 
 def unsound(
-    modules: Mapping[str, nn.Module],
+    model: Inspection,
     layers: Sequence[str],
     head: str | None,
     of_modules: Mapping[str, str],
     of_parameters: Mapping[str, str],
     own_styles: Mapping[str, str],
     adapters: set[str],
-    claims: Sequence[Claim],
 ) -> Iterator[str]:
     """What is wrong with styles.
 
     Args:
-        modules: of the model, by name.
+        model: its facts.
         layers: names of its layers.
         head: the output head, if it is known.
         of_modules: style of each module that has one.
         of_parameters: style of each parameter that has one, by its first name.
         own_styles: the same, as the family or the model itself says.
         adapters: names of modules that peft wrapped.
-        claims: parameters of the model.
     """
-    first_name = {name: claim.name for claim in claims for name in (claim.name, *claim.aliases)}
     told: set[str] = set()
     for name, style in of_modules.items():
         if style not in FIRST or name == head:
@@ -60,29 +56,29 @@ def unsound(
             )
         elif scope and scope not in layers and scope not in told:
             told.add(scope)
-            yield from _between(scope, modules, of_modules, of_parameters, own_styles, adapters, first_name)
-    yield from _counting(modules, of_modules, head)
+            yield from _between(scope, model, of_modules, of_parameters, own_styles, adapters)
+    yield from _counting(model, of_modules, head)
     for name, style in of_modules.items():
         if style == "replicated_with_grad_allreduce" and not _split_around(name, of_modules, layers):
             yield f"{name!r} is {style}, and nothing beside it is split, so that it sees no slices; legal is replicate"
         if style == "moe_tp_experts":
-            for own, parameter in modules[name].named_parameters(recurse=False):
-                if tp_dim(of_parameters.get(first_name[f"{name}.{own}"]), parameter.shape) is None:
+            for own, shape in model.modules[name].parameters.items():
+                if tp_dim(of_parameters.get(model.parameter_of[f"{name}.{own}"].name), shape) is None:
                     yield f"{f'{name}.{own}'!r} is not sliced, and {name!r} adds parts up (moe_tp_experts); give it a style"
-    for claim in claims:
-        given, known = of_parameters.get(claim.name), own_styles.get(claim.name)
-        if any(name.rpartition(".")[0] == head for name in (claim.name, *claim.aliases)):
+    for parameter in model.parameters:
+        given, known = of_parameters.get(parameter.name), own_styles.get(parameter.name)
+        if any(holder_of(name) == head for name in parameter.names):
             continue  # its logits may stay sharded
         if given in FIRST and known not in (None, given) and (given in _PACKED or known in _PACKED | _GATHERED):
-            yield f"{claim.name!r} is {given}, and by the model {known}, for its output is taken apart; legal is {known}"
+            yield f"{parameter.name!r} is {given}, and by the model {known}, for its output is taken apart; legal is {known}"
 
 
-def _counting(modules: Mapping[str, nn.Module], of_modules: Mapping[str, str], head: str | None) -> Iterator[str]:
+def _counting(model: Inspection, of_modules: Mapping[str, str], head: str | None) -> Iterator[str]:
     """Modules that count the heads of a matrix whose output stays sliced, and that are not told how many a rank has."""
-    parents = {name.rpartition(".")[0]: name for name, style in of_modules.items() if style in _BLIND and name != head}
+    parents = {holder_of(name): name for name, style in of_modules.items() if style in _BLIND and name != head}
     told: set[str] = set()
     for parent, name in parents.items():
-        count = counts_heads(modules[parent])
+        count = counts_heads(model.modules[parent])
         if count and generalize(parent) not in told:
             told.add(generalize(parent))
             yield (
@@ -93,45 +89,40 @@ def _counting(modules: Mapping[str, nn.Module], of_modules: Mapping[str, str], h
 
 def _split_around(name: str, of_modules: Mapping[str, str], layers: Sequence[str]) -> bool:
     """Whether anything beside a module, in the same part of a layer, is split over heads or features."""
-    parent = name.rpartition(".")[0]
-    wide = not parent or any(layer == parent or layer.startswith(f"{parent}.") for layer in layers)
-    beside = [other for other, style in of_modules.items() if style in FIRST and _inside(other, parent)]
-    return any(not wide or other.rpartition(".")[0] == parent for other in beside)
+    parent = holder_of(name)
+    wide = not parent or any(within(layer, [parent]) for layer in layers)
+    beside = [other for other, style in of_modules.items() if style in FIRST and inside(other, parent)]
+    return any(not wide or holder_of(other) == parent for other in beside)
 
 
 def _scope(name: str, of_modules: Mapping[str, str], layers: Sequence[str]) -> str | None:
     """The nearest module around one whose inside, or in a layer whose children, take slices."""
-    parent, own = name, name.rpartition(".")[0]
+    parent, own = name, holder_of(name)
     while parent:
-        parent = parent.rpartition(".")[0]
-        takers = [other for other, style in of_modules.items() if style == "rowwise" and _inside(other, parent)]
+        parent = holder_of(parent)
+        takers = [other for other, style in of_modules.items() if style == "rowwise" and inside(other, parent)]
         if parent in layers or not parent:
-            takers = [other for other in takers if other.rpartition(".")[0] == parent == own]
+            takers = [other for other in takers if holder_of(other) == parent == own]
             return parent if takers else None
         if takers:
             return parent
     return None
 
 
-def _inside(name: str, module: str) -> bool:
-    return not module or name.startswith(f"{module}.")
-
-
 def _between(
     scope: str,
-    modules: Mapping[str, nn.Module],
+    model: Inspection,
     of_modules: Mapping[str, str],
     of_parameters: Mapping[str, str],
     own_styles: Mapping[str, str],
     adapters: set[str],
-    first_name: Mapping[str, str],
 ) -> Iterator[str]:
     """Parameters of a split region that no style speaks of, or that are said to be whole and are not."""
-    for name in [scope, *(other for other in modules if other.startswith(f"{scope}."))]:
-        if any(name.startswith(f"{adapter}.") for adapter in adapters):
+    for name in (scope, *model.inside(scope)):
+        if any(inside(name, adapter) for adapter in adapters):
             continue
-        for own, _ in modules[name].named_parameters(recurse=False):
-            parameter = first_name[f"{name}.{own}"]
+        for own in model.modules[name].parameters:
+            parameter = model.parameter_of[f"{name}.{own}"].name
             style = of_modules.get(name) or of_parameters.get(parameter)
             if style is None:
                 yield (
@@ -145,27 +136,29 @@ def _between(
                 )
 
 
-def unheld(rows: Mapping[str, TensorParallelRow], of_parameters: Mapping[str, str], claims: Sequence[Claim]) -> Iterator[str]:
+def unheld(
+    rows: Mapping[str, TensorParallelRow], of_parameters: Mapping[str, str], parameters: Sequence[ParameterFacts]
+) -> Iterator[str]:
     """Sliced parameters in modules that do not compute with slices, or with others.
 
     Args:
         rows: of the modules that do something under tensor parallel.
         of_parameters: style of each parameter that has one, by its first name.
-        claims: parameters of the model.
+        parameters: of the model.
     """
-    for claim in claims:
-        style = of_parameters.get(claim.name)
-        if (cut := tp_dim(style, claim.shape)) is None:
+    for parameter in parameters:
+        style = of_parameters.get(parameter.name)
+        if (cut := tp_dim(style, parameter.shape)) is None:
             continue
-        for name in (claim.name, *claim.aliases):
-            module = name.rpartition(".")[0]
+        for name in parameter.names:
+            module = holder_of(name)
             row = rows.get(module)
             if row is None:
-                tied = f" (tied to {claim.name!r})" if name != claim.name else ""
+                tied = f" (tied to {parameter.name!r})" if name != parameter.name else ""
                 where = canonical(module)
                 yield f"{canonical(name)!r}{tied} is sliced ({style}), and {where!r} has no style to compute with slices"
-            elif row.style in {**STYLES, **DERIVED} and tp_dim(row.style, claim.shape) not in (None, cut):
+            elif row.style in {**STYLES, **DERIVED} and tp_dim(row.style, parameter.shape) not in (None, cut):
                 yield (
-                    f"{name!r} is sliced as {style} for {claim.name!r}, and {module!r} computes as {row.style}; tied "
+                    f"{name!r} is sliced as {style} for {parameter.name!r}, and {module!r} computes as {row.style}; tied "
                     "parameters need styles that slice the same dimension"
                 )

@@ -14,17 +14,15 @@ sequence, so that norms and residuals are computed, and their activations held, 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from torch import nn
-
-from meshwright.layout import Layout, ModelSizes
-from meshwright.plan.options import ParallelOptions
-from meshwright.plan.sharding_plan import Move, TensorParallelRow
+from meshwright.plan.draft import Draft
+from meshwright.plan.moves import Move
+from meshwright.plan.names import generalize, holder_of, inside, match_names, within
+from meshwright.plan.sharding_plan import TensorParallelRow
 from meshwright.plan.sliced_code import mixes_features
-from meshwright.plan.spec import ParallelSpec, Structure, generalize, match_names
+from meshwright.plan.spec import Structure
 from meshwright.plan.tp_checks import unheld, unsound
-from meshwright.plan.tp_styles import DERIVED, FIRST, HEAD, STYLES, Claim, canonical, styles_of_parameters
+from meshwright.plan.tp_styles import DERIVED, FIRST, HEAD, STYLES, canonical, styles_of_parameters
 
 __all__ = ["Rows"]
 
@@ -32,15 +30,12 @@ __all__ = ["Rows"]
 class Rows:
     """Derives the row of each module."""
 
-    def __init__(
-        self, spec: ParallelSpec, model: nn.Module, layout: Layout, options: ParallelOptions, sizes: ModelSizes
-    ) -> None:
-        self.spec, self.options, self.sizes = spec, options, sizes
-        self.structure = spec.structure or Structure()
-        self.tp, self.ep = layout.size("tp"), layout.ep
-        self.modules = dict(model.named_modules())
-        self.names = [name for name in self.modules if name]
-        self.adapters = {name for name, module in self.modules.items() if _is_adapter(module)}
+    def __init__(self, draft: Draft) -> None:
+        self.spec, self.options, self.sizes = draft.spec, draft.options, draft.model.sizes
+        self.model, self.problems, self.names = draft.model, draft.problems, draft.model.names
+        self.structure = draft.spec.structure or Structure()
+        self.tp, self.ep = draft.layout.size("tp"), draft.layout.ep
+        self.adapters = {name for name, module in self.model.modules.items() if module.wrapped == "adapter"}
         self.of_parameters: dict[str, str] = {}
         self.own_styles: dict[str, str] = {}
         self.of_modules: dict[str, str] = {}
@@ -49,48 +44,52 @@ class Rows:
         self.left_whole: dict[str, str] = {}
         self.loss_parallel = False
 
-    def assign(self, where: str, styles: Mapping[str, str], claims: Sequence[Claim], problems: list[str]) -> None:
-        """Styles of parameters and modules."""
-        self.of_parameters = styles_of_parameters(where, styles, claims, problems)
+    def assign(self, given: bool, styles: Mapping[str, str]) -> None:
+        """Styles of parameters and modules; ``given``: by the user."""
+        where = "tp_plan" if given else "tp_styles"
+        self.of_parameters = styles_of_parameters(where, styles, self.model.parameters, self.problems)
         own = self.structure.styles or self.spec.tp_styles
-        self.own_styles = styles_of_parameters(where, own, claims, []) if where == "tp_plan" else self.of_parameters.copy()
-        for name, module in self.modules.items():
-            if hasattr(module, "base_layer") and name not in self.adapters and name in self._matched(tuple(styles)):
-                problems.append(f"tp={self.tp}: peft wraps {name!r}, which is no linear layer, and this is not carried out")
+        self.own_styles = styles_of_parameters(where, own, self.model.parameters, []) if given else self.of_parameters.copy()
+        styled = self._matched(tuple(styles))
+        self.problems += [
+            f"tp={self.tp}: peft wraps {name!r}, which is no linear layer, and this is not carried out"
+            for name, module in self.model.modules.items()
+            if module.wrapped == "other" and name in styled
+        ]
         outside = [name for name in self.names if not self._in_adapter(name)]
         for pattern, style in styles.items():
             for name in match_names(pattern, outside):
                 self.of_modules.setdefault(name, style)
         if self.ep > 1:
-            self._leave_experts(where, problems)
-        self._leave_statistics(where, problems)
+            self._leave_experts(given)
+        self._leave_statistics(given)
         self._group_heads()
 
-    def _leave_statistics(self, where: str, problems: list[str]) -> None:
+    def _leave_statistics(self, given: bool) -> None:
         """Hold a module whole that takes a statistic over sliced features. Where its styles were given, refuse them."""
         layers = self._layers()
-        for name in dict.fromkeys(name.rpartition(".")[0] for name, style in self.of_modules.items() if style in FIRST):
-            statistic = mixes_features(self.modules[name])
+        for name in dict.fromkeys(holder_of(name) for name, style in self.of_modules.items() if style in FIRST):
+            statistic = mixes_features(self.model, name)
             if not statistic:
                 continue
-            if where == "tp_plan" or not name or name in layers:
-                problems.append(
-                    f"{where}: {generalize(name)!r} is sliced over features, and its code takes their {statistic}. Of a slice "
-                    "that is another number; leave the module out"
+            if given or not name or name in layers:
+                self.problems.append(
+                    f"{'tp_plan' if given else 'tp_styles'}: {generalize(name)!r} is sliced over features, and its code takes "
+                    f"their {statistic}. Of a slice that is another number; leave the module out"
                 )
                 continue
             self.left_whole[generalize(name)] = statistic
-            for inside in [other for other in self.of_modules if other.startswith(f"{name}.")]:
-                del self.of_modules[inside]
-            for inside in [other for other in self.of_parameters if canonical(other).startswith(f"{name}.")]:
-                del self.of_parameters[inside]
+            for other in [other for other in self.of_modules if inside(other, name)]:
+                del self.of_modules[other]
+            for other in [other for other in self.of_parameters if inside(canonical(other), name)]:
+                del self.of_parameters[other]
 
-    def _leave_experts(self, where: str, problems: list[str]) -> None:
+    def _leave_experts(self, given: bool) -> None:
         """Experts are shared over `ep`, and not sliced besides."""
         for name in self._matched(tuple(rule.pattern for rule in self.spec.experts)):
-            of_parameters = [own for own in self.of_parameters if own.startswith(f"{name}.")]
-            if where == "tp_plan" and (of_parameters or name in self.of_modules):
-                problems.append(
+            of_parameters = [own for own in self.of_parameters if inside(own, name)]
+            if given and (of_parameters or name in self.of_modules):
+                self.problems.append(
                     f"tp_plan: slices the experts {name!r}, which ep={self.ep} shares by whole experts; leave them out"
                 )
             self.of_modules.pop(name, None)
@@ -108,59 +107,56 @@ class Rows:
             if self.of_modules.get(name) == "colwise":
                 self.of_modules[name] = "grouped_colwise"
                 for parameter in list(self.of_parameters):
-                    if canonical(parameter).startswith(f"{name}.") and self.of_parameters[parameter] == "colwise":
+                    if inside(canonical(parameter), name) and self.of_parameters[parameter] == "colwise":
                         self.of_parameters[parameter] = "grouped_colwise"
 
-    def derive(self, claims: Sequence[Claim], problems: list[str]) -> None:
+    def derive(self) -> None:
         """All rows."""
-        sequence = self.options.sequence_parallel
+        sequence, problems = self.options.sequence_parallel, self.problems
         if sequence:
-            self._check_sequence(problems)
-        self._check_head(problems)
+            self._check_sequence()
+        self._check_head()
         if problems:
             return
-        problems.extend(
-            unsound(
-                self.modules, self._layers(), self.structure.head, self.of_modules, self.of_parameters,
-                self.own_styles, self.adapters, claims,
-            )
-        )  # fmt: skip
+        problems += unsound(
+            self.model, self._layers(), self.structure.head, self.of_modules, self.of_parameters, self.own_styles, self.adapters
+        )
         if problems:
             return
-        self._draw_regions(sequence, problems)
+        self._draw_regions(sequence)
         for name, style in self.of_modules.items():
             if style not in ("replicate", "sequence_parallel"):
-                self._style_row(name, style, sequence, problems)
+                self._style_row(name, style, sequence)
         if sequence:
-            self._sequence_rows(problems)
+            self._sequence_rows()
         for name, style in self.of_modules.items():
             if style == "sequence_parallel" and (name not in self.rows or self.rows[name].style != style):
-                problems.append(
+                self.problems.append(
                     f"tp_plan: {name!r} is given sequence_parallel, but is not on the residual stream of {self.spec.family}"
                 )
-        problems.extend(unheld(self.rows, self.of_parameters, claims))
+        problems += unheld(self.rows, self.of_parameters, self.model.parameters)
 
     # -- what is known of the model ----------------------------------------------------------------------------------------
 
-    def _check_sequence(self, problems: list[str]) -> None:
+    def _check_sequence(self) -> None:
         where = "sequence_parallel=True"
         if self.structure.no_sequence_parallel:
-            problems.append(f"{where}: {self.structure.no_sequence_parallel}; the legal value is False")
+            self.problems.append(f"{where}: {self.structure.no_sequence_parallel}; the legal value is False")
         elif not self.structure.regions or not self._matched(self.structure.tokenwise):
-            problems.append(
+            self.problems.append(
                 f"{where}: nothing is known of the regions of {self.spec.family} that need the whole sequence (structure of "
                 "its ParallelSpec); the legal value is False"
             )
-        elif len({name.rpartition(".")[0] for name in self._layers()}) != 1:
-            problems.append(f"{where}: {self.spec.family} has more than one stack of layers; the legal value is False")
+        elif len({holder_of(name) for name in self._layers()}) != 1:
+            self.problems.append(f"{where}: {self.spec.family} has more than one stack of layers; the legal value is False")
 
-    def _check_head(self, problems: list[str]) -> None:
+    def _check_head(self) -> None:
         """Whether logits stay sharded; ``None`` in the options: wherever that can be."""
         head = self.structure.head
         can = bool(head) and self.of_modules.get(head or "") in HEAD and head not in self.adapters
         if self.options.loss_parallel and not can:
             style = self.of_modules.get(head or "", "none")
-            problems.append(
+            self.problems.append(
                 f"loss_parallel=True: the style of the output head {head!r} is {style}; legal are one of "
                 f"{', '.join(sorted(HEAD))}, or loss_parallel=False"
             )
@@ -169,7 +165,7 @@ class Rows:
     def _layers(self) -> list[str]:
         return self._matched(self.spec.layers)
 
-    def _draw_regions(self, sequence: bool, problems: list[str]) -> None:
+    def _draw_regions(self, sequence: bool) -> None:
         for region in self._matched(self.structure.regions):
             kind = self._kind(region)
             self.regions[region] = kind
@@ -184,16 +180,16 @@ class Rows:
             }[kind, sequence]
             sums = self._own(region) if kind == "partial" else ()
             self._add(region, "region", entry, exit_, sums, self._heads_of(region))
-            for name in self._inside(region) if kind == "partial" else ():
+            for name in self.model.inside(region) if kind == "partial" else ():
                 if self.of_modules.get(name, "replicate") == "replicate" and not self._in_adapter(name):
-                    self._upstream_of_a_sum(name, problems)
+                    self._upstream_of_a_sum(name)
 
-    def _upstream_of_a_sum(self, name: str, problems: list[str]) -> None:
+    def _upstream_of_a_sum(self, name: str) -> None:
         """In a region whose output is a sum over ranks, what routes has a part of its gradient on each."""
         routes = {1, self.sizes.experts or 1}
-        for own, parameter in self.modules[name].named_parameters(recurse=False):
-            if parameter.shape[0] not in routes:
-                problems.append(
+        for own, shape in self.model.modules[name].parameters.items():
+            if shape[0] not in routes:
+                self.problems.append(
                     f"tp={self.tp}: {f'{name}.{own}'!r} stands beside experts whose parts are added up, and is no router; it "
                     "needs a style that slices it"
                 )
@@ -201,42 +197,39 @@ class Rows:
             self._add(name, "router", exit_=Move.COUNT_ONCE, sums=own_names)
 
     def _in_adapter(self, name: str) -> bool:
-        return any(name.startswith(f"{adapter}.") for adapter in self.adapters)
+        return any(inside(name, adapter) for adapter in self.adapters)
 
     def _kind(self, region: str) -> str:
-        inside = [(name, self.of_modules[name]) for name in self._inside(region) if name in self.of_modules]
-        styles = {style for _, style in inside}
+        inner = [(name, self.of_modules[name]) for name in self.model.inside(region) if name in self.of_modules]
+        styles = {style for _, style in inner}
         if "moe_tp_experts" in styles:
             return "partial"
         plain = styles <= FIRST | {"rowwise", "replicated_with_grad_allreduce"}
         whole = [
-            f"{name}.{own}" for name in self._inside(region) for own in self._own(name)
-            if not any(name == styled or name.startswith(f"{styled}.") for styled, _ in inside)
+            f"{name}.{own}" for name in self.model.inside(region) for own in self._own(name)
+            if not within(name, (styled for styled, _ in inner))
         ]  # fmt: skip
         whole += [f"{region}.{own}" for own in self._own(region) if f"{region}.{own}" not in self.of_parameters]
         return "split" if plain and styles & FIRST and "rowwise" in styles and not whole else "whole"
 
     def _heads_of(self, region: str) -> tuple[int, ...]:
         """Heads of queries and of keys that a rank computes, where the module cannot tell them from shapes."""
-        styles = {self.of_modules.get(name) for name in self._inside(region)}
+        styles = {self.of_modules.get(name) for name in self.model.inside(region)}
         patterns = (*self.structure.kv_projections, *self.structure.fused)
-        is_attention = any(name.startswith(f"{region}.") for name in self._matched(patterns))
+        is_attention = any(inside(name, region) for name in self._matched(patterns))
         if not is_attention or not styles & {"grouped_colwise", "fused_colwise"} or not self.sizes.heads:
             return ()
         return self.sizes.heads // self.tp, max(1, (self.sizes.kv_heads or self.sizes.heads) // self.tp)
 
-    def _inside(self, region: str) -> list[str]:
-        return [name for name in self.names if name.startswith(f"{region}.")]
-
     def _own(self, name: str) -> tuple[str, ...]:
-        return tuple(own for own, _ in self.modules[name].named_parameters(recurse=False))
+        return tuple(self.model.modules[name].parameters)
 
     def _region_of(self, name: str) -> str:
-        return next((kind for region, kind in self.regions.items() if name.startswith(f"{region}.")), "")
+        return next((kind for region, kind in self.regions.items() if inside(name, region)), "")
 
     # -- rows of styles -----------------------------------------------------------------------------------------------------
 
-    def _style_row(self, name: str, style: str, sequence: bool, problems: list[str]) -> None:
+    def _style_row(self, name: str, style: str, sequence: bool) -> None:
         declared = STYLES.get(style) or DERIVED[style]
         entry, exit_, region = declared.entry, declared.exit, self._region_of(name)
         if region in ("split", "partial"):
@@ -247,7 +240,7 @@ class Rows:
             exit_ = Move.VOCABULARY if self.loss_parallel else Move.GATHER_FEATURES
         parts: tuple[int, ...] = ()
         if style == "fused_colwise":
-            parts = self._parts_of(name, problems)
+            parts = self._parts_of(name)
         elif style == "grouped_colwise":
             parts = (self.sizes.kv_heads or 1,)
         sums: tuple[str, ...] = ()
@@ -257,23 +250,24 @@ class Rows:
         elif declared.dim == -1 and "bias" in own and exit_ in (Move.SCATTER_SEQUENCE, Move.NONE):
             sums = ("bias",)  # added on each rank to its part of the sequence, or by the first rank alone
         if name in self.adapters:
-            self._adapted(name, style, entry, exit_, parts, problems)
+            self._adapted(name, style, entry, exit_, parts)
         else:
             self._add(name, style, entry, exit_, sums, parts)
 
-    def _parts_of(self, name: str, problems: list[str]) -> tuple[int, ...]:
+    def _parts_of(self, name: str) -> tuple[int, ...]:
         found = [parts for pattern, parts in self.structure.fused.items() if match_names(pattern, [name])]
         if not found:
-            problems.append(
+            self.problems.append(
                 f"tp_plan: {name!r} is fused_colwise, and nothing is known of its parts (structure of its ParallelSpec)"
             )
         return found[0] if found else ()
 
-    def _adapted(self, name: str, style: str, entry: Move, exit_: Move, parts: tuple[int, ...], problems: list[str]) -> None:
+    def _adapted(self, name: str, style: str, entry: Move, exit_: Move, parts: tuple[int, ...]) -> None:
         """A matrix that peft put a low-rank one beside: what was moved for the matrix is moved around both."""
-        for what in ("lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector"):
-            if len(getattr(self.modules[name], what, ())):
-                problems.append(f"tp={self.tp}: {name!r} has {what}, which is not carried out inside of tensor parallel layers")
+        self.problems += [
+            f"tp={self.tp}: {name!r} has {what}, which is not carried out inside of tensor parallel layers"
+            for what in self.model.modules[name].unheld
+        ]
         self._add(name, "adapted", entry, exit_, parts=parts if style == "fused_colwise" else ())
         inner = "colwise" if style == "fused_colwise" else style
         rows_sliced = (STYLES.get(style) or DERIVED[style]).dim != -1
@@ -282,8 +276,8 @@ class Rows:
         bias = ("bias",) if not rows_sliced and "bias" in self._own(base) else ()
         self._add(base, inner, sums=self._own(base) if style == "grouped_colwise" else bias, parts=parts)
         for which in ("lora_A", "lora_B"):
-            for adapter, module in getattr(self.modules[name], which).items():
-                child, own = f"{name}.{which}.{adapter}", tuple(own for own, _ in module.named_parameters(recurse=False))
+            for child in self.model.children(f"{name}.{which}"):
+                own = self._own(child)
                 if (which == "lora_B") == rows_sliced:
                     self._add(child, inner, sums=own if style == "grouped_colwise" else (), parts=parts)
                     self.of_parameters.update((f"{child}.{item}", inner) for item in own)
@@ -292,25 +286,27 @@ class Rows:
 
     # -- rows of the sequence -----------------------------------------------------------------------------------------------
 
-    def _sequence_rows(self, problems: list[str]) -> None:
+    def _sequence_rows(self) -> None:
         layers = self._layers()
         self._add(layers[0], "stack", Move.SPLIT_SEQUENCE, sums=self._own(layers[0]))
         for layer in layers[1:]:
             if own := self._own(layer):
                 self._add(layer, "stack", sums=own)
-        on_stream = [name for layer in layers for name in self._inside(layer) if not self._in_region(name)]
+        on_stream = [name for layer in layers for name in self.model.inside(layer) if not self._in_region(name)]
         for name in [*on_stream, *self._matched(self.structure.tokenwise)]:
             if not (own := self._own(name)):
                 continue
             if (style := self.of_modules.get(name, "sequence_parallel")) != "sequence_parallel":
-                problems.append(f"sequence_parallel=True: {name!r} has the style {style} and stands outside of every region")
+                self.problems.append(
+                    f"sequence_parallel=True: {name!r} has the style {style} and stands outside of every region"
+                )
                 continue
             # Behind the last norm the hidden state is whole again, for the head and for whoever takes it.
             last = name == self._matched(self.structure.tokenwise)[-1]
             self._add(name, "sequence_parallel", exit_=Move.GATHER_SEQUENCE_WHOLE if last else Move.NONE, sums=own)
 
     def _in_region(self, name: str) -> bool:
-        return any(name == region or name.startswith(f"{region}.") for region in self.regions)
+        return within(name, self.regions)
 
     def _add(
         self, module: str, style: str, entry: Move = Move.NONE, exit_: Move = Move.NONE,
@@ -322,9 +318,3 @@ class Rows:
         """In the order of the model."""
         order = {name: index for index, name in enumerate(self.names)}
         return tuple(sorted(self.rows.values(), key=lambda row: order[row.module]))
-
-
-def _is_adapter(module: Any) -> bool:
-    """Whether peft wrapped a linear layer here."""
-    wraps = all(isinstance(getattr(module, name, None), nn.Module) for name in ("base_layer", "lora_A", "lora_B"))
-    return wraps and isinstance(module.base_layer, nn.Linear | nn.Embedding)

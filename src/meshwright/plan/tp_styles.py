@@ -1,17 +1,17 @@
 """Tensor parallel styles: what each slices, and what it moves where no region says otherwise."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from meshwright.plan.sharding_plan import Move
-from meshwright.plan.spec import match_names
+from meshwright.plan.inspection import ParameterFacts
+from meshwright.plan.moves import Move
+from meshwright.plan.names import holder_of, match_names
 
 __all__ = [
     "DERIVED",
     "FIRST",
     "HEAD",
     "STYLES",
-    "Claim",
     "Style",
     "canonical",
     "styles_of_parameters",
@@ -84,35 +84,16 @@ def tp_placement(style: str | None, dim: int) -> str:
     return f"StridedShard({dim}, {pieces})" if pieces > 1 else f"Shard({dim})"
 
 
-class Claim(Protocol):
-    """A parameter of the model."""
-
-    @property
-    def name(self) -> str:
-        """Its first name."""
-        ...
-
-    @property
-    def aliases(self) -> tuple[str, ...]:
-        """Its other names."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
-        ...
-
-
 def styles_of_parameters(
-    where: str, patterns: Mapping[str, str], claims: Sequence[Claim], problems: list[str]
+    where: str, patterns: Mapping[str, str], parameters: Sequence[ParameterFacts], problems: list[str]
 ) -> dict[str, str]:
     """Parameter name to style: a pattern names a module or, which wins, a parameter; the first counts."""
     styles: dict[str, str] = {}
-    names = {canonical(name): claim.name for claim in claims for name in (claim.name, *claim.aliases)}
+    names = {canonical(name): parameter.name for parameter in parameters for name in parameter.names}
     of_modules: dict[str, str] = {}
     for pattern, style in patterns.items():
         exactly = [own for name, own in names.items() if match_names(pattern, [name])]
-        inside = [own for name, own in names.items() if match_names(pattern, [name.rpartition(".")[0]])]
+        inside = [own for name, own in names.items() if match_names(pattern, [holder_of(name)])]
         if not exactly and not inside:
             problems.append(f"{where} pattern {pattern!r} matches no parameter")
         for name in exactly:

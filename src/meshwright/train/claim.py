@@ -28,9 +28,10 @@ from torch import nn
 
 from meshwright.distributed.strategy import get_parallelization_strategy
 from meshwright.layout import AXES, Layout
-from meshwright.plan.resolver import model_sizes
+from meshwright.plan.inspection import model_sizes
+from meshwright.plan.names import generalize
 from meshwright.plan.sharding_plan import ShardingPlan
-from meshwright.plan.spec import ParallelSpec, generalize
+from meshwright.plan.spec import ParallelSpec
 from meshwright.train.setup import RunSetup
 
 __all__ = ["Claim", "axes_above_1", "claim_of", "model_digest", "versions"]

@@ -132,7 +132,8 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
         MeshwrightError: all problems of layout, batch sizes, model and plan that can be found without each other.
     """
     from meshwright.moe.balance import refusals
-    from meshwright.plan.resolver import model_sizes, resolve
+    from meshwright.plan.inspection import model_sizes
+    from meshwright.plan.resolver import resolve
     from meshwright.train.objective import NextToken, make_objective
 
     spec, model = describe_model(config, tokenizer)

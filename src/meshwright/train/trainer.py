@@ -26,7 +26,7 @@ from meshwright.errors import CheckpointError, NonFiniteError, StoppedError
 from meshwright.models.build import materialize
 from meshwright.models.init import derive_seed, initialize_buffers
 from meshwright.moe.balance import Balance
-from meshwright.plan.resolver import model_sizes
+from meshwright.plan.inspection import model_sizes
 from meshwright.train.boundaries import check_boundaries
 from meshwright.train.ending import Agreement
 from meshwright.train.metrics import Recorder, memory_in_use

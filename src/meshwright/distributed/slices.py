@@ -1,0 +1,44 @@
+"""What is done to parameters and attributes: slices over an axis, counts of heads or experts on a rank, trainability."""
+
+import copy
+
+from torch import nn
+from torch.distributed.tensor import Placement, Shard, distribute_tensor
+
+from meshwright.distributed import _torch_compat
+from meshwright.distributed.mesh import ParallelMesh
+from meshwright.plan.program import Assign, Freeze, Slice
+
+__all__ = ["assign", "freeze", "slice_parameter"]
+
+
+def slice_parameter(model: nn.Module, action: Slice, mesh: ParallelMesh) -> None:
+    """Make a parameter, on the meta device or with the same values on every rank, a DTensor under all its names."""
+    whole = model.get_parameter(action.names[0])
+    placement: Placement = Shard(action.dim)
+    if action.pieces > 1:
+        placement = _torch_compat.strided_shard(action.dim, action.pieces)
+    value = distribute_tensor(whole.data, mesh[action.axis], [placement], src_data_rank=None)
+    sliced = nn.Parameter(value, requires_grad=whole.requires_grad)
+    for name in action.names:
+        module, _, own = name.rpartition(".")
+        model.get_submodule(module)._parameters[own] = sliced
+
+
+def assign(model: nn.Module, action: Assign, mesh: ParallelMesh) -> None:
+    """Set attributes of a module."""
+    module = model.get_submodule(action.module)
+    for name in action.own:
+        setattr(module, name, copy.copy(getattr(module, name)))
+    for path, value in action.values:
+        *places, own = path.split(".")
+        holder = module
+        for place in places:
+            holder = getattr(holder, place)
+        setattr(holder, own, value)
+
+
+def freeze(model: nn.Module, action: Freeze, mesh: ParallelMesh) -> None:
+    """Take parameters out of training."""
+    for name in action.parameters:
+        model.get_parameter(name).requires_grad_(False)

@@ -1,0 +1,43 @@
+"""Which modules are compiled: layers, each as one graph.
+
+A layer with experts is not one graph: they are an FSDP unit inside it, whose hooks no graph can hold. So its parts are
+compiled, each as one graph: attention, norms, a dense MLP, and the experts themselves. What chooses experts runs as it is, so
+that activation checkpointing can keep its choice, and so do dispatch and experts over `ep`, whose shapes are other ones in
+every microbatch.
+"""
+
+from collections.abc import Collection, Iterator
+
+from meshwright.plan.draft import Draft
+from meshwright.plan.inspection import Inspection
+from meshwright.plan.names import holder_of, within
+from meshwright.plan.program import Compile
+from meshwright.plan.sharding_plan import ShardingPlan
+
+__all__ = ["compile_actions"]
+
+
+def compile_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Compile]:
+    """The modules that are compiled, each by itself."""
+    experts = {row.module for row in plan.experts}
+    as_it_is = {row.router for row in plan.experts if row.router}
+    if plan.layout.ep > 1:
+        as_it_is |= experts
+    for row in plan.experts:
+        if not row.router:  # any of what is beside the experts may be what chooses them
+            as_it_is |= {*draft.model.children(holder_of(row.module))} - experts
+    for unit in plan.units:
+        if unit.compile:
+            for part in _parts(draft.model, unit.name, experts):
+                if part not in as_it_is:
+                    yield Compile(part, plan.options.compile_backend)
+
+
+def _parts(model: Inspection, module: str, experts: Collection[str]) -> Iterator[str]:
+    """The largest modules that have no experts in them, and experts."""
+    if module in experts or not any(within(mixture, [module]) for mixture in experts):
+        yield module
+        return
+    for child in model.children(module):
+        if model.holds_parameters(child):
+            yield from _parts(model, child, experts)

@@ -1,0 +1,120 @@
+"""A plan in the making: what is known, what was decided so far, and what is wrong. Every pass of the resolver takes one."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from meshwright.errors import PlanError
+from meshwright.layout import Layout
+from meshwright.plan.inspection import Inspection, ParameterFacts
+from meshwright.plan.names import generalize, match_names
+from meshwright.plan.options import ParallelOptions, SyncPolicy
+from meshwright.plan.sharding_plan import EXPERTS, LAYER, ParameterRow, shard_axis
+from meshwright.plan.spec import ParallelSpec
+
+__all__ = ["Draft", "UnitDraft", "examples"]
+
+
+@dataclass
+class UnitDraft:
+    """A unit: the fields of its row (:class:`~meshwright.plan.sharding_plan.UnitRow`), and the rule that made it.
+
+    ``sync`` is ``None`` where nobody chose: it is decided once the bytes are known.
+    """
+
+    name: str
+    kind: str
+    rule: str
+    reshard_after_forward: bool
+    param_dtype: str | None
+    reduce_dtype: str | None
+    output_dtype: str | None
+    sync: SyncPolicy | None
+    forwards: int = 1
+    twin_of: str = ""
+    part_of: str = ""
+
+
+@dataclass
+class Draft:
+    """What the passes of the resolver share.
+
+    Attributes:
+        spec: what the family declares.
+        model: the facts of the model.
+        layout: resolved.
+        options: the choices.
+        problems: what is wrong, a line each; passes go on where they can, so that one report has all of it.
+        units: by name, in the order of the model.
+        twins: each unit of a second stack with its twin in the first.
+        unit_of: first name of each parameter to the unit that holds it.
+        trained: first names of the parameters that have a gradient.
+        decayed: first names of the parameters that weight decay pulls towards zero.
+        tp_styles: first name of each parameter that has a tensor parallel style to that.
+        rows: of the parameters.
+    """
+
+    spec: ParallelSpec
+    model: Inspection
+    layout: Layout
+    options: ParallelOptions
+    problems: list[str] = field(default_factory=list)
+    units: dict[str, UnitDraft] = field(default_factory=dict)
+    twins: dict[str, str] = field(default_factory=dict)
+    unit_of: dict[str, str] = field(default_factory=dict)
+    trained: set[str] = field(default_factory=set)
+    decayed: set[str] = field(default_factory=set)
+    tp_styles: dict[str, str] = field(default_factory=dict)
+    rows: tuple[ParameterRow, ...] = ()
+
+    @property
+    def parameters(self) -> tuple[ParameterFacts, ...]:
+        """Those of the model."""
+        return self.model.parameters
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers."""
+        return tuple(name for name, unit in self.units.items() if unit.kind == LAYER)
+
+    @property
+    def mixtures(self) -> list[str]:
+        """Names of the mixtures of experts."""
+        return [name for name, unit in self.units.items() if unit.kind == EXPERTS]
+
+    def shards(self, unit: UnitDraft) -> int:
+        """Ranks that the parameters of a unit are sharded over."""
+        return self.layout.size(shard_axis(self.layout, unit.kind))
+
+    def whole(self, unit: UnitDraft) -> bool:
+        """Whether every rank of a replica holds the whole parameters of a unit, and replicas are all that there is."""
+        return self.layout.size("dp_replicate") > 1 and self.shards(unit) == 1
+
+    def refuse(self) -> None:
+        """Raise what is wrong so far, all of it in one report.
+
+        Raises:
+            PlanError: if anything is.
+        """
+        if self.problems:
+            raise PlanError(self.problems)
+
+    def match(self, what: str, pattern: str, names: Iterable[str], kind: str) -> list[str]:
+        """The names that a pattern matches; without a match a problem.
+
+        Args:
+            what: whose pattern it is.
+            pattern: see :func:`~meshwright.plan.names.match_names`.
+            names: to match.
+            kind: what the names are of.
+        """
+        names = list(names)
+        matched = match_names(pattern, names)
+        if not matched:
+            there = "units are" if kind == "unit" else "there are, for example,"
+            self.problems.append(f"{what} pattern {pattern!r} matches no {kind}; {there} {examples(names)}")
+        return matched
+
+
+def examples(names: Iterable[str]) -> str:
+    """Some names, for an error."""
+    return ", ".join(sorted({generalize(name) for name in names if name})[:12])

@@ -1,0 +1,263 @@
+"""What a plan needs to know of a model: plain facts, read once. The only file of this room that looks at a module."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import nn
+
+from meshwright.layout import ModelSizes
+from meshwright.plan.names import holder_of, inside
+from meshwright.plan.spec import ParallelSpec
+
+__all__ = ["EXPERTS_ATTRIBUTE", "Inspection", "ModuleFacts", "ParameterFacts", "inspect_model", "model_sizes"]
+
+_HEADS = ("num_attention_heads", "num_heads", "num_key_value_heads", "num_key_value_groups")
+"""Attributes of an attention that count its heads."""
+EXPERTS_ATTRIBUTE = "num_experts"
+"""Attribute of a mixture that counts its experts."""
+_HIDDEN = "hidden_states"
+"""What the models of transformers call the hidden state that a module takes."""
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """One parameter.
+
+    Attributes:
+        name: its first name in the model; ``aliases`` are the others of a tied one.
+        shape: of the whole.
+        dtype: that it is stored in.
+        requires_grad: whether the model has it trained.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All its names."""
+        return (self.name, *self.aliases)
+
+
+@dataclass(frozen=True)
+class ModuleFacts:
+    """One module.
+
+    Attributes:
+        name: in the model; the root is the empty string.
+        kind: name of its class.
+        parameters: its own ones: name in the module to shape.
+        buffers: names of its own ones.
+        children: names in the module of the modules right in it.
+        container: whether it is a list or a dict of modules, which is not called itself.
+        embedding: whether it is an embedding; ``padding`` is then the row that gets no gradient.
+        hidden: place and name of the hidden state among the arguments of its forward.
+        code: attributes and globals that its forward uses, and the methods that it calls.
+        counts: attributes that count heads or experts, with their values.
+        has_config: whether it holds a config, which other modules may share.
+        wrapped: ``adapter`` where peft put low-rank matrices beside a matrix, ``other`` where it wrapped something else.
+        unheld: of an adapter, what it has besides the two low-rank matrices.
+    """
+
+    name: str
+    kind: str
+    parameters: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    buffers: tuple[str, ...] = ()
+    children: tuple[str, ...] = ()
+    container: bool = False
+    embedding: bool = False
+    padding: int | None = None
+    hidden: tuple[int, str] = (0, _HIDDEN)
+    code: tuple[str, ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)
+    has_config: bool = False
+    wrapped: str = ""
+    unheld: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """A model as plain facts.
+
+    Attributes:
+        modules: each by its name, in the order of the model: what holds others comes first.
+        parameters: in the order of the model, each tied one once.
+        sizes: that limit a layout.
+        caches: modules that keep keys and values between calls, one for each config that says so.
+    """
+
+    modules: Mapping[str, ModuleFacts]
+    parameters: tuple[ParameterFacts, ...]
+    sizes: ModelSizes = field(default_factory=ModelSizes)
+    caches: tuple[str, ...] = ()
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Of all modules but the root."""
+        return [name for name in self.modules if name]
+
+    @cached_property
+    def parameter_of(self) -> dict[str, ParameterFacts]:
+        """Each parameter by each of its names."""
+        return {name: parameter for parameter in self.parameters for name in parameter.names}
+
+    @cached_property
+    def _all(self) -> list[str]:
+        return list(self.modules)
+
+    @cached_property
+    def _order(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self.modules)}
+
+    @cached_property
+    def _with_parameters(self) -> set[str]:
+        found = {""} if self.parameters else set()
+        for name in self.parameter_of:
+            while (name := holder_of(name)) not in found:
+                found.add(name)
+        return found
+
+    def inside(self, module: str) -> list[str]:
+        """Names of the modules that stand in one, in the order of the model."""
+        names = self._all
+        begin = end = self._order[module] + 1  # what stands in a module comes right behind it
+        while end < len(names) and inside(names[end], module):
+            end += 1
+        return names[begin:end]
+
+    def parameters_inside(self, module: str) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parameters of a module and of those that stand in it, by their names in the module."""
+        prefix = f"{module}." if module else ""
+        return {
+            f"{holder}.{own}".removeprefix(prefix): shape
+            for holder in (module, *self.inside(module))
+            for own, shape in self.modules[holder].parameters.items()
+        }
+
+    def children(self, module: str) -> list[str]:
+        """Full names of the modules right in one."""
+        names = (f"{module}.{child}" if module else child for child in self.modules[module].children)
+        return [name for name in names if name in self.modules]  # not what stands elsewhere too, under another name
+
+    def holds_parameters(self, module: str) -> bool:
+        """Whether a module or one that stands in it has parameters."""
+        return module in self._with_parameters
+
+
+def inspect_model(spec: ParallelSpec, model: nn.Module) -> Inspection:
+    """Read what a plan needs to know of a model.
+
+    Args:
+        spec: says where sizes stand in the model's config.
+        model: on any device; only names, shapes, dtypes, ties, code and configs are read.
+    """
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        tensors[id(parameter)] = parameter
+    parameters = tuple(
+        ParameterFacts(
+            first, tuple(others), tuple(tensors[key].shape), _dtype_of(tensors[key]), tensors[key].requires_grad
+        )
+        for key, (first, *others) in names.items()
+    )  # fmt: skip
+    modules = dict(model.named_modules())
+    configs: dict[int, str] = {}
+    for name, module in modules.items():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            configs.setdefault(id(config), name)
+    found = {name: _facts_of(name, module) for name, module in modules.items()}
+    return Inspection(found, parameters, model_sizes(spec, model), tuple(configs.values()))
+
+
+def model_sizes(spec: ParallelSpec, model: nn.Module) -> ModelSizes:
+    """The sizes that limit a layout, read from the model's config through the names that the spec gives."""
+    found = {}
+    for field_name, attribute in spec.sizes.items():
+        value = getattr(model, "config", None)
+        for part in attribute.split("."):
+            value = getattr(value, part, None)
+        if isinstance(value, int):
+            found[field_name] = value
+    groups = spec.structure is not None and bool(spec.structure.kv_projections)
+    return ModelSizes(**found, kv_groups=groups)
+
+
+def _facts_of(name: str, module: nn.Module) -> ModuleFacts:
+    kind = type(module)
+    wrapped, unheld = _wrapped(module)
+    counts = {own: value for own in (*_HEADS, EXPERTS_ATTRIBUTE) if type(value := getattr(module, own, None)) is int}
+    return ModuleFacts(
+        name=name,
+        kind=kind.__name__,
+        parameters={own: tuple(parameter.shape) for own, parameter in module.named_parameters(recurse=False)},
+        buffers=tuple(own for own, _ in module.named_buffers(recurse=False)),
+        children=tuple(own for own, _ in module.named_children()),
+        container=kind.forward is nn.Module.forward,
+        embedding=isinstance(module, nn.Embedding),
+        padding=getattr(module, "padding_idx", None),
+        hidden=_hidden_argument(vars(module).get("forward", kind.forward)),
+        code=_names_of(kind),  # type: ignore[arg-type]  # classes are hashable
+        counts=counts,
+        has_config=getattr(module, "config", None) is not None,
+        wrapped=wrapped,
+        unheld=unheld,
+    )
+
+
+def _dtype_of(parameter: nn.Parameter) -> str:
+    return str(parameter.dtype).removeprefix("torch.")
+
+
+def _wrapped(module: nn.Module) -> tuple[str, tuple[str, ...]]:
+    """Whether peft wrapped something here, and what of its wrapping is not carried out with slices."""
+    if not hasattr(module, "base_layer"):
+        return "", ()
+    parts = [getattr(module, name, None) for name in ("base_layer", "lora_A", "lora_B")]
+    if not all(isinstance(part, nn.Module) for part in parts) or not isinstance(parts[0], nn.Linear | nn.Embedding):
+        return "other", ()
+    others = ("lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
+    return "adapter", tuple(name for name in others if len(getattr(module, name, ())))
+
+
+@lru_cache(maxsize=4096)
+def _hidden_argument(forward: Callable[..., Any]) -> tuple[int, str]:
+    """Place and name of the hidden state among the arguments: the one that is called so, otherwise the first."""
+    legal = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [item.name for item in inspect.signature(forward).parameters.values() if item.kind in legal and item.name != "self"]
+    if _HIDDEN in names:
+        return names.index(_HIDDEN), _HIDDEN
+    return 0, (names or [_HIDDEN])[0]
+
+
+@lru_cache(maxsize=4096)
+def _names_of(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Attributes and globals that the forward of a class uses, and the methods that it calls."""
+    found: list[str] = []
+    todo: list[Callable[..., object]] = [kind.forward]
+    seen: set[str] = set()
+    while todo:
+        function = inspect.unwrap(todo.pop())
+        code = getattr(function, "__code__", None)
+        for name in _names_in(code) if isinstance(code, CodeType) else ():
+            found.append(name)
+            method = inspect.getattr_static(kind, name, None)
+            if isinstance(method, FunctionType) and name not in seen and not hasattr(nn.Module, name):
+                seen.add(name)
+                todo.append(method)
+    return tuple(found)
+
+
+def _names_in(code: CodeType) -> list[str]:
+    """Of a function, and of those inside it."""
+    inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names_in(constant)]
+    return [*code.co_names, *inner]

@@ -1,0 +1,63 @@
+"""Dotted names of modules and parameters, which are a tree: ``model.layers.0.mlp`` stands in ``model.layers.0``."""
+
+import re
+from collections.abc import Collection, Iterable
+from functools import lru_cache
+
+__all__ = ["generalize", "holder_of", "inside", "last_of_each_container", "match_names", "nearest", "within"]
+
+
+def holder_of(name: str) -> str:
+    """The module that holds a module or a parameter; of a name without dots, the root, whose name is empty."""
+    return name.rpartition(".")[0]
+
+
+def inside(name: str, module: str) -> bool:
+    """Whether a module or a parameter stands in a module, at any depth. All but the root stand in the root."""
+    return name.startswith(f"{module}.") if module else bool(name)
+
+
+def within(name: str, modules: Iterable[str]) -> bool:
+    """Whether a name is one of some modules, or stands in one of them."""
+    return any(name == module or inside(name, module) for module in modules)
+
+
+def nearest(name: str, modules: Collection[str]) -> str:
+    """The innermost of some modules that a name stands in; the root, whose name is empty, where it stands in none."""
+    holder = holder_of(name)
+    while holder and holder not in modules:
+        holder = holder_of(holder)
+    return holder
+
+
+@lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    parts = []
+    for component in pattern.split("."):
+        if component == "**":
+            parts.append(r"[^.]+(?:\.[^.]+)*")
+        else:
+            parts.append(re.escape(component).replace(r"\*", r"[^.]*"))
+    return re.compile(r"\.".join(parts))
+
+
+def match_names(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that a pattern matches, in their order.
+
+    ``*`` stands for (part of) one component of a dotted name, ``**`` for one or more components. The empty pattern is
+    the root module.
+    """
+    return [name for name in names if _compiled(pattern).fullmatch(name)]
+
+
+def generalize(name: str) -> str:
+    """The pattern of a name: its numeric components as ``*``, as in ``model.layers.*``."""
+    return ".".join("*" if component.isdigit() else component for component in name.split("."))
+
+
+def last_of_each_container(names: Iterable[str]) -> set[str]:
+    """The container rule: of the entries of each list (names that differ only in their last component), the last one.
+
+    It keeps its gathered parameters after forward, because backward starts there.
+    """
+    return set({holder_of(name): name for name in names}.values())

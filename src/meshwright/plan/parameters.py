@@ -1,0 +1,125 @@
+"""How each parameter is held: its unit, what is trained, its placements and bytes."""
+
+from collections.abc import Iterator
+from math import ceil, prod
+
+from meshwright.plan.draft import Draft
+from meshwright.plan.inspection import ParameterFacts
+from meshwright.plan.names import nearest
+from meshwright.plan.program import Freeze
+from meshwright.plan.sharding_plan import EXPERTS, ParameterRow, ShardingPlan, itemsize, shard_axis
+from meshwright.plan.tp_styles import STYLES, tp_dim, tp_placement
+
+__all__ = ["assign_units", "choose_trained", "freeze_actions", "parameter_rows"]
+
+
+def assign_units(draft: Draft) -> None:
+    """Give each parameter to the innermost unit around it; a tied one must have one unit, or twins, for all its names."""
+    for parameter in draft.parameters:
+        units = [nearest(name, draft.units) for name in parameter.names]
+        owners = [draft.twins.get(unit, unit) for unit in units]
+        if len(set(owners)) > 1:
+            shown = " and ".join(
+                f"{name!r} in unit {unit or '(root)'!r}" for name, unit in zip(parameter.names, units, strict=True)
+            )
+            draft.problems.append(
+                f"tied parameter is claimed twice: {shown}; let one unit hold both, or leave them to the root"
+            )
+        if not parameter.shape:
+            draft.problems.append(
+                f"parameter {parameter.name!r} is a scalar, which FSDP cannot shard; make it a tensor of shape (1,)"
+            )
+        draft.unit_of[parameter.name] = owners[0]
+    together = [set(parameter.names) for parameter in draft.parameters]
+    for group in draft.spec.tied:
+        if not any(set(group) <= names for names in together):
+            draft.problems.append(f"the spec ties {' and '.join(group)}, but in the model they are not one parameter")
+
+
+def choose_trained(draft: Draft) -> None:
+    """What the model has trained, without what the options freeze."""
+    frozen: set[str] = set()
+    names = [parameter.name for parameter in draft.parameters]
+    for pattern in draft.options.freeze:
+        frozen.update(draft.match("freeze", pattern, names, "parameter"))
+    draft.trained = {parameter.name for parameter in draft.parameters if parameter.requires_grad} - frozen
+    if frozen and not draft.trained:
+        draft.problems.append(f"freeze={list(draft.options.freeze)}: leaves no parameter to train")
+
+
+def parameter_rows(draft: Draft) -> None:
+    """The row of each parameter."""
+    stages = _stages(draft)
+    draft.rows = tuple(_row(draft, parameter, stages[parameter.name]) for parameter in draft.parameters)
+
+
+def _stages(draft: Draft) -> dict[str, int]:
+    """Pipeline stage of each parameter: layers cut evenly, what precedes them on the first stage, the rest on the last."""
+    count, layers = draft.layout.size("pp"), draft.layers
+    place = {name: index for index, name in enumerate(layers)}
+    stages: dict[str, int] = {}
+    current, begun = 0, False
+    for parameter in draft.parameters:
+        layer = nearest(parameter.name, place)
+        if layer:
+            current = place[layer] * count // len(layers)
+            begun = begun or layer == layers[0]
+        elif begun:
+            current = count - 1
+        stages[parameter.name] = current
+    return stages
+
+
+def _row(draft: Draft, parameter: ParameterFacts, stage: int) -> ParameterRow:
+    layout, unit = draft.layout, draft.units[draft.unit_of[parameter.name]]
+    trainable, style = parameter.name in draft.trained, draft.tp_styles.get(parameter.name)
+    local = list(parameter.shape)
+    placements: list[tuple[str, str]] = []
+    by_fsdp = 0  # the dimension that FSDP shards
+    tp_cut: int | None = None
+    axis, shards = shard_axis(layout, unit.kind), draft.shards(unit)
+    if by_ep := axis == "ep_shard":
+        local[0] = ceil(local[0] / layout.ep)
+    elif (tp_cut := tp_dim(style, parameter.shape)) is not None:
+        local[tp_cut] = ceil(local[tp_cut] / layout.size("tp"))
+        placements.append(("tp", tp_placement(style, tp_cut)))
+        # Rows that are packed are several matrices, which torch could not tell apart any more if FSDP sharded them too.
+        by_fsdp = int(shards > 1 and tp_cut == 0 and STYLES[style or ""].pieces > 1)
+    if unit.kind == EXPERTS and local[0] % shards:
+        # 128 experts over 1,024 ranks would be padded to eight times their size; their matrices are even otherwise.
+        even = (dim for dim in range(1, len(local)) if dim != tp_cut and local[dim] % shards == 0)
+        by_fsdp = next(even, by_fsdp)
+    # FSDP shards what the other axes left, and pads it to a multiple of the shards.
+    local[by_fsdp] = ceil(local[by_fsdp] / shards) * shards
+    gathered = prod(local)
+    local[by_fsdp] //= shards
+    if shards > 1:
+        placements.insert(0, ("dp_shard" if layout.size("cp") == 1 and not by_ep else axis, f"Shard({by_fsdp})"))
+    if by_ep:
+        placements.append(("ep", "Shard(0)"))
+    if layout.size("dp_replicate") > 1:
+        placements.insert(0, ("dp_replicate", "Replicate()"))
+    compute = unit.param_dtype or parameter.dtype
+    reduce = unit.reduce_dtype or compute
+    return ParameterRow(
+        name=parameter.name,
+        aliases=parameter.aliases,
+        shape=parameter.shape,
+        dtype=parameter.dtype,
+        unit=unit.name,
+        placements=tuple(placements),
+        local_shape=tuple(local),
+        bytes_per_rank=prod(local) * itemsize(parameter.dtype),
+        gathered_bytes=gathered * itemsize(compute),
+        reduced_bytes=gathered * itemsize(reduce) if trainable else 0,
+        trainable=trainable,
+        stage=stage,
+        tp_style=style,
+        decayed=trainable and parameter.name in draft.decayed,
+    )
+
+
+def freeze_actions(plan: ShardingPlan) -> Iterator[Freeze]:
+    """Take what has no gradient out of training."""
+    if frozen := tuple(row.name for row in plan.parameters if not row.trainable):
+        yield Freeze(frozen)

@@ -1,0 +1,225 @@
+"""Which modules are FSDP units, and how each behaves: reshard, dtypes, sync, what backward gathers."""
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from meshwright.plan.draft import Draft, UnitDraft
+from meshwright.plan.names import inside, last_of_each_container
+from meshwright.plan.options import ActivationCheckpointing, GradientReduction, SyncPolicy
+from meshwright.plan.program import Action, Engine, JoinTwins, PartTwins, Wrap
+from meshwright.plan.sharding_plan import (
+    EXPERTS,
+    LAYER,
+    ROOT,
+    ParameterRow,
+    ShardingPlan,
+    UnitRow,
+    nothing_is_sharded,
+    shard_axis,
+    unit_axes,
+)
+from meshwright.plan.twins import twin_parameters
+
+__all__ = ["assign_sync", "draft_units", "unit_actions", "unit_rows"]
+
+
+def draft_units(draft: Draft) -> None:
+    """Name every unit, in the order of the model, and decide reshard and dtypes."""
+    spec, options = draft.spec, draft.options
+    order = {name: index for index, name in enumerate(draft.model.modules)}
+    explicit = options.reshard_after_forward
+    dtypes = (options.param_dtype, options.reduce_dtype)
+    units = {ROOT: UnitDraft(ROOT, "root", "the model itself", bool(explicit), *dtypes, options.output_dtype, None)}
+
+    def claim(name: str, kind: str, rule: str, reshard: bool, sync: SyncPolicy | None = None) -> None:
+        if (earlier := units.get(name)) is not None:
+            draft.problems.append(f"module {name!r} is claimed twice: by {earlier.rule} and by {rule}")
+            return
+        units[name] = UnitDraft(name, kind, rule, reshard if explicit is None else explicit, *dtypes, None, sync)
+
+    def matched(what: str, pattern: str) -> list[str]:
+        return draft.match(what, pattern, draft.model.modules, "module")
+
+    for pattern in spec.layers:
+        names = matched("layers", pattern)
+        last = last_of_each_container(names)
+        for name in names:
+            claim(name, LAYER, f"layers pattern {pattern!r}", name not in last)
+    for rule in spec.units:
+        for name in matched("units", rule.pattern):
+            reshard = True if rule.reshard_after_forward is None else rule.reshard_after_forward
+            claim(name, "unit", f"units pattern {rule.pattern!r}", reshard, rule.sync)
+    for experts in spec.experts:
+        for name in matched("experts", experts.pattern):
+            claim(name, EXPERTS, f"experts pattern {experts.pattern!r}", True)
+    for pattern in spec.fp32:
+        for name in matched("fp32", pattern):
+            if options.param_dtype in (None, "float32", "float64"):
+                continue  # no less precise anyway: no unit needed
+            if name not in units:
+                claim(name, "fp32", f"fp32 pattern {pattern!r}", True)
+            units[name] = replace(units[name], param_dtype="float32", output_dtype=options.param_dtype)
+    for pattern in spec.idle:
+        for name in matched("idle", pattern):
+            if name in units:
+                units[name].forwards = 0
+    draft.units = dict(sorted(units.items(), key=lambda item: order[item[0]]))
+    if options.reshard_after_forward and all(map(draft.whole, draft.units.values())):
+        draft.problems.append("reshard_after_forward=True: with dp_shard=1 and replicas nothing is sharded; leave it out")
+
+
+def assign_sync(draft: Draft) -> None:
+    """The option's pattern wins over the spec, the spec over the default."""
+    options = draft.options
+    for unit in draft.units.values():
+        unit.sync = unit.sync or options.sync  # None still: decided once the bytes are known
+    for pattern, policy in options.sync_units.items():
+        for name in draft.match("sync_units", pattern, draft.units, "unit"):
+            draft.units[name].sync = policy
+    deferring = [name or "(root)" for name, unit in draft.units.items() if unit.sync is SyncPolicy.DEFER]
+    if options.reshard_after_forward and deferring:
+        draft.problems.append(
+            f"reshard_after_forward=True and sync=defer (unit {deferring[0]!r}): defer keeps parameters gathered; "
+            "legal with it are reshard_each and reduce_each"
+        )
+
+
+def unit_rows(draft: Draft, modes: Mapping[str, ActivationCheckpointing]) -> tuple[UnitRow, ...]:
+    """The row of each unit, once those of the parameters are known.
+
+    Args:
+        draft: with the rows of the parameters.
+        modes: what the layers recompute.
+    """
+    options, rows = draft.options, draft.rows
+    for unit in draft.units.values():
+        if draft.whole(unit):
+            unit.reshard_after_forward = False
+    _afford(draft)
+    units = []
+    in_backward = _gathered_in_backward(list(draft.units), rows, implicit=options.prefetch_backward is None)
+    for unit in draft.units.values():
+        assert unit.sync is not None
+        units.append(
+            UnitRow(
+                name=unit.name,
+                kind=unit.kind,
+                parameters=tuple(row.name for row in rows if row.unit == unit.name),
+                reshard_after_forward=unit.reshard_after_forward,
+                param_dtype=unit.param_dtype,
+                reduce_dtype=unit.reduce_dtype,
+                output_dtype=unit.output_dtype,
+                sync=unit.sync,
+                activation_checkpointing=modes.get(unit.name, ActivationCheckpointing.NONE),
+                compile=unit.kind == LAYER and options.compile,
+                gathers_in_backward=(unit.twin_of or unit.name) in in_backward,
+                forwards=unit.forwards,
+                twin_of=unit.twin_of,
+                part_of=unit.part_of,
+            )
+        )
+    _check_dtypes(draft, units)
+    return tuple(units)
+
+
+def _afford(draft: Draft) -> None:
+    """Policies that nobody chose: ``defer`` where all that it keeps unsharded through a step fits the budget, and gathering
+    anew is not asked for. Experts, which are most of a model, are the first to go without.
+    """
+    options = draft.options
+    undecided = {name: unit for name, unit in draft.units.items() if unit.sync is None}
+    copies: dict[str, list[str]] = {}  # of the parameters of a unit, by whom
+    for name, unit in draft.units.items():
+        if not unit.part_of:
+            copies.setdefault(unit.twin_of or name, []).append(name)
+
+    def kept(names: Container[str]) -> int:
+        total = 0
+        for row in draft.rows:
+            gathered = row.gathered_bytes + (row.reduced_bytes if options.microbatches > 1 else 0)
+            total += gathered * sum(name in names for name in copies[row.unit])
+        return total
+
+    without = {name for name, unit in undecided.items() if unit.kind != EXPERTS}
+    anew = options.reshard_after_forward or options.prefetch_backward is not None
+    deferred = next((names for names in (set(undecided), without) if not anew and kept(names) <= options.sync_budget), set())
+    for name, unit in undecided.items():
+        unit.sync = SyncPolicy.DEFER if name in deferred else SyncPolicy.REDUCE_EACH
+
+
+def _gathered_in_backward(names: Sequence[str], rows: Sequence[ParameterRow], *, implicit: bool) -> set[str]:
+    """Units whose parameters backward gathers: a gradient flows through those that hold or follow something trainable.
+
+    And one more, if it is left to FSDP (``implicit``): before it runs the backward of a unit, it prefetches the one that
+    finished forward before it.
+    """
+    last_row = {row.unit: index for index, row in enumerate(rows)}
+    first_trainable = next((index for index, row in enumerate(rows) if row.trainable), len(rows))
+    finishing: list[str] = []  # units as their forward ends: those inside a unit before the unit, the root last
+    running: list[str] = []
+    for name in names:
+        while running and not inside(name, running[-1]):
+            finishing.append(running.pop())
+        running.append(name)
+    finishing.extend(reversed(running))
+    flows = [first_trainable <= last_row.get(name, -1) for name in finishing]
+    following = [implicit and flow for flow in (*flows[1:], False)]
+    return {name for name, flow, ahead in zip(finishing, flows, following, strict=True) if flow or ahead}
+
+
+def _check_dtypes(draft: Draft, units: Sequence[UnitRow]) -> None:
+    """FSDP gathers a unit as one buffer, so its trainable parameters need one stored dtype."""
+    for unit in units:
+        by_dtype: dict[str, str] = {}
+        for row in draft.rows:
+            if row.unit == unit.name and row.trainable:
+                by_dtype.setdefault(row.dtype, row.name)
+        if len(by_dtype) > 1:
+            shown = ", ".join(f"{name!r} is {dtype}" for dtype, name in by_dtype.items())
+            draft.problems.append(
+                f"unit {unit.label!r} mixes stored dtypes: {shown}; store them in one dtype or declare units apart"
+            )
+
+
+def unit_actions(plan: ShardingPlan) -> Iterator[Action]:
+    """Wrap the units, inside out, the root last."""
+    twins, pairs = twin_parameters(plan), tuple((unit.twin_of, unit.name) for unit in plan.units if unit.twin_of)
+    if twins:
+        yield PartTwins(twins)
+    no_grad_runs = any(unit.forwards > 1 or unit.twin_of for unit in plan.units)
+    for unit in reversed(plan.fsdp_units):  # rows stand parents first
+        yield _wrap(plan, unit, no_grad_runs)
+    if pairs:
+        yield JoinTwins(twins, pairs)
+
+
+def _wrap(plan: ShardingPlan, unit: UnitRow, no_grad_runs: bool) -> Wrap:
+    layout = plan.layout
+    replicas, axis = layout.size("dp_replicate"), shard_axis(layout, unit.kind)
+    experts = axis == "ep_shard"
+    divisor, plain_sum = None, False
+    if plan.options.gradient_reduction is GradientReduction.SUM:
+        divisor, plain_sum = 1.0, True  # NCCL's and gloo's premultiplied sums have gaps
+    elif experts:
+        # An expert has the tokens of several data ranks, and its group is smaller than theirs. With one rank to scatter to,
+        # FSDP2 divides where it copies, and with a plain sum once more after it (foreach_reduce of torch 2.13).
+        divisor, plain_sum = float(replicas * layout.size("dp_shard_cp")), layout.size(axis) > 1
+    parts = plan.parts(unit)
+    return Wrap(
+        unit=unit.name,
+        modules=tuple(part.name for part in parts),
+        engine=Engine.REPLICATE if nothing_is_sharded(layout) else Engine.SHARD,
+        axes=unit_axes(layout, unit.kind),
+        experts=experts,
+        dims=tuple((name, row.fsdp_dim) for row in plan.rows(unit) if row.fsdp_dim for name in (row.name, *row.aliases)),
+        param_dtype=unit.param_dtype,
+        reduce_dtype=unit.reduce_dtype,
+        output_dtype=unit.output_dtype,
+        reshard_after_forward=unit.reshard_after_forward,
+        offload=plan.options.cpu_offload,
+        divisor=divisor,
+        plain_sum=plain_sum,
+        each_run=len(parts) > 1,
+        no_grad_runs=no_grad_runs,
+        sync=unit.sync,
+    )
