@@ -89,6 +89,7 @@ def plan(
         Path | None,
         typer.Option("--diff", help="Print what differs from another plan, a JSON file of `plan --json`."),
     ] = None,
+    program: Annotated[bool, typer.Option("--program", help="Print what is done to the model, action after action.")] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the complete configuration and stop.")] = False,
     debug: DebugOption = False,
 ) -> None:
@@ -101,7 +102,7 @@ def plan(
         return
     from rich.console import Console
 
-    from meshwright.plan.explain import explain
+    from meshwright.plan.explain import explain, explain_program
     from meshwright.plan.sharding_plan import ShardingPlan
     from meshwright.train.assure import assure
     from meshwright.train.launch import planned_processes
@@ -113,10 +114,15 @@ def plan(
     if against is not None:
         differences = [str(item) for item in ShardingPlan.from_json(_read(against)).diff(found)]
         typer.echo("\n".join(differences) or "no difference")
-    elif as_json:
+        return
+    if as_json:
         typer.echo(found.to_json())
+        return
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    if program:
+        console.print(explain_program(found, full=full))
     else:
-        Console(width=None if sys.stdout.isatty() else 160).print(explain(found, full=full))
+        console.print(explain(found, full=full))
         assure(setup, Source(str(config), tuple(overrides or ())), None)
 
 

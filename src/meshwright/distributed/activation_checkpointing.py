@@ -31,7 +31,9 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from operator import attrgetter
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -62,6 +64,9 @@ ROUTING = frozenset({"topk", "sort"})
 
 _ROUTES = frozenset({torch.ops.aten.topk.default, torch.ops.aten.sort.default, torch.ops.aten.sort.stable})
 """The operators of these names: what a module that routes tokens keeps, whatever else is recomputed."""
+
+_CHECKPOINTED: WeakSet[nn.Module] = WeakSet()
+"""Modules that :func:`checkpoint_forward` was applied to."""
 
 COMMUNICATION = frozenset({"_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
 """Namespaces of collectives that return their result."""
@@ -103,13 +108,13 @@ def checkpoint_forward(module: nn.Module, kept: Operators | None = None) -> None
 
         return checkpoint(run, *args, *(kwargs[name] for name in names), use_reentrant=False, **options)
 
-    forward._meshwright_checkpoint = True  # type: ignore[attr-defined]
     module.forward = forward
+    _CHECKPOINTED.add(module)
 
 
 def is_checkpointed(module: nn.Module) -> bool:
     """Whether :func:`checkpoint_forward` was applied to a module."""
-    return hasattr(module.forward, "_meshwright_checkpoint")
+    return module in _CHECKPOINTED
 
 
 # -- selective ------------------------------------------------------------------------------------------------------------
@@ -339,9 +344,10 @@ def find_operators(names: Iterable[str]) -> Operators:
 
 
 def _operator(name: str) -> torch._ops.OpOverload | None:
-    found: Any = torch.ops
-    for part in name.split("."):
-        found = getattr(found, part, None)
+    try:
+        found = attrgetter(name)(torch.ops)
+    except AttributeError:
+        return None
     return found if isinstance(found, torch._ops.OpOverload) else None
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -112,6 +113,10 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
             module._buffers[name] = buffer.to(device)
 
 
+_GATHERED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""How many times :func:`gathered` is entered for a model now."""
+
+
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[nn.Module]:
     """Inside, every unit holds its whole parameters; on the way out all are resharded, also after an exception.
@@ -119,15 +124,15 @@ def gathered(model: nn.Module) -> Iterator[nn.Module]:
     Nested uses gather once, and reshard when the outermost ends.
     """
     units = fsdp_units(model).values()
-    depth = getattr(model, "_gathered_depth", 0)
-    model._gathered_depth = depth + 1  # type: ignore[assignment]
+    depth = _GATHERED.get(model, 0)
+    _GATHERED[model] = depth + 1
     try:
         if depth == 0:
             for unit in units:
                 unit.unshard()
         yield model
     finally:
-        model._gathered_depth = depth  # type: ignore[assignment]
+        _GATHERED[model] = depth
         if depth == 0:
             for unit in units:
                 unit.reshard()

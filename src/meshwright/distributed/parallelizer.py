@@ -138,6 +138,8 @@ def parallelize(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.
 
 def _check_belongs(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> None:
     found = []
+    if not plan.program:
+        found.append("the plan has no program: an earlier version of Meshwright wrote it; resolve it anew")
     if mesh.layout != plan.layout:
         found.append(f"the mesh has the layout ({mesh.layout}), the plan has ({plan.layout})")
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -4,7 +4,7 @@ import ctypes
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -136,6 +136,5 @@ def end_openmp_threads() -> None:
     They come back when they are needed.
     """
     for path in (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"):
-        library = ctypes.CDLL(str(path))
-        if hasattr(library, "omp_pause_resource_all"):  # OpenMP 5.0
-            library.omp_pause_resource_all(2)  # omp_pause_hard
+        with suppress(AttributeError):  # before OpenMP 5.0
+            ctypes.CDLL(str(path)).omp_pause_resource_all(2)  # omp_pause_hard

@@ -89,6 +89,7 @@ def _entry(action: Compute, group: dist.ProcessGroup) -> Callable[[tuple[Any, ..
         Move.GATHER_SEQUENCE_WHOLE: lambda x: _whole_sequence(x, group),
         Move.SPLIT_SEQUENCE: lambda x: moves.split(_divisible(x, group), SEQUENCE, group),
     }
+    assert action.argument is not None
     moved, (place, name) = move[action.entry], action.argument
 
     def enters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

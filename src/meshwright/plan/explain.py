@@ -1,5 +1,7 @@
 """A plan as tables for people."""
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -13,9 +15,10 @@ from meshwright.plan.moves import Move
 from meshwright.plan.names import generalize
 from meshwright.plan.options import SyncPolicy
 from meshwright.plan.price import tensor_parallel_counts, totals, unit_traffic
+from meshwright.plan.program import describe
 from meshwright.plan.sharding_plan import ExpertsRow, ParameterRow, ShardingPlan, TensorParallelRow, UnitRow
 
-__all__ = ["explain", "human_bytes"]
+__all__ = ["explain", "explain_program", "human_bytes"]
 
 Row = TypeVar("Row", ParameterRow, UnitRow, TensorParallelRow, ExpertsRow)
 
@@ -43,6 +46,29 @@ def explain(plan: ShardingPlan, *, full: bool = False, parameters: bool = True) 
     if plan.experts:
         tables.append(_experts(plan, full))
     return Group(*tables, *([_parameters(plan, full)] if parameters else []))
+
+
+def explain_program(plan: ShardingPlan, *, full: bool = False) -> RenderableType:
+    """The actions of a plan, in the order in which they are done.
+
+    Args:
+        plan: what to show.
+        full: one line for every action; otherwise those that differ only in numbers within names share the line of the first.
+    """
+    table = Table(title=f"Program of {len(plan.program):,} actions", title_justify="left", box=SIMPLE_HEAD)
+    for name in ("action", "of", "how"):
+        table.add_column(name, overflow="fold")
+    lines: Counter[tuple[str, ...]] = Counter()
+    for action in plan.program:
+        cells = (type(action).__name__, *describe(action))
+        lines[cells if full else tuple(_NAME.sub(lambda name: generalize(name[0]), cell) for cell in cells)] += 1
+    for (kind, subject, how), count in lines.items():
+        table.add_row(kind, subject if count == 1 else f"{subject} ({count})", how)
+    return table
+
+
+_NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")
+"""A dotted name."""
 
 
 def _summary(plan: ShardingPlan) -> Table:

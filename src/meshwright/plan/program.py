@@ -5,8 +5,9 @@ Rows (:mod:`meshwright.plan.sharding_plan`) say how each parameter and unit ends
 attributes that are set. ``meshwright plan --program`` prints them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Any
 
 from meshwright.plan.moves import Move
 from meshwright.plan.options import SyncPolicy
@@ -28,6 +29,7 @@ __all__ = [
     "Recompute",
     "Slice",
     "Wrap",
+    "describe",
 ]
 
 
@@ -98,7 +100,7 @@ class Compute:
         kernel: what it computes.
         entry: how the input comes in.
         exit: how the output leaves; of a tuple, as the move says.
-        argument: place and name of the argument that moves, where not all do.
+        argument: place and name of the argument that comes in so; ``None``: all floating tensors.
         sums: its own parameters whose gradients are summed over the axis.
         parts: sizes that a move or a kernel takes a tensor apart by.
         features: width of a whole output, where the move needs it.
@@ -108,10 +110,10 @@ class Compute:
     """
 
     module: str
-    kernel: Kernel
-    entry: Move
-    exit: Move
-    argument: tuple[int, str]
+    kernel: Kernel = Kernel.OWN
+    entry: Move = Move.NONE
+    exit: Move = Move.NONE
+    argument: tuple[int, str] | None = None
     sums: tuple[str, ...] = ()
     parts: tuple[int, ...] = ()
     features: int = 0
@@ -194,36 +196,36 @@ class Wrap:
         modules: mostly one.
         engine: of torch.
         axes: that parameters are replicated and sharded over.
-        experts: whether these are axes of the mesh of experts.
-        dims: parameter to the dimension that is sharded, where it is not the first one.
         param_dtype: of compute; ``None``: as stored.
         reduce_dtype: of reduction; ``None``: that of the gradient.
-        output_dtype: that outputs are cast to; ``None``: no cast.
         reshard_after_forward: whether gathered parameters are freed after forward.
-        offload: keep shards in host memory, pinned where the device is an accelerator.
+        sync: what the unit does between microbatches.
         divisor: what the sum of the gradients is divided by; ``None``: by the ranks that reduce, as torch does.
+        output_dtype: that outputs are cast to; ``None``: no cast.
         plain_sum: add first and divide then, on every backend.
+        experts: whether the axes are those of the mesh of experts.
+        dims: parameter to the dimension that is sharded, where it is not the first one.
+        offload: keep shards in host memory, pinned where the device is an accelerator.
         each_run: gather and free around each run of each module, which run apart.
         no_grad_runs: whether modules run without gradient too; backward does not prefetch in the order of these.
-        sync: what the unit does between microbatches.
     """
 
     unit: str
     modules: tuple[str, ...]
     engine: Engine
     axes: tuple[str, ...]
-    experts: bool
-    dims: tuple[tuple[str, int], ...]
     param_dtype: str | None
     reduce_dtype: str | None
-    output_dtype: str | None
     reshard_after_forward: bool
-    offload: bool
-    divisor: float | None
-    plain_sum: bool
-    each_run: bool
-    no_grad_runs: bool
     sync: SyncPolicy
+    divisor: float | None
+    output_dtype: str | None = None
+    plain_sum: bool = False
+    experts: bool = False
+    dims: tuple[tuple[str, int], ...] = ()
+    offload: bool = False
+    each_run: bool = False
+    no_grad_runs: bool = False
 
 
 @dataclass(frozen=True)
@@ -273,3 +275,17 @@ Action = (
 
 ACTIONS: dict[str, type[Action]] = {kind.__name__: kind for kind in Action.__args__}
 """Kinds of actions by their names."""
+
+
+def describe(action: Action) -> tuple[str, str]:
+    """What an action is done to, and how: its first attribute, and those of the others that are not as by default."""
+    first, *others = fields(action)
+    chosen = {item.name: getattr(action, item.name) for item in others}
+    shown = (f"{item.name} {_text(chosen[item.name])}" for item in others if chosen[item.name] not in (item.default, ()))
+    return _text(getattr(action, first.name)), "; ".join(shown)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(f"({_text(item)})" if isinstance(item, tuple) else _text(item) for item in value)
+    return "(root)" if value == "" else str(value)

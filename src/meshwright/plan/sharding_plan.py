@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 from meshwright.layout import Layout
 from meshwright.plan.moves import Move
 from meshwright.plan.options import DTYPES, ActivationCheckpointing, ParallelOptions, SyncPolicy
-from meshwright.plan.program import ACTIONS, Action, Bias, Engine, Kernel
+from meshwright.plan.program import ACTIONS, Action, Bias, Engine, Kernel, describe
 
 __all__ = [
     "EXPERTS",
@@ -332,7 +332,7 @@ class ShardingPlan:
         )
 
     def diff(self, other: "ShardingPlan") -> list[PlanDifference]:
-        """What ``other`` does differently, row by row; an empty list for equal plans."""
+        """What ``other`` does differently, row by row, and where all rows are equal, action by action."""
         found = [
             *_field_differences("layout", self.layout, other.layout),
             *_field_differences("options", self.options, other.options),
@@ -351,12 +351,20 @@ class ShardingPlan:
                     found.append(PlanDifference(label, "", left.get(name), right.get(name)))
                 else:
                     found.extend(_field_differences(label, left[name], right[name]))
+        if not found:
+            ours, theirs = (dict.fromkeys(map(_line, plan.program)) for plan in (self, other))
+            found += [PlanDifference(f"action {line}", "", line, None) for line in ours if line not in theirs]
+            found += [PlanDifference(f"action {line}", "", None, line) for line in theirs if line not in ours]
         return found
 
 
 def _decayed_then(parameter: dict[str, Any]) -> dict[str, Any]:
     """What was decayed before plans said so, by the version that wrote this one: all that has two dimensions."""
     return {"decayed": parameter["trainable"] and len(parameter["shape"]) >= 2}
+
+
+def _line(action: Action) -> str:
+    return f"{type(action).__name__} {': '.join(describe(action))}"
 
 
 def _field_differences(label: str, left: Any, right: Any) -> Iterator[PlanDifference]:

@@ -100,17 +100,19 @@ def _compute(draft: Draft, row: TensorParallelRow) -> Compute:
     bias = Bias.EACH
     if row.style in _ROWWISE and "bias" in module.parameters:  # to be added once, not by each rank
         bias = Bias.LATE if row.exit is not Move.NONE else Bias.FIRST
+    moves_one = row.entry not in (Move.NONE, Move.ENTER)
+    widens = row.exit in (Move.GATHER_FEATURES, Move.VOCABULARY)
     return Compute(
         row.module,
         kernel,
         row.entry,
         row.exit,
-        module.hidden,
-        row.sums,
-        () if row.style == "region" else row.parts,
-        weight[1 if row.style == "embedding_colwise" else 0],
-        bias,
-        module.padding if kernel is Kernel.VOCABULARY_ROWS else None,
+        argument=module.hidden if moves_one else None,
+        sums=row.sums,
+        parts=() if row.style == "region" else row.parts,
+        features=weight[1 if row.style == "embedding_colwise" else 0] if widens else 0,
+        bias=bias,
+        padding=module.padding if kernel is Kernel.VOCABULARY_ROWS else None,
     )
 
 
