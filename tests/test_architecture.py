@@ -60,10 +60,10 @@ def test_imports_between_rooms_run_one_way() -> None:
 
 
 def test_private_names_of_torch_and_transformers_live_in_one_file_each() -> None:
-    allowed = {"distributed/_torch_compat.py", "models/_transformers_compat.py"}
+    allowed = ("distributed/_torch_compat/", "models/_transformers_compat.py")
     found = []
     for file in SOURCE.rglob("*.py"):
-        if str(file.relative_to(SOURCE)) in allowed:
+        if str(file.relative_to(SOURCE)).startswith(allowed):
             continue
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("torch", "transformers"):

@@ -14,9 +14,11 @@ from meshwright.audit.data import edge_words
 from meshwright.audit.ranks import RankTrainer
 from meshwright.checkpoint.state import initialize_optimizer
 from meshwright.data.packing import IGNORE
-from meshwright.distributed import _torch_compat, tensor_parallel
+from meshwright.distributed import _torch_compat
 from meshwright.distributed.fsdp import fsdp_units
+from meshwright.distributed.tensor_parallel import compute_with_slices
 from meshwright.plan.moves import Move
+from meshwright.plan.program import Compute
 from meshwright.train.loss import count_tokens
 from meshwright.train.optimizer import build_optimizer
 
@@ -337,12 +339,13 @@ def gathers_again_in_step_2(trainer: RankTrainer) -> None:
 
 
 def _replanned(trainer: RankTrainer, style: str, **changes: Any) -> None:
-    """Modules of a style do something else than their rows of the plan say."""
-    for row in trainer.setup.plan.tensor_parallel:
-        if row.style == style:
-            module = trainer.model.get_submodule(row.module)
-            del module.forward  # the class's own comes back
-            module.forward = tensor_parallel._forward(module, replace(row, **changes), trainer.mesh["tp"])
+    """Modules of a style do something else than their actions say."""
+    plan = trainer.setup.plan
+    modules = {row.module for row in plan.tensor_parallel if row.style == style}
+    for action in plan.program:
+        if isinstance(action, Compute) and action.module in modules:
+            del trainer.model.get_submodule(action.module).forward  # the class's own comes back
+            compute_with_slices(trainer.model, replace(action, **changes), trainer.mesh)
 
 
 def norms_not_summed(trainer: RankTrainer) -> None:

@@ -1,0 +1,141 @@
+"""Process groups and meshes: gloo's threads, timeouts, stores, and what the flight recorder knows."""
+
+import json
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "all_gather_single",
+    "concatenate_meshes",
+    "control_store",
+    "device_of_control",
+    "flatten_mesh",
+    "flight_records",
+    "group_of_call",
+    "group_ranks",
+    "inherit_timeout",
+    "one_gloo_worker",
+    "reduce_scatter_single",
+]
+
+# torch 2.13 renamed both; 2.11 has only the older names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_WITH_TIMEOUT = tuple(
+    kind for kind in (getattr(distributed_c10d, f"ProcessGroup{name}", None) for name in ("Gloo", "NCCL")) if kind is not None
+)
+
+
+def one_gloo_worker() -> None:
+    """Let every gloo group that is made from here on run its collectives in one thread, not in two. Idempotent.
+
+    Both threads of a group write the name of the collective that ended last into one string without a lock. Names of over 15
+    letters (functional all-gathers, so DTensor's) live on the heap, which is corrupted once in some thousand jobs
+    (docs/upstream.md). The order of a group's collectives is the same on all ranks, so one thread is enough.
+    """
+    if not dist.is_gloo_available():
+        return
+    gloo: Any = distributed_c10d.ProcessGroupGloo
+    if getattr(gloo.__init__, "_meshwright", False):
+        return
+    create = gloo.__init__
+
+    def create_with_one_thread(self: Any, store: Any, rank: int, size: int, *given: Any, **named: Any) -> None:
+        options = next((item for item in (*given, *named.values()) if isinstance(item, gloo._Options)), None)
+        if options is None:
+            options = gloo._Options()
+            # Read as torch reads it: one device for each interface, or the one that the host's name leads to.
+            interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+            options._devices = [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
+            timeout = given[0] if given else named.get("timeout")
+            options._timeout = distributed_c10d.default_pg_timeout if timeout is None else timeout
+        options._threads = 1
+        create(self, store, rank, size, options)
+
+    create_with_one_thread._meshwright = True  # type: ignore[attr-defined]
+    gloo.__init__ = create_with_one_thread
+
+
+def inherit_timeout(mesh: DeviceMesh) -> None:
+    """Give the groups of a mesh the timeout of the default group. By itself torch gives them that of their backend: half an
+    hour for gloo, ten minutes for NCCL. A group that has another one, which its maker chose, keeps it.
+    """
+    own = {distributed_c10d.default_pg_timeout, distributed_c10d.default_pg_nccl_timeout}
+    wanted = _timeout_of(distributed_c10d._get_default_group())
+    for group in mesh.get_all_groups():
+        if wanted is not None and _timeout_of(group) in own:
+            distributed_c10d._set_pg_timeout(wanted, group)
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout of a group; ``None`` where its backends have none."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    return next((backend.options._timeout for backend in backends if isinstance(backend, _WITH_TIMEOUT)), None)
+
+
+def control_store(prefix: str) -> dist.Store:
+    """The store of the default group, over a connection of its own: a thread that waits on it makes no other thread wait.
+
+    Args:
+        prefix: of the keys.
+    """
+    return dist.PrefixStore(f"meshwright/{prefix}", distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """The 1-D mesh over all ranks of ``mesh``, called ``name`` and known to its root mesh."""
+    return mesh._flatten(name)
+
+
+def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the axes of several submeshes of the same root; no new process groups."""
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def device_of_control(group: dist.ProcessGroup) -> torch.device:
+    """The CPU where a group has a backend for it, otherwise the device that it is for."""
+    devices = group._device_types
+    return torch.device("cpu") if torch.device("cpu") in devices else devices[0]
+
+
+def flight_records() -> list[dict[str, Any]] | None:
+    """What torch's flight recorders hold of this process, one for gloo and one for NCCL.
+
+    They record where ``TORCH_FR_BUFFER_SIZE`` was set before the process had its first group. Only a report reads them,
+    so that a torch without them is not refused by :func:`check`. Ask when the process stands still: what the recorder knows of
+    groups it reads without a lock, while a collective of another thread may add to it.
+
+    Returns:
+        ``None`` where this torch has no recorder that can be read as JSON.
+    """
+    names = ["_dump_fr_trace_json", *(["_dump_nccl_trace_json"] if torch.cuda.is_initialized() else [])]
+    library = getattr(torch._C, "_distributed_c10d", None)
+    dumps = [getattr(library, name) for name in names if hasattr(library, name)]
+    return [json.loads(dump(includeCollectives=True)) for dump in dumps] or None
+
+
+def group_ranks() -> dict[str, tuple[int, ...]]:
+    """The global ranks of every process group that this process is in, by torch's name of the group."""
+    world = getattr(distributed_c10d, "_world", None)
+    names, ranks = getattr(world, "pg_names", {}), getattr(world, "pg_group_ranks", {})
+    return {name: tuple(sorted(ranks[group])) for group, name in list(names.items()) if group in ranks}
+
+
+def group_of_call(args: Sequence[Any]) -> tuple[int, ...]:
+    """The global ranks of the group of a collective, from the arguments that its operator was called with.
+
+    Those of ``c10d`` hold the group in a box, as the first of its kind; the functional ones its name, as the last text.
+    """
+    box = next((item for item in args if isinstance(item, torch.ScriptObject)), None)
+    if box is not None:
+        return tuple(distributed_c10d.get_process_group_ranks(distributed_c10d.ProcessGroup.unbox(box)))
+    name = next((item for item in reversed(args) if isinstance(item, str)), "")
+    return group_ranks().get(name, ())

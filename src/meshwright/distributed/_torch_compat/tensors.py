@@ -1,0 +1,97 @@
+"""Tensors, placements and operators."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = [
+    "alias",
+    "in_backward",
+    "is_decomposed",
+    "memory_of",
+    "operator_names",
+    "operator_schema",
+    "own_memory",
+    "plain_placements",
+    "strided_shard",
+    "unseen",
+]
+
+
+def strided_shard(dim: int, pieces: int) -> Placement:
+    """The placement of a dimension that holds several tensors one after another, each of which is sharded."""
+    return _StridedShard(dim, split_factor=pieces)
+
+
+def plain_placements(tensor: DTensor) -> tuple[Placement, ...] | None:
+    """Placements without strides that only slice a packed dimension; ``None`` where there are none of these.
+
+    FSDP's own strides stay: they stand for a dimension that a later axis of the mesh shards too, and DCP knows them.
+    """
+    found = list(tensor.placements)
+    for axis, placement in enumerate(found):
+        if isinstance(placement, _StridedShard):
+            later = [other for other in found[axis + 1 :] if isinstance(other, Shard) and other.dim == placement.dim]
+            if not later:
+                found[axis] = Shard(placement.dim)
+    return tuple(found) if found != list(tensor.placements) else None
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Inside a dispatch mode: another tensor over the same memory, unknown to autograd, that has the same version counter."""
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """A number that tensors over the same memory share, while one of them is alive; of a DTensor, that of its local part."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata
+
+
+def own_memory(tensor: torch.Tensor) -> None:
+    """Give a tensor, of a DTensor its local part, memory of its own and of its own size.
+
+    What is read from a file on the CPU is a view of the file's pages: a shard holds its whole parameter, and changes with the
+    file.
+    """
+    if isinstance(tensor, DTensor):
+        tensor._local_tensor = tensor._local_tensor.detach().clone()
+    else:
+        tensor.data = tensor.detach().clone()
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Inside, no dispatch mode sees what is called."""
+    with _disable_current_modes():
+        yield
+
+
+def operator_names() -> list[str]:
+    """All operators that are registered now, as ``aten.mm.default``."""
+    found = []
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, rest = name.partition("::")
+        operator, _, overload = rest.partition(".")
+        found.append(f"{space}.{operator}.{overload or 'default'}")
+    return found
+
+
+def is_decomposed(operator: torch._ops.OpOverload) -> bool:
+    """Whether an operator is taken apart into others above autograd, so that nothing below ever sees it: ``aten.linear``."""
+    return operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
+def operator_schema(operator: Any) -> Any:
+    """Arguments, returns and mutability of an operator; ``None`` for a higher-order one, such as flex attention."""
+    return getattr(operator, "_schema", None)
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward in this thread, so that a forward now is a recomputation."""
+    return torch._C._current_graph_task_id() != -1

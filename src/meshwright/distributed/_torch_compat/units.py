@@ -1,0 +1,146 @@
+"""Units of FSDP2: their state, their parameter groups, and the hooks around their runs."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from meshwright.distributed._torch_compat.tensors import memory_of
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+__all__ = [
+    "before_each_run",
+    "forget_runs_without_gradient",
+    "fsdp_state",
+    "hook_each_run",
+    "is_set_up",
+    "is_unsharded",
+    "owned_parameters",
+    "param_groups",
+    "replicate_module",
+    "reshards_after_forward",
+    "settle",
+    "share_shards",
+]
+
+
+def replicate_module(
+    modules: list[nn.Module], mesh: DeviceMesh, mp_policy: "MixedPrecisionPolicy", offload_policy: "OffloadPolicy"
+) -> None:
+    """torch's ``replicate``: the FSDP2 engine with whole parameters and one all-reduce a unit.
+
+    Its modules are ``FSDPModule`` too, so that gradient sync is the same state machine as with shards.
+    """
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    replicate(modules if len(modules) > 1 else modules[0], mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy)
+
+
+def fsdp_state(module: nn.Module | FSDPModule) -> Any:
+    """The FSDP state of a module, or ``None``. Modules that were wrapped together share one."""
+    return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+
+
+def param_groups(module: nn.Module | FSDPModule) -> list[Any]:
+    """The parameter groups that a unit gathers and reduces. Empty for a unit without parameters of its own."""
+    state = fsdp_state(module)
+    if state is None:
+        return []
+    if hasattr(state, "_fsdp_param_groups"):  # torch 2.13 and later: one group for each mesh
+        return list(state._fsdp_param_groups)
+    group = state._fsdp_param_group
+    return [] if group is None else [group]
+
+
+def owned_parameters(module: nn.Module | FSDPModule) -> list[nn.Parameter]:
+    """The sharded parameters that this unit itself gathers, without those of units inside it."""
+    return [fsdp_param.sharded_param for group in param_groups(module) for fsdp_param in group.fsdp_params]
+
+
+def is_unsharded(module: nn.Module | FSDPModule) -> bool:
+    """Whether a unit holds its gathered parameters now."""
+    return any(group.is_unsharded for group in param_groups(module))
+
+
+def is_set_up(module: nn.Module | FSDPModule) -> bool:
+    """Whether a unit, or the root that it is in, ran forward once: only then does it know its root and its streams."""
+    return fsdp_state(module)._is_root is not None
+
+
+def settle(module: nn.Module | FSDPModule) -> None:
+    """Finish an all-gather that was started ahead and that nothing has used; the unit is gathered then."""
+    for group in param_groups(module):
+        if group._all_gather_result is not None:
+            group.wait_for_unshard()
+
+
+def reshards_after_forward(module: nn.Module | FSDPModule, *, is_root: bool) -> bool:
+    """Whether a unit frees its gathered parameters after forward, as it is set now.
+
+    A root that was wrapped without saying so learns only in its first forward that it is one, and does not.
+    """
+    state = fsdp_state(module)
+    if is_root and getattr(state, "_auto_reshard_after_forward", False):
+        return False
+    return any(group._reshard_after_forward for group in param_groups(module))
+
+
+def hook_each_run(modules: Sequence[nn.Module]) -> None:
+    """Let modules that are one unit gather and free it around each run of each of them.
+
+    By itself FSDP2 takes them for one run: it gathers before the first and frees after the last.
+    """
+    state = fsdp_state(modules[0])
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+    for module in modules:
+        module.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(state._post_forward, prepend=False)
+
+
+def forget_runs_without_gradient(module: nn.Module | FSDPModule) -> None:
+    """Keep runs under ``no_grad`` out of the order that backward prefetches in, which they would lead astray."""
+    for group in param_groups(module):
+        record = group._record_post_forward
+
+        def recorded(record: Any = record) -> None:
+            if torch.is_grad_enabled():
+                record()
+
+        group._record_post_forward = recorded
+
+
+def before_each_run(root: nn.Module | FSDPModule, do: Callable[[], None]) -> None:
+    """Have something done as a root begins to run, in whatever method, before its units are readied for their first run."""
+    state = fsdp_state(root)
+    initialize = state._lazy_init
+
+    def first_do() -> None:
+        do()
+        initialize()
+
+    state._lazy_init = first_do
+
+
+def share_shards(first: nn.Module | FSDPModule, second: nn.Module | FSDPModule) -> None:
+    """Give two units with the same parameters one sharded copy: that of the first. Before their first forward; idempotent.
+
+    Each pads its shards into memory of its own when it is first used, so the names alone would part them: one would go on
+    gathering what the optimizer no longer changes.
+    """
+    for ours, theirs in zip(param_groups(first), param_groups(second), strict=True):
+        for mine, other in zip(ours.fsdp_params, theirs.fsdp_params, strict=True):
+            # By memory: where tensors have none (fake ones), torch makes a new view of the same shard as a unit is first used.
+            same_memory = memory_of(other._sharded_param_data) == memory_of(mine._sharded_param_data)
+            if other.sharded_param is mine.sharded_param and same_memory:
+                continue
+            mine.reset_sharded_param()
+            place = other._module_info
+            other.sharded_param = mine.sharded_param
+            other._sharded_param_data, other._sharding_spec = mine._sharded_param_data, mine._sharding_spec
+            setattr(place.module, place.param_name, mine.sharded_param)

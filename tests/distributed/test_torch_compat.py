@@ -1,0 +1,100 @@
+"""Names of torch that are no part of its documentation: all that are used are looked up as a process starts."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from meshwright.distributed import _torch_compat
+from meshwright.distributed._torch_compat import names as tables
+from meshwright.errors import UnsupportedError
+
+ROOM = Path(_torch_compat.__file__).parent
+FILES = sorted(file for file in ROOM.glob("*.py") if file.stem not in ("__init__", "names"))
+
+OURS = {
+    "_meshwright", "_meshwright_course", "at_end", "data_group", "fresh", "ran", "runs", "say", "stays", "tell", "used",
+    "BACKWARD", "FORWARD", "REDUCTION",
+}  # fmt: skip
+"""Attributes of Meshwright's own classes, or put on those of torch."""
+
+DOCUMENTED = {
+    "Module", "OpOverload", "Parameter", "PrefixStore", "ProcessGroup", "ProcessGroupGloo", "ScriptObject", "Store", "Tensor",
+    "Variable", "__init__", "__version__", "_C", "_ops", "all_gather_into_tensor", "autograd", "cuda", "data", "detach",
+    "device", "dim", "get_group", "get_process_group_ranks", "get_world_size", "grad", "is_gloo_available", "is_grad_enabled",
+    "is_initialized", "mesh", "ndim", "placements", "queue_callback", "reduce_scatter_tensor", "register_forward_hook",
+    "register_forward_pre_hook", "remove", "requires_grad", "to_local", "untyped_storage", "zeros_like", "tags",
+}  # fmt: skip
+"""Public names of torch, and the ways to modules that hold private ones."""
+
+PYTHON = {"append", "clear", "environ", "get", "items", "loads", "partition", "split", "values"}
+
+OPTIONAL = {
+    "_fsdp_param_groups": "torch 2.13 and later; before it there is one group",
+    "options": "of a backend: read where the backend is one of gloo or NCCL",
+    "parameters": "of a stage's module",
+    "stage_backward": "of pipelining, which is looked up as it is used",
+    "stage_backward_input": "of pipelining, which is looked up as it is used",
+    "stage_backward_weight": "of pipelining, which is looked up as it is used",
+    "backward_maybe_with_nosync": "of pipelining, which is looked up as it is used",
+    "submod": "of pipelining, which is looked up as it is used",
+    "cuda": "of the flight recorder",
+    "_schema": "a higher-order operator has none",
+    "_world": "of the flight recorder's report, which does without",
+    "pg_names": "of the flight recorder's report, which does without",
+    "pg_group_ranks": "of the flight recorder's report, which does without",
+    "_distributed_c10d": "of the flight recorder's report, which does without",
+    "all_gather_single": "torch 2.13; before it the name is another",
+    "reduce_scatter_single": "torch 2.13; before it the name is another",
+    "_meshwright": "ours",
+    "_meshwright_course": "ours",
+}
+"""Names that may be missing, and why."""
+
+
+def used(file: Path) -> set[str]:
+    """Every attribute that a file reads or sets, by a dot or by its name in a string."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        asks = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr")
+        if asks and isinstance(node.args[1], ast.Constant):
+            found.add(node.args[1].value)
+    return found
+
+
+def looked_up() -> set[str]:
+    named = [*tables.NAMES.values(), *tables.HELD.values(), [part for path in tables.GLOO for part in path.split(".")]]
+    return {name for names in named for name in names}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_name_that_is_used_is_looked_up_at_start_up(file: Path) -> None:
+    assert used(file) - OURS - DOCUMENTED - PYTHON - OPTIONAL.keys() - looked_up() == set()
+
+
+def test_every_name_that_is_looked_up_is_used() -> None:
+    everywhere = set().union(*map(used, FILES))
+    rest = [file.read_text() for file in ROOM.parent.glob("*.py")]  # public methods of units, which other files call
+    assert {name for name in looked_up() - everywhere if not any(f".{name}" in text for text in rest)} == set()
+
+
+def test_this_torch_has_them() -> None:
+    _torch_compat.check()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "table"),
+    [(FSDPParamGroup, "post_backward", "NAMES"), (FSDPParam, "_unsharded_param", "HELD")],
+    ids=["a method", "an attribute that a method sets"],
+)
+def test_a_name_that_moved_is_refused_by_name(owner: type, name: str, table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = getattr(tables, table)
+    assert name in known[owner]
+    monkeypatch.setitem(known, owner, (*known[owner], f"{name}_as_it_is_called_now"))
+    with pytest.raises(UnsupportedError, match=f"{owner.__name__} have? no|{owner.__name__} has no") as error:
+        _torch_compat.check()
+    assert f"{name}_as_it_is_called_now" in str(error.value)
