@@ -30,12 +30,12 @@ def unit(trainer: RankTrainer) -> Any:
 
 
 def around_backward(trainer: RankTrainer, before: Callable[..., tuple[Any, Any]] | None = None) -> None:
-    inner = trainer.backward
+    inner = trainer.engine.forward_backward
 
-    def backward(batches: Any, divisor: Any) -> Any:
-        return inner(*before(batches, divisor)) if before else inner(batches, divisor)
+    def forward_backward(batches: Any, counts: Any) -> Any:
+        return inner(*before(batches, counts)) if before else inner(batches, counts)
 
-    trainer.backward = backward  # type: ignore[method-assign]
+    trainer.engine.forward_backward = forward_backward  # type: ignore[method-assign]
 
 
 def divided_twice(trainer: RankTrainer) -> None:
@@ -86,8 +86,8 @@ def tie_came_apart(trainer: RankTrainer) -> None:
 def averaged_by_rank(trainer: RankTrainer) -> None:
     """Each rank divides by its own tokens, and the mean over ranks is taken."""
 
-    def before(batches: Any, divisor: torch.Tensor) -> Any:
-        return batches, torch.tensor(count_tokens(batches) * dist.get_world_size(), dtype=divisor.dtype)
+    def before(batches: Any, counts: torch.Tensor) -> Any:
+        return batches, torch.full_like(counts, count_tokens(batches) * dist.get_world_size())
 
     around_backward(trainer, before)
 
@@ -284,18 +284,18 @@ def buffer_on_rank_1_in_the_end(trainer: RankTrainer) -> None:
 def buffer_off_after_step_1(trainer: RankTrainer, only: int | None = None) -> None:
     """And right again in the end."""
     buffer = next(trainer.model.buffers())
-    inner = trainer.backward
+    inner = trainer.engine.forward_backward
 
-    def backward(batches: Any, divisor: Any) -> Any:
+    def forward_backward(batches: Any, counts: Any) -> Any:
         if trainer.step == 1 and only in (None, trainer.rank):
             buffer.div_(2)
-        return inner(batches, divisor)
+        return inner(batches, counts)
 
     def after_step(*_: Any) -> None:
         if trainer.step == 0 and only in (None, trainer.rank):
             buffer.mul_(2)
 
-    trainer.backward = backward  # type: ignore[method-assign]
+    trainer.engine.forward_backward = forward_backward  # type: ignore[method-assign]
     trainer.optimizer.register_step_post_hook(after_step)
 
 
@@ -318,13 +318,15 @@ def evaluation_mode_on_rank_1(trainer: RankTrainer) -> None:
 
 def half_the_loss_from_step_2(trainer: RankTrainer) -> None:
     """Only the number that is reported."""
-    inner = trainer.backward
+    inner = trainer.engine.forward_backward
 
-    def backward(batches: Any, divisor: Any) -> Any:
-        loss = inner(batches, divisor)
-        return loss / 2 if trainer.step > 0 else loss
+    def forward_backward(batches: Any, counts: Any) -> Any:
+        sums = inner(batches, counts)
+        if trainer.step > 0:
+            sums.values["loss"] = sums.values["loss"] / 2
+        return sums
 
-    trainer.backward = backward  # type: ignore[method-assign]
+    trainer.engine.forward_backward = forward_backward  # type: ignore[method-assign]
 
 
 def gathers_again_in_step_2(trainer: RankTrainer) -> None:

@@ -1,15 +1,29 @@
 """The check that packed documents stay apart: passes for families that keep them apart, and catches those that do not."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
 from meshwright.audit.families import SPARSE, UNPACKED
+from meshwright.distributed.grad_sync import GradSync
 from meshwright.errors import ConfigError
+from meshwright.moe.balance import Balance
 from meshwright.train.boundaries import check_boundaries
+from meshwright.train.engine import Sequential
+from meshwright.train.objective import NextToken
 from tests.harness import run_ranks
 from tests.tiny import FAMILIES, tiny_model
 
 CPU = torch.device("cpu")
+
+
+def check(model: nn.Module, **options: Any) -> None:
+    engine = Sequential(model, NextToken(), GradSync(model), Balance(model, (), CPU), lambda: None)
+    check_boundaries(engine.logits, model, CPU, **options)
+
+
 DENSE = [family for family in FAMILIES if family not in SPARSE | UNPACKED]
 
 
@@ -18,7 +32,7 @@ DENSE = [family for family in FAMILIES if family not in SPARSE | UNPACKED]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_families_that_keep_documents_apart_pass_to_the_last_bit(family: str, attention: str, dtype: torch.dtype) -> None:
     model = tiny_model(family, attn_implementation=attention).to(dtype).train()
-    check_boundaries(model, CPU, rows=3, length=20)
+    check(model, rows=3, length=20)
     assert model.training
 
 
@@ -37,10 +51,10 @@ def test_families_that_let_documents_through_are_refused(family: str) -> None:
     config = AutoConfig.for_model(family, vocab_size=67, bos_token_id=1, eos_token_id=2, pad_token_id=0, **LEAKING[family])
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(ConfigError, match=r"data\.packing=pack.*set data\.packing=pad or another") as error:
-        check_boundaries(model, CPU, rows=1, length=20)
+        check(model, rows=1, length=20)
     assert "microbatch" not in str(error.value)  # there is one sequence in it already
     with pytest.raises(ConfigError, match=r"implementation, or training\.microbatch_size=1"):
-        check_boundaries(model, CPU, rows=2, length=20)
+        check(model, rows=2, length=20)
 
 
 def test_the_trainer_checks_before_it_trains(tiny, tmp_path) -> None:
@@ -62,13 +76,13 @@ def test_the_trainer_checks_before_it_trains(tiny, tmp_path) -> None:
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_a_mixture_of_experts_passes(family: str) -> None:
-    check_boundaries(tiny_model(family), CPU, rows=2, length=20, exact=False)
+    check(tiny_model(family), rows=2, length=20, exact=False)
 
 
 def test_attention_with_sinks_is_refused() -> None:
     """transformers' gpt_oss does not tell its masks of positions that restart."""
     with pytest.raises(ConfigError, match=r"data\.packing=pack.*set data\.packing=pad"):
-        check_boundaries(tiny_model("gpt_oss"), CPU, rows=2, length=20, exact=False)
+        check(tiny_model("gpt_oss"), rows=2, length=20, exact=False)
 
 
 @pytest.mark.parametrize("kinds", [["linear_attention", "moe"], ["linear_attention", "mlp"]], ids=str)
@@ -76,4 +90,4 @@ def test_attention_with_sinks_is_refused() -> None:
 def test_mamba_carries_a_document_into_the_next_and_is_refused(kinds: list[str], rows: int) -> None:
     """Also where the bound is that of a mixture of experts: the leak is no rounding."""
     with pytest.raises(ConfigError, match=r"data\.packing=pack.*set data\.packing=pad"):
-        check_boundaries(tiny_model("nemotron_h", layers_block_type=kinds), CPU, rows=rows, length=20, exact=False)
+        check(tiny_model("nemotron_h", layers_block_type=kinds), rows=rows, length=20, exact=False)

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,12 @@ from meshwright.layout import Layout
 from meshwright.models.init import derive_seed
 from meshwright.plan.inspection import model_sizes
 from meshwright.train.config import LayoutConfig, ParallelConfig, RunConfig
+from meshwright.train.engine import Batch, Engine, Sequential, Sums
+from meshwright.train.parts import Parts, fill, sequential, train_loader
 from meshwright.train.setup import make_setup
-from meshwright.train.trainer import Batch, Trainer
+from meshwright.train.trainer import Trainer
 
-__all__ = ["AuditTrainer", "Case", "in_dtype", "local_part", "modules_in_evaluation"]
+__all__ = ["AuditTrainer", "Case", "NotingEngine", "in_dtype", "local_part", "modules_in_evaluation"]
 
 DROPOUT = r"dropout|pdrop|layerdrop|drop_path|jitter"
 """Of names of probabilities."""
@@ -113,56 +115,69 @@ def silence_dropout(model: nn.Module) -> None:
                     setattr(holder, name, 0.0)
 
 
+class NotingEngine(Sequential):
+    """Runs microbatches as a run does, with the data noted."""
+
+    trainer: "AuditTrainer"
+
+    def forward_backward(self, batches: list[Batch], counts: torch.Tensor) -> Sums:
+        """In the arithmetic of the case."""
+        trainer = self.trainer
+        trainer.sequences.append(sequence_digests(batches, trainer.config.data.sequence_length))
+        with KeepFloat64() if trainer.case.dtype == "float64" else nullcontext():
+            return super().forward_backward(batches, counts)
+
+
 class AuditTrainer(Trainer):
     """The trainer of a case on this rank.
+
+    Args:
+        case: to run.
+        device: to compute on.
+        engine: what runs its microbatches.
+        parts: that are others than those of an audit.
 
     Attributes:
         sequences: for each step, the digests of the sequences that this rank was fed.
     """
 
-    loader_type = UnevenLoader
-
-    def __init__(self, case: Case, device: torch.device) -> None:
+    def __init__(self, case: Case, device: torch.device, engine: type[NotingEngine] = NotingEngine, **parts: Any) -> None:
         self.case = case
         self.sequences: list[list[str]] = []
         setup = make_setup(case.config, dist.get_world_size())
         silence_dropout(setup.model)
-        super().__init__(setup, TokenStore.open(case.store), device)
 
-    def build_mesh(self) -> ParallelMesh:
-        """One for all cases of a layout: the groups of a mesh have threads, and cannot be taken back."""
-        return _mesh(self.setup.layout, self.device.type)
+        def noting(trainer: Trainer) -> Engine:
+            made = sequential(trainer, engine)
+            made.trainer = self
+            return made
 
-    def build_loader(self, store: TokenStore) -> TrainLoader:
-        """That of the audit; experts are to be left without a token now and then, and what hurts is to be fed."""
-        loader = super().build_loader(store)
-        assert isinstance(loader, UnevenLoader)
-        loader.starves = bool(model_sizes(self.setup.spec, self.setup.model).experts)
-        config, training = self.setup.model.config, self.config.training
-        text = config.get_text_config()
-        never = {value for key, value in config.to_dict().items() if re.search(NO_TEXT, key) and isinstance(value, int)}
-        loader.words = words_to_feed(text.vocab_size, (store.index.pad_token_id, text.pad_token_id), never)
-        loader.unlabelled = unlabelled_microbatch(training.global_batch_size, training.microbatch_size, self.case.steps)
-        return loader
+        # One mesh for all cases of a layout: the groups of a mesh have threads, and cannot be taken back.
+        own = {"mesh": lambda trainer: _mesh(setup.layout, device.type), "loader": _loader, "fill": _fill, "engine": noting}
+        super().__init__(setup, TokenStore.open(case.store), device, parts=Parts(**{**own, **parts}))
 
-    def fill(self, device: torch.device) -> None:
-        """As a run does; a drawn model is jittered.
 
-        Biases that begin as zero, and norms that begin as one, would hide what is wrong with them and behind them.
-        """
-        super().fill(device)
-        if self.config.model.path is None:
-            _jitter(self.model, self.config.training.seed)
+def _loader(trainer: Trainer, store: TokenStore) -> TrainLoader:
+    """That of the audit; experts are to be left without a token now and then, and what hurts is to be fed."""
+    loader = train_loader(trainer, store, UnevenLoader)
+    setup, training = trainer.setup, trainer.config.training
+    loader.starves = bool(model_sizes(setup.spec, setup.model).experts)
+    config = setup.model.config
+    text = config.get_text_config()
+    never = {value for key, value in config.to_dict().items() if re.search(NO_TEXT, key) and isinstance(value, int)}
+    loader.words = words_to_feed(text.vocab_size, (store.index.pad_token_id, text.pad_token_id), never)
+    loader.unlabelled = unlabelled_microbatch(training.global_batch_size, training.microbatch_size, training.steps or 0)
+    return loader
 
-    def arithmetic(self) -> AbstractContextManager[Any]:
-        """What the steps run in."""
-        return KeepFloat64() if self.case.dtype == "float64" else nullcontext()
 
-    def backward(self, batches: list[Batch], divisor: torch.Tensor) -> torch.Tensor:
-        """As a run does, with the data noted."""
-        self.sequences.append(sequence_digests(batches, self.config.data.sequence_length))
-        with self.arithmetic():
-            return super().backward(batches, divisor)
+def _fill(trainer: Trainer, device: torch.device) -> None:
+    """As a run does; a drawn model is jittered.
+
+    Biases that begin as zero, and norms that begin as one, would hide what is wrong with them and behind them.
+    """
+    fill(trainer, device)
+    if trainer.config.model.path is None:
+        _jitter(trainer.model, trainer.config.training.seed)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, BorderRecorder, BorderRow, compare_borders
-from meshwright.audit.case import AuditTrainer, Case, local_part, modules_in_evaluation
+from meshwright.audit.case import AuditTrainer, Case, NotingEngine, local_part, modules_in_evaluation
 from meshwright.audit.compare import Row, compare, weights_of_parts
 from meshwright.audit.decay import decayed_by_optimizer
 from meshwright.audit.precision import FLOORS
@@ -26,7 +26,8 @@ from meshwright.distributed.mesh import whole_tensor
 from meshwright.layout import Layout
 from meshwright.plan.borders import borders, first_microbatch, held
 from meshwright.plan.sharding_plan import ParameterRow
-from meshwright.train.trainer import Batch
+from meshwright.train.engine import Batch, Sums
+from meshwright.train.parts import clip
 
 __all__ = ["RankResult", "RankTrainer", "audit_on_rank", "axis_names"]
 
@@ -80,6 +81,29 @@ class RankResult:
     seconds: float = 0.0
 
 
+class ComparingEngine(NotingEngine):
+    """Runs microbatches as a run does; collectives are counted, and in the first step gradients compared."""
+
+    trainer: "RankTrainer"
+
+    def forward_backward(self, batches: list[Batch], counts: torch.Tensor) -> Sums:
+        """As a run does."""
+        trainer = self.trainer
+        generators = trainer.generators()
+        if trainer.step == 0:
+            trainer.result.evaluating = modules_in_evaluation(self.model)
+        if trainer.compiled:
+            sums = super().forward_backward(batches, counts)  # under the counter's mode nothing would be compiled
+        else:
+            with CommCounter() as counter:
+                sums = super().forward_backward(batches, counts)
+            trainer.count(counter)
+        trainer.result.drew |= trainer.generators() != generators
+        if trainer.step == 0:
+            trainer.compare_first_step(batches[0])
+        return sums
+
+
 class RankTrainer(AuditTrainer):
     """Trains under the layout, and compares with the reference on the way.
 
@@ -91,8 +115,9 @@ class RankTrainer(AuditTrainer):
     """
 
     def __init__(self, case: Case, device: torch.device, reference: Reference, noise: dict[str, float]) -> None:
-        super().__init__(case, device)
+        super().__init__(case, device, ComparingEngine, clip=lambda trainer: self._clip())
         self.reference, self.noise = reference, noise
+        self.compiled = any(unit.compile for unit in self.setup.plan.units)
         self.result = RankResult(self.rank)
         self.planned = {row.name: row for row in self.setup.plan.parameters}
         self.named = {name: parameter for name, parameter in self.model.named_parameters() if name in self.planned}
@@ -132,29 +157,20 @@ class RankTrainer(AuditTrainer):
         ]
         self.result.seconds = time.perf_counter() - begun
 
-    def backward(self, batches: list[Batch], divisor: torch.Tensor) -> torch.Tensor:
-        """As a run does; collectives are counted, and in the first step gradients compared."""
-        generators = self._generators()
-        if self.step == 0:
-            self.result.evaluating = modules_in_evaluation(self.model)
-        if any(unit.compile for unit in self.setup.plan.units):
-            loss = super().backward(batches, divisor)  # under the counter's mode nothing would be compiled
-        else:
-            with CommCounter() as counter:
-                loss = super().backward(batches, divisor)
-            self.result.counts.append(self._by_axis(counter.counts_of))
-            self.result.bytes.append(self._by_axis(counter.bytes_of))
-        self.result.drew |= self._generators() != generators
-        if self.step == 0:
-            self.at_borders.close()
-            self._compare_borders(batches[0])
-            self._compare_gradients()
-        return loss
+    def count(self, counter: CommCounter) -> None:
+        """Note the collectives of a step."""
+        self.result.counts.append(self._by_axis(counter.counts_of))
+        self.result.bytes.append(self._by_axis(counter.bytes_of))
+
+    def compare_first_step(self, batch: Batch) -> None:
+        """Borders of its first microbatch, and gradients."""
+        self.at_borders.close()
+        self._compare_borders(batch)
+        self._compare_gradients()
 
     def _border_recorder(self) -> BorderRecorder:
         """Of the first microbatch; of nothing, where hooks would break a compiled graph or rounding hides what they see."""
-        compiled = any(unit.compile for unit in self.setup.plan.units)
-        names = () if compiled or self.tolerances.rounded() else borders(self.setup.plan, self.model)
+        names = () if self.compiled or self.tolerances.rounded() else borders(self.setup.plan, self.model)
         return BorderRecorder(self.model, names, (0,), MOST_BYTES_OF_BORDERS // self.setup.layout.size("dp"))
 
     def _compare_borders(self, batch: Batch) -> None:
@@ -178,9 +194,9 @@ class RankTrainer(AuditTrainer):
             found.setdefault(names.get(ranks, str(ranks)), Counter()).update(counts)
         return found
 
-    def clip(self) -> torch.Tensor:
+    def _clip(self) -> torch.Tensor:
         """As a run does, and measured again afterwards."""
-        norm = super().clip()
+        norm = clip(self)
         if self.step == 0:
             self.result.clipped_norm = float(total_grad_norm(self.model.parameters()))
         return norm
@@ -309,7 +325,8 @@ class RankTrainer(AuditTrainer):
         missing = value is None or truth is None
         self.result.rows.append(Row(what, name, unit, placed, *numbers[:3], tolerance, numbers[3], missing, weights))
 
-    def _generators(self) -> list[bytes]:
+    def generators(self) -> list[bytes]:
+        """States of the random number generators of this rank."""
         return [value.cpu().numpy().tobytes() for value in state.rng_tensors(self.rank, self.device).values()]
 
 

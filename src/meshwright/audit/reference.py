@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, BorderRecorder
-from meshwright.audit.case import AuditTrainer, Case, modules_in_evaluation
+from meshwright.audit.case import AuditTrainer, Case, NotingEngine, modules_in_evaluation
 from meshwright.audit.compare import compare
 from meshwright.audit.data import UnevenLoader
 from meshwright.audit.decay import plain_optimizer, to_be_decayed
@@ -25,8 +25,10 @@ from meshwright.distributed.grad_sync import GradSync
 from meshwright.plan.borders import borders
 from meshwright.plan.inspection import model_sizes
 from meshwright.plan.sharding_plan import ShardingPlan, UnitRow
+from meshwright.train.engine import Batch, Sums
 from meshwright.train.loss import count_tokens
-from meshwright.train.trainer import Batch
+from meshwright.train.parts import clip
+from meshwright.train.trainer import Trainer
 
 __all__ = ["LOSS", "Reference", "measure_drift", "measure_noise", "record_reference"]
 
@@ -100,6 +102,42 @@ class Reference:
         return [part for part in parts if part is not None] if all(part is not None for part in parts) else []
 
 
+class ReferenceEngine(NotingEngine):
+    """One microbatch after another; in the first step the gradient of each is kept apart too."""
+
+    trainer: "ReferenceTrainer"
+
+    def forward_backward(self, batches: list[Batch], counts: torch.Tensor) -> Sums:
+        """The gradient is the sum over microbatches, as in a run."""
+        trainer = self.trainer
+        if trainer.step > 0:
+            return super().forward_backward(batches, counts)
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        total = Sums()
+        sequences: list[str] = []
+        trainer.note(batches)
+        for index, batch in enumerate(batches):
+            before = {name: parameter.grad for name, parameter in trained.items()}
+            for parameter in trained.values():
+                parameter.grad = None
+            sums = super().forward_backward([batch], counts)
+            for name, value in sums.values.items():
+                total.add(name, value)
+            sequences += trainer.sequences.pop()
+            trainer.meta["microbatch_losses"].append(float(sums.values["loss"]) * float(counts[0].clamp(min=1)))
+            trainer.meta["microbatch_tokens"].append(count_tokens([batch]))
+            for name, parameter in trained.items():
+                if parameter.grad is not None and trainer.keeps_parts:
+                    trainer.keep(f"part.{index}.{name}", parameter.grad)
+                if (sofar := before[name]) is not None:
+                    parameter.grad = sofar if parameter.grad is None else sofar + parameter.grad
+        trainer.sequences.append(sequences)
+        for name, parameter in trained.items():
+            if parameter.grad is not None:
+                trainer.keep(f"gradient.{name}", parameter.grad)
+        return total
+
+
 class ReferenceTrainer(AuditTrainer):
     """Trains the plain model in one process, and keeps what it computes.
 
@@ -111,78 +149,48 @@ class ReferenceTrainer(AuditTrainer):
     """
 
     def __init__(self, case: Case, device: torch.device, readers: int = 0) -> None:
-        super().__init__(case, device)
         self.readers = readers
         self.tensors: dict[str, torch.Tensor] = {}
+        self.decayed: list[str] = []
         self.meta: dict[str, Any] = {"microbatch_losses": [], "microbatch_tokens": [], "losses": [], "norms": []}
+        super().__init__(
+            case,
+            device,
+            ReferenceEngine,
+            distribute=_plain_model,
+            optimizer=lambda trainer: self._plain_optimizer(),
+            sync=lambda trainer: GradSync(trainer.model),  # nothing to sync
+            clip=lambda trainer: self._clip(),
+        )
         copies = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         self.keeps_parts = copies * self.loader.accumulation <= MOST_BYTES_OF_PARTS
 
-    def distribute(self, model: nn.Module) -> nn.Module:
-        """Only what is trained, and the dtypes, as the plan says."""
-        plan = self.setup.plan
-        for row in plan.parameters:
-            model.get_parameter(row.name).requires_grad_(row.trainable)
-        _compute_in_dtypes(model, plan)
-        return model
-
-    def build_optimizer(self) -> torch.optim.Optimizer:
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
         """What is decayed is stated here once more, not read from the plan."""
         experts = model_sizes(self.setup.spec, self.setup.model).experts or 0
         settings = self.config.optimizer
         self.decayed = to_be_decayed(self.model, experts, settings.no_decay)
         return plain_optimizer(self.model, settings, self.decayed)
 
-    def build_sync(self) -> GradSync:
-        """Nothing to sync."""
-        return GradSync(self.model)
-
-    def backward(self, batches: list[Batch], divisor: torch.Tensor) -> torch.Tensor:
-        """One microbatch after another; in the first step each gradient is kept apart too."""
-        if self.step > 0:
-            return super().backward(batches, divisor)
-        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        total = torch.zeros((), device=self.device)
-        sequences: list[str] = []
-        self.meta["evaluating"] = modules_in_evaluation(self.model)
-        self.meta["boundaries"] = sum(int((batch["position_ids"][:, 1:] == 0).sum()) for batch in batches)
-        self._note_what_hurts(batches)
-        for index, batch in enumerate(batches):
-            before = {name: parameter.grad for name, parameter in trained.items()}
-            for parameter in trained.values():
-                parameter.grad = None
-            loss = super().backward([batch], divisor)
-            total = total + loss
-            sequences += self.sequences.pop()
-            self.meta["microbatch_losses"].append(float(loss) * float(divisor))
-            self.meta["microbatch_tokens"].append(count_tokens([batch]))
-            for name, parameter in trained.items():
-                if parameter.grad is not None and self.keeps_parts:
-                    self.keep(f"part.{index}.{name}", parameter.grad)
-                if (sofar := before[name]) is not None:
-                    parameter.grad = sofar if parameter.grad is None else sofar + parameter.grad
-        self.sequences.append(sequences)
-        for name, parameter in trained.items():
-            if parameter.grad is not None:
-                self.keep(f"gradient.{name}", parameter.grad)
-        return total
-
-    def _note_what_hurts(self, batches: list[Batch]) -> None:
+    def note(self, batches: list[Batch]) -> None:
+        """What of the first step is to be known besides numbers: modules in evaluation, documents, words that were fed."""
         loader = self.loader
         assert isinstance(loader, UnevenLoader)
+        self.meta["evaluating"] = modules_in_evaluation(self.model)
+        self.meta["boundaries"] = sum(int((batch["position_ids"][:, 1:] == 0).sum()) for batch in batches)
         inputs, labels = ({int(i) for batch in batches for i in batch[key].unique()} for key in ("input_ids", "labels"))
         self.meta["words"], self.meta["words_fed"] = len(loader.words), len(inputs & labels & set(loader.words))
         begin = loader.unlabelled.start if loader.unlabelled else None
         self.meta["unlabelled_step"] = None if begin is None else begin // loader.global_batch_size
 
-    def clip(self) -> torch.Tensor:
+    def _clip(self) -> torch.Tensor:
         """A run that clips is to clip in its first step here, or clipping would not be compared."""
         limit = self.config.training.clip_norm
         if self.step == 0 and limit is not None:
             limit = min(limit, float(total_grad_norm(self.model.parameters())) / 2)
             training = self.config.training.model_copy(update={"clip_norm": limit})
             self.config = self.config.model_copy(update={"training": training})
-        norm = super().clip()
+        norm = clip(self)
         if self.step == 0:
             self.meta["clipped_norm"] = float(total_grad_norm(self.model.parameters()))
             self.meta["clip_norm"] = limit
@@ -321,7 +329,16 @@ def measure_drift(device: torch.device, case: Case, folder: Path, bits: int = 1)
     return found
 
 
-# -- mixed precision, as the plan states it --------------------------------------------------------------------------------
+# -- the plain model, and mixed precision as the plan states it ----------------------------------------------------------------
+
+
+def _plain_model(trainer: Trainer) -> nn.Module:
+    """Only what is trained, and the dtypes, as the plan says."""
+    model, plan = trainer.setup.model, trainer.setup.plan
+    for row in plan.parameters:
+        model.get_parameter(row.name).requires_grad_(row.trainable)
+    _compute_in_dtypes(model, plan)
+    return model
 
 
 def _compute_in_dtypes(model: nn.Module, plan: ShardingPlan) -> None:

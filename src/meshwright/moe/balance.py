@@ -155,9 +155,9 @@ class Balance:
         finally:
             self._open, self._counts = False, None
 
-    def losses(self) -> list[torch.Tensor]:
-        """What this rank's tokens added to the loss in this step; nothing without a balance loss."""
-        return [self._value] if self.aux_loss else []
+    def losses(self) -> dict[str, torch.Tensor]:
+        """What this rank's tokens added to the loss in this step, by the name of its metric; nothing without a balance loss."""
+        return {"moe/aux_loss": self._value} if self.aux_loss else {}
 
     def finish_step(self, add_up: Callable[[torch.Tensor], torch.Tensor], *, updated: bool, logged: bool) -> dict[str, float]:
         """Move the biases, and say how the loads were. All ranks take part alike.

@@ -1,19 +1,27 @@
 """Whether a model keeps packed documents apart. Some families ignore the positions that tell where a document begins."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.distributed.names import class_name
 from meshwright.errors import ConfigError
-from meshwright.train.loss import forward_logits
 
 __all__ = ["check_boundaries"]
 
 
 @torch.no_grad()
 def check_boundaries(
-    model: nn.Module, device: torch.device, rows: int, length: int, *, exact: bool = True, multiple: int = 1
+    logits: Callable[[dict[str, torch.Tensor]], torch.Tensor],
+    model: nn.Module,
+    device: torch.device,
+    rows: int,
+    length: int,
+    *,
+    exact: bool = True,
+    multiple: int = 1,
 ) -> None:
     """Refuse packing for a model in which one document of a sequence changes another.
 
@@ -21,7 +29,8 @@ def check_boundaries(
     bit: what is masked has a weight of exactly zero, and all shapes are the same.
 
     Args:
-        model: a causal language model of transformers; every rank of its mesh takes part. It is left in its mode.
+        logits: of a batch, in evaluation mode; every rank takes part.
+        model: a causal language model of transformers, for its vocabulary and its name.
         device: of its inputs.
         rows: sequences in a batch; some attention kernels take packing only with one.
         length: tokens in a sequence.
@@ -38,16 +47,10 @@ def check_boundaries(
     positions = torch.cat([torch.arange(half), torch.arange(length - half)]).to(device).expand(rows, length)
     other = ids.clone()
     other[:, :half] = (ids[:, :half] + 5) % vocabulary
-    training = model.training
-    model.eval()
     try:
-        first, second = (
-            forward_logits(model, {"input_ids": tokens, "position_ids": positions})[:, half:].float() for tokens in (ids, other)
-        )
+        first, second = (logits({"input_ids": tokens, "position_ids": positions})[:, half:].float() for tokens in (ids, other))
     except TypeError as error:
         raise ConfigError(f"{_refusal(model, rows)} (it takes no position_ids: {error})") from error
-    finally:
-        model.train(training)
     difference = _largest(first - second)
     if difference > (0.0 if exact else 0.02 * _largest(first)):
         raise ConfigError(f"{_refusal(model, rows)} (logits of the second differ by {difference:.2g})")

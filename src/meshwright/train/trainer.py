@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +14,23 @@ from torch import nn
 from meshwright.checkpoint import state, storage
 from meshwright.checkpoint.directory import latest, read_meta
 from meshwright.checkpoint.manager import CheckpointManager, check_same_model
-from meshwright.data.loader import EvalLoader, TrainLoader
+from meshwright.data.loader import EvalLoader
 from meshwright.data.packing import SequenceDataset
 from meshwright.data.store import TokenStore
 from meshwright.distributed.fsdp import move_buffers
-from meshwright.distributed.grad_clip import clip_grad_norm_
-from meshwright.distributed.grad_sync import GradSync
-from meshwright.distributed.mesh import ParallelMesh, build_mesh
-from meshwright.distributed.strategy import get_parallelization_strategy
 from meshwright.errors import CheckpointError, NonFiniteError, StoppedError
-from meshwright.models.build import materialize
 from meshwright.models.init import derive_seed, initialize_buffers
 from meshwright.moe.balance import Balance
 from meshwright.plan.inspection import model_sizes
 from meshwright.train.boundaries import check_boundaries
 from meshwright.train.ending import Agreement
+from meshwright.train.engine import Batch
 from meshwright.train.metrics import Recorder, memory_in_use
-from meshwright.train.optimizer import build_optimizer, learning_rate, set_learning_rate
+from meshwright.train.optimizer import learning_rate, set_learning_rate
+from meshwright.train.parts import PARTS, Parts
 from meshwright.train.setup import RunSetup, plain_config, source_facts
 
 __all__ = ["Trainer"]
-
-Batch = dict[str, torch.Tensor]
 
 
 def _due(step: int, every: int) -> bool:
@@ -56,10 +51,13 @@ class Trainer:
         store: the run's tokens.
         device: of this rank.
         resume: checkpoint to go on from.
+        parts: what it is made of.
 
     Attributes:
         model: parallelized.
         mesh: of the layout.
+        engine: what runs microbatches.
+        clip: clips the gradient, and returns its norm before that.
         step: optimizer steps done.
         skipped: steps skipped in a row, up to now.
         unevaluated: an evaluation is due after the last step that was done, and a signal had it left out.
@@ -68,11 +66,11 @@ class Trainer:
         steps: optimizer steps in all.
     """
 
-    loader_type = TrainLoader
-
-    def __init__(self, setup: RunSetup, store: TokenStore, device: torch.device, resume: Path | None = None) -> None:
+    def __init__(
+        self, setup: RunSetup, store: TokenStore, device: torch.device, resume: Path | None = None, parts: Parts = PARTS
+    ) -> None:
         self.setup, self.config, self.device = setup, setup.config, device
-        self.mesh: ParallelMesh = self.build_mesh()
+        self.mesh = parts.mesh(self)
         self.rank = dist.get_rank()
         self.step = self.skipped = 0
         self.unevaluated = False
@@ -81,24 +79,26 @@ class Trainer:
         training, data = self.config.training, self.config.data
 
         self.objective = setup.objective
-        self.counts = torch.ones(len(self.objective.terms), device=device)  # of the step: targets of each term, over all ranks
-        self.sums = torch.zeros_like(self.counts)  # of the step: this rank's share of each term
-        self.model = self.distribute(setup.model)
+        self.model = parts.distribute(self)
         self.objective.attach(self.model)
         shards_on = torch.device("cpu") if setup.plan.options.cpu_offload else device
         if resume is None:
-            self.fill(shards_on)
+            parts.fill(self, shards_on)
         else:
             initialize_buffers(self.model, shards_on)
         move_buffers(self.model, device)
         self.model.train()
-        self.optimizer = self.build_optimizer()
+        self.optimizer = parts.optimizer(self)
         state.initialize_optimizer(self.optimizer)
-        self.sync = self.build_sync()
-        self.balance = self.build_balance()
+        self.sync = parts.sync(self)
+        wish = self.config.moe
+        rates = {"aux_loss": wish.aux_loss or 0.0, "bias_update_rate": wish.bias_update_rate or 0.0}
+        self.balance = Balance(self.model, setup.plan.experts, device, **rates, load_metrics=wish.load_metrics)
 
         data_rank, data_ranks = self.mesh.rank("dp"), setup.layout.size("dp")
-        self.loader = self.build_loader(store)
+        self.loader = parts.loader(self, store)
+        self.engine = parts.engine(self)
+        self.clip: Callable[[], torch.Tensor] = lambda: parts.clip(self)
         self.steps = training.steps or self.loader.steps(training.epochs or 0)
         self.evaluation = None
         if store.index.eval_documents:
@@ -121,56 +121,10 @@ class Trainer:
         if resume is not None:
             self.load(resume)
         if data.packing == "pack":  # only now: without weights there is nothing to see
-            with self.sync.forward_only():
-                dense = not model_sizes(setup.spec, setup.model).experts
-                rows, length = training.microbatch_size, data.sequence_length
-                check_boundaries(setup.model, device, rows, length, exact=dense, multiple=setup.plan.sequence_multiple)
+            dense, multiple = not model_sizes(setup.spec, setup.model).experts, setup.plan.sequence_multiple
+            rows, length = training.microbatch_size, data.sequence_length
+            check_boundaries(self.engine.logits, setup.model, device, rows, length, exact=dense, multiple=multiple)
         self.recorder = Recorder(self.config, speaks=self.rank == 0, steps=self.steps, resumed_step=self.step)
-
-    # -- the parts; `audit` replaces some of them to have a reference ----------------------------------------------------------
-
-    def build_mesh(self) -> ParallelMesh:
-        """The mesh of the layout, over all ranks."""
-        return build_mesh(self.setup.layout, self.device.type)
-
-    def distribute(self, model: nn.Module) -> nn.Module:
-        """Carry the plan out on the model, which has no values yet."""
-        return get_parallelization_strategy(model).carry_out(model, self.setup.plan, self.mesh)
-
-    def fill(self, device: torch.device) -> None:
-        """Give parameters and buffers their first values, on the device that shards live on."""
-        materialize(self.setup.model, self.config.model, device, self.config.training.seed, self.setup.plan.layers)
-
-    def build_optimizer(self) -> torch.optim.Optimizer:
-        """That of the plan: which parameters are trained, and which of them are decayed."""
-        return build_optimizer(self.model, self.config.optimizer, self.setup.plan.parameters)
-
-    def build_sync(self) -> GradSync:
-        """When the units of the model gather and reduce."""
-        return GradSync.from_plan(self.model, self.setup.plan)
-
-    def build_balance(self) -> Balance:
-        """What keeps the experts of the model busy alike, and counts their tokens."""
-        wish = self.config.moe
-        rates = {"aux_loss": wish.aux_loss or 0.0, "bias_update_rate": wish.bias_update_rate or 0.0}
-        rows = self.setup.plan.experts
-        return Balance(self.model, rows, self.device, **rates, load_metrics=wish.load_metrics)
-
-    def build_loader(self, store: TokenStore) -> TrainLoader:
-        """The training data of this rank."""
-        training, data = self.config.training, self.config.data
-        return self.loader_type(
-            store,
-            sequence_length=data.sequence_length,
-            global_batch_size=training.global_batch_size,
-            microbatch_size=training.microbatch_size,
-            data_rank=self.mesh.rank("dp"),
-            data_ranks=self.setup.layout.size("dp"),
-            seed=training.seed,
-            packing=data.packing,
-            shuffle=data.shuffle,
-            multiple=self.setup.plan.sequence_multiple,
-        )
 
     # -- the loop ----------------------------------------------------------------------------------------------------------
 
@@ -222,27 +176,22 @@ class Trainer:
         # Counted before backward: the loss is divided by all tokens of the step, so no factor depends on the layout. The
         # count stays on the device; it is read at the end with the loss and the norm, so that the host waits only once.
         counts = self.mesh.sum(torch.tensor([*self.objective.counts(on_host), self._routed(on_host)], device=self.device))
-        self.counts = counts[:-1]
-        self.balance.begin_step(counts[-1])
-        self.sums = torch.zeros_like(self.sums)
-        divisor = self.counts[0].clamp(min=1)
+        counts, routed = counts[:-1], counts[-1]
+        self.balance.begin_step(routed)
         rate = learning_rate(self.step, self.steps, self.config.optimizer.lr, self.config.schedule)
         set_learning_rate(self.optimizer, rate)
-        summed = self.backward(batches, divisor)
+        sums = self.engine.forward_backward(batches, counts)
         norm = self.clip()
-        several = len(self.counts) > 1
-        shares = [summed, *self.balance.losses(), *(self.sums if several else ())]
-        total, *sums = self.mesh.sum(torch.stack(shares)).double()
-        balance = [sums.pop(0) for _ in self.balance.losses()]
-        terms = [value / count.clamp(min=1) for value, count in zip(sums, self.counts, strict=several)]
-        loss_value, norm_value, token_count, *values = torch.stack(
-            [total, norm.to(self.device).double(), self.counts[0].double(), *terms, *balance]
-        ).tolist()
-        term_values, balance_values = values[: len(terms)], values[len(terms) :]
-        skipped = not (math.isfinite(loss_value) and math.isfinite(norm_value))
+        found = sums.over_ranks(self.mesh)
+        for term, count in zip(self.objective.terms, counts, strict=True):
+            if term in found:
+                found[f"{term}_loss"] = found.pop(term) / count.clamp(min=1)
+        found |= {"gradient_norm": norm.to(self.device).double(), "tokens": counts[0].double()}
+        values = dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
+        skipped = not (math.isfinite(values["loss"]) and math.isfinite(values["gradient_norm"]))
         if skipped:
             self.skipped += 1
-            self._not_finite(batches, loss_value, norm_value)
+            self._not_finite(batches, values["loss"], values["gradient_norm"])
         else:
             self.skipped = 0
             self.optimizer.step()
@@ -250,50 +199,20 @@ class Trainer:
         loads = self.balance.finish_step(self.mesh.sum, updated=not skipped, logged=self.recorder.logs(self.step + 1))
         seconds = time.perf_counter() - begun
         return {
-            "loss": loss_value,
-            **self._by_term(term_values),
-            **({"moe/aux_loss": balance_values[0]} if balance_values else {}),
+            **values,
             **loads,
-            "gradient_norm": norm_value,
+            "tokens": int(values["tokens"]),
             "learning_rate": rate,
-            "tokens": int(token_count),
-            "tokens_per_second": token_count / seconds,
+            "tokens_per_second": values["tokens"] / seconds,
             "step_seconds": seconds,
             "epoch": self.loader.epoch(self.step),
             "memory_bytes": memory_in_use(self.device),
             "skipped": int(skipped),
         }
 
-    def backward(self, batches: list[Batch], divisor: torch.Tensor) -> torch.Tensor:
-        """Forward and backward of every microbatch; returns this rank's share of the loss.
-
-        Args:
-            batches: the microbatches of this rank.
-            divisor: targets of the whole optimizer step, over all ranks; of the first term, where the loss has several.
-        """
-        summed = torch.zeros((), device=self.device)
-        for _, batch in self.sync.microbatches(batches):
-            self.progress(f"step {self.step + 1}")
-            with self.balance.microbatch(self.objective.routed(batch)):
-                terms = self.objective.sums(self.model, batch)
-                loss = self.objective.combine(terms, self.counts) / divisor
-                loss.backward()
-            summed = summed + loss.detach()  # not in place: the dtype of the loss wins
-            self.sums = self.sums + torch.stack(terms).detach()
-        return summed
-
     def _routed(self, batches: list[Batch]) -> int:
         """Tokens that count for the balance of experts."""
         return sum(int(mask.sum()) for batch in batches if (mask := self.objective.routed(batch)) is not None)
-
-    def _by_term(self, values: list[float], prefix: str = "") -> dict[str, float]:
-        """Metrics of the terms of the loss, where there are several."""
-        terms = self.objective.terms
-        return {f"{prefix}{term}_loss": value for term, value in zip(terms, values, strict=False)} if len(terms) > 1 else {}
-
-    def clip(self) -> torch.Tensor:
-        """Clip the gradient of the whole model; returns its norm before that."""
-        return clip_grad_norm_(self.model.parameters(), self.config.training.clip_norm)
 
     def _to_device(self, batch: Batch) -> Batch:
         if self.device.type == "cuda":
@@ -331,19 +250,21 @@ class Trainer:
         self.unevaluated = False
         if self.evaluation is None:
             return None
-        objective = self.objective
-        total = torch.zeros(2, len(objective.terms), dtype=torch.float64, device=self.device)  # sums, and counts
-        self.model.eval()
-        with self.sync.forward_only():
-            for index, drawn in enumerate(self.evaluation):
+        objective, evaluation = self.objective, self.evaluation
+        counted = torch.zeros(len(objective.terms), dtype=torch.float64, device=self.device)
+
+        def held_out() -> Iterator[Batch]:
+            for index, drawn in enumerate(evaluation):
                 self.progress(f"the evaluation after step {self.step}")
-                on_host = objective.held_out(drawn, self.evaluation.numbers(index))
-                total[1] += torch.tensor(objective.counts([on_host]), device=self.device)
-                total[0] += torch.stack(objective.sums(self.model, self._to_device(on_host)))
-        self.model.train()
-        sums, counts = self.mesh.sum(total)
+                on_host = objective.held_out(drawn, evaluation.numbers(index))
+                counted.add_(torch.tensor(objective.counts([on_host]), device=self.device))
+                yield self._to_device(on_host)
+
+        summed = self.engine.evaluate(held_out())
+        sums, counts = self.mesh.sum(torch.stack([summed, counted]))
         loss = float(objective.combine(sums, counts) / counts[0].clamp(min=1))
-        terms = self._by_term((sums / counts.clamp(min=1)).tolist(), "eval/")
+        means, names = (sums / counts.clamp(min=1)).tolist(), objective.terms
+        terms = {f"eval/{name}_loss": mean for name, mean in zip(names, means, strict=True)} if len(names) > 1 else {}
         tokens = int(counts[0])
         perplexity = {"eval/perplexity": math.exp(min(loss, 700.0))} if objective.perplexity else {}
         shown = "".join(f", {name.removeprefix('eval/').replace('_', ' ')} {value:.4f}" for name, value in terms.items())

@@ -1,0 +1,124 @@
+"""Engines: what runs the microbatches of a step on this rank's part of the model.
+
+The trainer knows the order of a step; an engine knows in which order forwards and backwards run. :class:`Sequential` runs one
+microbatch after another through one model.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from meshwright.distributed.grad_sync import GradSync
+from meshwright.distributed.mesh import ParallelMesh
+from meshwright.moe.balance import Balance
+from meshwright.train.loss import forward_logits
+from meshwright.train.objective import Objective
+
+__all__ = ["Batch", "Engine", "Sequential", "Sums"]
+
+Batch = dict[str, torch.Tensor]
+
+LOSS = "loss"
+"""Name of the training loss among the sums."""
+
+
+class Sums:
+    """Numbers of a step by name, each summed over the microbatches of this rank."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, value: torch.Tensor) -> None:
+        """Add a scalar, without its graph. Not in place: of two dtypes the better one wins."""
+        self.values[name] = value.detach() + self.values[name] if name in self.values else value.detach()
+
+    def over_ranks(self, mesh: ParallelMesh) -> dict[str, torch.Tensor]:
+        """The sums over all data ranks, in fp64: one all-reduce."""
+        return dict(zip(self.values, mesh.sum(torch.stack(list(self.values.values()))).double(), strict=True))
+
+
+class Engine(ABC):
+    """Runs microbatches. Every method is called on all ranks."""
+
+    @abstractmethod
+    def forward_backward(self, batches: list[Batch], counts: torch.Tensor) -> Sums:
+        """Forward and backward of every microbatch of a step; gradients are reduced when it returns.
+
+        Args:
+            batches: the microbatches of this rank, on its device.
+            counts: targets of each term of the loss in the whole step, over all ranks.
+
+        Returns:
+            This rank's shares of the loss, of its terms where there are several, and of what balances experts.
+        """
+
+    @abstractmethod
+    def evaluate(self, batches: Iterable[Batch]) -> torch.Tensor:
+        """Each term of the loss, summed over the targets of some batches of this rank, fp64 [terms]. No gradient."""
+
+    @abstractmethod
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """Logits [batch, sequence, vocabulary] in evaluation mode, a DTensor where the vocabulary is sharded. No gradient."""
+
+
+class Sequential(Engine):
+    """One microbatch after another, through one model.
+
+    Args:
+        model: parallelized.
+        objective: what it is trained to do.
+        sync: when its units gather and reduce.
+        balance: of its experts.
+        progress: called before each microbatch.
+    """
+
+    def __init__(
+        self, model: nn.Module, objective: Objective, sync: GradSync, balance: Balance, progress: Callable[[], None]
+    ) -> None:
+        self.model, self.objective, self.sync, self.balance, self.progress = model, objective, sync, balance, progress
+
+    def forward_backward(self, batches: list[Batch], counts: torch.Tensor) -> Sums:
+        """See :class:`Engine`."""
+        sums, names = Sums(), self.objective.terms
+        for _, batch in self.sync.microbatches(batches):
+            self.progress()
+            with self.balance.microbatch(self.objective.routed(batch)):
+                terms = self.objective.sums(self.model, batch)
+                loss = self.objective.combine(terms, counts) / counts[0].clamp(min=1)
+                loss.backward()
+            sums.add(LOSS, loss)
+            for name, term in zip(names, terms, strict=True) if len(names) > 1 else ():
+                sums.add(name, term)
+        for name, value in self.balance.losses().items():
+            sums.add(name, value)
+        return sums
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch]) -> torch.Tensor:
+        """See :class:`Engine`."""
+        total: torch.Tensor | None = None
+        with self._evaluating():
+            for batch in batches:
+                terms = torch.stack(self.objective.sums(self.model, batch)).double()
+                total = terms if total is None else total + terms
+        assert total is not None
+        return total
+
+    @torch.no_grad()
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """See :class:`Engine`."""
+        with self._evaluating():
+            return forward_logits(self.model, batch)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        training = self.model.training
+        self.model.eval()
+        try:
+            with self.sync.forward_only():
+                yield
+        finally:
+            self.model.train(training)

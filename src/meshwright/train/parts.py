@@ -1,0 +1,113 @@
+"""What a trainer is made of. A run has these parts; an audit gives some others, and the order of a step stays that of a run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import nn
+
+from meshwright.data.loader import TrainLoader
+from meshwright.data.store import TokenStore
+from meshwright.distributed.grad_clip import clip_grad_norm_
+from meshwright.distributed.grad_sync import GradSync
+from meshwright.distributed.mesh import ParallelMesh, build_mesh
+from meshwright.distributed.strategy import get_parallelization_strategy
+from meshwright.models.build import materialize
+from meshwright.train.engine import Engine, Sequential
+from meshwright.train.optimizer import build_optimizer
+
+if TYPE_CHECKING:
+    from meshwright.train.trainer import Trainer
+
+Loader = TypeVar("Loader", bound=TrainLoader)
+Runs = TypeVar("Runs", bound=Sequential)
+
+__all__ = ["PARTS", "Parts", "clip", "fill", "sequential", "train_loader"]
+
+
+def mesh_of_layout(trainer: "Trainer") -> ParallelMesh:
+    """The mesh of the layout, over all ranks."""
+    return build_mesh(trainer.setup.layout, trainer.device.type)
+
+
+def carry_out(trainer: "Trainer") -> nn.Module:
+    """The model, which has no values yet, as the plan has it."""
+    model = trainer.setup.model
+    return get_parallelization_strategy(model).carry_out(model, trainer.setup.plan, trainer.mesh)
+
+
+def fill(trainer: "Trainer", device: torch.device) -> None:
+    """Give parameters and buffers their first values, on the device that shards live on."""
+    config, setup = trainer.config, trainer.setup
+    materialize(setup.model, config.model, device, config.training.seed, setup.plan.layers)
+
+
+def optimizer_of_plan(trainer: "Trainer") -> torch.optim.Optimizer:
+    """AdamW; which parameters are trained, and which of them are decayed, is in the plan."""
+    return build_optimizer(trainer.model, trainer.config.optimizer, trainer.setup.plan.parameters)
+
+
+def sync_of_plan(trainer: "Trainer") -> GradSync:
+    """When the units of the model gather and reduce."""
+    return GradSync.from_plan(trainer.model, trainer.setup.plan)
+
+
+def train_loader(trainer: "Trainer", store: TokenStore, kind: type[Loader] = TrainLoader) -> Loader:  # type: ignore[assignment]
+    """The training data of this rank."""
+    training, data = trainer.config.training, trainer.config.data
+    return kind(
+        store,
+        sequence_length=data.sequence_length,
+        global_batch_size=training.global_batch_size,
+        microbatch_size=training.microbatch_size,
+        data_rank=trainer.mesh.rank("dp"),
+        data_ranks=trainer.setup.layout.size("dp"),
+        seed=training.seed,
+        packing=data.packing,
+        shuffle=data.shuffle,
+        multiple=trainer.setup.plan.sequence_multiple,
+    )
+
+
+def sequential(trainer: "Trainer", kind: type[Runs] = Sequential) -> Runs:  # type: ignore[assignment]
+    """One microbatch after another."""
+
+    def progress() -> None:
+        trainer.progress(f"step {trainer.step + 1}")
+
+    return kind(trainer.model, trainer.objective, trainer.sync, trainer.balance, progress)
+
+
+def clip(trainer: "Trainer") -> torch.Tensor:
+    """Clip the gradient of the whole model; returns its norm before that."""
+    return clip_grad_norm_(trainer.model.parameters(), trainer.config.training.clip_norm)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What makes the parts of a trainer, in this order; each is given the trainer as far as it is made.
+
+    Attributes:
+        mesh: the mesh.
+        distribute: the model with the plan carried out, without values.
+        fill: gives it values on a device.
+        optimizer: of its parameters.
+        sync: of its units.
+        loader: its training data, from a token store.
+        engine: what runs microbatches.
+        clip: clips the gradient after them, and returns its norm before that.
+    """
+
+    mesh: "Callable[[Trainer], ParallelMesh]" = mesh_of_layout
+    distribute: "Callable[[Trainer], nn.Module]" = carry_out
+    fill: "Callable[[Trainer, torch.device], None]" = fill
+    optimizer: "Callable[[Trainer], torch.optim.Optimizer]" = optimizer_of_plan
+    sync: "Callable[[Trainer], GradSync]" = sync_of_plan
+    loader: "Callable[[Trainer, TokenStore], TrainLoader]" = train_loader
+    engine: "Callable[[Trainer], Engine]" = sequential
+    clip: "Callable[[Trainer], torch.Tensor]" = clip
+
+
+PARTS = Parts()
+"""Those of a run."""
