@@ -8,12 +8,13 @@ from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
+from meshwright.models.spec import spec_of
 from meshwright.plan.explain import explain
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.plan.spec import ParallelSpec, UnitRule
-from tests.tiny import make
+from tests.tiny import make, tiny_model
 
 NONE, FULL, SUBMODULE, SELECTIVE = ActivationCheckpointing
 
@@ -93,3 +94,10 @@ def test_a_layer_without_submodules_cannot_recompute_them() -> None:
     assert list(error.value.problems) == [
         "activation_checkpointing=submodule: layer '0.0' has no submodules; legal for it are none, full, selective"
     ]
+
+
+def test_selective_layers_with_slices_are_not_compiled() -> None:
+    model = tiny_model("llama", meta=True)
+    options = ParallelOptions(activation_checkpointing=SELECTIVE, compile=True)
+    with pytest.raises(PlanError, match=r"selective with compile=True and tp=2.*legal for it are none, full, submodule"):
+        resolve(spec_of(model), model, Layout(tp=2), options, world_size=2)

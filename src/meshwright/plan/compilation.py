@@ -11,14 +11,24 @@ from collections.abc import Collection, Iterator
 from meshwright.plan.draft import Draft
 from meshwright.plan.inspection import Inspection
 from meshwright.plan.names import holder_of, within
+from meshwright.plan.options import ActivationCheckpointing
 from meshwright.plan.program import Compile
+from meshwright.plan.recompute import parts_of_layer
 from meshwright.plan.sharding_plan import ShardingPlan
 
 __all__ = ["compile_actions"]
 
 
-def compile_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Compile]:
-    """The modules that are compiled, each by itself."""
+def compile_actions(draft: Draft, plan: ShardingPlan, *, inside: bool) -> Iterator[Compile]:
+    """The modules that are compiled, each by itself.
+
+    Args:
+        draft: with the facts of the model.
+        plan: with its rows.
+        inside: those that are compiled before anything is recomputed, or the others. Under tensor parallel a layer that is
+            recomputed is compiled inside of that, in the parts that are: torch 2.13 cannot compile a recomputation around
+            slices, and would run the layer as it is, without a word.
+    """
     experts = {row.module for row in plan.experts}
     as_it_is = {row.router for row in plan.experts if row.router}
     if plan.layout.ep > 1:
@@ -27,8 +37,12 @@ def compile_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Compile]:
         if not row.router:  # any of what is beside the experts may be what chooses them
             as_it_is |= {*draft.model.children(holder_of(row.module))} - experts
     for unit in plan.units:
-        if unit.compile:
-            for part in _parts(draft.model, unit.name, experts):
+        mode = unit.activation_checkpointing
+        if not unit.compile or inside != (bool(plan.tensor_parallel) and mode is not ActivationCheckpointing.NONE):
+            continue
+        alone = inside and mode is ActivationCheckpointing.SUBMODULE
+        for whole in parts_of_layer(draft.model, unit.name) if alone else (unit.name,):
+            for part in _parts(draft.model, whole, experts):
                 if part not in as_it_is:
                     yield Compile(part, plan.options.compile_backend)
 

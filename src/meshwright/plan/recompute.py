@@ -29,6 +29,13 @@ def checkpointing_modes(draft: Draft) -> dict[str, ActivationCheckpointing]:
             draft.problems.append(
                 f"activation_checkpointing=submodule: layer {name!r} has no submodules; legal for it are {legal}"
             )
+        if mode is ActivationCheckpointing.SELECTIVE and options.compile and draft.layout.size("tp") > 1:
+            draft.problems.append(
+                f"activation_checkpointing=selective with compile=True and tp={draft.layout.size('tp')}: torch cannot compile "
+                f"the recomputation of layer {name!r} around slices, and would run all of it uncompiled; legal for it are "
+                "none, full, submodule"
+            )
+            continue
         mixed = any(inside(other, name) for other in draft.mixtures)
         if mode is ActivationCheckpointing.SELECTIVE and options.compile and mixed:
             draft.problems.append(

@@ -90,10 +90,11 @@ def resolve(
     program = (
         *tensor_parallel_actions(draft, plan),
         *expert_parallel_actions(draft, plan),
+        *compile_actions(draft, plan, inside=True),
         *recompute_actions(draft, plan),
         *freeze_actions(plan),
         *unit_actions(plan),
         *prefetch_actions(plan),
-        *compile_actions(draft, plan),
+        *compile_actions(draft, plan, inside=False),
     )
     return replace(plan, program=program)
