@@ -102,6 +102,7 @@ def plan(
     from rich.console import Console
 
     from meshwright.plan.explain import explain
+    from meshwright.plan.price import priced_json
     from meshwright.plan.sharding_plan import ShardingPlan
     from meshwright.train.assure import assure
     from meshwright.train.launch import planned_processes
@@ -114,7 +115,7 @@ def plan(
         differences = [str(item) for item in ShardingPlan.from_json(_read(against)).diff(found)]
         typer.echo("\n".join(differences) or "no difference")
     elif as_json:
-        typer.echo(found.to_json())
+        typer.echo(priced_json(found))
     else:
         Console(width=None if sys.stdout.isatty() else 160).print(explain(found, full=full))
         assure(setup, Source(str(config), tuple(overrides or ())), None)

@@ -1,13 +1,13 @@
 """ShardingPlan: one row for every parameter and every unit. Frozen, printable, comparable, JSON."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
 from meshwright.layout import Layout
+from meshwright.plan.differences import PlanDifference, field_differences, row_differences
 from meshwright.plan.options import DTYPES, ActivationCheckpointing, ParallelOptions, SyncPolicy
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "ExpertsRow",
     "Move",
     "ParameterRow",
-    "PlanDifference",
     "ShardingPlan",
     "TensorParallelRow",
     "UnitRow",
@@ -215,28 +214,6 @@ class ExpertsRow:
 
 
 @dataclass(frozen=True)
-class PlanDifference:
-    """What differs between two plans.
-
-    Attributes:
-        row: ``layout``, ``options``, ``parameter NAME`` or ``unit NAME``.
-        field: the field that differs; empty where the whole row is missing on one side.
-        left: the value in the first plan, ``None`` where it has no such row.
-        right: the value in the second plan.
-    """
-
-    row: str
-    field: str
-    left: Any
-    right: Any
-
-    def __str__(self) -> str:
-        if not self.field:
-            return f"{self.row}: only in the {'second' if self.left is None else 'first'} plan"
-        return f"{self.row}: {self.field} {self.left!r} -> {self.right!r}"
-
-
-@dataclass(frozen=True)
 class ShardingPlan:
     """Spec x model x layout x options, resolved.
 
@@ -304,11 +281,9 @@ class ShardingPlan:
         """The row of a parameter by name or alias."""
         return next(row for row in self.parameters if name == row.name or name in row.aliases)
 
-    def to_json(self) -> str:
-        """The whole plan and its totals as JSON text."""
-        from meshwright.plan.price import totals
-
-        content = {
+    def to_dict(self) -> dict[str, Any]:
+        """Every row, as what JSON can hold."""
+        return {
             "family": self.family,
             "world_size": self.layout.world_size,
             "layout": asdict(self.layout),
@@ -321,13 +296,15 @@ class ShardingPlan:
             "tp_level": self.tp_level,
             "tp_passed_over": [list(pair) for pair in self.tp_passed_over],
             "flags_of_use": self.flags_of_use,
-            "totals": asdict(totals(self)),
         }
-        return json.dumps(content, indent=1)
+
+    def to_json(self) -> str:
+        """The whole plan as JSON text; with its totals, :func:`~meshwright.plan.price.priced_json`."""
+        return json.dumps(self.to_dict(), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "ShardingPlan":
-        """The plan that :meth:`to_json` wrote."""
+        """The plan that :meth:`to_json` wrote, or :func:`~meshwright.plan.price.priced_json`."""
         content = json.loads(text)
 
         def tuples(value: Any) -> Any:
@@ -355,25 +332,14 @@ class ShardingPlan:
 
     def diff(self, other: "ShardingPlan") -> list[PlanDifference]:
         """What ``other`` does differently, row by row; an empty list for equal plans."""
-        found = [
-            *_field_differences("layout", self.layout, other.layout),
-            *_field_differences("options", self.options, other.options),
+        return [
+            *field_differences("layout", self.layout, other.layout),
+            *field_differences("options", self.options, other.options),
+            *row_differences("parameter", self.parameters, other.parameters),
+            *row_differences("unit", self.units, other.units),
+            *row_differences("tensor parallel", self.tensor_parallel, other.tensor_parallel),
+            *row_differences("experts", self.experts, other.experts),
         ]
-        for kind, where in (
-            ("parameter", "parameters"),
-            ("unit", "units"),
-            ("tensor parallel", "tensor_parallel"),
-            ("experts", "experts"),
-        ):
-            left = {row.name: row for row in getattr(self, where)}
-            right = {row.name: row for row in getattr(other, where)}
-            for name in (*left, *(name for name in right if name not in left)):
-                label = f"{kind} {name or '(root)'}"
-                if name not in right or name not in left:
-                    found.append(PlanDifference(label, "", left.get(name), right.get(name)))
-                else:
-                    found.extend(_field_differences(label, left[name], right[name]))
-        return found
 
 
 def _decayed_then(parameter: dict[str, Any]) -> dict[str, Any]:
@@ -385,13 +351,6 @@ def _choices(unit: dict[str, Any]) -> dict[str, Any]:
     """The closed choices of a unit, which JSON holds as text."""
     mode = unit["activation_checkpointing"]
     return {"sync": SyncPolicy(unit["sync"]), "activation_checkpointing": ActivationCheckpointing(mode)}
-
-
-def _field_differences(label: str, left: Any, right: Any) -> Iterator[PlanDifference]:
-    for item in fields(left):
-        ours, theirs = getattr(left, item.name), getattr(right, item.name)
-        if ours != theirs:
-            yield PlanDifference(label, item.name, ours, theirs)
 
 
 def shard_axis(layout: Layout, kind: str) -> str:
