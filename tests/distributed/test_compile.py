@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch._dynamo
 
+from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import build_mesh
-from meshwright.distributed.parallelizer import parallelize
 from meshwright.layout import Layout
 from meshwright.plan.options import ParallelOptions
 from meshwright.plan.resolver import resolve

@@ -8,7 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import Shard
 
 from meshwright.distributed import _torch_compat
@@ -18,7 +25,7 @@ from meshwright.plan.options import GradientReduction
 from meshwright.plan.prefetch import prefetch_targets
 from meshwright.plan.sharding_plan import ParameterRow, ShardingPlan, UnitRow, shard_axis
 
-__all__ = ["apply_units", "fsdp_units", "gathered", "move_buffers", "shard_unit"]
+__all__ = ["apply_units", "enter_by", "fsdp_units", "gathered", "move_buffers", "shard_unit"]
 
 
 def apply_units(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> None:
@@ -143,6 +150,11 @@ def fsdp_units(model: nn.Module) -> dict[str, FSDPModule]:
             seen.add(id(state))
             found[name] = module
     return found
+
+
+def enter_by(unit: nn.Module, method: str) -> None:
+    """Let a method of a unit gather and reshard it, as its forward does."""
+    register_fsdp_forward_method(unit, method)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -21,10 +21,10 @@ from meshwright.distributed.fsdp import move_buffers
 from meshwright.distributed.grad_clip import clip_grad_norm_
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import ParallelMesh, build_mesh
-from meshwright.distributed.strategy import get_parallelization_strategy
 from meshwright.errors import CheckpointError, NonFiniteError, StoppedError
 from meshwright.models.build import materialize
 from meshwright.models.init import derive_seed, initialize_buffers
+from meshwright.models.registry import get_parallelization_strategy
 from meshwright.moe.balance import Balance
 from meshwright.plan.resolver import model_sizes
 from meshwright.train.boundaries import check_boundaries

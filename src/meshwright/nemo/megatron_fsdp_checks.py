@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from meshwright.distributed.names import class_name
 from meshwright.errors import ModelError
+from meshwright.nemo.parallelizer import get_lm_ac_layers
 from meshwright.plan.given_styles import import_object
 
 __all__ = ["model_problems", "optimizer_problems", "unit_classes"]
@@ -78,8 +79,6 @@ def unit_classes(
     modules = dict(model.named_modules())
     found: dict[type[nn.Module], None] = {}
     if names is None:
-        from meshwright.distributed.parallelizer import get_lm_ac_layers
-
         try:
             found = dict.fromkeys(type(layer) for layer in get_lm_ac_layers(model))
         except ModelError as error:
