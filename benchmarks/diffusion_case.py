@@ -26,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import build_mesh
-from meshwright.distributed.strategy import get_parallelization_strategy
+from meshwright.models.registry import get_parallelization_strategy
 from meshwright.moe.dispatch import static_splits
 from meshwright.plan.price import Totals, totals
 from meshwright.plan.resolver import resolve

@@ -12,7 +12,8 @@ import pytest
 import yaml
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.data.formats import FORMATS, SPEAKERS
+from meshwright.data.columns import FORMATS
+from meshwright.data.formats import SPEAKERS
 from meshwright.models.imports import import_modules
 from meshwright.train.config import RunConfig
 from tests.cli.conftest import meshwright, start, warm

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.audit import families
-from meshwright.models.spec import spec_of
+from meshwright.models.registry import spec_of
 from meshwright.plan.spec import ParallelSpec
 from tests.diffusion_gemma import tiny_diffusion_gemma
 

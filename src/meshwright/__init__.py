@@ -16,17 +16,17 @@ _HOMES = {
     "ParallelMesh": "distributed.mesh",
     "ParallelOptions": "plan.options",
     "ParallelSpec": "plan.spec",
-    "ParallelizationStrategy": "distributed.strategy",
+    "ParallelizationStrategy": "models.strategy",
     "ShardingPlan": "plan.sharding_plan",
     "SyncPolicy": "plan.options",
     "UnitRule": "plan.spec",
     "build_mesh": "distributed.mesh",
     "clip_grad_norm_": "distributed.grad_clip",
-    "get_parallelization_strategy": "distributed.strategy",
-    "parallelize": "distributed.parallelizer",
-    "register_parallel_strategy": "distributed.strategy",
+    "get_parallelization_strategy": "models.registry",
+    "parallelize": "distributed.conductor",
+    "register_parallel_strategy": "models.registry",
     "resolve": "plan.resolver",
-    "spec_of": "models.spec",
+    "spec_of": "models.registry",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

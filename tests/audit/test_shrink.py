@@ -13,7 +13,7 @@ from meshwright.audit.shrink import SMALL, Change, shrink
 from meshwright.errors import ConfigError, LayoutError, ModelError
 from meshwright.layout import Layout
 from meshwright.models.build import build_on_meta, materialize, pretrained_config
-from meshwright.models.spec import spec_of
+from meshwright.models.registry import spec_of
 from meshwright.plan.inspection import model_sizes
 from meshwright.plan.names import generalize
 from meshwright.train.config import RunConfig, load_config

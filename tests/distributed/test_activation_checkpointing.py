@@ -16,10 +16,11 @@ from torch.utils._pytree import tree_iter
 
 from meshwright.distributed.activation_checkpointing import _Choice, find_operators, is_checkpointed
 from meshwright.distributed.comm_counter import CommCounter
+from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.fsdp2 import FSDP2Manager
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import build_mesh
-from meshwright.distributed.parallelizer import get_lm_ac_layers, parallelize
+from meshwright.distributed.parallelizer import get_lm_ac_layers
 from meshwright.errors import ModelError, PlanError
 from meshwright.layout import Layout
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy

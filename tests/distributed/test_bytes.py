@@ -3,10 +3,10 @@
 import torch
 
 from meshwright.distributed import _torch_compat
+from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.fsdp import fsdp_units
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import build_mesh
-from meshwright.distributed.parallelizer import parallelize
 from meshwright.layout import Layout
 from meshwright.plan.options import ParallelOptions, SyncPolicy
 from meshwright.plan.price import totals

@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch._dynamo
 
+from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import build_mesh
-from meshwright.distributed.parallelizer import parallelize
 from meshwright.layout import Layout
-from meshwright.models.spec import spec_of
+from meshwright.models.registry import spec_of
 from meshwright.plan.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from tests.harness import run_ranks

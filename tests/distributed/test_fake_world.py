@@ -9,9 +9,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.audit.families import SPARSE
 from meshwright.distributed import _torch_compat
+from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.fsdp import fsdp_units
 from meshwright.distributed.mesh import build_mesh
-from meshwright.distributed.parallelizer import parallelize
 from meshwright.layout import Layout
 from meshwright.plan.options import ParallelOptions
 from meshwright.plan.resolver import resolve

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.mesh import build_mesh
-from meshwright.distributed.parallelizer import parallelize
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
-from meshwright.models.spec import spec_of
+from meshwright.models.registry import spec_of
 from meshwright.plan.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from tests.harness import run_ranks

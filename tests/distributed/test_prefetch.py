@@ -10,10 +10,10 @@ from rich.console import Console
 from torch import nn
 
 from meshwright.distributed.comm_counter import CommCounter
+from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.fsdp import fsdp_units
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import build_mesh
-from meshwright.distributed.parallelizer import parallelize
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
 from meshwright.plan.explain import explain

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from meshwright.distributed.comm_counter import CommCounter
+from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.loss_parallel import cross_entropy_sum
 from meshwright.distributed.mesh import build_mesh
-from meshwright.distributed.parallelizer import parallelize
 from meshwright.errors import LayoutError, PlanError
 from meshwright.layout import Layout
 from meshwright.plan.activation_traffic import activation_traffic

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.mesh import build_mesh
-from meshwright.distributed.parallelizer import parallelize
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
 from meshwright.plan.options import ParallelOptions

@@ -13,17 +13,11 @@ from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.fsdp import fsdp_units
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import build_mesh
-from meshwright.distributed.strategy import get_parallelization_strategy
 from meshwright.errors import PlanError, UnsupportedError
 from meshwright.layout import Layout
-from meshwright.models.diffusion_gemma.fsdp import (
-    _has_fsdp_state,
-    fully_shard_diffusion_gemma,
-    register_diffusion_gemma_parallel_strategy,
-)
 from meshwright.models.diffusion_gemma.model import enable
 from meshwright.models.diffusion_gemma.options import DiffusionConfig
-from meshwright.models.spec import spec_of
+from meshwright.models.registry import get_parallelization_strategy, spec_of
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
 from meshwright.plan.prefetch import prefetch_targets
 from meshwright.plan.price import totals
@@ -394,35 +388,3 @@ def test_what_does_not_fit_is_refused() -> None:
         resolve(spec_of(model), model, Layout(), ParallelOptions(twin_units=True), world_size=2)
     with pytest.raises(PlanError, match="are one unit, and are given"):
         planned(False, sync_units={"model.decoder.layers.0": "reduce_each"})
-
-
-def test_sharding_by_hand_makes_experts_a_unit_inside_their_layer() -> None:
-    class Holder(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.moe = torch.nn.Module()
-            self.moe.experts = torch.nn.Linear(4, 4)
-            self.other = torch.nn.Linear(4, 4)
-
-    def on_rank(rank: int) -> None:
-        mesh = build_mesh(Layout(), "cpu")["dp_shard"]
-        policy = torch.distributed.fsdp.MixedPrecisionPolicy()
-        for module, experts in (
-            (tiny_model("mixtral").model.layers[0].mlp, "experts"),
-            (Holder(), "moe.experts"),
-            (torch.nn.Linear(4, 4), None),
-        ):
-            for _ in range(2):  # idempotent
-                assert fully_shard_diffusion_gemma(module, mesh, policy, reshard_after_forward=False) is module
-            assert _has_fsdp_state(module)
-            assert list(fsdp_units(module)) == ["", *([experts] if experts else [])]
-            own = {id(parameter) for parameter in _torch_compat.owned_parameters(module)}
-            inside = module.get_submodule(experts).parameters() if experts else ()
-            assert own == {id(parameter) for parameter in module.parameters()} - {id(parameter) for parameter in inside}
-
-    run_ranks(on_rank, 2)
-    for _ in range(2):
-        register_diffusion_gemma_parallel_strategy()
-    with torch.device("meta"):
-        model = tiny_diffusion_gemma()
-    assert type(get_parallelization_strategy(model)).__name__ == "DiffusionGemmaParallelizationStrategy"

@@ -8,11 +8,12 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.comm_counter import CommCounter
+from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.fsdp import fsdp_units
 from meshwright.distributed.fsdp2 import FSDP2Manager
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import build_mesh
-from meshwright.distributed.parallelizer import apply_fsdp2_sharding_recursively, parallelize, unshard_fsdp2_model
+from meshwright.distributed.parallelizer import apply_fsdp2_sharding_recursively, unshard_fsdp2_model
 from meshwright.errors import LayoutError, PlanError, UnsupportedError
 from meshwright.layout import Layout
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy

@@ -13,12 +13,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.comm_counter import CommCounter
+from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import ParallelMesh, build_mesh
-from meshwright.distributed.parallelizer import apply_fsdp2_sharding_recursively, parallelize
+from meshwright.distributed.parallelizer import apply_fsdp2_sharding_recursively
 from meshwright.errors import UnsupportedError
 from meshwright.layout import Layout
-from meshwright.models.spec import spec_of
+from meshwright.models.registry import spec_of
 from meshwright.plan.options import ParallelOptions, SyncPolicy
 from meshwright.plan.price import totals
 from meshwright.plan.resolver import resolve

@@ -17,7 +17,7 @@ from meshwright.errors import PlanError
 from meshwright.layout import Layout
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.experts import _BIASES, _SCORES, _SET_BY_CONFIG, _scores, experts_of
-from meshwright.models.spec import spec_of
+from meshwright.models.registry import spec_of
 from meshwright.plan.resolver import resolve
 from meshwright.plan.spec import ExpertsRule, Scores
 from tests.tiny import make, tiny_model

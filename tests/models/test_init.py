@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.mesh import build_mesh
-from meshwright.distributed.parallelizer import parallelize
 from meshwright.errors import ModelError
 from meshwright.layout import Layout
 from meshwright.models.init import derive_seed, initialize, initialize_buffers

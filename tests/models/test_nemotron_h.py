@@ -9,7 +9,8 @@ from meshwright.audit.matrix import LAYOUTS, VARIANTS, Outcome, run_cell
 from meshwright.distributed.parallelizer import get_lm_ac_layers
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
-from meshwright.models.spec import derived_spec, spec_of
+from meshwright.models.registry import spec_of
+from meshwright.models.spec import derived_spec
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions
 from meshwright.plan.resolver import resolve
 from meshwright.plan.spec import ExpertsRule, Scores

@@ -9,10 +9,9 @@ from torch import nn
 
 from meshwright.audit.precision import KeepFloat64
 from meshwright.distributed.mesh import build_mesh
-from meshwright.distributed.strategy import get_parallelization_strategy
 from meshwright.errors import ModelError, PlanError
 from meshwright.layout import Layout
-from meshwright.models.spec import spec_of
+from meshwright.models.registry import get_parallelization_strategy, spec_of
 from meshwright.plan.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from tests.harness import run_ranks

@@ -111,7 +111,7 @@ def batch_of(rows_: int = 3, length: int = 10) -> dict[str, torch.Tensor]:
 def watched(
     model: Any, mode: ActivationCheckpointing, kept: Iterable[str] = (), **options: float
 ) -> tuple[Balance, tuple[ExpertsRow, ...]]:
-    from meshwright.models.spec import spec_of
+    from meshwright.models.registry import spec_of
 
     experts = resolve(spec_of(model), model, Layout(), world_size=1).experts
     modules = [model.get_submodule(name) for row in experts for name in (row.module, row.router)]

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import build_mesh
-from meshwright.distributed.parallelizer import parallelize
 from meshwright.layout import Layout
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions
 from meshwright.plan.resolver import resolve

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from meshwright.layout import Layout
-from meshwright.models.spec import spec_of
+from meshwright.models.registry import spec_of
 from meshwright.plan.borders import Held, Side, borders, first_microbatch, held
 from meshwright.plan.options import ParallelOptions
 from meshwright.plan.resolver import resolve

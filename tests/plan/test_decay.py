@@ -11,7 +11,7 @@ from meshwright.errors import PlanError
 from meshwright.layout import Layout
 from meshwright.models.build import build_on_meta, pretrained_config
 from meshwright.models.config import ModelConfig
-from meshwright.models.spec import spec_of
+from meshwright.models.registry import spec_of
 from meshwright.plan.inspection import model_sizes
 from meshwright.plan.options import ParallelOptions
 from meshwright.plan.resolver import resolve

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.distributed.parallelizer import PERFORMERS
+from meshwright.distributed.conductor import PERFORMERS
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
-from meshwright.models.spec import spec_of
+from meshwright.models.registry import spec_of
 from meshwright.plan.inspection import Inspection, ModuleFacts, ParameterFacts, inspect_model
 from meshwright.plan.options import ParallelOptions
 from meshwright.plan.program import ACTIONS, Action, Assign, Bias, Compile, Compute, Engine, Freeze, Recompute, Slice, Wrap
@@ -111,7 +111,7 @@ def test_a_difference_that_no_row_shows_names_the_action() -> None:
 
 
 def test_a_plan_without_a_program_is_refused() -> None:
-    from meshwright.distributed.parallelizer import _check_belongs
+    from meshwright.distributed.conductor import _check_belongs
 
     class Mesh:
         layout = Layout(dp_shard=2).resolve(2)

@@ -8,7 +8,7 @@ from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
-from meshwright.models.spec import spec_of
+from meshwright.models.registry import spec_of
 from meshwright.plan.explain import explain
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions
 from meshwright.plan.resolver import resolve

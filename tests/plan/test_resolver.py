@@ -8,7 +8,7 @@ from torch import nn
 
 from meshwright.errors import LayoutError, PlanError
 from meshwright.layout import Layout
-from meshwright.models.spec import spec_of
+from meshwright.models.registry import spec_of
 from meshwright.plan.names import generalize, match_names
 from meshwright.plan.options import ParallelOptions, SyncPolicy
 from meshwright.plan.price import totals

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
-from meshwright.models.spec import spec_of
+from meshwright.models.registry import spec_of
 from meshwright.plan.inspection import inspect_model
 from meshwright.plan.options import ParallelOptions
 from meshwright.plan.resolver import resolve

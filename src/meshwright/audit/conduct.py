@@ -22,7 +22,7 @@ from meshwright.audit.settle import settle
 from meshwright.audit.shrink import MAX_PROCESSES, shrink
 from meshwright.audit.small_config import Change
 from meshwright.audit.tolerance import TOLERANCES, Tolerances, comparable_steps
-from meshwright.distributed.parallelizer import check_supported
+from meshwright.distributed.conductor import check_supported
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.plan.inspection import model_sizes
 from meshwright.plan.sharding_plan import ShardingPlan

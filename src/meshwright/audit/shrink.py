@@ -29,7 +29,7 @@ from meshwright.layout import AXES, Layout, ModelSizes, divisors
 from meshwright.models.build import build_on_meta, pretrained_config
 from meshwright.models.config import ModelConfig
 from meshwright.models.imports import import_modules
-from meshwright.models.spec import spec_of
+from meshwright.models.registry import spec_of
 from meshwright.plan.inspection import model_sizes
 from meshwright.plan.names import generalize, match_names
 from meshwright.plan.spec import ParallelSpec

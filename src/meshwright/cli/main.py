@@ -103,6 +103,7 @@ def plan(
     from rich.console import Console
 
     from meshwright.plan.explain import explain, explain_program
+    from meshwright.plan.price import priced_json
     from meshwright.plan.sharding_plan import ShardingPlan
     from meshwright.train.assure import assure
     from meshwright.train.launch import planned_processes
@@ -116,7 +117,7 @@ def plan(
         typer.echo("\n".join(differences) or "no difference")
         return
     if as_json:
-        typer.echo(found.to_json())
+        typer.echo(priced_json(found))
         return
     console = Console(width=None if sys.stdout.isatty() else 160)
     if program:

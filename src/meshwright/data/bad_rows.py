@@ -1,12 +1,9 @@
 """Rows that cannot be used: gathered while a source is read, and judged together at its end, by `data.bad_rows`."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from meshwright.data.config import DataConfig
 from meshwright.errors import DataError
-
-if TYPE_CHECKING:
-    from meshwright.data.config import DataConfig
 
 __all__ = ["BadRows", "judge"]
 
@@ -38,12 +35,12 @@ class BadRows:
             line = " ".join(str(error).split()).encode("utf-8", "backslashreplace").decode()
             self.shown.append(line if len(line) <= LONGEST else f"{line[:LONGEST]} ...")
 
-    def judge(self, config: "DataConfig") -> None:
+    def judge(self, config: DataConfig) -> None:
         """As :func:`judge`, of what was found."""
         judge(config, self.rows, self.bad, self.shown)
 
 
-def judge(config: "DataConfig", rows: int, bad: int, shown: Sequence[str]) -> None:
+def judge(config: DataConfig, rows: int, bad: int, shown: Sequence[str]) -> None:
     """Let bad rows pass, or stop the run.
 
     Args:

@@ -7,39 +7,14 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from meshwright.data.columns import FORMATS
+from meshwright.data.config import DataConfig
 from meshwright.data.rows import DuplicateKeys, Row
 from meshwright.errors import DataError
 
-if TYPE_CHECKING:
-    from meshwright.data.config import DataConfig
-
-__all__ = ["FORMATS", "SPEAKERS", "Document", "Format", "RowReader", "check_columns"]
-
-
-@dataclass(frozen=True)
-class Format:
-    """The columns of a format, by the names that `data.columns` maps."""
-
-    required: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-    within: tuple[str, ...] = ()
-    """Keys of each message, not of the row."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All that may be mapped."""
-        return self.required + self.optional + self.within
-
-
-FORMATS = {
-    "text": Format(("text",)),
-    "messages": Format(("messages",), within=("role", "content")),
-    "sharegpt": Format(("conversations",), ("system",), within=("from", "value")),
-    "alpaca": Format(("instruction", "output"), ("input", "system")),
-    "prompt_completion": Format(("prompt", "completion"), ("system",)),
-}
+__all__ = ["SPEAKERS", "Document", "RowReader", "check_columns"]
 
 SPEAKERS = {
     "system": "system",
@@ -72,7 +47,7 @@ class Document:
     """File and line, or data set and row, for messages to the user."""
 
 
-def check_columns(config: "DataConfig", seen: dict[str, None], name: str) -> None:
+def check_columns(config: DataConfig, seen: dict[str, None], name: str) -> None:
     """Refuse a mapped column that no row had, now that all are read.
 
     Args:
@@ -101,7 +76,7 @@ class RowReader:
         seen: takes the columns of the rows.
     """
 
-    def __init__(self, config: "DataConfig", seen: dict[str, None]) -> None:
+    def __init__(self, config: DataConfig, seen: dict[str, None]) -> None:
         self.columns = {"text": config.text_field, "messages": config.messages_field, **config.columns}
         self.candidates = config.formats
         self.seen = seen

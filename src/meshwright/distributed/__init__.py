@@ -1,1 +1,1 @@
-"""Carries a plan out on a model: one concern a file, ``parallelizer`` conducts."""
+"""Carries a plan out on a model: one concern a file, ``conductor`` conducts."""

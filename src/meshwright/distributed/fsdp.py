@@ -9,14 +9,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import Shard
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.plan.program import Engine, Prefetch, Wrap
 
-__all__ = ["fsdp_units", "gathered", "move_buffers", "prefetch", "shard_unit", "wrap"]
+__all__ = ["enter_by", "fsdp_units", "gathered", "move_buffers", "prefetch", "shard_unit", "wrap"]
 
 
 def wrap(model: nn.Module, action: Wrap, mesh: ParallelMesh) -> None:
@@ -104,6 +111,11 @@ def fsdp_units(model: nn.Module) -> dict[str, FSDPModule]:
             seen.add(id(state))
             found[name] = module
     return found
+
+
+def enter_by(unit: nn.Module, method: str) -> None:
+    """Let a method of a unit gather and reshard it, as its forward does."""
+    register_fsdp_forward_method(unit, method)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

@@ -98,7 +98,7 @@ class GradSync:
 
     @classmethod
     def from_plan(cls, model: nn.Module, plan: ShardingPlan) -> "GradSync":
-        """The machine for a model that :func:`~meshwright.distributed.parallelizer.parallelize` made from ``plan``."""
+        """The machine for a model that :func:`~meshwright.distributed.conductor.parallelize` made from ``plan``."""
         policies = {unit.name: unit.sync for unit in plan.fsdp_units}
         return cls(model, policies, all_reduce_once=plan.options.all_reduce_once, exchange_use=plan.flags_of_use)
 

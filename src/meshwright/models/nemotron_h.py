@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from meshwright.distributed.strategy import ParallelizationStrategy, register_parallel_strategy
 from meshwright.models.spec import derived_spec
+from meshwright.models.strategy import ParallelizationStrategy
 from meshwright.plan.names import match_names
 from meshwright.plan.spec import ParallelSpec, Structure
 
@@ -35,7 +35,6 @@ _DECLARED = {
 """What the model declares in transformers 5.23, and not in 5.17."""
 
 
-@register_parallel_strategy("NemotronHForCausalLM")
 class NemotronHParallelizationStrategy(ParallelizationStrategy):
     """Of ``NemotronHForCausalLM`` of transformers. Every block is a unit, and a layer to activation checkpointing."""
 

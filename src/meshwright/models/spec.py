@@ -1,4 +1,4 @@
-"""spec_of(): the ParallelSpec of a model. For a model of transformers it is derived from what the model declares of itself."""
+"""The spec of a model of transformers, derived from what the model declares of itself."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from meshwright.distributed.names import class_name
-from meshwright.distributed.strategy import ParallelizationStrategy, get_parallelization_strategy
 from meshwright.errors import ModelError
 from meshwright.models.decoder import declared_structure, structure_of
+from meshwright.models.strategy import ParallelizationStrategy
 from meshwright.plan.names import generalize, match_names
 from meshwright.plan.spec import ParallelSpec, UnitRule, under_prefix
 from meshwright.plan.tp_styles import canonical
@@ -16,7 +16,7 @@ from meshwright.plan.tp_styles import canonical
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["DefaultParallelizationStrategy", "derived_spec", "spec_of"]
+__all__ = ["DefaultParallelizationStrategy", "base_of_peft", "derived_spec"]
 
 _SIZES = {
     "layers": ("num_hidden_layers",),
@@ -27,25 +27,31 @@ _SIZES = {
 """Field of ModelSizes to the names that configs of transformers use for it, the first that holds a number counts."""
 
 
-def spec_of(model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
-    """The spec of a model: what the strategy of its class says, which is derived unless its family has one of its own.
+class DefaultParallelizationStrategy(ParallelizationStrategy):
+    """Of every model of transformers whose family has no strategy of its own: the spec is derived.
 
     Args:
-        model: on any device.
-        param_dtype: dtype of compute.
-
-    Raises:
-        ModelError: a model of which nothing is known; the message says what to declare.
+        adapted: strategy of the model that a ``PeftModel`` holds; ``None``: the default one too.
     """
-    return get_parallelization_strategy(model).spec(model, param_dtype)
 
-
-class DefaultParallelizationStrategy(ParallelizationStrategy):
-    """Of every model of transformers whose family has no strategy of its own: the spec is derived."""
+    def __init__(self, adapted: ParallelizationStrategy | None = None) -> None:
+        self.adapted = adapted
 
     def spec(self, model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
-        """See :func:`derived_spec`."""
-        return derived_spec(model, param_dtype)
+        """See :func:`derived_spec`; of a ``PeftModel``, the spec of the model that it holds."""
+        if (wrapped := base_of_peft(model)) is None:
+            return derived_spec(model, param_dtype)
+        # Which of its adapters a forward uses is up to the model.
+        spec = (self.adapted or DefaultParallelizationStrategy()).spec(wrapped, param_dtype)
+        return replace(under_prefix(spec, "base_model.model."), uses_all_parameters=False)
+
+
+def base_of_peft(model: nn.Module) -> nn.Module | None:
+    """The model that a ``PeftModel`` holds; ``None`` where there is none."""
+    inner = getattr(getattr(model, "base_model", None), "model", None)
+    return (
+        inner if hasattr(model, "peft_config") and hasattr(model, "get_base_model") and isinstance(inner, nn.Module) else None
+    )
 
 
 def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
@@ -58,9 +64,6 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
     Raises:
         ModelError: if it is no model of transformers, or does not declare its layers; the message says what to declare.
     """
-    if (wrapped := _base_of_peft(model)) is not None:
-        # Which of its adapters a forward uses is up to the model.
-        return replace(under_prefix(spec_of(wrapped, param_dtype), "base_model.model."), uses_all_parameters=False)
     if not _is_transformers(model):
         raise ModelError(
             f"{class_name(model)} is not a model of transformers, so nothing is known of it: "
@@ -106,14 +109,6 @@ def _is_transformers(model: nn.Module) -> bool:
     except ImportError:
         return False
     return isinstance(model, PreTrainedModel)
-
-
-def _base_of_peft(model: nn.Module) -> nn.Module | None:
-    """The model that a ``PeftModel`` holds; ``None`` where there is none."""
-    inner = getattr(getattr(model, "base_model", None), "model", None)
-    return (
-        inner if hasattr(model, "peft_config") and hasattr(model, "get_base_model") and isinstance(inner, nn.Module) else None
-    )
 
 
 def _patterns(names: Any) -> tuple[str, ...]:

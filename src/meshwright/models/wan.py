@@ -15,8 +15,8 @@ embedding are cast too, as they are in language models.
 from torch import nn
 
 from meshwright.distributed.names import class_name
-from meshwright.distributed.strategy import ParallelizationStrategy, register_parallel_strategy
 from meshwright.errors import ModelError
+from meshwright.models.strategy import ParallelizationStrategy
 from meshwright.plan.names import match_names
 from meshwright.plan.spec import ParallelSpec, Structure, UnitRule
 
@@ -50,7 +50,6 @@ these are bare parameters of their blocks, which FSDP cannot cast apart, so they
 """
 
 
-@register_parallel_strategy("WanTransformer3DModel")
 class WanParallelizationStrategy(ParallelizationStrategy):
     """Of ``WanTransformer3DModel`` of diffusers."""
 

@@ -1,1 +1,1 @@
-"""Mixtures of experts: dispatch of tokens, balance of the load, and the sync mixin."""
+"""Mixtures of experts: dispatch of tokens and balance of the load."""

@@ -1,15 +1,16 @@
 """What a plan costs a rank: bytes held, and collectives and bytes of one optimizer step. Plain arithmetic over its rows."""
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from meshwright.plan.moves import Move
 from meshwright.plan.options import SyncPolicy
 from meshwright.plan.prefetch import gathered_peak, turns
 from meshwright.plan.sharding_plan import ParameterRow, ShardingPlan, UnitRow, shard_axis
 
-__all__ = ["Totals", "UnitTraffic", "tensor_parallel_counts", "totals", "unit_traffic", "use_traffic"]
+__all__ = ["Totals", "UnitTraffic", "priced_json", "tensor_parallel_counts", "totals", "unit_traffic", "use_traffic"]
 
 ADAMW_STATES = 2
 """Tensors that AdamW keeps for a parameter (both moments), in the dtype and placement of the parameter."""
@@ -126,6 +127,11 @@ def totals(plan: ShardingPlan) -> Totals:
     """Add a plan up, for the pipeline stage that holds the most."""
     stages = range(plan.layout.size("pp"))
     return max((_stage_totals(plan, stage) for stage in stages), key=lambda found: found.parameter_bytes)
+
+
+def priced_json(plan: ShardingPlan) -> str:
+    """The whole plan and its totals as JSON text."""
+    return json.dumps({**plan.to_dict(), "totals": asdict(totals(plan))}, indent=1)
 
 
 def _stage_totals(plan: ShardingPlan, stage: int) -> Totals:

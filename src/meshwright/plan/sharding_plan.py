@@ -1,12 +1,12 @@
 """ShardingPlan: one row for every parameter and every unit. Frozen, printable, comparable, JSON."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, get_type_hints
 
 from meshwright.layout import Layout
+from meshwright.plan.differences import PlanDifference, field_differences, row_differences
 from meshwright.plan.moves import Move
 from meshwright.plan.options import DTYPES, ActivationCheckpointing, ParallelOptions, SyncPolicy
 from meshwright.plan.program import ACTIONS, Action, Bias, Engine, Kernel, describe
@@ -17,7 +17,6 @@ __all__ = [
     "ROOT",
     "ExpertsRow",
     "ParameterRow",
-    "PlanDifference",
     "ShardingPlan",
     "TensorParallelRow",
     "UnitRow",
@@ -186,28 +185,6 @@ class ExpertsRow:
 
 
 @dataclass(frozen=True)
-class PlanDifference:
-    """What differs between two plans.
-
-    Attributes:
-        row: ``layout``, ``options``, ``parameter NAME`` or ``unit NAME``.
-        field: the field that differs; empty where the whole row is missing on one side.
-        left: the value in the first plan, ``None`` where it has no such row.
-        right: the value in the second plan.
-    """
-
-    row: str
-    field: str
-    left: Any
-    right: Any
-
-    def __str__(self) -> str:
-        if not self.field:
-            return f"{self.row}: only in the {'second' if self.left is None else 'first'} plan"
-        return f"{self.row}: {self.field} {self.left!r} -> {self.right!r}"
-
-
-@dataclass(frozen=True)
 class ShardingPlan:
     """Spec x model x layout x options, resolved.
 
@@ -277,11 +254,9 @@ class ShardingPlan:
         """The row of a parameter by name or alias."""
         return next(row for row in self.parameters if name == row.name or name in row.aliases)
 
-    def to_json(self) -> str:
-        """The whole plan and its totals as JSON text."""
-        from meshwright.plan.price import totals
-
-        content = {
+    def to_dict(self) -> dict[str, Any]:
+        """Every row, as what JSON can hold."""
+        return {
             "family": self.family,
             "world_size": self.layout.world_size,
             "layout": asdict(self.layout),
@@ -295,13 +270,15 @@ class ShardingPlan:
             "tp_passed_over": [list(pair) for pair in self.tp_passed_over],
             "flags_of_use": self.flags_of_use,
             "program": [{"action": type(action).__name__, **asdict(action)} for action in self.program],
-            "totals": asdict(totals(self)),
         }
-        return json.dumps(content, indent=1)
+
+    def to_json(self) -> str:
+        """The whole plan as JSON text; with its totals, :func:`~meshwright.plan.price.priced_json`."""
+        return json.dumps(self.to_dict(), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "ShardingPlan":
-        """The plan that :meth:`to_json` wrote."""
+        """The plan that :meth:`to_json` wrote, or :func:`~meshwright.plan.price.priced_json`."""
         content = json.loads(text)
 
         def tuples(value: Any) -> Any:
@@ -334,23 +311,13 @@ class ShardingPlan:
     def diff(self, other: "ShardingPlan") -> list[PlanDifference]:
         """What ``other`` does differently, row by row, and where all rows are equal, action by action."""
         found = [
-            *_field_differences("layout", self.layout, other.layout),
-            *_field_differences("options", self.options, other.options),
+            *field_differences("layout", self.layout, other.layout),
+            *field_differences("options", self.options, other.options),
+            *row_differences("parameter", self.parameters, other.parameters),
+            *row_differences("unit", self.units, other.units),
+            *row_differences("tensor parallel", self.tensor_parallel, other.tensor_parallel),
+            *row_differences("experts", self.experts, other.experts),
         ]
-        for kind, where in (
-            ("parameter", "parameters"),
-            ("unit", "units"),
-            ("tensor parallel", "tensor_parallel"),
-            ("experts", "experts"),
-        ):
-            left = {row.name: row for row in getattr(self, where)}
-            right = {row.name: row for row in getattr(other, where)}
-            for name in (*left, *(name for name in right if name not in left)):
-                label = f"{kind} {name or '(root)'}"
-                if name not in right or name not in left:
-                    found.append(PlanDifference(label, "", left.get(name), right.get(name)))
-                else:
-                    found.extend(_field_differences(label, left[name], right[name]))
         if not found:
             ours, theirs = (dict.fromkeys(map(_line, plan.program)) for plan in (self, other))
             found += [PlanDifference(f"action {line}", "", line, None) for line in ours if line not in theirs]
@@ -365,13 +332,6 @@ def _decayed_then(parameter: dict[str, Any]) -> dict[str, Any]:
 
 def _line(action: Action) -> str:
     return f"{type(action).__name__} {': '.join(describe(action))}"
-
-
-def _field_differences(label: str, left: Any, right: Any) -> Iterator[PlanDifference]:
-    for item in fields(left):
-        ours, theirs = getattr(left, item.name), getattr(right, item.name)
-        if ours != theirs:
-            yield PlanDifference(label, item.name, ours, theirs)
 
 
 def shard_axis(layout: Layout, kind: str) -> str:

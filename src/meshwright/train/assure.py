@@ -24,6 +24,7 @@ from meshwright import errors
 from meshwright.distributed.process_group import adopt_slurm
 from meshwright.errors import MeshwrightError, NotProvenError, WorkerError
 from meshwright.train.config import RunConfig
+from meshwright.train.ending import leave_to_rank_0
 from meshwright.train.proof import Source, State, standing_of
 from meshwright.train.setup import RunSetup, make_setup
 
@@ -118,8 +119,6 @@ def assure_on_rank_0(config: RunConfig, source: Source | None, prove: Prove) -> 
         error = _told(store.get(KEY))
         _leave_together(store, rank, world_size)
         if error is not None:
-            from meshwright.train.worker import leave_to_rank_0
-
             leave_to_rank_0(error)
     return store
 

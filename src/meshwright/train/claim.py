@@ -26,8 +26,8 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.distributed.strategy import get_parallelization_strategy
 from meshwright.layout import AXES, Layout
+from meshwright.models.registry import get_parallelization_strategy
 from meshwright.plan.inspection import model_sizes
 from meshwright.plan.names import generalize
 from meshwright.plan.sharding_plan import ShardingPlan

@@ -14,12 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 import torch.distributed as dist
 
 from meshwright.distributed import _torch_compat
+from meshwright.errors import MeshwrightError
 
-__all__ = ["SIGNALS", "UNEXPORTED", "WISH", "Agreement", "Attendant", "Decision", "tell"]
+__all__ = ["SIGNALS", "UNEXPORTED", "WISH", "Agreement", "Attendant", "Decision", "leave_to_rank_0", "tell"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """What Slurm, Kubernetes and spot machines send before they kill, and Ctrl-C."""
@@ -189,6 +191,12 @@ def tell(line: str) -> None:
     """Say a line at once, also from a handler: print may be what the signal came in. A terminal may be gone."""
     with suppress(OSError):
         os.write(2, f"{line}\n".encode())
+
+
+def leave_to_rank_0(error: MeshwrightError) -> NoReturn:
+    """End this rank without a word, for an error that rank 0 has too; a moment later, or rank 0 is stopped before it spoke."""
+    time.sleep(1)
+    os._exit(error.exit_code)  # the group is still there, and the end of the interpreter might wait for it
 
 
 def _taken(number: int, frame: object) -> None:

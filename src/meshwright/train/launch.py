@@ -23,7 +23,7 @@ from meshwright.errors import ConfigError, MeshwrightError, NonFiniteError, Stop
 from meshwright.layout import AXES
 from meshwright.train.assure import Prove, assure, assure_on_rank_0
 from meshwright.train.config import RunConfig
-from meshwright.train.ending import SAME, SIGNALS, UNEXPORTED, WISH, tell
+from meshwright.train.ending import SAME, SIGNALS, UNEXPORTED, WISH, leave_to_rank_0, tell
 from meshwright.train.proof import Source
 
 __all__ = ["device_kind", "launch", "local_processes", "planned_processes"]
@@ -181,8 +181,6 @@ def _check_port(port: int) -> None:
 
 def _as_one_of_many(work: Any, debug: bool, near: Path) -> None:
     """Run as a worker of another launcher: the error of this rank goes to the terminal with its rank."""
-    from meshwright.train.worker import leave_to_rank_0
-
     try:
         work()
     except MeshwrightError as error:

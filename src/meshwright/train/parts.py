@@ -12,8 +12,8 @@ from meshwright.data.store import TokenStore
 from meshwright.distributed.grad_clip import clip_grad_norm_
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import ParallelMesh, build_mesh
-from meshwright.distributed.strategy import get_parallelization_strategy
 from meshwright.models.build import materialize
+from meshwright.models.registry import get_parallelization_strategy
 from meshwright.train.engine import Engine, Sequential
 from meshwright.train.optimizer import build_optimizer
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from meshwright.checkpoint.directory import complete, latest, read_meta
 from meshwright.checkpoint.manager import check_same_model, check_writable
-from meshwright.distributed.parallelizer import check_supported
+from meshwright.distributed.conductor import check_supported
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError
 from meshwright.plan.sharding_plan import itemsize
 from meshwright.train.config import RunConfig, load_config

@@ -18,7 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from meshwright.distributed.parallelizer import check_supported
+from meshwright.distributed.conductor import check_supported
 from meshwright.errors import UnsupportedError
 from meshwright.layout import AXES
 from meshwright.train.claim import Claim, claim_of, versions

@@ -195,8 +195,8 @@ def describe_model(
     """
     from meshwright.models.build import build_on_meta, pretrained_config
     from meshwright.models.imports import import_modules
+    from meshwright.models.registry import spec_of
     from meshwright.models.source import refuse_untrainable
-    from meshwright.models.spec import spec_of
 
     import_modules(config.imports)
     if tokenizer is None:  # nothing is prepared yet; what has a tokenizer has passed

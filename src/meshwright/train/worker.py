@@ -7,7 +7,7 @@ import uuid
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from meshwright.ranks.hang import is_communication
 from meshwright.ranks.watch import Watch
 from meshwright.train.assure import assure
 from meshwright.train.config import RunConfig
-from meshwright.train.ending import SIGNALS, UNEXPORTED, Agreement, Attendant, tell
+from meshwright.train.ending import SIGNALS, UNEXPORTED, Agreement, Attendant, leave_to_rank_0, tell
 from meshwright.train.prepare import describe_data, load_run_tokenizer, locked, prepare_run, warn
 from meshwright.train.proof import Source
 from meshwright.train.resume import changes, checkpoint_to_resume, verified
@@ -181,12 +181,6 @@ def _reads(mark: Path, written: str) -> bool:
             pass
         time.sleep(SECONDS_BETWEEN)
     return False
-
-
-def leave_to_rank_0(error: MeshwrightError) -> NoReturn:
-    """End this rank without a word, for an error that rank 0 has too; a moment later, or rank 0 is stopped before it spoke."""
-    time.sleep(1)
-    os._exit(error.exit_code)  # the group is still there, and the end of the interpreter might wait for it
 
 
 def finish_run(config: RunConfig) -> None:

@@ -26,7 +26,6 @@ from meshwright.distributed._torch_compat import in_backward
 from meshwright.distributed.activation_checkpointing import is_checkpointed
 from meshwright.errors import PlanError, UnsupportedError
 from meshwright.models._transformers_compat import attention_of
-from meshwright.models.diffusion_gemma.fsdp import register_diffusion_gemma_parallel_strategy
 from meshwright.models.diffusion_gemma.masks import as_additive, block_causal_masks
 
 if TYPE_CHECKING:
@@ -194,6 +193,3 @@ def _head(model: "PreTrainedModel", hidden: torch.Tensor) -> torch.Tensor:
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     cap = model.final_logit_softcapping
     return torch.tanh(logits / cap) * cap
-
-
-register_diffusion_gemma_parallel_strategy()

@@ -12,11 +12,12 @@ from dataclasses import replace
 
 from torch import nn
 
+from meshwright.distributed.fsdp import enter_by
 from meshwright.distributed.mesh import ParallelMesh
-from meshwright.distributed.strategy import ParallelizationStrategy, register_parallel_strategy
 from meshwright.models.decoder import global_heads
-from meshwright.models.diffusion_gemma.fsdp import enable_generate
+from meshwright.models.diffusion_gemma.model import enable
 from meshwright.models.spec import derived_spec
+from meshwright.models.strategy import ParallelizationStrategy
 from meshwright.plan.sharding_plan import ROOT, ShardingPlan
 from meshwright.plan.spec import ParallelSpec, Structure, TwinStacks, UnitRule
 
@@ -27,7 +28,6 @@ DECODER = "model.decoder.layers.*"
 _VISION = ("model.encoder.vision_tower.**", "model.encoder.embed_vision")
 
 
-@register_parallel_strategy("DiffusionGemmaForBlockDiffusion")
 class DiffusionGemmaParallelizationStrategy(ParallelizationStrategy):
     """Of ``DiffusionGemmaForBlockDiffusion`` of transformers."""
 
@@ -57,9 +57,7 @@ class DiffusionGemmaParallelizationStrategy(ParallelizationStrategy):
 
     def carry_out(self, model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.Module:
         """As always; and the model generates, and a loss of one's own may leave the encoder's output out."""
-        from meshwright.models.diffusion_gemma.model import enable  # it registers this strategy
-
         model = super().carry_out(model, plan, mesh)
         enable(model, plan.unit(ROOT).output_dtype)
-        enable_generate(model)
+        enter_by(model, "generate")  # it calls encoder and decoder directly, past the hooks of the root
         return model

@@ -1,6 +1,5 @@
 """What Megatron-FSDP can take: models, units and optimizers, checked before it is asked."""
 
-import pkgutil
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -9,6 +8,8 @@ from torch.optim import Optimizer
 
 from meshwright.distributed.names import class_name
 from meshwright.errors import ModelError
+from meshwright.nemo.parallelizer import get_lm_ac_layers
+from meshwright.plan.given_styles import import_object
 
 __all__ = ["model_problems", "optimizer_problems", "unit_classes"]
 
@@ -78,8 +79,6 @@ def unit_classes(
     modules = dict(model.named_modules())
     found: dict[type[nn.Module], None] = {}
     if names is None:
-        from meshwright.distributed.parallelizer import get_lm_ac_layers
-
         try:
             found = dict.fromkeys(type(layer) for layer in get_lm_ac_layers(model))
         except ModelError as error:
@@ -115,8 +114,8 @@ def unit_classes(
 def _resolved(path: str) -> type:
     """The class at a dotted path; one that no module is an instance of, where there is none."""
     try:
-        kind = pkgutil.resolve_name(path)
-    except (ImportError, AttributeError, ValueError):
+        kind = import_object(path)
+    except (ImportError, AttributeError, TypeError, ValueError):  # the last two: what is no dotted path at all
         kind = None
     return kind if isinstance(kind, type) and issubclass(kind, nn.Module) else _NoModule
 

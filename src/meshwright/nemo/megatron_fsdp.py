@@ -27,8 +27,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from meshwright.distributed import _torch_compat
-from meshwright.distributed.megatron_fsdp_checks import model_problems, optimizer_problems, unit_classes
 from meshwright.errors import UnsupportedError
+from meshwright.nemo.megatron_fsdp_checks import model_problems, optimizer_problems, unit_classes
 
 __all__ = ["HAVE_NVFSDP", "nvfsdp_strategy_parallelize"]
 
@@ -71,7 +71,7 @@ def nvfsdp_strategy_parallelize(
         optimizer: of the model's parameters, without state yet. It goes on to hold their shards, group by group.
         nvfsdp_unit_modules: class names, or dotted paths of classes, whose instances are gathered as one. ``None``: the layers
             that the model declares.
-        tp_shard_plan: legal is ``None``; :class:`~meshwright.distributed.fsdp2.FSDP2Manager` carries tensor parallel out.
+        tp_shard_plan: legal is ``None``; :class:`~meshwright.nemo.fsdp2.FSDP2Manager` carries tensor parallel out.
         data_parallel_sharding_strategy: ``no_shard``, ``optim``, ``optim_grads`` or ``optim_grads_params``: what is sharded.
         init_nvfsdp_with_meta_device: materialise the model's meta parameters unit by unit, by each module's own
             ``reset_parameters()``. Every rank draws for itself: seed them alike.

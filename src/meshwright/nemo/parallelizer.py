@@ -1,7 +1,4 @@
-"""The functions of the NeMo AutoModel interface, by their names there, thin over the machinery (docs/from-automodel.md).
-
-They are imported from :mod:`meshwright.distributed.parallelizer`, whose name the reference fixes.
-"""
+"""The functions of NeMo AutoModel's parallelizer, by their names there."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -16,9 +13,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from meshwright.distributed.fsdp import gathered, shard_unit
 from meshwright.distributed.names import class_name
-from meshwright.distributed.strategy import get_parallelization_strategy
 from meshwright.errors import LayoutError, PlanError
 from meshwright.layout import Layout
+from meshwright.models.registry import get_parallelization_strategy
 from meshwright.plan.draft import Draft
 from meshwright.plan.given_styles import import_object
 from meshwright.plan.inspection import inspect_model, model_sizes
@@ -59,7 +56,7 @@ def fsdp2_strategy_parallelize(
 ) -> nn.Module:
     """Parallelize a model over a mesh that is there, as the strategy of its family says.
 
-    All arguments are those of :meth:`~meshwright.distributed.strategy.ParallelizationStrategy.parallelize`.
+    All arguments are those of :meth:`~meshwright.models.strategy.ParallelizationStrategy.parallelize`.
     """
     return get_parallelization_strategy(model).parallelize(
         model,

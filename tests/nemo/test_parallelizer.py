@@ -1,4 +1,4 @@
-"""The names of NeMo AutoModel: all are there with their signatures, and do what the machinery does."""
+"""The names of NeMo AutoModel: all are in their façades with their signatures, and do what the machinery does."""
 
 import importlib
 import inspect
@@ -16,6 +16,8 @@ from meshwright.distributed import parallelizer
 from meshwright.distributed.fsdp2 import FSDP2Manager
 from meshwright.distributed.loss_parallel import cross_entropy_sum
 from meshwright.errors import LayoutError, PlanError
+from meshwright.models import nemotron_h, registry, spec, strategy, wan
+from meshwright.models.diffusion_gemma import fsdp
 from meshwright.moe import fsdp_mixin
 from tests.harness import run_ranks
 from tests.tiny import batches, make, summed_loss, whole
@@ -66,6 +68,16 @@ MIXIN = {
 }
 """Of `meshwright.moe.fsdp_mixin`."""
 
+DIFFUSION_GEMMA = {
+    "_has_fsdp_state": "module",
+    "_fully_shard_once": "module, mesh, mp_policy, offload_policy=None, fsdp_kwargs",
+    "fully_shard_diffusion_gemma": "module, mesh, mp_policy, offload_policy=None, fsdp_kwargs",
+    "register_diffusion_gemma_parallel_strategy": "",
+}
+"""Of `meshwright.models.diffusion_gemma.fsdp`."""
+
+FACADES = {parallelizer: SIGNATURES, fsdp_mixin: MIXIN, fsdp: DIFFUSION_GEMMA}
+
 
 def shown(function: Any) -> str:
     found = [
@@ -76,19 +88,22 @@ def shown(function: Any) -> str:
     return ", ".join(found)
 
 
-@pytest.mark.parametrize(
-    ("home", "name"), [(parallelizer, name) for name in SIGNATURES] + [(fsdp_mixin, name) for name in MIXIN]
-)
+@pytest.mark.parametrize(("home", "name"), [(home, name) for home, names in FACADES.items() for name in names])
 def test_every_name_has_its_signature(home: Any, name: str) -> None:
     found = home
     for part in name.split("."):
         found = getattr(found, part)
-    assert shown(found) == {**SIGNATURES, **MIXIN}[name]
+    assert shown(found) == FACADES[home][name]
 
 
 def test_the_other_names_are_there() -> None:
     assert parallelizer.HAVE_NVFSDP is (importlib.util.find_spec("megatron_fsdp") is not None)
-    assert callable(parallelizer.register_parallel_strategy)
+    assert parallelizer.ParallelizationStrategy is strategy.ParallelizationStrategy
+    assert parallelizer.DefaultParallelizationStrategy is spec.DefaultParallelizationStrategy
+    assert parallelizer.NemotronHParallelizationStrategy is nemotron_h.NemotronHParallelizationStrategy
+    assert parallelizer.WanParallelizationStrategy is wan.WanParallelizationStrategy
+    assert parallelizer.get_parallelization_strategy is registry.get_parallelization_strategy
+    assert parallelizer.register_parallel_strategy is registry.register_parallel_strategy
     fields = inspect.signature(FSDP2Manager).parameters
     assert {"dp_size", "dp_replicate_size", "tp_size", "cp_size", "pp_size", "ep_size", "sequence_parallel"} <= fields.keys()
     assert {"mp_policy", "offload_policy", "activation_checkpointing", "defer_fsdp_grad_sync", "tp_plan"} <= fields.keys()

@@ -1,4 +1,4 @@
-"""The registry of strategies, the seam that everything goes through, and the reference signature."""
+"""The registry of strategies, the seam that everything goes through, and the signature of the reference."""
 
 import subprocess
 import sys
@@ -12,20 +12,20 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from meshwright.distributed import parallelizer, strategy
 from meshwright.distributed.fsdp2 import FSDP2Manager
 from meshwright.distributed.mesh import adopt_mesh, build_mesh
-from meshwright.distributed.strategy import (
-    ParallelizationStrategy,
+from meshwright.errors import ConfigError, LayoutError, ModelError, PlanError
+from meshwright.layout import AXES, Layout
+from meshwright.models import registry as home
+from meshwright.models.nemotron_h import NemotronHParallelizationStrategy
+from meshwright.models.registry import (
     get_parallelization_strategy,
     register_parallel_strategy,
     registered_strategies,
+    spec_of,
 )
-from meshwright.errors import ConfigError, LayoutError, ModelError, PlanError
-from meshwright.layout import AXES, Layout
-from meshwright.models.nemotron_h import NemotronHParallelizationStrategy
-from meshwright.models.spec import DefaultParallelizationStrategy, spec_of
-from meshwright.models.wan import WanParallelizationStrategy
+from meshwright.models.spec import DefaultParallelizationStrategy
+from meshwright.models.strategy import ParallelizationStrategy
 from meshwright.plan.spec import ParallelSpec
 from tests.harness import run_ranks
 from tests.tiny import PLAIN_SPEC, Plain, batches, make, summed_loss, tiny_model, whole
@@ -37,8 +37,8 @@ FP32 = MixedPrecisionPolicy()
 def registry() -> Iterator[None]:
     held = registered_strategies()
     yield
-    strategy._REGISTRY.clear()
-    strategy._REGISTRY.update(held)
+    home._REGISTRY.clear()
+    home._REGISTRY.update(held)
 
 
 class OfPlain(ParallelizationStrategy):
@@ -55,7 +55,7 @@ class Finer(Plain):
 
 def test_families_of_meshwright_are_there_without_an_import() -> None:
     script = (
-        "import sys; from meshwright.distributed.strategy import registered_strategies as found;"
+        "import sys; from meshwright.models.registry import registered_strategies as found;"
         "names = {name: type(item).__name__ for name, item in found().items()};"
         "assert names == {'NemotronHForCausalLM': 'NemotronHParallelizationStrategy',"
         " 'WanTransformer3DModel': 'WanParallelizationStrategy',"
@@ -63,7 +63,7 @@ def test_families_of_meshwright_are_there_without_an_import() -> None:
         "assert not {'transformers', 'diffusers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
-    for first in ("models.wan", "models.nemotron_h", "models.spec", "distributed.parallelizer", "models.families"):
+    for first in ("models.wan", "models.nemotron_h", "models.spec", "distributed.parallelizer", "models.diffusion_gemma.model"):
         subprocess.run([sys.executable, "-c", f"import meshwright.{first}; {script}"], check=True)
 
 
@@ -118,7 +118,7 @@ def test_a_name_has_one_strategy_and_the_error_names_both() -> None:
     with pytest.raises(ConfigError) as error:
         register_parallel_strategy("Plain", "New", "Finer")(Other)
     assert len(error.value.problems) == 2
-    assert all("test_strategy.OfPlain" in line and "<locals>.Other" in line for line in error.value.problems)
+    assert all("test_registry.OfPlain" in line and "<locals>.Other" in line for line in error.value.problems)
     assert registered_strategies() == before  # nothing of it was taken
     with pytest.raises(ConfigError, match=r"meshwright\.models\.wan\.WanParallelizationStrategy already"):
         register_parallel_strategy("WanTransformer3DModel")(Other)
@@ -151,16 +151,6 @@ def test_what_is_no_strategy_is_refused() -> None:
     with pytest.raises(TypeError, match="names no model class"):
         register_parallel_strategy(type("Strategy", (OfPlain,), {}))
     assert "Plain" not in registered_strategies()
-
-
-def test_names_of_the_reference() -> None:
-    assert parallelizer.WanParallelizationStrategy is WanParallelizationStrategy
-    assert parallelizer.NemotronHParallelizationStrategy is NemotronHParallelizationStrategy
-    assert parallelizer.DefaultParallelizationStrategy is DefaultParallelizationStrategy
-    assert parallelizer.get_parallelization_strategy is get_parallelization_strategy
-    assert parallelizer.register_parallel_strategy is register_parallel_strategy
-    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
-        _ = parallelizer.Nothing
 
 
 def test_an_unknown_model_is_told_of_the_strategy_it_lacks() -> None:

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from meshwright.distributed.megatron_fsdp import STRATEGIES, nvfsdp_strategy_parallelize
 from meshwright.distributed.process_group import process_group
+from meshwright.nemo.megatron_fsdp import STRATEGIES, nvfsdp_strategy_parallelize
 from tests.tiny import batches, make, summed_loss
 
 SETTINGS: tuple[dict[str, Any], ...] = (

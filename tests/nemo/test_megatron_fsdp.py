@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshwright.distributed import megatron_fsdp, parallelizer
+from meshwright.distributed import parallelizer
 from meshwright.distributed.fsdp import shard_unit
-from meshwright.distributed.megatron_fsdp import HAVE_NVFSDP, STRATEGIES, _library_problems, _Settings
-from meshwright.distributed.megatron_fsdp_checks import model_problems, optimizer_problems, unit_classes
 from meshwright.errors import UnsupportedError
+from meshwright.nemo import megatron_fsdp
+from meshwright.nemo.megatron_fsdp import HAVE_NVFSDP, STRATEGIES, _library_problems, _Settings
+from meshwright.nemo.megatron_fsdp_checks import model_problems, optimizer_problems, unit_classes
 from tests.harness import run_ranks
 from tests.tiny import make, tiny_model
 
@@ -253,5 +254,5 @@ def test_optimizers_that_cannot_be_taken_over_are_refused() -> None:
 @needs_library
 def test_gradients_and_steps_are_those_of_the_plain_model() -> None:
     """World size 1: what is sharded is whole, and every buffer, hook and collective is there."""
-    command = [sys.executable, "-m", "tests.distributed.megatron_run"]
+    command = [sys.executable, "-m", "tests.nemo.megatron_run"]
     subprocess.run(command, check=True, timeout=900, cwd=Path(__file__).parents[2])

@@ -1,0 +1,119 @@
+"""The conductor: performs the program of a plan on a model, action after action.
+
+The resolver writes it in one order: tensor and expert parallel -> context parallel -> activation checkpointing ->
+trainability -> FSDP units inside out, each with its dtypes -> root -> prefetching -> compilation. Under tensor parallel a layer
+that is recomputed is compiled before that.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from meshwright.distributed import _torch_compat
+from meshwright.distributed.activation_checkpointing import recompute
+from meshwright.distributed.compilation import compile_module
+from meshwright.distributed.expert_parallel import dispatch_tokens
+from meshwright.distributed.fsdp import prefetch, wrap
+from meshwright.distributed.mesh import ParallelMesh
+from meshwright.distributed.slices import assign, freeze, slice_parameter
+from meshwright.distributed.tensor_parallel import compute_with_slices
+from meshwright.distributed.twins import join_twins, part_twins
+from meshwright.errors import PlanError, UnsupportedError
+from meshwright.layout import Layout
+from meshwright.plan.program import (
+    Action,
+    Assign,
+    Compile,
+    Compute,
+    Dispatch,
+    Freeze,
+    JoinTwins,
+    PartTwins,
+    Prefetch,
+    Recompute,
+    Slice,
+    Wrap,
+)
+from meshwright.plan.sharding_plan import ShardingPlan
+
+__all__ = ["PERFORMERS", "check_supported", "parallelize"]
+
+PERFORMERS: dict[type[Action], Callable[[nn.Module, Any, ParallelMesh], None]] = {
+    Slice: slice_parameter,
+    Assign: assign,
+    Compute: compute_with_slices,
+    Dispatch: dispatch_tokens,
+    Recompute: recompute,
+    Freeze: freeze,
+    PartTwins: part_twins,
+    Wrap: wrap,
+    JoinTwins: join_twins,
+    Prefetch: prefetch,
+    Compile: compile_module,
+}
+"""Kind of an action to what performs it."""
+
+_NOT_YET = {
+    "pp": "pipeline parallel",
+    "cp": "context parallel",
+}
+
+
+def check_supported(layout: Layout) -> None:
+    """Refuse the axes that this version plans but does not carry out.
+
+    Raises:
+        UnsupportedError: one message an axis.
+    """
+    found = [
+        f"{axis}={layout.size(axis)}: {what} is planned but not carried out by this version; the legal value is 1"
+        for axis, what in _NOT_YET.items()
+        if layout.size(axis) > 1
+    ]
+    if found:
+        raise UnsupportedError(found)
+
+
+def parallelize(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.Module:
+    """Carry a plan out on a model, in place.
+
+    Args:
+        model: the model that the plan was resolved for, on the meta device or materialised (then each rank must hold the
+            same values, and keeps its shards).
+        plan: the rows to carry out.
+        mesh: the mesh of the plan's layout.
+
+    Returns:
+        The same model; its units are ``FSDPModule``.
+
+    Raises:
+        UnsupportedError: an axis that is not carried out yet.
+        PlanError: plan, model and mesh do not belong together.
+    """
+    _torch_compat.check()
+    check_supported(plan.layout)
+    _check_belongs(model, plan, mesh)
+    for action in plan.program:
+        PERFORMERS[type(action)](model, action, mesh)
+    return model
+
+
+def _check_belongs(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> None:
+    found = []
+    if not plan.program:
+        found.append("the plan has no program: an earlier version of Meshwright wrote it; resolve it anew")
+    if mesh.layout != plan.layout:
+        found.append(f"the mesh has the layout ({mesh.layout}), the plan has ({plan.layout})")
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    planned = {row.name: row.shape for row in plan.parameters}
+    found.extend(f"parameter {name!r} is in the model but not in the plan" for name in shapes.keys() - planned.keys())
+    found.extend(f"parameter {name!r} is in the plan but not in the model" for name in planned.keys() - shapes.keys())
+    for name in shapes.keys() & planned.keys():
+        if shapes[name] != planned[name]:
+            found.append(f"parameter {name!r} has shape {shapes[name]} in the model and {planned[name]} in the plan")
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        found.append("the model has FSDP units already")
+    if found:
+        raise PlanError(sorted(found))

@@ -1,0 +1,122 @@
+"""The registry of strategies: which family a model belongs to.
+
+Everything that parallelizes a model asks for its strategy here: the trainer, `plan`, `audit` and the interface of NeMo
+AutoModel. A family is found by the name of the model's class, so that it can be declared without importing the library that has
+the class.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+from torch import nn
+
+from meshwright.errors import ConfigError
+from meshwright.models.diffusion_gemma.strategy import DiffusionGemmaParallelizationStrategy
+from meshwright.models.nemotron_h import NemotronHParallelizationStrategy
+from meshwright.models.spec import DefaultParallelizationStrategy, base_of_peft
+from meshwright.models.strategy import ParallelizationStrategy
+from meshwright.models.wan import WanParallelizationStrategy
+from meshwright.plan.spec import ParallelSpec
+
+__all__ = ["get_parallelization_strategy", "register_parallel_strategy", "registered_strategies", "spec_of"]
+
+Strategy = TypeVar("Strategy", bound=type[ParallelizationStrategy])
+
+_REGISTRY: dict[str, ParallelizationStrategy] = {
+    "NemotronHForCausalLM": NemotronHParallelizationStrategy(),
+    "WanTransformer3DModel": WanParallelizationStrategy(),
+    "DiffusionGemmaForBlockDiffusion": DiffusionGemmaParallelizationStrategy(),
+}
+"""Name of a model class to the strategy of its family. Those that come with Meshwright stand here; a new one is a line."""
+
+
+@overload
+def register_parallel_strategy(strategy: Strategy, /) -> Strategy: ...
+
+
+@overload
+def register_parallel_strategy(*names: str, name: str | None = None) -> Callable[[Strategy], Strategy]: ...
+
+
+def register_parallel_strategy(*names: Any, name: str | None = None) -> Any:
+    """Class decorator: models whose class has one of these names, and models of their subclasses, get this strategy.
+
+    ``@register_parallel_strategy("MyModel", "MyModelForCausalLM")``, or ``name="MyModel"``. Bare, the name is that of the
+    strategy without the ending ``ParallelizationStrategy`` or ``Strategy``: ``MyModelStrategy`` is for ``MyModel``.
+
+    To register a strategy again is no error, also after its module was reloaded or its notebook cell was run again.
+
+    Raises:
+        ConfigError: a strategy for a name that another one has; it names both.
+        TypeError: what is decorated is no strategy, or one that cannot be made without arguments.
+    """
+    if len(names) == 1 and isinstance(names[0], type) and name is None:
+        (strategy,) = names
+        return _register(strategy, (_model_of(strategy),))
+    chosen = (*names, *(() if name is None else (name,)))
+    if not chosen or not all(isinstance(item, str) and item.isidentifier() for item in chosen):
+        raise TypeError(f"register_parallel_strategy{names!r}: takes names of model classes, such as 'LlamaForCausalLM'")
+    return lambda strategy: _register(strategy, chosen)
+
+
+def _model_of(strategy: type) -> str:
+    """The model class that a bare registration means."""
+    for ending in ("ParallelizationStrategy", "Strategy"):
+        found = strategy.__name__.removesuffix(ending)
+        if not found:
+            raise TypeError(f"{strategy.__name__}: names no model class; register it as @register_parallel_strategy('MyModel')")
+        if found != strategy.__name__:
+            return found
+    return strategy.__name__
+
+
+def _register(strategy: Strategy, names: tuple[str, ...]) -> Strategy:
+    if not (isinstance(strategy, type) and issubclass(strategy, ParallelizationStrategy)):
+        raise TypeError(f"{strategy!r}: is no subclass of ParallelizationStrategy")
+    held = {name: type(_REGISTRY[name]) for name in names if name in _REGISTRY}
+    problems = [
+        f"the strategy of {name!r} is {_full_name(other)} already, so {_full_name(strategy)} cannot be; register it for a "
+        "subclass of the model, or pass a ParallelSpec"
+        for name, other in held.items()
+        if _full_name(other) != _full_name(strategy)
+    ]
+    if problems:
+        raise ConfigError(problems)
+    instance = strategy()
+    for name in names:
+        if held.get(name) is not strategy:
+            _REGISTRY[name] = instance
+    return strategy
+
+
+def _full_name(strategy: type) -> str:
+    return f"{strategy.__module__}.{strategy.__qualname__}"
+
+
+def get_parallelization_strategy(model: nn.Module) -> ParallelizationStrategy:
+    """The strategy of a model: that of its class, or of the nearest class that it inherits from; otherwise the default one,
+    which derives everything from what a model of transformers declares of itself.
+    """
+    for kind in type(model).__mro__:
+        if kind.__name__ in _REGISTRY:
+            return _REGISTRY[kind.__name__]
+    adapted = base_of_peft(model)
+    return DefaultParallelizationStrategy(None if adapted is None else get_parallelization_strategy(adapted))
+
+
+def registered_strategies() -> dict[str, ParallelizationStrategy]:
+    """Name of a model class to its strategy, in the order of registration; those of Meshwright are among them."""
+    return dict(_REGISTRY)
+
+
+def spec_of(model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
+    """The spec of a model: what the strategy of its class says, which is derived unless its family has one of its own.
+
+    Args:
+        model: on any device.
+        param_dtype: dtype of compute.
+
+    Raises:
+        ModelError: a model of which nothing is known; the message says what to declare.
+    """
+    return get_parallelization_strategy(model).spec(model, param_dtype)
