@@ -16,8 +16,8 @@ from meshwright.checkpoint.state import initialize_optimizer
 from meshwright.data.packing import IGNORE
 from meshwright.distributed import _torch_compat, tensor_parallel
 from meshwright.distributed.fsdp import fsdp_units
+from meshwright.models.loss import count_tokens
 from meshwright.plan.sharding_plan import Move
-from meshwright.train.loss import count_tokens
 from meshwright.train.optimizer import build_optimizer
 
 UNIT = "model.layers.1"

@@ -23,6 +23,7 @@ from meshwright.models.diffusion_gemma.fsdp import (
     register_diffusion_gemma_parallel_strategy,
 )
 from meshwright.models.diffusion_gemma.model import enable
+from meshwright.models.diffusion_gemma.objective import BlockDiffusion
 from meshwright.models.diffusion_gemma.options import DiffusionConfig
 from meshwright.models.spec import spec_of
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
@@ -30,7 +31,6 @@ from meshwright.plan.prefetch import prefetch_targets
 from meshwright.plan.price import totals
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
-from meshwright.train.objective import BlockDiffusion
 from tests.diffusion_gemma import TOKENS, texts, tiny_diffusion_gemma
 from tests.harness import run_ranks
 from tests.tiny import tiny_model, whole

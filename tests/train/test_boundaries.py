@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from meshwright.audit.families import SPARSE, UNPACKED
 from meshwright.errors import ConfigError
 from meshwright.train.boundaries import check_boundaries
 from tests.harness import run_ranks
-from tests.tiny import FAMILIES, tiny_model
+from tests.tiny import FAMILIES, SPARSE, UNPACKED, tiny_model
 
 CPU = torch.device("cpu")
 DENSE = [family for family in FAMILIES if family not in SPARSE | UNPACKED]

@@ -22,10 +22,10 @@ from meshwright.audit.precision import FLOORS
 from meshwright.checkpoint import state
 from meshwright.distributed.grad_clip import total_grad_norm
 from meshwright.distributed.grad_sync import GradSync
+from meshwright.models.loss import count_tokens
 from meshwright.plan.borders import borders
 from meshwright.plan.resolver import model_sizes
 from meshwright.plan.sharding_plan import ShardingPlan, UnitRow
-from meshwright.train.loss import count_tokens
 from meshwright.train.trainer import Batch
 
 __all__ = ["LOSS", "Reference", "measure_drift", "measure_noise", "record_reference"]

@@ -15,11 +15,12 @@ embedding are cast too, as they are in language models.
 from torch import nn
 
 from meshwright.distributed.names import class_name
-from meshwright.distributed.strategy import ParallelizationStrategy, register_parallel_strategy
+from meshwright.distributed.strategy import ParallelizationStrategy
 from meshwright.errors import ModelError
+from meshwright.models.family import Family
 from meshwright.plan.spec import ParallelSpec, Structure, UnitRule, match_names
 
-__all__ = ["WanParallelizationStrategy"]
+__all__ = ["FAMILY", "WanParallelizationStrategy"]
 
 _TP_STYLES = {
     "blocks.*.ffn.net.0.proj": "colwise",
@@ -49,7 +50,6 @@ these are bare parameters of their blocks, which FSDP cannot cast apart, so they
 """
 
 
-@register_parallel_strategy("WanTransformer3DModel")
 class WanParallelizationStrategy(ParallelizationStrategy):
     """Of ``WanTransformer3DModel`` of diffusers."""
 
@@ -71,3 +71,6 @@ class WanParallelizationStrategy(ParallelizationStrategy):
                 no_sequence_parallel="its tokens are patches of a video, and its attention stays whole on every rank",
             ),
         )
+
+
+FAMILY = Family("wan", ("WanTransformer3DModel",), WanParallelizationStrategy)

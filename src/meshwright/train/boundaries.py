@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.distributed.names import class_name
 from meshwright.errors import ConfigError
-from meshwright.train.loss import forward_logits
+from meshwright.models.loss import forward_logits
 
 __all__ = ["check_boundaries"]
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import nn
 
 from meshwright.distributed.mesh import ParallelMesh
-from meshwright.distributed.strategy import ParallelizationStrategy, register_parallel_strategy
+from meshwright.distributed.strategy import ParallelizationStrategy
 from meshwright.models.decoder import global_heads
 from meshwright.models.diffusion_gemma.fsdp import enable_generate
 from meshwright.models.spec import derived_spec
@@ -27,7 +27,6 @@ DECODER = "model.decoder.layers.*"
 _VISION = ("model.encoder.vision_tower.**", "model.encoder.embed_vision")
 
 
-@register_parallel_strategy("DiffusionGemmaForBlockDiffusion")
 class DiffusionGemmaParallelizationStrategy(ParallelizationStrategy):
     """Of ``DiffusionGemmaForBlockDiffusion`` of transformers."""
 
