@@ -1,6 +1,7 @@
 """Imports between rooms run one way, and the documentation of the configuration is that of the schema."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from meshwright.train.config import load_config
+from meshwright.models.families import FAMILIES, TINY_MODELS
+from meshwright.train.config import RunConfig, load_config
 from meshwright.train.reference import reference
 
 ROOT = Path(__file__).parents[1]
@@ -72,6 +74,44 @@ def test_private_names_of_torch_and_transformers_live_in_one_file_each() -> None
     # public in all but name, and the only home of these two
     found = [item for item in found if "torch.utils._python_dispatch" not in item and "torch.utils._pytree" not in item]
     assert not found
+
+
+NAME_OF_A_FAMILY = re.compile(
+    r"(?i:llama|mi[sx]tral|qwen|gemma|olmo|deepseek|nemotron)|\b(?i:phi|gpt|opt|wan)(?:\b|_|\d|[A-Z])"
+)
+MAY_NAME_A_FAMILY = {
+    # an old format of chats calls the role so
+    '"gpt": "assistant",',
+    # names of NeMo AutoModel, which are promised at this place
+    '"NemotronHParallelizationStrategy": "nemotron_h",',
+    '"WanParallelizationStrategy": "wan",',
+    # an example of a class name, in a message for who writes something else
+    "raise TypeError(f\"register_parallel_strategy{names!r}: takes names of model classes, such as 'LlamaForCausalLM'\")",
+    # the field's name for a kind of layer, which many families have; what tells it are the names of its parts, not the family
+    "the user, written for the family, declared by the model, or, for a model whose layers are those of a Llama, generic.",
+    'return f"{generalize(layer)} has no {part}, so it is not the layer of a Llama"',
+    'return f"{generalize(layer)}.{part} holds {held}; a Llama\'s holds {wanted}"',
+    "# A Llama's attention reads heads from shapes. One that knows their number would not see that it has fewer.",
+    # another trainer
+    '"""What users of the Hugging Face Trainer, TRL, axolotl and LLaMA-Factory type, and the key that it is here."""',
+}
+
+
+def test_only_models_knows_families_by_name() -> None:
+    """In code, comments and descriptions. A paper is cited by its name, with its number beside it."""
+    for name in (*TINY_MODELS, *(family.name for family in FAMILIES), *(name for of in FAMILIES for name in of.classes)):
+        assert NAME_OF_A_FAMILY.search(name), name
+    rooms = (file for file in SOURCE.rglob("*.py") if file.relative_to(SOURCE).parts[0] != "models")
+    lines = (line.strip() for file in rooms for line in file.read_text().splitlines())
+    assert {line for line in lines if NAME_OF_A_FAMILY.search(line) and "arXiv" not in line} == MAY_NAME_A_FAMILY
+
+
+def test_the_configuration_has_the_section_and_the_name_of_every_objective() -> None:
+    objectives = [family.objective() for family in FAMILIES]
+    assert {item.section for item in objectives} - {""} <= RunConfig.model_fields.keys()
+    for item in objectives:
+        training = {"steps": 1, "global_batch_size": 1, "objective": item.name}
+        RunConfig.model_validate({"output": "o", "model": {"path": "m"}, "data": {"files": ["f"]}, "training": training})
 
 
 def test_the_configuration_page_is_that_of_the_schema() -> None:
