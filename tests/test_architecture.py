@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from meshwright.models.families import FAMILIES, TINY_MODELS
-from meshwright.train.config import RunConfig, load_config
+from meshwright.train.config import RunConfig, TrainingConfig, load_config
 from meshwright.train.reference import reference
 
 ROOT = Path(__file__).parents[1]
@@ -107,11 +107,9 @@ def test_only_models_knows_families_by_name() -> None:
 
 
 def test_the_configuration_has_the_section_and_the_name_of_every_objective() -> None:
-    objectives = [family.objective() for family in FAMILIES]
-    assert {item.section for item in objectives} - {""} <= RunConfig.model_fields.keys()
-    for item in objectives:
-        training = {"steps": 1, "global_batch_size": 1, "objective": item.name}
-        RunConfig.model_validate({"output": "o", "model": {"path": "m"}, "data": {"files": ["f"]}, "training": training})
+    for objective in (family.objective() for family in FAMILIES):
+        TrainingConfig(steps=1, global_batch_size=1, objective=objective.name)  # type: ignore[arg-type]
+        assert not objective.section or objective.section in RunConfig.model_fields
 
 
 def test_the_configuration_page_is_that_of_the_schema() -> None:
