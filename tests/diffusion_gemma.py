@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from meshwright.audit.families import FAMILIES
+from meshwright.models.families import TINY_MODELS
 
-TINY = FAMILIES["diffusion_gemma"]
+TINY = TINY_MODELS["diffusion_gemma"].config
 TOKENS = {key: value for key, value in TINY["text_config"].items() if key == "vocab_size" or key.endswith("_token_id")}
 TEXT = {key: value for key, value in TINY["text_config"].items() if key not in TOKENS}  # a tokenizer says the others
 CONFIG = {"model_type": "diffusion_gemma", **TINY, "text_config": TEXT}

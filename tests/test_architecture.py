@@ -1,6 +1,7 @@
 """The house: floors, façades, no circles, no long files; and the documentation of the configuration is that of the schema."""
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from meshwright.models.families import FAMILIES, TINY_MODELS
 from meshwright.models.registry import registered_strategies
-from meshwright.train.config import load_config
+from meshwright.train.config import RunConfig, TrainingConfig, load_config
 from meshwright.train.reference import reference
 
 ROOT = Path(__file__).parents[1]
@@ -140,6 +142,38 @@ def test_private_names_of_torch_and_transformers_live_in_one_file_each() -> None
     assert not found
 
 
+NAME_OF_A_FAMILY = re.compile(
+    r"(?i:llama|mi[sx]tral|qwen|gemma|olmo|deepseek|nemotron)|\b(?i:phi|gpt|opt|wan)(?:\b|_|\d|[A-Z])"
+)
+MAY_NAME_A_FAMILY = {
+    # an old format of chats calls the role so
+    '"gpt": "assistant",',
+    # the field's name for a kind of layer, which many families have; what tells it are the names of its parts, not the family
+    "the user, written for the family, declared by the model, or, for a model whose layers are those of a Llama, generic.",
+    'return f"{generalize(layer)} has no {part}, so it is not the layer of a Llama"',
+    'return f"{generalize(layer)}.{part} holds {shown}; a Llama\'s holds {wanted}"',
+    "# A Llama's attention reads heads from shapes. One that knows their number would not see that it has fewer.",
+    # another trainer
+    '"""What users of the Hugging Face Trainer, TRL, axolotl and LLaMA-Factory type, and the key that it is here."""',
+}
+
+
+def test_only_models_knows_families_by_name() -> None:
+    """In code, comments and descriptions. A paper is cited by its name, with its number beside it."""
+    for name in (*TINY_MODELS, *(family.name for family in FAMILIES), *(name for of in FAMILIES for name in of.classes)):
+        assert NAME_OF_A_FAMILY.search(name), name
+    rest = (file for file in SOURCE.rglob("*.py") if file.relative_to(SOURCE).parts[0] not in ("models", "nemo"))
+    rest = (file for file in rest if name_of(file) not in FACADES)  # whose names the reference fixes
+    lines = (line.strip() for file in rest for line in file.read_text().splitlines())
+    assert {line for line in lines if NAME_OF_A_FAMILY.search(line) and "arXiv" not in line} == MAY_NAME_A_FAMILY
+
+
+def test_the_configuration_has_the_section_and_the_name_of_every_objective() -> None:
+    for objective in (family.objective() for family in FAMILIES):
+        TrainingConfig(steps=1, global_batch_size=1, objective=objective.name)  # type: ignore[arg-type]
+        assert not objective.section or objective.section in RunConfig.model_fields
+
+
 def test_the_configuration_page_is_that_of_the_schema() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text() == reference()
 
@@ -159,3 +193,22 @@ def test_importing_the_package_is_light() -> None:
         "mw.GradSync, mw.clip_grad_norm_, mw.spec_of; assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
+
+
+def test_distributed_performs_and_asks_a_module_nothing() -> None:
+    """What a module has is a fact of the plan: nothing is looked for with a default, and no attribute of a model is named."""
+    of_models = {
+        "base_layer", "config", "embed_tokens", "hidden_states", "layers", "lm_head", "lora_A", "mlp", "num_attention_heads",
+        "num_experts", "num_heads", "num_key_value_heads", "self_attn", "use_cache",
+    }  # fmt: skip
+    found = []
+    for file in (SOURCE / "distributed").glob("*.py"):
+        if name_of(file) in FACADES:
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                asks = node.func.id == "hasattr" or (node.func.id == "getattr" and len(node.args) > 2)
+                found += [f"{file.name}:{node.lineno} {node.func.id}"] if asks else []
+            named = node.attr if isinstance(node, ast.Attribute) else node.value if isinstance(node, ast.Constant) else None
+            found += [f"{file.name}:{node.lineno} {named}"] if isinstance(named, str) and named in of_models else []
+    assert found == []

@@ -6,13 +6,19 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.audit import families
+from meshwright.models.families import TINY_MODELS
 from meshwright.models.registry import spec_of
 from meshwright.plan.spec import ParallelSpec
 from tests.diffusion_gemma import tiny_diffusion_gemma
 
-FAMILIES = {family: config for family, config in families.FAMILIES.items() if family != "diffusion_gemma"}
+FAMILIES = {family: tiny.config for family, tiny in TINY_MODELS.items() if family != "diffusion_gemma"}
 """Those that are causal language models; the other one is in `tests/diffusion_gemma.py`."""
+
+SPARSE = {family for family, tiny in TINY_MODELS.items() if tiny.sparse}
+"""Those with experts."""
+
+UNPACKED = {"gpt_oss", "nemotron_h", "opt", "diffusion_gemma"}
+"""Those in which a document changes the one that is packed after it, or that take one document a sequence: data are padded."""
 
 
 def tiny_config(family: str, **changes: Any) -> Any:

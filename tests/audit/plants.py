@@ -17,9 +17,9 @@ from meshwright.data.packing import IGNORE
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.fsdp import fsdp_units
 from meshwright.distributed.tensor_parallel import compute_with_slices
+from meshwright.models.loss import count_tokens
 from meshwright.plan.moves import Move
 from meshwright.plan.program import Compute
-from meshwright.train.loss import count_tokens
 from meshwright.train.optimizer import build_optimizer
 
 UNIT = "model.layers.1"

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from meshwright.audit.conduct import Auditor
-from meshwright.audit.families import FAMILIES, SPARSE, UNPACKED
 from meshwright.audit.matrix import (
     LAYOUTS,
     VARIANTS,
@@ -29,8 +28,10 @@ from meshwright.audit.matrix import (
 from meshwright.audit.report import AuditReport
 from meshwright.errors import WorkerError
 from meshwright.layout import AXES
+from meshwright.models.families import TINY_MODELS
 from meshwright.plan.options import SyncPolicy
 from meshwright.train.claim import Claim, versions
+from tests.tiny import SPARSE, UNPACKED
 
 ONE = Place("one process", 1, {"dp_shard": 1})
 DATA_PARALLEL = [ONE, *(place for place in LAYOUTS if not {"tp", "cp", "pp", "ep"} & place.sizes.keys())]
@@ -82,7 +83,7 @@ def test_a_slice_of_the_support_matrix(auditor: Auditor, folder: Path, family: s
 
 def test_the_slice_has_everything_once_and_the_variants_all_pairs() -> None:
     families, places, variants = (set(column) for column in zip(*((f, p.label, str(v)) for f, p, v in SLICE), strict=True))
-    assert families == set(FAMILIES)
+    assert families == set(TINY_MODELS)
     assert places == {place.label for place in LAYOUTS}
     assert variants == {str(variant) for variant in VARIANTS}
     columns = {"sync": set(SyncPolicy), "dtype": {"float64", "float32", "bfloat16"}, "microbatches": {1, 3}}

@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshwright.audit.families import SPARSE
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.fsdp import fsdp_units
@@ -16,7 +15,7 @@ from meshwright.layout import Layout
 from meshwright.plan.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from tests.harness import run_ranks
-from tests.tiny import FAMILIES, make
+from tests.tiny import FAMILIES, SPARSE, make
 
 
 @pytest.mark.parametrize("world", [8, 64, 1024])

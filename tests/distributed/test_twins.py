@@ -16,6 +16,7 @@ from meshwright.distributed.mesh import build_mesh
 from meshwright.errors import PlanError, UnsupportedError
 from meshwright.layout import Layout
 from meshwright.models.diffusion_gemma.model import enable
+from meshwright.models.diffusion_gemma.objective import BlockDiffusion
 from meshwright.models.diffusion_gemma.options import DiffusionConfig
 from meshwright.models.registry import get_parallelization_strategy, spec_of
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
@@ -23,7 +24,6 @@ from meshwright.plan.prefetch import prefetch_targets
 from meshwright.plan.price import totals
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
-from meshwright.train.objective import BlockDiffusion
 from tests.diffusion_gemma import TOKENS, texts, tiny_diffusion_gemma
 from tests.harness import run_ranks
 from tests.recompute import checkpoint_layer

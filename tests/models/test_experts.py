@@ -12,7 +12,6 @@ import torch
 import transformers.models
 from torch import nn
 
-from meshwright.audit.families import SPARSE
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
 from meshwright.models import _transformers_compat as compat
@@ -20,7 +19,7 @@ from meshwright.models.experts import _BIASES, _SCORES, _SET_BY_CONFIG, _scores,
 from meshwright.models.registry import spec_of
 from meshwright.plan.resolver import resolve
 from meshwright.plan.spec import ExpertsRule, Scores
-from tests.tiny import make, tiny_model
+from tests.tiny import SPARSE, make, tiny_model
 
 WIDTH, EXPERTS, K = 8, 6, 3
 

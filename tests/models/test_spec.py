@@ -3,14 +3,13 @@
 import pytest
 import torch
 
-from meshwright.audit.families import SPARSE, UNPACKED
 from meshwright.errors import ConfigError, ModelError
 from meshwright.models import _transformers_compat
 from meshwright.models.build import build_on_meta, check_files, materialize, pretrained_config, weight_files
 from meshwright.models.config import ModelConfig
+from meshwright.models.loss import forward_logits
 from meshwright.models.registry import spec_of
-from meshwright.train.loss import forward_logits
-from tests.tiny import FAMILIES, Plain, tiny_config, tiny_model
+from tests.tiny import FAMILIES, SPARSE, UNPACKED, Plain, tiny_config, tiny_model
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -14,13 +14,13 @@ from meshwright.checkpoint.export import export_checkpoint
 from meshwright.distributed.parallelizer import get_lm_ac_layers
 from meshwright.errors import ConfigError, ModelError
 from meshwright.layout import Layout
+from meshwright.models.objective import NextToken
 from meshwright.moe.balance import Balance, refusals, sequence_balance
 from meshwright.plan.options import ActivationCheckpointing
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ExpertsRow
 from meshwright.plan.spec import Scores
 from meshwright.train.config import RunConfig
-from meshwright.train.objective import NextToken
 from meshwright.train.prepare import prepare_run
 from meshwright.train.setup import Paths, make_setup
 from tests.diffusion_gemma import RUN
@@ -252,11 +252,11 @@ def test_an_unknown_router_is_refused_by_name() -> None:
     model, spec = make("mixtral", meta=True)
     unknown = replace(spec, experts=tuple(replace(rule, router=None) for rule in spec.experts))
     plan = resolve(unknown, model, Layout(), world_size=1)
-    found = refusals(plan, aux_loss=0.1, bias_update_rate=0.0, counts_tokens=True)
+    found = refusals(plan, aux_loss=0.1, bias_update_rate=0.0, uncounted="")
     assert found[0].startswith("moe.aux_loss=0.1: the router of 'model.layers.0.mlp.experts' is unknown")
     known = resolve(spec, model, Layout(), world_size=1)
-    assert refusals(known, aux_loss=0.1, bias_update_rate=0.0, counts_tokens=True) == []
-    assert "block diffusion" in refusals(known, aux_loss=0.1, bias_update_rate=0.0, counts_tokens=False)[0]
+    assert refusals(known, aux_loss=0.1, bias_update_rate=0.0, uncounted="") == []
+    assert refusals(known, aux_loss=0.1, bias_update_rate=0.0, uncounted="none") == ["moe.aux_loss=0.1: none"]
 
 
 def test_scores_that_are_unknown_are_refused_to_the_loss_alone(tiny: Tiny) -> None:
@@ -266,12 +266,12 @@ def test_scores_that_are_unknown_are_refused_to_the_loss_alone(tiny: Tiny) -> No
     unknown = replace(spec, experts=tuple(replace(rule, scores=Scores.UNKNOWN) for rule in spec.experts))
     plan = resolve(unknown, model, Layout(ep=2), world_size=2)
     assert plan.experts[0].scores == "unknown"
-    (found,) = refusals(plan, aux_loss=0.1, bias_update_rate=0.1, counts_tokens=True)
+    (found,) = refusals(plan, aux_loss=0.1, bias_update_rate=0.1, uncounted="")
     assert found == (
         "moe.aux_loss=0.1: what the scores of the router 'model.layers.1.mlp.gate' are is unknown; declare it (scores of an "
         "ExpertsRule in a strategy, docs/adding-a-family.md): softmax, sigmoid, probabilities, or leave moe.aux_loss out"
     )
-    assert refusals(plan, aux_loss=0.0, bias_update_rate=0.1, counts_tokens=True) == []
+    assert refusals(plan, aux_loss=0.0, bias_update_rate=0.1, uncounted="") == []
     Balance(model, plan.experts, CPU, bias_update_rate=0.1)
     with pytest.raises(
         ModelError, match=r"aux_loss: what the scores of the routers \['model.layers.1.mlp.gate'\] are is unknown"

@@ -6,11 +6,11 @@ import pytest
 from torch import nn
 
 from meshwright.audit.decay import to_be_decayed
-from meshwright.audit.families import FAMILIES
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
 from meshwright.models.build import build_on_meta, pretrained_config
 from meshwright.models.config import ModelConfig
+from meshwright.models.families import TINY_MODELS
 from meshwright.models.registry import spec_of
 from meshwright.plan.inspection import model_sizes
 from meshwright.plan.options import ParallelOptions
@@ -20,7 +20,7 @@ from meshwright.plan.spec import ParallelSpec
 
 
 def planned(family: str, **options: object) -> tuple[nn.Module, ShardingPlan]:
-    source = ModelConfig(config={"model_type": family, **FAMILIES[family]})
+    source = ModelConfig(config={"model_type": family, **TINY_MODELS[family].config})
     model = build_on_meta(source, pretrained_config(source))
     return model, resolve(spec_of(model), model, Layout(), ParallelOptions(**options), world_size=2)
 
@@ -29,7 +29,7 @@ def undecayed(plan: ShardingPlan) -> set[str]:
     return {row.name for row in plan.parameters if not row.decayed}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", TINY_MODELS)
 def test_the_plan_and_the_words_of_the_configuration_agree(family: str) -> None:
     model, plan = planned(family)
     experts = model_sizes(spec_of(model), model).experts or 0

@@ -20,8 +20,8 @@ from typing import Any, get_args
 import yaml
 from rich.console import Console
 
-from meshwright.audit.families import FAMILIES
 from meshwright.errors import MeshwrightError
+from meshwright.models.families import TINY_MODELS
 from meshwright.plan.explain import explain
 from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.train.config import RunConfig, load_config
@@ -32,7 +32,7 @@ from tests.train.runs import LLAMA
 SECONDS = 60
 """After which a plan of a tiny model counts as hanging."""
 
-MODELS = [LLAMA, *({"model_type": name, **config} for name, config in FAMILIES.items() if name != "gemma4_moe")]
+MODELS = [LLAMA, *({"model_type": name, **tiny.config} for name, tiny in TINY_MODELS.items() if name != "gemma4_moe")]
 NUMBERS = (0, 1, 2, 3, 4, 8, 64, -1, -2, 1000, 10**6, 10**9, 2**31, 2**63, 10**18, 10**30)
 FLOATS = (0.0, -0.0, 0.5, 1.0, 1.5, -0.5, 1e-30, 1e30, 1e308, float("nan"), float("inf"), float("-inf"))
 TEXTS = (

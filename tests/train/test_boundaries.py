@@ -6,15 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.audit.families import SPARSE, UNPACKED
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.errors import ConfigError
+from meshwright.models.objective import NextToken
 from meshwright.moe.balance import Balance
 from meshwright.train.boundaries import check_boundaries
 from meshwright.train.engine import Sequential
-from meshwright.train.objective import NextToken
 from tests.harness import run_ranks
-from tests.tiny import FAMILIES, tiny_model
+from tests.tiny import FAMILIES, SPARSE, UNPACKED, tiny_model
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from meshwright.errors import NonFiniteError
-from meshwright.train import objective as objective_module
+from meshwright.models import objective as objective_module
 from meshwright.train.config import RunConfig
 from meshwright.train.prepare import prepare_run
 from tests.harness import run_ranks

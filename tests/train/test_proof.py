@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.audit.families import FAMILIES
+from meshwright.models.families import TINY_MODELS
 from meshwright.models.spec import DefaultParallelizationStrategy
 from meshwright.train import claim as claims
 from meshwright.train import proof
@@ -41,7 +41,7 @@ def setup_of(model: dict[str, Any] | None = None, world_size: int = 2, family: s
     config = RunConfig.model_validate(
         {
             "output": "nowhere",
-            "model": {"config": {"model_type": family, **FAMILIES[family], **(model or {})}},
+            "model": {"config": {"model_type": family, **TINY_MODELS[family].config, **(model or {})}},
             "data": {"files": ["nowhere"], "sequence_length": 16},
             "training": training,
             **sections,
@@ -314,7 +314,7 @@ def test_the_matrix_that_comes_with_the_package_knows_the_families_of_this_versi
     content = json.loads(resources.files("meshwright.train").joinpath(proof.MATRIX).read_text())
     assert content["cells"]
     for cell in content["cells"]:
-        assert cell["family"] in FAMILIES
+        assert cell["family"] in TINY_MODELS
         assert cell["failed"] == ""
     if content["versions"] == claims.versions():
         (llama,) = {cell["model"] for cell in content["cells"] if cell["family"] == "llama"}

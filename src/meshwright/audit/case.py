@@ -22,7 +22,7 @@ from meshwright.models.init import derive_seed
 from meshwright.plan.inspection import model_sizes
 from meshwright.train.config import LayoutConfig, ParallelConfig, RunConfig
 from meshwright.train.engine import Batch, Engine, Sequential, Sums
-from meshwright.train.parts import Parts, fill, sequential, train_loader
+from meshwright.train.parts import Made, Parts, fill, sequential, train_loader
 from meshwright.train.setup import make_setup
 from meshwright.train.trainer import Trainer
 
@@ -147,7 +147,7 @@ class AuditTrainer(Trainer):
         setup = make_setup(case.config, dist.get_world_size())
         silence_dropout(setup.model)
 
-        def noting(trainer: Trainer) -> Engine:
+        def noting(trainer: Made) -> Engine:
             made = sequential(trainer, engine)
             made.trainer = self
             return made
@@ -157,7 +157,7 @@ class AuditTrainer(Trainer):
         super().__init__(setup, TokenStore.open(case.store), device, parts=Parts(**{**own, **parts}))
 
 
-def _loader(trainer: Trainer, store: TokenStore) -> TrainLoader:
+def _loader(trainer: Made, store: TokenStore) -> TrainLoader:
     """That of the audit; experts are to be left without a token now and then, and what hurts is to be fed."""
     loader = train_loader(trainer, store, UnevenLoader)
     setup, training = trainer.setup, trainer.config.training
@@ -170,7 +170,7 @@ def _loader(trainer: Trainer, store: TokenStore) -> TrainLoader:
     return loader
 
 
-def _fill(trainer: Trainer, device: torch.device) -> None:
+def _fill(trainer: Made, device: torch.device) -> None:
     """As a run does; a drawn model is jittered.
 
     Biases that begin as zero, and norms that begin as one, would hide what is wrong with them and behind them.

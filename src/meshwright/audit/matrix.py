@@ -7,15 +7,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from meshwright.audit.case import Case
 from meshwright.audit.conduct import Auditor, make_ready
 from meshwright.audit.data import draw_documents
-from meshwright.audit.families import FAMILIES, SPARSE, TWINS
 from meshwright.audit.report import AuditReport
 from meshwright.errors import ConfigError, MeshwrightError, UnsupportedError
+from meshwright.models.families import TINY_MODELS
 from meshwright.plan.options import SyncPolicy
 from meshwright.train.claim import Claim, versions
 from meshwright.train.config import RunConfig
@@ -155,7 +156,7 @@ def family_case(
     moe: Mapping[str, Any] | None = None,
     **parallel: Any,
 ) -> Case:
-    """The case of a family, by its name in :data:`~meshwright.audit.families.FAMILIES`, on drawn documents.
+    """The case of a family, by its name in :data:`~meshwright.models.families.TINY_MODELS`, on drawn documents.
 
     Args:
         family: ``model_type``.
@@ -167,7 +168,8 @@ def family_case(
         moe: the section of that name.
         parallel: further options of the section ``parallel``.
     """
-    config = {**FAMILIES[family], **(model or {})}
+    tiny = TINY_MODELS[family]
+    config = {**tiny.config, **(model or {})}
     vocabulary = int(config.get("text_config", config)["vocab_size"])
     readers = place.sizes.get("dp_replicate", 1) * place.sizes["dp_shard"]
     run = RunConfig.model_validate(
@@ -180,8 +182,8 @@ def family_case(
                 "activation_checkpointing": "full" if variant.checkpointing else "none",
                 "cpu_offload": variant.offload,
                 "sequence_parallel": place.sequence_parallel,
-                **({"twin_units": variant.twin_units} if family in TWINS else {}),
-                "loss_parallel": variant.loss_parallel and place.sizes.get("tp", 1) > 1 and family not in TWINS,
+                **({"twin_units": variant.twin_units} if tiny.twins else {}),
+                "loss_parallel": variant.loss_parallel and place.sizes.get("tp", 1) > 1 and not tiny.twins,
                 **parallel,
             },
             "data": {"files": ["drawn"], "sequence_length": SEQUENCE_LENGTH, "eval_fraction": 0.0, "packing": packing},
@@ -234,13 +236,14 @@ def run_cell(auditor: Auditor, family: str, place: Place, variants: Iterable[Var
 
 def slice_of_matrix() -> Iterator[tuple[str, Place, Variant]]:
     """A part of the matrix that has every family, every layout and every variant at least once."""
-    families, left = list(FAMILIES), []
+    families, left = list(TINY_MODELS), []
+    sparse = cycle(family for family in families if TINY_MODELS[family].sparse)
     for index in range(max(len(families), len(LAYOUTS), len(VARIANTS))):
         place = LAYOUTS[index % len(LAYOUTS)]
         family = families[index % len(families)]
-        if place.experts and family not in SPARSE:
+        if place.experts and not TINY_MODELS[family].sparse:
             left.append(family)
-            family = "mixtral"
+            family = next(sparse)
         yield family, place, VARIANTS[index % len(VARIANTS)]
     for index, family in enumerate(left):
         yield family, LAYOUTS[index], VARIANTS[index]
@@ -249,7 +252,7 @@ def slice_of_matrix() -> Iterator[tuple[str, Place, Variant]]:
 def write_matrix(
     output: Path,
     say: Callable[[str], None],
-    families: Sequence[str] = tuple(FAMILIES),
+    families: Sequence[str] = tuple(TINY_MODELS),
     places: Sequence[Place] = LAYOUTS,
     variants: Sequence[Variant] = VARIANTS,
     *,
@@ -279,7 +282,7 @@ def write_matrix(
     with Auditor() as auditor, tempfile.TemporaryDirectory(prefix="meshwright-matrix-") as folder:
         for place in places:
             for family in families:
-                if place.experts and family not in SPARSE:
+                if place.experts and not TINY_MODELS[family].sparse:
                     continue
                 at = (family, place.label)
                 some = [variant for variant in variants if place.world_size < 8 or variant in ON_EIGHT]

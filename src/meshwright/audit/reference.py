@@ -22,13 +22,12 @@ from meshwright.audit.precision import FLOORS
 from meshwright.checkpoint import state
 from meshwright.distributed.grad_clip import total_grad_norm
 from meshwright.distributed.grad_sync import GradSync
+from meshwright.models.loss import count_tokens
 from meshwright.plan.borders import borders
 from meshwright.plan.inspection import model_sizes
 from meshwright.plan.sharding_plan import ShardingPlan, UnitRow
 from meshwright.train.engine import Batch, Sums
-from meshwright.train.loss import count_tokens
-from meshwright.train.parts import clip
-from meshwright.train.trainer import Trainer
+from meshwright.train.parts import Made, clip
 
 __all__ = ["LOSS", "Reference", "measure_drift", "measure_noise", "record_reference"]
 
@@ -332,7 +331,7 @@ def measure_drift(device: torch.device, case: Case, folder: Path, bits: int = 1)
 # -- the plain model, and mixed precision as the plan states it ----------------------------------------------------------------
 
 
-def _plain_model(trainer: Trainer) -> nn.Module:
+def _plain_model(trainer: Made) -> nn.Module:
     """Only what is trained, and the dtypes, as the plan says."""
     model, plan = trainer.setup.model, trainer.setup.plan
     for row in plan.parameters:

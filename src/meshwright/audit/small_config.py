@@ -165,7 +165,7 @@ class _Numbers:
 
     def listed(self, key: str, value: list[Any]) -> tuple[list[Any], str]:
         numbers = all(isinstance(item, int) and not isinstance(item, bool) for item in value)
-        if key == "attention_types":  # GPT-Neo: [[[kinds], repeats], ...]
+        if key == "attention_types":  # [[[kinds], repeats], ...]
             kinds = [kind for block, times in value for _ in range(times) for kind in block]
             return [[[kinds[index] for index in self.kept], 1]], ""
         if re.search(r"(layers|layer_ids|idxs|indexes)$", key) and numbers and value == sorted(set(value)):

@@ -10,8 +10,7 @@ from typing import Any
 from meshwright.checkpoint import storage
 from meshwright.checkpoint.directory import damage, read_meta
 from meshwright.checkpoint.manager import check_writable
-from meshwright.distributed.names import class_name
-from meshwright.errors import CheckpointError, ConfigError, ModelError, described
+from meshwright.errors import CheckpointError, ModelError, described
 
 __all__ = ["export_checkpoint", "generate"]
 
@@ -162,7 +161,7 @@ def generate(
     show: Callable[[str], None] | None = None,
     raw: bool = False,
 ) -> str:
-    """Continue a prompt with the model of a Hugging Face directory, token by token or, with DiffusionGemma, canvas by canvas.
+    """Continue a prompt with the model of a Hugging Face directory, in the way of its family: token by token, if not otherwise.
 
     Where its tokenizer has a chat template, the prompt is a user's turn, and the model answers it.
 
@@ -170,8 +169,8 @@ def generate(
         directory: what :func:`export_checkpoint` wrote, or any model that Meshwright trains.
         prompt: text.
         max_new_tokens: at most so many tokens.
-        temperature: 0 takes the likeliest token each time; ``None``: the lowest that makes sense, which is 0, or, of a model
-            that denoises and so draws, that of :func:`~meshwright.models.diffusion_gemma.generation.continue_text`.
+        temperature: 0 takes the likeliest token each time; ``None``: the lowest that makes sense, which is 0 but for a model
+            that denoises and so draws.
         top_p: nucleus of the distribution to sample from.
         seed: of sampling.
         trust_remote_code: run model code that comes with the directory.
@@ -189,14 +188,16 @@ def generate(
     import torch
     from transformers import AutoConfig, AutoTokenizer
 
-    from meshwright.models.build import auto_class
+    from meshwright.models.families import family_named
+    from meshwright.models.family import Sampling
 
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory}: holds no model (no config.json)")
     try:
         with _without_progress_bars():
-            kind = auto_class(AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code))
-            model = kind.from_pretrained(directory, dtype="auto", trust_remote_code=trust_remote_code)
+            config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+            family = family_named(config.model_type)
+            model = family.auto_class().from_pretrained(directory, dtype="auto", trust_remote_code=trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelError(f"{directory}: {str(error).splitlines()[0]}") from error
@@ -209,24 +210,8 @@ def generate(
         raise ModelError("the prompt has no tokens")
     if asked:
         model.generation_config.eos_token_id = _ends(tokenizer, model.generation_config.eos_token_id)
-    if model.config.model_type == "diffusion_gemma":
-        ids = inputs["input_ids"].to(device)
-        return before + _denoise(model, tokenizer, ids, max_new_tokens, temperature, top_p, seed, steps, show)
-    if steps is not None:
-        raise ConfigError(f"steps={steps}: {class_name(model)} says one token after another; leave it out")
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature is not None and temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        output = model.generate(
-            inputs["input_ids"].to(device),
-            attention_mask=inputs["attention_mask"].to(device),
-            max_new_tokens=max_new_tokens,
-            pad_token_id=tokenizer.pad_token_id,
-            **sampling,
-        )
-    return before + tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    sampling = Sampling(max_new_tokens, temperature, top_p, seed, steps, show)
+    return before + family.generate(model, tokenizer, inputs.to(device), sampling)
 
 
 def _asked(tokenizer: Any, prompt: str) -> Any:
@@ -236,31 +221,3 @@ def _asked(tokenizer: Any, prompt: str) -> Any:
         return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     except Exception as error:  # a template is a program of others
         raise ModelError(f"the chat template refuses the prompt ({described(error)}); raw continues it as it stands") from error
-
-
-def _denoise(
-    model: Any,
-    tokenizer: Any,
-    prompt: Any,
-    max_new_tokens: int,
-    temperature: float | None,
-    top_p: float,
-    seed: int,
-    steps: int | None,
-    show: Callable[[str], None] | None,
-) -> str:
-    import torch
-
-    from meshwright.models.diffusion_gemma.generation import TEMPERATURE, Draft, continue_text
-
-    if top_p != 1.0:
-        raise ConfigError(f"top_p={top_p}: block diffusion draws from the whole distribution; the legal value is 1")
-
-    def line(draft: Draft) -> None:
-        assert show is not None
-        text = draft.text(tokenizer).replace("\n", "\u23ce")
-        show(f"canvas {draft.canvas + 1} step {draft.step:2}  uncertain {draft.uncertain:3} of {len(draft.certain)}  {text}")
-
-    torch.manual_seed(seed)
-    temperature = TEMPERATURE if temperature is None else temperature
-    return continue_text(model, tokenizer, prompt, max_new_tokens, temperature, steps, None if show is None else line)

@@ -254,20 +254,20 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue.", show_default=False)],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="At most so many tokens.")] = 64,
     temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the likeliest token each time. DiffusionGemma: of the first step, above 0.")
+        float, typer.Option(min=0.0, help="0 takes the likeliest token each time. Block diffusion: of the first step, above 0.")
     ] = 0.8,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this mass.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="DiffusionGemma: denoising steps of a canvas, at most.", show_default=False)
+        int | None, typer.Option(min=1, help="Block diffusion: denoising steps of a canvas, at most.", show_default=False)
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it stands, without a chat template.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="DiffusionGemma: do not show the drafts.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Block diffusion: do not show the drafts.")] = False,
     debug: DebugOption = False,
 ) -> None:
     """Continue a prompt with an exported model; one with a chat template is asked it, as by a user, and answers.
 
-    DiffusionGemma fills canvases: on the way, the drafts go to standard error, with a dot for each token that is not certain.
+    Block diffusion fills canvases: on the way, the drafts go to standard error, with a dot for each token that is not certain.
     """
     from meshwright.checkpoint.export import generate as continue_prompt
 

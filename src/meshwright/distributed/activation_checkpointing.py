@@ -14,7 +14,7 @@ is not counted. What is done beside a layer, in its forward alone (a statistic),
 
 torch has such a pair (``create_selective_checkpoint_contexts``), and compiled layers use it, because the compiler reads the
 choice from it. It is not used otherwise, because in eager code it fails where a layer overwrites a result that was kept, as
-Mixtral's router and every expert with a bias do (here such a result is recomputed instead), and where backward runs twice.
+some routers and every expert with a bias do (here such a result is recomputed instead), and where backward runs twice.
 
 The choice of experts is kept in every mode: ``full`` and ``submodule`` recompute a module that routes tokens as ``selective``
 would, if it were told to keep what :data:`ROUTING` names and nothing else. Gradients belong to the experts that forward used; a

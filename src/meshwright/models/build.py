@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["auto_class", "build_on_meta", "check_files", "legal_keys", "materialize", "pretrained_config", "weight_files"]
+__all__ = ["build_on_meta", "check_files", "legal_keys", "materialize", "pretrained_config", "weight_files"]
 
 
 def pretrained_config(
@@ -143,14 +143,15 @@ def _keys_read(module: str) -> frozenset[str]:
 
 
 def build_on_meta(config: ModelConfig, hf_config: "PretrainedConfig") -> "PreTrainedModel":
-    """The causal language model of a config, or its model of block diffusion, without memory.
+    """The model of a config, without memory: a causal language model, or what its family makes of it.
 
     Raises:
-        ModelError: if the family has neither, or refuses the config.
+        ModelError: if there is none, or the family refuses the config.
     """
     import torch
 
     from meshwright.models import _transformers_compat
+    from meshwright.models.families import family_named
 
     _transformers_compat.check()
     keywords: dict[str, Any] = {"dtype": getattr(torch, config.dtype), "trust_remote_code": config.trust_remote_code}
@@ -159,19 +160,12 @@ def build_on_meta(config: ModelConfig, hf_config: "PretrainedConfig") -> "PreTra
             keywords[name] = getattr(config, name)
     try:
         with torch.device("meta"):
-            model = auto_class(hf_config).from_config(hf_config, **keywords)
+            model = family_named(hf_config.model_type).auto_class().from_config(hf_config, **keywords)
     except Exception as error:  # transformers raises many kinds here, all about what the config asks for
         raise ModelError(f"model: {described(error)}") from error
     model.config.use_cache = False  # training never reads the key/value cache
     _transformers_compat.keep_in_fp32(model)
     return model
-
-
-def auto_class(hf_config: "PretrainedConfig") -> Any:
-    """The class of transformers that makes and loads the text model of a config."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    return AutoModelForImageTextToText if hf_config.model_type == "diffusion_gemma" else AutoModelForCausalLM
 
 
 def weight_files(config: ModelConfig) -> list[Path]:

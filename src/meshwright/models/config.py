@@ -1,13 +1,14 @@
-"""Which model, as a schema. Light to import: pydantic only."""
+"""Which model, and the options that its family has, as a schema. Light to import: pydantic only."""
 
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from meshwright.models.diffusion_gemma.options import DiffusionConfig
 from meshwright.paths import PathText
 
-__all__ = ["ModelConfig"]
+__all__ = ["DiffusionConfig", "ModelConfig"]
 
 
 def _is_config(value: Any) -> bool:

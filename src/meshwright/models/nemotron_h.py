@@ -10,12 +10,14 @@ from dataclasses import replace
 
 from torch import nn
 
+from meshwright.models.family import Family
 from meshwright.models.spec import derived_spec
 from meshwright.models.strategy import ParallelizationStrategy
+from meshwright.models.tiny import HEADS, TinyModel
 from meshwright.plan.names import match_names
 from meshwright.plan.spec import ParallelSpec, Structure
 
-__all__ = ["NemotronHParallelizationStrategy"]
+__all__ = ["FAMILY", "NemotronHParallelizationStrategy"]
 
 _TP_STYLES = {
     "model.layers.*.mixer.up_proj": "colwise",  # MLP blocks: no other mixer has such a child
@@ -55,3 +57,15 @@ class NemotronHParallelizationStrategy(ParallelizationStrategy):
             no_sequence_parallel="Mamba blocks carry a state from token to token, so that each rank needs the whole sequence",
         )
         return replace(derived, tp_styles=declared, sizes=sizes, structure=structure)
+
+
+_TINY = {
+    **{key: value for key, value in HEADS.items() if key != "num_hidden_layers"},
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+    "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "conv_kernel": 4, "chunk_size": 16,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32, "moe_latent_size": 16,
+}  # fmt: skip
+"""Mamba-2, experts behind a projection, attention and an MLP, a block each."""
+
+FAMILY = Family("nemotron_h", ("NemotronHForCausalLM",), NemotronHParallelizationStrategy, tiny=TinyModel(_TINY))

@@ -11,11 +11,9 @@ from typing import Any, TypeVar, overload
 from torch import nn
 
 from meshwright.errors import ConfigError
-from meshwright.models.diffusion_gemma.strategy import DiffusionGemmaParallelizationStrategy
-from meshwright.models.nemotron_h import NemotronHParallelizationStrategy
+from meshwright.models.families import FAMILIES
 from meshwright.models.spec import DefaultParallelizationStrategy, base_of_peft
 from meshwright.models.strategy import ParallelizationStrategy
-from meshwright.models.wan import WanParallelizationStrategy
 from meshwright.plan.spec import ParallelSpec
 
 __all__ = ["get_parallelization_strategy", "register_parallel_strategy", "registered_strategies", "spec_of"]
@@ -23,11 +21,9 @@ __all__ = ["get_parallelization_strategy", "register_parallel_strategy", "regist
 Strategy = TypeVar("Strategy", bound=type[ParallelizationStrategy])
 
 _REGISTRY: dict[str, ParallelizationStrategy] = {
-    "NemotronHForCausalLM": NemotronHParallelizationStrategy(),
-    "WanTransformer3DModel": WanParallelizationStrategy(),
-    "DiffusionGemmaForBlockDiffusion": DiffusionGemmaParallelizationStrategy(),
+    name: family.strategy() for family in FAMILIES if family.strategy is not None for name in family.classes
 }
-"""Name of a model class to the strategy of its family. Those that come with Meshwright stand here; a new one is a line."""
+"""Name of a model class to the strategy of its family; those that come with Meshwright are the first."""
 
 
 @overload

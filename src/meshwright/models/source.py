@@ -94,6 +94,8 @@ def _kind_problem(declared: dict[str, Any], trust_remote_code: bool, *, new: boo
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     from transformers import MODEL_FOR_MASKED_LM_MAPPING as MASKED
 
+    from meshwright.models.families import FAMILIES
+
     kind, architectures = declared.get("model_type"), declared.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else None
     task = re.search(r"For([A-Z]\w+)$", named) if isinstance(named, str) else None
@@ -103,7 +105,8 @@ def _kind_problem(declared: dict[str, Any], trust_remote_code: bool, *, new: boo
             "the base model that it was made of, or another model for causal language modeling"
         )
     custom = trust_remote_code and "AutoModelForCausalLM" in (declared.get("auto_map") or {})
-    if not isinstance(kind, str) or custom or kind == "diffusion_gemma" or kind not in CONFIG_MAPPING:
+    known = {family.name for family in FAMILIES}
+    if not isinstance(kind, str) or custom or kind in known or kind not in CONFIG_MAPPING:
         return None
     of = CONFIG_MAPPING[kind]
     if declared.get("is_encoder_decoder", getattr(of, "is_encoder_decoder", False)):

@@ -16,11 +16,12 @@ from torch import nn
 
 from meshwright.distributed.names import class_name
 from meshwright.errors import ModelError
+from meshwright.models.family import Family
 from meshwright.models.strategy import ParallelizationStrategy
 from meshwright.plan.names import match_names
 from meshwright.plan.spec import ParallelSpec, Structure, UnitRule
 
-__all__ = ["WanParallelizationStrategy"]
+__all__ = ["FAMILY", "WanParallelizationStrategy"]
 
 _TP_STYLES = {
     "blocks.*.ffn.net.0.proj": "colwise",
@@ -71,3 +72,6 @@ class WanParallelizationStrategy(ParallelizationStrategy):
                 no_sequence_parallel="its tokens are patches of a video, and its attention stays whole on every rank",
             ),
         )
+
+
+FAMILY = Family("wan", ("WanTransformer3DModel",), WanParallelizationStrategy)

@@ -177,7 +177,7 @@ class Balance:
 
     @torch.no_grad()
     def _move_biases(self) -> None:
-        """DeepSeek-V3, section 2.1.2: up where an expert has less than the mean, down where it has more.
+        """arXiv 2412.19437, section 2.1.2: up where an expert has less than the mean, down where it has more.
 
         Loads are sums of integers, so that every rank moves its copy to the same bits.
         """
@@ -259,14 +259,14 @@ def _labels(rows: Sequence[ExpertsRow]) -> list[str]:
     return numbers if unique else [row.module for row in rows]
 
 
-def refusals(plan: ShardingPlan, *, aux_loss: float, bias_update_rate: float, counts_tokens: bool) -> list[str]:
+def refusals(plan: ShardingPlan, *, aux_loss: float, bias_update_rate: float, uncounted: str) -> list[str]:
     """What of a balance cannot be done for a plan, a line each.
 
     Args:
         plan: of the run.
         aux_loss: coefficient of the balance loss.
         bias_update_rate: what biases move by.
-        counts_tokens: whether the objective says which tokens of a batch count.
+        uncounted: why the objective does not say which tokens of a batch count; empty: it does.
     """
     found = []
     wishes = {"moe.aux_loss": aux_loss, "moe.bias_update_rate": bias_update_rate}
@@ -280,11 +280,8 @@ def refusals(plan: ShardingPlan, *, aux_loss: float, bias_update_rate: float, co
             if not row.router
         ]
     if aux_loss:
-        if not counts_tokens:
-            found.append(
-                f"{asked[0]}: block diffusion runs routers over a sequence and over its canvases, which have no common "
-                "balance; leave it out (moe.load_metrics counts both)"
-            )
+        if uncounted:
+            found.append(f"{asked[0]}: {uncounted}")
         found += [
             f"{asked[0]}: what the scores of the router {row.router!r} are is unknown; {_DECLARE}, or leave moe.aux_loss out"
             for row in plan.experts

@@ -13,7 +13,7 @@ __all__ = ["import_object", "leaves_logits_sharded", "load_styles", "style_name"
 
 
 def import_object(path: str) -> Any:
-    """The object at a dotted path, such as ``torch.optim.AdamW`` or ``my_package.plans.LLAMA``.
+    """The object at a dotted path, such as ``torch.optim.AdamW`` or ``my_package.plans.STYLES``.
 
     Raises:
         ImportError: no module of that name, or nothing of that name in it.

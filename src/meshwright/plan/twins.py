@@ -1,4 +1,4 @@
-"""Stacks that run twice: two lists of layers that share their parameters, such as an encoder and a decoder.
+"""Stacks that run twice: two lists of layers that share their parameters, as an encoder and a decoder may.
 
 FSDP2 has two ways to hold them.
 

@@ -14,8 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from meshwright.data.config import DataConfig, TokenizerConfig
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
-from meshwright.models.config import ModelConfig
-from meshwright.models.diffusion_gemma.options import DiffusionConfig
+from meshwright.models.config import DiffusionConfig, ModelConfig
 from meshwright.paths import PathText
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
 from meshwright.train.problems import message
@@ -100,7 +99,7 @@ class ParallelConfig(_Section):
     )
     twin_units: bool | None = Field(
         default=None,
-        description="Where two layers share parameters (DiffusionGemma's encoder and decoder): true makes a unit of each, "
+        description="Where two layers share parameters (an encoder's and a decoder's): true makes a unit of each, "
         "which holds one layer's gradients and sends twice as much; false one of both, which holds those of the whole stack. "
         "null: one of both where these are at most sync_budget_gib.",
     )
@@ -241,7 +240,7 @@ class MoEConfig(_Section):
         default=None,
         ge=0,
         description="What the bias of each expert moves by after an optimizer step, up where it got less than the mean load, "
-        "down where it got more; for families whose router has such a bias, like DeepSeek-V3. null or 0: biases stay.",
+        "down where it got more; for families whose router has such a bias. null or 0: biases stay.",
     )
     load_metrics: bool = Field(
         default=True,

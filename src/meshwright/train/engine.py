@@ -13,9 +13,9 @@ from torch import nn
 
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import ParallelMesh
+from meshwright.models.loss import forward_logits
+from meshwright.models.objective import Objective
 from meshwright.moe.balance import Balance
-from meshwright.train.loss import forward_logits
-from meshwright.train.objective import Objective
 
 __all__ = ["Batch", "Engine", "Sequential", "Sums"]
 

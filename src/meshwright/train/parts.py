@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -13,47 +13,63 @@ from meshwright.distributed.grad_clip import clip_grad_norm_
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import ParallelMesh, build_mesh
 from meshwright.models.build import materialize
+from meshwright.models.objective import Objective
 from meshwright.models.registry import get_parallelization_strategy
+from meshwright.moe.balance import Balance
+from meshwright.train.config import RunConfig
 from meshwright.train.engine import Engine, Sequential
 from meshwright.train.optimizer import build_optimizer
-
-if TYPE_CHECKING:
-    from meshwright.train.trainer import Trainer
+from meshwright.train.setup import RunSetup
 
 Loader = TypeVar("Loader", bound=TrainLoader)
 Runs = TypeVar("Runs", bound=Sequential)
 
-__all__ = ["PARTS", "Parts", "clip", "fill", "sequential", "train_loader"]
+__all__ = ["PARTS", "Made", "Parts", "clip", "fill", "sequential", "train_loader"]
 
 
-def mesh_of_layout(trainer: "Trainer") -> ParallelMesh:
+class Made(Protocol):
+    """A trainer as far as it is made."""
+
+    setup: RunSetup
+    config: RunConfig
+    device: torch.device
+    step: int
+    progress: Callable[[str], None]
+    mesh: ParallelMesh
+    model: nn.Module
+    objective: Objective
+    sync: GradSync
+    balance: Balance
+
+
+def mesh_of_layout(trainer: Made) -> ParallelMesh:
     """The mesh of the layout, over all ranks."""
     return build_mesh(trainer.setup.layout, trainer.device.type)
 
 
-def carry_out(trainer: "Trainer") -> nn.Module:
+def carry_out(trainer: Made) -> nn.Module:
     """The model, which has no values yet, as the plan has it."""
     model = trainer.setup.model
     return get_parallelization_strategy(model).carry_out(model, trainer.setup.plan, trainer.mesh)
 
 
-def fill(trainer: "Trainer", device: torch.device) -> None:
+def fill(trainer: Made, device: torch.device) -> None:
     """Give parameters and buffers their first values, on the device that shards live on."""
     config, setup = trainer.config, trainer.setup
     materialize(setup.model, config.model, device, config.training.seed, setup.plan.layers)
 
 
-def optimizer_of_plan(trainer: "Trainer") -> torch.optim.Optimizer:
+def optimizer_of_plan(trainer: Made) -> torch.optim.Optimizer:
     """AdamW; which parameters are trained, and which of them are decayed, is in the plan."""
     return build_optimizer(trainer.model, trainer.config.optimizer, trainer.setup.plan.parameters)
 
 
-def sync_of_plan(trainer: "Trainer") -> GradSync:
+def sync_of_plan(trainer: Made) -> GradSync:
     """When the units of the model gather and reduce."""
     return GradSync.from_plan(trainer.model, trainer.setup.plan)
 
 
-def train_loader(trainer: "Trainer", store: TokenStore, kind: type[Loader] = TrainLoader) -> Loader:  # type: ignore[assignment]
+def train_loader(trainer: Made, store: TokenStore, kind: type[Loader] = TrainLoader) -> Loader:  # type: ignore[assignment]
     """The training data of this rank."""
     training, data = trainer.config.training, trainer.config.data
     return kind(
@@ -70,7 +86,7 @@ def train_loader(trainer: "Trainer", store: TokenStore, kind: type[Loader] = Tra
     )
 
 
-def sequential(trainer: "Trainer", kind: type[Runs] = Sequential) -> Runs:  # type: ignore[assignment]
+def sequential(trainer: Made, kind: type[Runs] = Sequential) -> Runs:  # type: ignore[assignment]
     """One microbatch after another."""
 
     def progress() -> None:
@@ -79,7 +95,7 @@ def sequential(trainer: "Trainer", kind: type[Runs] = Sequential) -> Runs:  # ty
     return kind(trainer.model, trainer.objective, trainer.sync, trainer.balance, progress)
 
 
-def clip(trainer: "Trainer") -> torch.Tensor:
+def clip(trainer: Made) -> torch.Tensor:
     """Clip the gradient of the whole model; returns its norm before that."""
     return clip_grad_norm_(trainer.model.parameters(), trainer.config.training.clip_norm)
 
@@ -99,14 +115,14 @@ class Parts:
         clip: clips the gradient after them, and returns its norm before that.
     """
 
-    mesh: "Callable[[Trainer], ParallelMesh]" = mesh_of_layout
-    distribute: "Callable[[Trainer], nn.Module]" = carry_out
-    fill: "Callable[[Trainer, torch.device], None]" = fill
-    optimizer: "Callable[[Trainer], torch.optim.Optimizer]" = optimizer_of_plan
-    sync: "Callable[[Trainer], GradSync]" = sync_of_plan
-    loader: "Callable[[Trainer, TokenStore], TrainLoader]" = train_loader
-    engine: "Callable[[Trainer], Engine]" = sequential
-    clip: "Callable[[Trainer], torch.Tensor]" = clip
+    mesh: Callable[[Made], ParallelMesh] = mesh_of_layout
+    distribute: Callable[[Made], nn.Module] = carry_out
+    fill: Callable[[Made, torch.device], None] = fill
+    optimizer: Callable[[Made], torch.optim.Optimizer] = optimizer_of_plan
+    sync: Callable[[Made], GradSync] = sync_of_plan
+    loader: Callable[[Made, TokenStore], TrainLoader] = train_loader
+    engine: Callable[[Made], Engine] = sequential
+    clip: Callable[[Made], torch.Tensor] = clip
 
 
 PARTS = Parts()

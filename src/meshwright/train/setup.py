@@ -17,7 +17,7 @@ from meshwright.train.config import RunConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from meshwright.train.objective import Objective
+    from meshwright.models.objective import Objective
 
 __all__ = [
     "Paths",
@@ -131,10 +131,11 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
     Raises:
         MeshwrightError: all problems of layout, batch sizes, model and plan that can be found without each other.
     """
+    from meshwright.models.objective import NextToken
     from meshwright.moe.balance import refusals
     from meshwright.plan.inspection import model_sizes
     from meshwright.plan.resolver import resolve
-    from meshwright.train.objective import NextToken, make_objective
+    from meshwright.train.objective import make_objective
 
     spec, model = describe_model(config, tokenizer)
     problems: list[MeshwrightError] = []
@@ -178,7 +179,7 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
         plan,
         aux_loss=config.moe.aux_loss or 0.0,
         bias_update_rate=config.moe.bias_update_rate or 0.0,
-        counts_tokens=objective.counts_routed,
+        uncounted=objective.uncounted,
     )
     if refused:
         raise ConfigError(refused)

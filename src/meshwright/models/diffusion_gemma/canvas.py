@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["HIDDEN", "IGNORE", "Canvas", "lay_out"]
+from meshwright.models.loss import IGNORE
 
-IGNORE = -100
-"""Label of a column that is nobody's target: the default of torch's cross entropy."""
+__all__ = ["HIDDEN", "Canvas", "lay_out"]
 
 HIDDEN = -1
 """Block of a column that holds nothing: no other column sees it."""

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.models.diffusion_gemma.canvas import HIDDEN, IGNORE, Canvas
+from meshwright.models.diffusion_gemma.canvas import HIDDEN, Canvas
 from meshwright.models.init import derive_seed
+from meshwright.models.loss import IGNORE
 
 __all__ = ["EVALUATION_RATES", "Draw", "Noised", "corrupt", "draw", "one_block"]
 

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshwright.errors import ConfigError
+from meshwright.models.family import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["TEMPERATURE", "Draft", "continue_text"]
+__all__ = ["TEMPERATURE", "Draft", "continue_text", "denoise"]
 
 TEMPERATURE = 0.8
 """Of the first step of a canvas, unless said otherwise. Denoising draws, so it is above 0."""
@@ -122,3 +123,24 @@ def continue_text(
         **options,
     )
     return tokenizer.decode(output[0, prompt.shape[1] :][:max_new_tokens], skip_special_tokens=True)
+
+
+def denoise(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", prompt: torch.Tensor, sampling: Sampling) -> str:
+    """Continue a prompt as a family does, see :meth:`~meshwright.models.family.Family.generate`.
+
+    Raises:
+        ConfigError: a temperature of 0, or a nucleus.
+    """
+    if sampling.top_p != 1.0:
+        raise ConfigError(f"top_p={sampling.top_p}: block diffusion draws from the whole distribution; the legal value is 1")
+    show = sampling.show
+
+    def line(draft: Draft) -> None:
+        assert show is not None
+        text = draft.text(tokenizer).replace("\n", "\u23ce")
+        show(f"canvas {draft.canvas + 1} step {draft.step:2}  uncertain {draft.uncertain:3} of {len(draft.certain)}  {text}")
+
+    torch.manual_seed(sampling.seed)
+    temperature = TEMPERATURE if sampling.temperature is None else sampling.temperature
+    watcher = None if show is None else line
+    return continue_text(model, tokenizer, prompt, sampling.max_new_tokens, temperature, sampling.steps, watcher)

@@ -4,10 +4,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.data.packing import IGNORE
 from meshwright.distributed.loss_parallel import cross_entropy_sum
 
-__all__ = ["count_tokens", "forward_logits", "token_loss_sum"]
+__all__ = ["IGNORE", "count_tokens", "forward_logits", "token_loss_sum"]
+
+IGNORE = -100
+"""Label of what is nobody's target: the default of torch's cross entropy, and what the loader writes."""
 
 
 def forward_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

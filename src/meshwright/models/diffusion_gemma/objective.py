@@ -1,0 +1,144 @@
+"""Block diffusion: what a training step denoises, and which losses it has."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import nn
+
+from meshwright.models._transformers_compat import attention_of
+from meshwright.models.diffusion_gemma.canvas import lay_out
+from meshwright.models.diffusion_gemma.corruption import EVALUATION_RATES, corrupt, draw, one_block
+from meshwright.models.diffusion_gemma.model import ATTENTIONS, enable, rounds_losses
+from meshwright.models.diffusion_gemma.options import DiffusionConfig
+from meshwright.models.loss import IGNORE, count_tokens, token_loss_sum
+from meshwright.models.objective import Batch, Objective, RunFacts
+from meshwright.plan.options import ActivationCheckpointing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["BlockDiffusion"]
+
+
+class BlockDiffusion(Objective):
+    """Denoise blocks of a response, given the clean text before each, and let the encoder say the next token.
+
+    Args:
+        options: of the noise.
+        seed: of the run.
+        length: of a block.
+        vocabulary: ids that noise is drawn from.
+        sequence_length: of the run.
+    """
+
+    name = "block_diffusion"
+    purpose = "denoise blocks of text"
+    section = "diffusion"
+    uncounted = (
+        "block diffusion runs routers over a sequence and over its canvases, which have no common balance; leave it out "
+        "(moe.load_metrics counts both)"
+    )
+
+    def __init__(self, options: DiffusionConfig, seed: int, length: int, vocabulary: int, sequence_length: int) -> None:
+        self.options, self.seed, self.length, self.vocabulary = options, seed, length, vocabulary
+        self.sequence_length = sequence_length
+        self.columns = -(-sequence_length // length) * length  # of the longest canvas that there can be
+        self.encoder = options.encoder_loss_weight > 0
+        self.terms = ("denoising", "encoder") if self.encoder else ("denoising",)
+        self.weights = (1.0, options.encoder_loss_weight) if self.encoder else (1.0,)
+        # No image is read, so no gradient reaches what reads images.
+        self.frozen = ("model.encoder.vision_tower.**", "model.encoder.embed_vision.**")
+        if options.freeze_router:
+            self.frozen += ("model.**.router.**",)
+
+    @classmethod
+    def problems(cls, model: "PreTrainedModel", options: DiffusionConfig, run: RunFacts) -> list[str]:
+        """Packed documents, attention without masks, outputs that would be rounded, graphs that would differ."""
+        found = []
+        if run.packing != "pad":
+            found.append(
+                f"data.packing={run.packing}: the blocks of a packed document would see the documents before it; "
+                "with block diffusion the legal value is pad"
+            )
+        if model.config.canvas_length < 1:
+            found.append(f"model.config.canvas_length={model.config.canvas_length}: a block has at least 1 token")
+        if attention_of(model) not in ATTENTIONS:
+            found.append(
+                f"model.attn_implementation={attention_of(model)}: takes no mask of blocks; with block diffusion legal are "
+                f"{' and '.join(ATTENTIONS)}"
+            )
+        if options.encoder_loss_weight > 0 and rounds_losses(run.output_dtype):
+            found.append(
+                f"parallel.output_dtype={run.output_dtype}: the encoder's loss, a sum in nats, would be rounded to "
+                "it as it leaves the model; with diffusion.encoder_loss_weight above 0 legal are null, float32 and float64"
+            )
+        if run.compiled and ActivationCheckpointing.FULL in run.recomputed:
+            found.append(
+                "parallel.activation_checkpointing=full with parallel.compile: an encoder layer writes its keys and values "
+                "down in its first run and not when it runs again, which are two graphs; legal are none and submodule"
+            )
+        return found
+
+    @classmethod
+    def of(cls, model: "PreTrainedModel", options: DiffusionConfig, run: RunFacts) -> Self:
+        """Blocks as long as the model's canvases, with noise from its whole vocabulary."""
+        config = model.config
+        return cls(options, run.seed, config.canvas_length, config.get_text_config().vocab_size, run.sequence_length)
+
+    def attach(self, model: nn.Module) -> None:
+        """Give the model its training forward."""
+        enable(model)
+
+    def training(self, batches: list[Batch], numbers: Sequence[Sequence[int]]) -> list[Batch]:
+        """Lay out the canvases and put noise on them; a sequence gets the same in whatever batch it stands."""
+        return [self._noised(*item, held_out=False) for item in zip(batches, numbers, strict=True)]
+
+    def held_out(self, batch: Batch, numbers: Sequence[int]) -> Batch:
+        """As in training, with noise that is the same each time, at rates that go evenly through all there are."""
+        return self._noised(batch, numbers, held_out=True)
+
+    def _noised(self, batch: Batch, numbers: Sequence[int], *, held_out: bool) -> Batch:
+        canvas = lay_out(
+            batch["input_ids"],
+            batch["labels"],
+            self.length,
+            fill=self.options.fill_last_block,
+            end=self.sequence_length,
+        )
+        draws = [
+            draw(
+                self.seed,
+                number,
+                self.columns,
+                self.vocabulary,
+                minimum=self.options.minimum_noise,
+                self_conditioning=self.options.self_conditioning,
+                rate=EVALUATION_RATES[number % len(EVALUATION_RATES)] if held_out else None,
+                purpose="held out" if held_out else "train",
+            )
+            for number in numbers
+        ]
+        noised = corrupt(canvas, draws)
+        if self.options.mode == "one_block":
+            canvas, noised = one_block(canvas, noised, draws, self.length)
+        return {
+            **batch,
+            "canvas_ids": noised.ids,
+            "canvas_labels": canvas.labels,
+            "canvas_positions": canvas.positions,
+            "canvas_blocks": canvas.blocks,
+            "self_conditioned": noised.conditioned,
+        }
+
+    def counts(self, batches: list[Batch]) -> list[int]:
+        """Supervised columns of the canvases, and labels of the encoder."""
+        denoised = sum(int((batch["canvas_labels"] != IGNORE).sum()) for batch in batches)
+        return [denoised, count_tokens(batches)] if self.encoder else [denoised]
+
+    def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+        """Cross-entropy of the clean tokens of the canvases (of noised ones and of others alike), and of the next token."""
+        found = model(denoise=batch, encoder_loss=partial(token_loss_sum, labels=batch["labels"]) if self.encoder else None)
+        denoising = token_loss_sum(found.logits, batch["canvas_labels"]) + found.anchor
+        return (denoising, found.encoder_loss) if self.encoder else (denoising,)
