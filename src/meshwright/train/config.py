@@ -3,7 +3,6 @@
 Light to import: pydantic and YAML only. Each section is one class; a field's description is its documentation.
 """
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -17,36 +16,12 @@ from meshwright.layout import Layout
 from meshwright.models.config import DiffusionConfig, ModelConfig
 from meshwright.paths import PathText
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
+from meshwright.train.plain_yaml import Dumper, Loader
 from meshwright.train.problems import message
 
 __all__ = ["RunConfig", "load_config"]
 
 Dtype = Literal["float32", "bfloat16", "float64"]
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as PyYAML reads it, but 1e-5 is a number (in `model.config` no schema is there to convert it), and a key that
-    stands twice is an error.
-    """
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Refuse a key that stands twice: PyYAML would drop the first without a word."""
-        merge = "tag:yaml.org,2002:merge"
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != merge]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes the strings that :class:`_Loader` would take for numbers."""
-
-
-for _side in (_Loader, _Dumper):
-    _side.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-    )
 
 
 class _Section(BaseModel):
@@ -361,7 +336,7 @@ class RunConfig(_Section):
 
     def to_yaml(self) -> str:
         """The complete configuration; loading it gives an equal one."""
-        return yaml.dump(self.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+        return yaml.dump(self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
     @property
     def directory(self) -> Path:
@@ -382,7 +357,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     if not file.is_file():
         raise ConfigError(f"{path}: no such file")
     try:
-        content = yaml.load(file.read_text(), _Loader) or {}
+        content = yaml.load(file.read_text(), Loader) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not readable as YAML: {error}") from None
     if not isinstance(content, dict):
@@ -409,7 +384,7 @@ def _apply(content: dict[str, Any], override: str) -> str | None:
     if not equals or not key:
         return f"{override!r}: an override has the form section.key=value"
     try:
-        value = yaml.load(text, _Loader) if text else ""
+        value = yaml.load(text, Loader) if text else ""
     except yaml.YAMLError:
         value = text
     *path, last = key.split(".")
