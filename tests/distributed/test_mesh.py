@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -59,6 +60,37 @@ def test_every_group_has_the_ranks_of_the_layout(world: int, layout: Layout) -> 
                     assert ranks_of(mesh[axis]) == resolved.group(axis, rank)
 
         in_fake_world(world, rank, check)
+
+
+@pytest.mark.parametrize(
+    ("layout", "groups"),
+    [
+        (Layout(dp_shard=1024), 1),  # one of this rank alone; the rest is the default group
+        (Layout(dp_shard=128, tp=8), 1 + 128 + 8),
+        (Layout(dp_replicate=8, dp_shard=16, tp=8), 1 + 128 + 64 + 128 + 8),  # the last: both axes of data, flattened
+        (Layout(dp_shard=128, tp=8, ep=8), 1 + 128 + 8),  # `ep` has the ranks of `tp`
+    ],
+    ids=str,
+)
+def test_groups_of_a_world_of_1024(layout: Layout, groups: int) -> None:
+    """Rounds of all ranks through the store, at a start: an axis of size 1 has none, and no ranks have two groups."""
+
+    def check() -> None:
+        made: list[tuple[int, ...]] = []
+        new_group = dist.new_group
+
+        def counting(ranks: list[int], **options: object) -> object:
+            made.append(tuple(ranks))
+            return new_group(ranks, **options)
+
+        dist.new_group = device_mesh.new_group = counting
+        build_mesh(layout, "cpu")
+        assert len(made) == groups
+        assert len(set(made)) == len(made)
+        build_mesh(layout, "cpu")  # a second mesh takes the groups of the first
+        assert len(made) == groups
+
+    in_fake_world(1024, 37, check)
 
 
 @pytest.mark.parametrize(

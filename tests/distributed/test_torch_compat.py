@@ -25,11 +25,12 @@ DOCUMENTED = {
     "Variable", "__init__", "__version__", "_C", "_ops", "all_gather_into_tensor", "autograd", "cuda", "data", "detach",
     "device", "dim", "get_group", "get_process_group_ranks", "get_world_size", "grad", "is_gloo_available", "is_grad_enabled",
     "is_initialized", "mesh", "ndim", "placements", "queue_callback", "reduce_scatter_tensor", "register_forward_hook",
-    "register_forward_pre_hook", "remove", "requires_grad", "to_local", "untyped_storage", "zeros_like", "tags",
+    "register_forward_pre_hook", "remove", "requires_grad", "get_rank", "group_name",
+    "new_group", "numel", "to_local", "untyped_storage", "zeros_like", "tags",
 }  # fmt: skip
 """Public names of torch, and the ways to modules that hold private ones."""
 
-PYTHON = {"append", "clear", "environ", "get", "items", "loads", "partition", "split", "values"}
+PYTHON = {"append", "setdefault", "tolist", "clear", "environ", "get", "items", "loads", "partition", "split", "values"}
 
 OPTIONAL = {
     "_fsdp_param_groups": "torch 2.13 and later; before it there is one group",

@@ -94,11 +94,12 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> ParallelMesh:
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = layout.sizes()
-    root = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
-    experts = None
-    if layout.ep > 1:
-        experts = init_device_mesh(device_type, tuple(layout.expert_sizes().values()), mesh_dim_names=EXPERT_AXES)
-    return _complete(layout, root, experts)
+    with _torch_compat.shared_groups():
+        root = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)
+        experts = None
+        if layout.ep > 1:
+            experts = init_device_mesh(device_type, tuple(layout.expert_sizes().values()), mesh_dim_names=EXPERT_AXES)
+        return _complete(layout, root, experts)
 
 
 def _complete(layout: Layout, root: DeviceMesh, experts: DeviceMesh | None = None) -> ParallelMesh:
@@ -129,7 +130,8 @@ def adopt_mesh(
     _torch_compat.one_gloo_worker()
     if names == AXES and (replicate, shard, tp) == ("dp_replicate", "dp_shard_cp", "tp"):
         layout = Layout(**dict(zip(AXES, device_mesh.mesh.shape, strict=True)))
-        return _complete(layout, device_mesh)
+        with _torch_compat.shared_groups():
+            return _complete(layout, device_mesh)
     # Their order in the mesh, which says which ranks are neighbours, need not be ours.
     roles = (replicate, shard, tp)
     legal = f"legal here are {', '.join(map(repr, roles))} and axes of size 1"
@@ -142,8 +144,9 @@ def adopt_mesh(
     sizes = {role: device_mesh.mesh.shape[names.index(role)] if role in names else 1 for role in roles}
     layout = Layout(dp_replicate=sizes[replicate], dp_shard=sizes[shard], tp=sizes[tp])
     ranks = device_mesh.mesh.permute(*order, *rest).reshape(tuple(layout.sizes().values()))
-    root = DeviceMesh(device_mesh.device_type, ranks, mesh_dim_names=AXES)
-    return _complete(layout, root)
+    with _torch_compat.shared_groups():
+        root = DeviceMesh(device_mesh.device_type, ranks, mesh_dim_names=AXES)
+        return _complete(layout, root)
 
 
 def whole_tensor(tensor: DTensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ NAMES: dict[Any, tuple[str, ...]] = {
     ),
     dist.Store: ("clone",),
     dist.ProcessGroup: ("_device_types", "_get_backend", "unbox"),
-    DeviceMesh: ("_concatenate", "_flatten", "get_all_groups"),
+    DeviceMesh: ("_concatenate", "_flatten", "_init_one_process_group", "get_all_groups"),
     FSDPModule: (
         "_get_fsdp_state",
         "set_force_sum_reduction_for_comms",

@@ -2,9 +2,11 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ __all__ = [
     "inherit_timeout",
     "one_gloo_worker",
     "reduce_scatter_single",
+    "shared_groups",
 ]
 
 # torch 2.13 renamed both; 2.11 has only the older names.
@@ -88,6 +91,39 @@ def control_store(prefix: str) -> dist.Store:
         prefix: of the keys.
     """
     return dist.PrefixStore(f"meshwright/{prefix}", distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
+
+
+@contextmanager
+def shared_groups() -> Iterator[None]:
+    """Inside, meshes make as few groups as they can: axes over the same ranks share one, and all axes of size 1 have one, which
+    a rank makes without waiting for any other.
+
+    By itself torch makes a group for each row of each axis. Each is a round of all ranks through the store, and has threads:
+    in a world of 1,024 an axis of size 1 costs 1,024 rounds.
+    """
+    known = _SHARED.setdefault(distributed_c10d._get_default_group(), {})
+    make = DeviceMesh._init_one_process_group
+
+    def shared(axis: Any, ranks: torch.Tensor, name: str, backend: Any) -> Any:
+        alone = axis.numel() == 1 < dist.get_world_size()
+        key = "alone" if alone else f"{axis} {ranks.tolist()} {backend}"
+        if key not in known:
+            if alone:
+                group: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="mesh_alone")
+                known[key] = group.group_name
+            else:
+                known[key] = make(axis, ranks, name, backend)
+        return known[key]
+
+    DeviceMesh._init_one_process_group = staticmethod(shared)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        DeviceMesh._init_one_process_group = staticmethod(make)  # type: ignore[method-assign]
+
+
+_SHARED: WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]] = WeakKeyDictionary()
+"""Names of the groups that :func:`shared_groups` made, by the default group of their time."""
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
