@@ -1,15 +1,18 @@
 """Names of torch that are no part of its documentation: all that are used are looked up as a process starts."""
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed._torch_compat import names as tables
 from meshwright.errors import UnsupportedError
+from meshwright.models import _transformers_compat
 
 ROOM = Path(_torch_compat.__file__).parent
 FILES = sorted(file for file in ROOM.glob("*.py") if file.stem not in ("__init__", "names"))
@@ -99,3 +102,11 @@ def test_a_name_that_moved_is_refused_by_name(owner: type, name: str, table: str
     with pytest.raises(UnsupportedError, match=f"{owner.__name__} have? no|{owner.__name__} has no") as error:
         _torch_compat.check()
     assert f"{name}_as_it_is_called_now" in str(error.value)
+
+
+def test_a_torch_or_transformers_newer_than_the_tested_ones_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (_torch_compat.untested(), _transformers_compat.untested()) == ("", "")
+    monkeypatch.setattr(torch, "__version__", "2.99.0+cu130")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.99.1")
+    assert _torch_compat.untested() == "torch 2.99.0+cu130: Meshwright's tests have run with 2.13 at the newest"
+    assert _transformers_compat.untested() == "transformers 5.99.1: Meshwright's tests have run with 5.23 at the newest"

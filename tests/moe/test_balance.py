@@ -222,6 +222,23 @@ def test_neither_evaluation_nor_a_draft_nor_another_step_is_counted() -> None:
     run_ranks(on_rank, 1)
 
 
+def test_a_router_whose_outputs_cannot_be_read_is_told_of_once() -> None:
+    def on_rank(rank: int) -> None:
+        model, _ = make("mixtral")
+        balance, _ = watched(model, ActivationCheckpointing.NONE)
+        batch = batch_of()
+        other = batch["labels"][:, :-1] > 0  # of fewer tokens than the routers are given
+        for expected in (["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"], []):
+            balance.begin_step(other.sum())
+            with balance.microbatch(other):
+                summed_loss(model, batch)
+            told = balance.take_told()
+            assert [line.split("'")[1] for line in told] == expected
+            assert all("was given 30 tokens of a batch of 27" in line for line in told)
+
+    run_ranks(on_rank, 1)
+
+
 # -- refusals -----------------------------------------------------------------------------------------------------------------
 
 

@@ -302,6 +302,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     for name, value in facts.items():
         typer.echo(f"{name:>14}  {value}")
     typer.echo("all private names that Meshwright uses are there")
+    for line in filter(None, (_torch_compat.untested(), _transformers_compat.untested())):
+        typer.echo(line)
 
 
 def _prove(setup: "RunSetup") -> "AuditReport":

@@ -33,10 +33,27 @@ __all__ = [
     "load_sharded",
     "router_class",
     "router_classes",
+    "untested",
     "without_torch_init",
 ]
 
 MINIMUM_TRANSFORMERS = (5, 17)
+CEILING = (5, 23)
+"""The newest transformers that the tests have run with."""
+
+
+def _version() -> tuple[int, ...]:
+    import transformers
+
+    return tuple(int(part) for part in transformers.__version__.split(".")[:2])
+
+
+def untested() -> str:
+    """What to tell about a transformers that is newer than all that the tests have run with; empty for another."""
+    import transformers
+
+    newest, found = ".".join(map(str, CEILING)), transformers.__version__
+    return f"transformers {found}: Meshwright's tests have run with {newest} at the newest" if _version() > CEILING else ""
 
 
 def check() -> None:
@@ -48,9 +65,8 @@ def check() -> None:
     import transformers
     from transformers import PreTrainedModel
 
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     found = []
-    if version < MINIMUM_TRANSFORMERS:
+    if _version() < MINIMUM_TRANSFORMERS:
         needed = ".".join(map(str, MINIMUM_TRANSFORMERS))
         found.append(f"transformers {transformers.__version__}: Meshwright needs {needed} or later")
     for name in ("_init_weights", "_load_pretrained_model", "_finalize_model_loading", "_no_split_modules"):

@@ -131,6 +131,7 @@ class Balance:
         self._value = torch.zeros((), device=device)
         self._open = False
         self._counts: torch.Tensor | None = None
+        self._told: list[str] = []
         for router in self._routers:
             model.get_submodule(router.row.router).register_forward_hook(self._hook(router))
 
@@ -154,6 +155,11 @@ class Balance:
             yield
         finally:
             self._open, self._counts = False, None
+
+    def take_told(self) -> list[str]:
+        """What was found of routers since the last call, and stops nothing: a line for each whose outputs cannot be read."""
+        told, self._told = self._told, []
+        return told
 
     def losses(self) -> dict[str, torch.Tensor]:
         """What this rank's tokens added to the loss in this step, by the name of its metric; nothing without a balance loss."""
@@ -212,7 +218,9 @@ class Balance:
             if problem:
                 if self.aux_loss or self.rate:
                     raise ModelError(f"router {router.row.router!r}: {problem}; moe.aux_loss and moe.bias_update_rate need it")
-                router.fits = False
+                if router.fits:
+                    router.fits = False
+                    self._told.append(f"router {router.row.router!r}: {problem}; its load is not reported (moe.load_metrics)")
                 return None
             scores, weights, index, *rest = output
             first = not _torch_compat.in_backward()  # a recomputation was counted already

@@ -40,11 +40,16 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
         MeshwrightError: everything that would fail later and can be known now.
     """
     from meshwright.data.store import prepare
+    from meshwright.distributed import _torch_compat
+    from meshwright.models import _transformers_compat
     from meshwright.models.build import check_files, weight_files
     from meshwright.models.source import facts
 
     # Before the tokenizer: layout, model and plan need only the size of its vocabulary, and are quicker to check.
     draft = _checked_draft(config, world_size)
+    for line in (_torch_compat.untested(), _transformers_compat.untested()):
+        if line:
+            warn(line)
     paths = Paths(config.directory)
     check_writable(paths.root)
     pass_over_damaged(config, warn)

@@ -197,6 +197,8 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         loads = self.balance.finish_step(self.mesh.sum, updated=not skipped, logged=self.recorder.logs(self.step + 1))
+        for line in self.balance.take_told():
+            self.recorder.say(f"[yellow]{escape(line)}[/yellow]")
         seconds = time.perf_counter() - begun
         return {
             **values,

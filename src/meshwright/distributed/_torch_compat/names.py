@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.errors import UnsupportedError
 
-__all__ = ["CEILING", "HELD", "MINIMUM_TORCH", "NAMES", "check"]
+__all__ = ["CEILING", "HELD", "MINIMUM_TORCH", "NAMES", "check", "untested"]
 
 MINIMUM_TORCH = (2, 11)
 CEILING = (2, 13)
@@ -124,6 +124,12 @@ def check() -> None:
     found = [f"torch {torch.__version__}: {line}" for line in _missing()]
     if found:
         raise UnsupportedError(found)
+
+
+def untested() -> str:
+    """What to tell about a torch that is newer than all that the tests have run with; empty for another."""
+    newest = ".".join(map(str, CEILING))
+    return f"torch {torch.__version__}: Meshwright's tests have run with {newest} at the newest" if _version() > CEILING else ""
 
 
 def _missing() -> Iterator[str]:
