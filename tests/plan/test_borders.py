@@ -82,3 +82,13 @@ def test_the_first_microbatch_of_each_data_rank() -> None:
     layout = plan.layout
     found = [first_microbatch(plan, layout.coordinates(rank)) for rank in range(4)]
     assert found == [rank * plan.options.microbatches for rank in range(4)]
+
+
+def test_each_unit_says_which_tokens_come_into_it(sequence: ShardingPlan) -> None:
+    part = "1/2 of each sequence (tp)"
+    found = {unit.name: unit.tokens for unit in sequence.units}
+    # The first layer cuts the stream as it comes in.
+    assert found == {"": "all", **dict.fromkeys(sequence.layers, part), sequence.layers[0]: "all"}
+    routed = plan_of("mixtral", Layout(dp_shard=4, ep=2))[0]
+    assert {unit.tokens for unit in routed.units if unit.kind == "experts"} == {"routed over ep"}
+    assert {unit.tokens for unit in routed.units if unit.kind != "experts"} == {"all"}

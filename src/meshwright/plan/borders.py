@@ -12,10 +12,11 @@ from enum import StrEnum
 
 from torch import nn
 
+from meshwright.layout import AXES
 from meshwright.plan.moves import Move
-from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.plan.sharding_plan import ShardingPlan, UnitRow
 
-__all__ = ["Held", "Side", "borders", "first_microbatch", "held"]
+__all__ = ["Held", "Side", "borders", "first_microbatch", "held", "tokens_of_units"]
 
 
 class Side(StrEnum):
@@ -57,6 +58,22 @@ def borders(plan: ShardingPlan, model: nn.Module) -> tuple[str, ...]:
         if name and (name in wanted or parent in layers or leaf) and not isinstance(module, nn.ModuleList | nn.ModuleDict):
             found.append(name)
     return tuple(found)
+
+
+def tokens_of_units(plan: ShardingPlan) -> tuple[UnitRow, ...]:
+    """The units of a plan, each with the tokens of its microbatch that come into it on a rank."""
+    mixtures = {row.module for row in plan.experts} if plan.layout.ep > 1 else set()
+    first = dict.fromkeys(AXES, 0)
+    ranks = plan.layout.size("tp")
+
+    def tokens(unit: UnitRow) -> str:
+        if unit.name in mixtures:
+            return "routed over ep"
+        found = held(plan, unit.name, Side.INPUT, first, 1, ranks)
+        part = found is not None and len(found.positions[0]) < ranks
+        return f"1/{ranks} of each sequence (tp)" if part else "all"
+
+    return tuple(replace(unit, tokens=tokens(unit)) for unit in plan.units)
 
 
 def first_microbatch(plan: ShardingPlan, coordinates: Mapping[str, int]) -> int:

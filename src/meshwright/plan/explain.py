@@ -131,7 +131,7 @@ def _ahead(plan: ShardingPlan) -> str:
 
 def _units(plan: ShardingPlan, full: bool) -> Table:
     table = Table(title="Units", title_justify="left", box=SIMPLE_HEAD)
-    for name in ("unit", "reshard", "dtypes", "sync", "AC", "gathered", "AG", "RS|AR"):
+    for name in ("unit", "tokens", "reshard", "dtypes", "sync", "AC", "gathered", "AG", "RS|AR"):
         numeric = name in ("gathered", "AG", "RS|AR")
         table.add_column(name, justify="right" if numeric else "left", overflow="fold")
 
@@ -139,8 +139,9 @@ def _units(plan: ShardingPlan, full: bool) -> Table:
         traffic = unit_traffic(plan, unit)
         gathered = sum(row.gathered_bytes for row in plan.rows(unit))
         if unit.part_of:
-            return "", "", f"with {generalize(unit.part_of)}", str(unit.activation_checkpointing), "", "", ""
+            return unit.tokens, "", "", f"with {generalize(unit.part_of)}", str(unit.activation_checkpointing), "", "", ""
         return (
+            unit.tokens,
             "yes" if unit.reshard_after_forward and unit.sync is not SyncPolicy.DEFER else "no",
             f"{_short(unit.param_dtype or 'stored')}/{_short(unit.reduce_dtype or 'same')}",
             str(unit.sync),

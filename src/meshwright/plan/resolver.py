@@ -8,6 +8,7 @@ from torch import nn
 
 from meshwright.errors import LayoutError
 from meshwright.layout import Layout
+from meshwright.plan.borders import tokens_of_units
 from meshwright.plan.compilation import compile_actions
 from meshwright.plan.decay import choose_decayed
 from meshwright.plan.draft import Draft
@@ -87,6 +88,7 @@ def resolve(
         tp_passed_over=sharing.passed_over,
         flags_of_use=not spec.uses_all_parameters and draft.layout.size("dp_cp") > 1,
     )
+    plan = replace(plan, units=tokens_of_units(plan))
     program = (
         *tensor_parallel_actions(draft, plan),
         *expert_parallel_actions(draft, plan),

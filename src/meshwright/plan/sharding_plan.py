@@ -106,6 +106,7 @@ class UnitRow:
         forwards: times that the module runs in a microbatch, the last of them with a backward; 0: it is idle.
         twin_of: unit whose sharded parameters this one gathers and reduces too (twin units); empty: its own.
         part_of: unit that this module was wrapped together with (a shared unit), so that it is none itself; empty: it is one.
+        tokens: of its microbatch that come into it on a rank: ``all``, a part of each sequence, or those that are routed to it.
     """
 
     name: str
@@ -122,6 +123,7 @@ class UnitRow:
     forwards: int = 1
     twin_of: str = ""
     part_of: str = ""
+    tokens: str = "all"
 
     @property
     def label(self) -> str:
