@@ -31,7 +31,7 @@ from meshwright.models.config import ModelConfig
 from meshwright.models.imports import import_modules
 from meshwright.models.registry import spec_of
 from meshwright.plan.inspection import model_sizes
-from meshwright.plan.names import generalize, match_names
+from meshwright.plan.names import generalize, holder_of, match_names
 from meshwright.plan.spec import ParallelSpec
 from meshwright.train.config import RunConfig
 from meshwright.train.setup import microbatches_per_step, vocabulary_defaults
@@ -242,7 +242,7 @@ def _shrink_model(
 def _layers(model: nn.Module, patterns: Iterable[str]) -> tuple[str, int]:
     """The list of the language model's layers (the one with most parameters), and its length."""
     names = [name for name, _ in model.named_modules()]
-    parents = [name.rpartition(".")[0] for pattern in patterns for name in match_names(pattern, names)]
+    parents = [holder_of(name) for pattern in patterns for name in match_names(pattern, names)]
     path = max(dict.fromkeys(parents), key=lambda path: sum(item.numel() for item in model.get_submodule(path).parameters()))
     return path, parents.count(path)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from meshwright.models import _transformers_compat as compat
-from meshwright.plan.names import generalize
+from meshwright.plan.names import generalize, holder_of
 from meshwright.plan.spec import ExpertsRule, Scores
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def experts_of(model: "PreTrainedModel") -> tuple[ExpertsRule, ...]:
     for name, module in modules.items():
         if not compat.is_experts(module):
             continue
-        parent = name.rpartition(".")[0]
+        parent = holder_of(name)
         beside = {
             f"{parent}.{child}" if parent else child: router
             for child, router in modules[parent].named_children()

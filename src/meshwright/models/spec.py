@@ -9,7 +9,7 @@ from meshwright.distributed.names import class_name
 from meshwright.errors import ModelError
 from meshwright.models.decoder import declared_structure, structure_of
 from meshwright.models.strategy import ParallelizationStrategy
-from meshwright.plan.names import generalize, match_names
+from meshwright.plan.names import generalize, holder_of, match_names
 from meshwright.plan.spec import ParallelSpec, UnitRule, under_prefix
 from meshwright.plan.tp_styles import canonical
 
@@ -76,7 +76,7 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
     declared = compat.declarations(model)
     modules = dict(model.named_modules())
     whole = [name for name, module in modules.items() if class_name(module) in declared.no_split and name]
-    layers = [name for name in whole if isinstance(modules[name.rpartition(".")[0]], nn.ModuleList)]
+    layers = [name for name in whole if isinstance(modules[holder_of(name)], nn.ModuleList)]
     if not layers:
         raise ModelError(
             f"{class_name(model)} declares no layers: set _no_split_modules on the class to the class name of its "
@@ -132,7 +132,7 @@ def _tied_groups(tied: dict[str, str]) -> tuple[tuple[str, ...], ...]:
 def _matching(styles: dict[str, str], model: nn.Module) -> dict[str, str]:
     """The declared styles that name something here: transformers declares for all variants of a family at once."""
     names = [canonical(name) for name, _ in model.named_parameters(remove_duplicate=False)]
-    candidates = {*names, *(name.rpartition(".")[0] for name in names)}
+    candidates = {*names, *(holder_of(name) for name in names)}
     return {pattern: style for pattern, style in styles.items() if match_names(pattern, candidates)}
 
 

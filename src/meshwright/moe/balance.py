@@ -28,6 +28,7 @@ from torch import nn
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.activation_checkpointing import unwatched
 from meshwright.errors import ModelError
+from meshwright.plan.names import inside
 from meshwright.plan.sharding_plan import ExpertsRow, ShardingPlan
 from meshwright.plan.spec import Scores
 
@@ -296,7 +297,7 @@ def refusals(plan: ShardingPlan, *, aux_loss: float, bias_update_rate: float, un
             if row.router and row.scores == Scores.UNKNOWN
         ]
         for row in plan.experts:
-            own = [item for item in plan.parameters if row.router and item.name.startswith(f"{row.router}.")]
+            own = [item for item in plan.parameters if row.router and inside(item.name, row.router)]
             if own and not any(item.trainable for item in own):
                 found.append(
                     f"{asked[0]}: the router {row.router!r} is frozen, so that the loss would move everything but the choice; "

@@ -10,6 +10,7 @@ from meshwright.distributed.names import class_name
 from meshwright.errors import ModelError
 from meshwright.nemo.parallelizer import get_lm_ac_layers
 from meshwright.plan.given_styles import import_object
+from meshwright.plan.names import inside
 
 __all__ = ["model_problems", "optimizer_problems", "unit_classes"]
 
@@ -95,9 +96,9 @@ def unit_classes(
                 problems.append(f"nvfsdp_unit_modules: {name!r} is the class of no module; there are {', '.join(some)}")
             found.update(dict.fromkeys(matched))
     units = [name for name, module in modules.items() if isinstance(module, tuple(found))]
-    inside = next((name for name in units if any(_within(name, other) for other in units)), None)
+    inside = next((name for name in units if any(inside(name, other) for other in units)), None)
     if inside is not None:
-        around = next(other for other in units if _within(inside, other))
+        around = next(other for other in units if inside(inside, other))
         problems.append(
             f"nvfsdp_unit_modules: {inside!r} ({class_name(modules[inside])}) lies in {around or '(root)'!r} "
             f"({class_name(modules[around])}), which is gathered as one; name one of the two"
@@ -122,10 +123,6 @@ def _resolved(path: str) -> type:
 
 class _NoModule:
     """No module is of this class."""
-
-
-def _within(name: str, other: str) -> bool:
-    return name != other and (not other or name.startswith(f"{other}."))
 
 
 def optimizer_problems(model: nn.Module, optimizer: Optimizer | None, problems: list[str]) -> list[list[str]]:

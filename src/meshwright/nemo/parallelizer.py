@@ -19,7 +19,7 @@ from meshwright.models.registry import get_parallelization_strategy
 from meshwright.plan.draft import Draft
 from meshwright.plan.given_styles import import_object
 from meshwright.plan.inspection import inspect_model, model_sizes
-from meshwright.plan.names import generalize, last_of_each_container, match_names
+from meshwright.plan.names import generalize, holder_of, last_of_each_container, match_names, within
 from meshwright.plan.options import ParallelOptions
 from meshwright.plan.spec import ParallelSpec
 from meshwright.plan.tensor_parallel import choose_styles
@@ -95,12 +95,10 @@ def apply_fsdp2_sharding_recursively(
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     modules = dict(module.named_modules())
     entries = [
-        name
-        for name, entry in modules.items()
-        if name and _is_container(modules[name.rpartition(".")[0]]) and not _is_container(entry)
+        name for name, entry in modules.items() if name and _is_container(modules[holder_of(name)]) and not _is_container(entry)
     ]
-    nested = {name.rpartition(".")[0] for name, entry in modules.items() if name and _is_container(entry)}
-    keeping = last_of_each_container(name for name in entries if name.rpartition(".")[0] not in nested)
+    nested = {holder_of(name) for name, entry in modules.items() if name and _is_container(entry)}
+    keeping = last_of_each_container(name for name in entries if holder_of(name) not in nested)
     for name in reversed(entries):  # parents come first in named_modules(), so this is inside out
         reshard = name not in keeping if reshard_after_forward is None else reshard_after_forward
         shard_unit([modules[name]], mesh, policy, offload_policy or OffloadPolicy(), reshard)
@@ -227,7 +225,7 @@ def _norms(spec: ParallelSpec, model: nn.Module) -> list[str]:
     layers = [name for pattern in spec.layers for name in match_names(pattern, modules)]
 
     def inside(name: str, of: list[str]) -> bool:
-        return any(name == other or name.startswith(f"{other}.") for other in of)
+        return within(name, of)
 
     between = [generalize(name) for name in names if inside(name, layers) and not inside(name, regions)]
     return list(dict.fromkeys([*between, *spec.structure.tokenwise]))

@@ -14,6 +14,7 @@ from torch import nn
 
 from meshwright.layout import AXES
 from meshwright.plan.moves import Move
+from meshwright.plan.names import holder_of, inside, within
 from meshwright.plan.sharding_plan import ShardingPlan, UnitRow
 
 __all__ = ["Held", "Side", "borders", "first_microbatch", "held", "tokens_of_units"]
@@ -53,8 +54,8 @@ def borders(plan: ShardingPlan, model: nn.Module) -> tuple[str, ...]:
     wanted |= {name for row in plan.experts for name in (row.module, row.router)}
     found = []
     for name, module in model.named_modules():
-        parent, inside = name.rpartition(".")[0], any(name.startswith(f"{layer}.") for layer in layers)
-        leaf = not inside and next(module.children(), None) is None
+        parent, inner = holder_of(name), any(inside(name, layer) for layer in layers)
+        leaf = not inner and next(module.children(), None) is None
         if name and (name in wanted or parent in layers or leaf) and not isinstance(module, nn.ModuleList | nn.ModuleDict):
             found.append(name)
     return tuple(found)
@@ -104,7 +105,7 @@ def held(
     if ranks == 1:
         return whole
     own = next((row for row in plan.tensor_parallel if row.module == module), None)
-    around = next((row for row in plan.tensor_parallel if row.style == "region" and module.startswith(f"{row.module}.")), None)
+    around = next((row for row in plan.tensor_parallel if row.style == "region" and inside(module, row.module)), None)
     if around is not None:
         return whole if around.entry is Move.GATHER_SEQUENCE_WHOLE else None
     if own is not None and side is Side.OUTPUT and own.exit is Move.VOCABULARY:
@@ -116,7 +117,7 @@ def held(
     # The stream is cut into parts as it comes into the first layer, and joined again as it leaves the last norm.
     cut = own is not None and side is Side.INPUT and own.entry is Move.SPLIT_SEQUENCE
     joined = own is not None and side is Side.OUTPUT and own.exit is Move.GATHER_SEQUENCE_WHOLE
-    in_layers = any(f"{module}.".startswith(f"{layer}.") for layer in plan.layers)
+    in_layers = within(module, plan.layers)
     if cut or joined or not (in_layers or (own is not None and own.style == "sequence_parallel")):
         return whole
     share = length // ranks

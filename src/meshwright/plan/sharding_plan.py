@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 from meshwright.layout import Layout
 from meshwright.plan.differences import PlanDifference, field_differences, row_differences
 from meshwright.plan.moves import Move
+from meshwright.plan.names import within
 from meshwright.plan.options import DTYPES, ActivationCheckpointing, ParallelOptions, SyncPolicy
 from meshwright.plan.program import ACTIONS, Action, Bias, Engine, Kernel, describe
 
@@ -240,7 +241,7 @@ class ShardingPlan:
 
     def forwards(self, module: str) -> int:
         """Times that a module runs in a microbatch: as often as the innermost unit around it."""
-        around = [unit for unit in self.units if not unit.name or f"{module}.".startswith(f"{unit.name}.")]
+        around = [unit for unit in self.units if within(module, (unit.name,))]
         return max(around, key=lambda unit: len(unit.name)).forwards
 
     @property

@@ -29,7 +29,7 @@ from torch import nn
 from meshwright.layout import AXES, Layout
 from meshwright.models.registry import get_parallelization_strategy
 from meshwright.plan.inspection import model_sizes
-from meshwright.plan.names import generalize
+from meshwright.plan.names import generalize, holder_of
 from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.plan.spec import ParallelSpec
 from meshwright.train.setup import RunSetup
@@ -166,7 +166,7 @@ def model_digest(spec: ParallelSpec, model: nn.Module, imports: Iterable[str] = 
     config = getattr(model, "config", None)
     holders = {name: type(module).__name__ for name, module in model.named_modules()}
     parameters = {
-        (generalize(name), parameter.ndim, holders[name.rpartition(".")[0]])
+        (generalize(name), parameter.ndim, holders[holder_of(name)])
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
     return _digest(
