@@ -37,7 +37,7 @@ def test_tables_for_people() -> None:
 def test_the_program_says_what_is_done_in_its_order() -> None:
     text = run("plan", QUICKSTART, "-n", "4", "--program", "layout.tp=2", "parallel.compile=true")
     kinds = [line.split()[0] for line in text.splitlines() if line.split()[:1] and line.split()[0].istitle()]
-    assert list(dict.fromkeys(kinds[1:])) == ["Slice", "Compute", "Wrap", "Compile"]
+    assert list(dict.fromkeys(kinds[1:])) == ["Slice", "Compute", "Freeze", "Wrap", "Compile"]
     assert "model.layers.*.self_attn (3)" in text
     assert "axes dp_shard" in text
     full = run("plan", QUICKSTART, "-n", "4", "--program", "--full", "layout.tp=2")

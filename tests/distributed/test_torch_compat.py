@@ -80,6 +80,19 @@ def test_every_name_that_is_used_is_looked_up_at_start_up(file: Path) -> None:
     assert used(file) - OURS - DOCUMENTED - PYTHON - OPTIONAL.keys() - looked_up() == set()
 
 
+def test_private_modules_are_imported_as_the_package_is() -> None:
+    """Within a function they would be missed first in the middle of a run. Pipelines alone look theirs up as they are used."""
+    late = [
+        (file.stem, node.module)
+        for file in FILES
+        for function in ast.walk(ast.parse(file.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.ImportFrom)
+    ]
+    assert {stem for stem, _ in late} <= {"pipelines"}
+
+
 def test_every_name_that_is_looked_up_is_used() -> None:
     everywhere = set().union(*map(used, FILES))
     rest = [file.read_text() for file in ROOM.parent.glob("*.py")]  # public methods of units, which other files call

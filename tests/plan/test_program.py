@@ -1,5 +1,8 @@
 """The program of a plan: what is done to a model, decided before there is one."""
 
+import functools
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -12,10 +15,23 @@ from meshwright.layout import Layout
 from meshwright.models.registry import spec_of
 from meshwright.plan.inspection import Inspection, ModuleFacts, ParameterFacts, inspect_model
 from meshwright.plan.options import ParallelOptions
-from meshwright.plan.program import ACTIONS, Action, Assign, Bias, Compile, Compute, Engine, Freeze, Recompute, Slice, Wrap
+from meshwright.plan.program import (
+    ACTIONS,
+    Action,
+    Assign,
+    Bias,
+    Compile,
+    Compute,
+    Engine,
+    Freeze,
+    PartTwins,
+    Recompute,
+    Slice,
+    Wrap,
+)
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
-from meshwright.plan.spec import ParallelSpec
+from meshwright.plan.spec import ParallelSpec, TwinStacks
 from tests.tiny import make, tiny_model
 
 
@@ -35,7 +51,7 @@ def test_every_kind_of_action_has_one_performer() -> None:
 def test_a_plan_needs_facts_and_no_model() -> None:
     """Two layers of one matrix, written by hand."""
     modules = {
-        "": ModuleFacts("", "Stack", children=("layers",)),
+        "": ModuleFacts("", "Stack", children={"layers": "layers"}),
         "layers": ModuleFacts("layers", "ModuleList", container=True),
     }
     parameters = []
@@ -45,8 +61,10 @@ def test_a_plan_needs_facts_and_no_model() -> None:
         parameters.append(ParameterFacts(f"{name}.weight", (), (6, 4), "float32", True))
     plan = resolve(ParallelSpec("mine", ("layers.*",)), Inspection(modules, tuple(parameters)), Layout(), world_size=2)
     assert [row.local_shape for row in plan.parameters] == [(3, 4), (3, 4)]
-    assert [action.unit for action in plan.program] == ["layers.1", "layers.0", ""]
-    assert all(isinstance(action, Wrap) and action.axes == ("dp_shard",) for action in plan.program)
+    freeze, *wraps = plan.program
+    assert freeze == Freeze()
+    assert [action.unit for action in wraps] == ["layers.1", "layers.0", ""]
+    assert all(isinstance(action, Wrap) and action.axes == ("dp_shard",) for action in wraps)
 
 
 def test_actions_come_in_the_order_of_the_conductor() -> None:
@@ -103,10 +121,11 @@ def test_a_program_is_written_and_read() -> None:
 
 def test_a_difference_that_no_row_shows_names_the_action() -> None:
     plan = planned("llama", Layout(dp_shard=2))
-    action = plan.program[0]
+    freeze, action, *others = plan.program
     assert isinstance(action, Wrap)
-    other = replace(plan, program=(replace(action, divisor=2.0), *plan.program[1:]))
+    other = replace(plan, program=(freeze, replace(action, divisor=2.0), *others))
     assert len(plan.diff(other)) == 2
+    assert plan.diff(replace(plan, program=())) == []  # an earlier version wrote no program
     assert all("divisor" in str(line) and "model.layers" in str(line) for line in plan.diff(other))
 
 
@@ -157,3 +176,62 @@ def test_frozen_parameters_and_compiled_layers_are_named() -> None:
     assert frozen.parameters == tuple(row.name for row in plan.parameters if row.name.startswith("head."))
     assert list(of(plan, Compile)) == list(plan.layers)
     assert not any(isinstance(action, Slice) for action in plan.program)
+
+
+class KeywordOnly(nn.Module):
+    def forward(self, positions: torch.Tensor, *, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states
+
+
+def test_a_hidden_state_that_is_given_by_its_name_alone() -> None:
+    assert inspect_model(ParallelSpec("one", ()), KeywordOnly()).modules[""].hidden == (1, "hidden_states")
+
+
+def test_a_scripted_module_is_planned() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4)]), "act": torch.jit.script(nn.Softmax(-1))})
+    assert resolve(ParallelSpec("mine", ("layers.*",)), model, Layout(), world_size=2).layers == ("layers.0",)
+
+
+def test_an_inspection_keeps_no_module() -> None:
+    model = nn.Linear(4, 4)
+    model.forward = functools.partial(model.forward)
+    there = weakref.ref(model)
+    inspect_model(ParallelSpec("one", ()), model)
+    del model
+    gc.collect()
+    assert there() is None
+
+
+class Mlp(nn.Module):
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(8, 16), act, nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.up(x)))
+
+
+def test_a_statistic_that_layers_share_is_seen_in_each_of_them() -> None:
+    softmax = nn.Softmax(-1)
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"mlp": Mlp(softmax)}) for _ in range(3)])})
+    styles = {"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}
+    spec = ParallelSpec("mine", ("layers.*",), tp_styles=styles)
+    plan = resolve(spec, model, Layout(dp_shard=1, tp=2))
+    assert [row.tp_style for row in plan.parameters] == [None] * 12
+    assert not any(isinstance(action, Slice) for action in plan.program)
+
+
+@pytest.mark.parametrize("order", [("enc", "dec"), ("dec", "enc")])
+def test_twins_are_found_in_whatever_order_the_model_has_them(order: tuple[str, str]) -> None:
+    stack = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+    model = nn.ModuleDict({name: nn.ModuleDict({"layers": nn.ModuleList(list(stack))}) for name in order})
+    for name in order[1:]:  # modules of their own, with the same parameters
+        layers = [nn.Linear(4, 4) for _ in stack]
+        for layer, shared in zip(layers, stack, strict=True):
+            layer.weight, layer.bias = shared.weight, shared.bias
+        model[name] = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+    spec = ParallelSpec("mine", ("enc.layers.*", "dec.layers.*"), twins=(TwinStacks("enc.layers.*", "dec.layers.*"),))
+    plan = resolve(spec, model, Layout(dp_shard=2), ParallelOptions(twin_units=True))
+    (parted,) = [action for action in plan.program if isinstance(action, PartTwins)]
+    expected = [(f"enc.layers.{index}.{own}", f"dec.layers.{index}.{own}") for index in range(2) for own in ("weight", "bias")]
+    assert sorted(parted.parameters) == sorted(expected)

@@ -121,7 +121,10 @@ class ReferenceEngine(NotingEngine):
                 parameter.grad = None
             sums = super().forward_backward([batch], counts)
             for name, value in sums.values.items():
-                total.add(name, value)
+                if name in self.balance.losses():  # which are those of the step so far
+                    total.values[name] = value
+                else:
+                    total.add(name, value)
             sequences += trainer.sequences.pop()
             trainer.meta["microbatch_losses"].append(float(sums.values["loss"]) * float(counts[0].clamp(min=1)))
             trainer.meta["microbatch_tokens"].append(count_tokens([batch]))

@@ -89,7 +89,9 @@ def plan(
         Path | None,
         typer.Option("--diff", help="Print what differs from another plan, a JSON file of `plan --json`."),
     ] = None,
-    program: Annotated[bool, typer.Option("--program", help="Print what is done to the model, action after action.")] = False,
+    program: Annotated[
+        bool, typer.Option("--program", help="Print what is done to the model, action after action; --json has it too.")
+    ] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the complete configuration and stop.")] = False,
     debug: DebugOption = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""torch.compile, module by module, after everything else was carried out."""
+"""torch.compile, module by module."""
 
 import torch
 from torch import nn

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.distributed import _torch_compat
-from meshwright.distributed.activation_checkpointing import recompute
+from meshwright.distributed.activation_checkpointing import find_operators, recompute
 from meshwright.distributed.compilation import compile_module
 from meshwright.distributed.expert_parallel import dispatch_tokens
 from meshwright.distributed.fsdp import prefetch, wrap
@@ -82,7 +82,7 @@ def parallelize(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.
     Args:
         model: the model that the plan was resolved for, on the meta device or materialised (then each rank must hold the
             same values, and keeps its shards).
-        plan: the rows to carry out.
+        plan: whose program is performed.
         mesh: the mesh of the plan's layout.
 
     Returns:
@@ -95,6 +95,8 @@ def parallelize(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.
     _torch_compat.check()
     check_supported(plan.layout)
     _check_belongs(model, plan, mesh)
+    for names in {action.operators for action in plan.program if isinstance(action, Recompute)}:
+        find_operators(names)  # before anything is changed
     for action in plan.program:
         PERFORMERS[type(action)](model, action, mesh)
     return model
@@ -103,7 +105,7 @@ def parallelize(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.
 def _check_belongs(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> None:
     found = []
     if not plan.program:
-        found.append("the plan has no program: an earlier version of Meshwright wrote it; resolve it anew")
+        found.append("the plan has no program: resolve() makes it, and an earlier version of Meshwright wrote none")
     if mesh.layout != plan.layout:
         found.append(f"the mesh has the layout ({mesh.layout}), the plan has ({plan.layout})")
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -39,6 +39,6 @@ def assign(model: nn.Module, action: Assign, mesh: ParallelMesh) -> None:
 
 
 def freeze(model: nn.Module, action: Freeze, mesh: ParallelMesh) -> None:
-    """Take parameters out of training."""
-    for name in action.parameters:
-        model.get_parameter(name).requires_grad_(False)
+    """Say of every parameter whether it is trained."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in action.parameters)

@@ -95,7 +95,8 @@ def _entry(action: Compute, group: dist.ProcessGroup) -> Callable[[tuple[Any, ..
     def enters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if place < len(args):
             return (*args[:place], moved(args[place]), *args[place + 1 :]), kwargs
-        return args, {**kwargs, name: moved(kwargs[name])}
+        own = name if name in kwargs else next(iter(kwargs))  # a forward that takes anything does not name it
+        return args, {**kwargs, own: moved(kwargs[own])}
 
     return enters
 

@@ -31,7 +31,7 @@ class DefaultParallelizationStrategy(ParallelizationStrategy):
     """Of every model of transformers whose family has no strategy of its own: the spec is derived.
 
     Args:
-        adapted: strategy of the model that a ``PeftModel`` holds; ``None``: the default one too.
+        adapted: strategy of the model that a ``PeftModel`` holds; ``None``: its spec is derived too.
     """
 
     def __init__(self, adapted: ParallelizationStrategy | None = None) -> None:
@@ -39,11 +39,15 @@ class DefaultParallelizationStrategy(ParallelizationStrategy):
 
     def spec(self, model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
         """See :func:`derived_spec`; of a ``PeftModel``, the spec of the model that it holds."""
-        if (wrapped := base_of_peft(model)) is None:
+        wrapped = base_of_peft(model)
+        if wrapped is None or self.adapted is None:
             return derived_spec(model, param_dtype)
-        # Which of its adapters a forward uses is up to the model.
-        spec = (self.adapted or DefaultParallelizationStrategy()).spec(wrapped, param_dtype)
-        return replace(under_prefix(spec, "base_model.model."), uses_all_parameters=False)
+        return _around(self.adapted.spec(wrapped, param_dtype))
+
+
+def _around(spec: ParallelSpec) -> ParallelSpec:
+    """The spec of a ``PeftModel``, from that of the model that it holds. Which of its adapters a forward uses is up to it."""
+    return replace(under_prefix(spec, "base_model.model."), uses_all_parameters=False)
 
 
 def base_of_peft(model: nn.Module) -> nn.Module | None:
@@ -55,7 +59,7 @@ def base_of_peft(model: nn.Module) -> nn.Module | None:
 
 
 def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
-    """Derive the spec of a model of transformers.
+    """Derive the spec of a model of transformers, which peft may have wrapped.
 
     Args:
         model: the model, on any device.
@@ -64,6 +68,8 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
     Raises:
         ModelError: if it is no model of transformers, or does not declare its layers; the message says what to declare.
     """
+    if (wrapped := base_of_peft(model)) is not None:
+        return _around(derived_spec(wrapped, param_dtype))
     if not _is_transformers(model):
         raise ModelError(
             f"{class_name(model)} is not a model of transformers, so nothing is known of it: "

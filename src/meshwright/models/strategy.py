@@ -48,7 +48,7 @@ class ParallelizationStrategy(ABC):
 
         Args:
             model: that the plan was resolved for.
-            plan: the rows to carry out.
+            plan: whose program is performed.
             mesh: of the plan's layout.
         """
         return parallelize(model, plan, mesh)
@@ -100,7 +100,8 @@ class ParallelizationStrategy(ABC):
             tp_plan=tp_shard_plan,
         )
         spec = self.spec(model, options.param_dtype)
-        if tp_shard_plan is not None and leaves_logits_sharded(spec, tp_shard_plan, inspect_model(spec, model)):
+        facts = inspect_model(spec, model)
+        if tp_shard_plan is not None and leaves_logits_sharded(spec, tp_shard_plan, facts):
             options = replace(options, loss_parallel=True)
-        plan = resolve(spec, model, mesh.layout, options)
+        plan = resolve(spec, facts, mesh.layout, options)
         return self.carry_out(model, plan, mesh)

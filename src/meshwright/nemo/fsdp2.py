@@ -134,8 +134,9 @@ class FSDP2Manager:
         )
         strategy = get_parallelization_strategy(model)
         spec = spec or strategy.spec(model, options.param_dtype)
+        facts = inspect_model(spec, model)
         if self.loss_parallel is None:
-            sharded = self.tp_plan is not None and leaves_logits_sharded(spec, self.tp_plan, inspect_model(spec, model))
+            sharded = self.tp_plan is not None and leaves_logits_sharded(spec, self.tp_plan, facts)
             options = replace(options, loss_parallel=sharded)
-        self.plan = resolve(spec, model, self.mesh.layout, options)
+        self.plan = resolve(spec, facts, self.mesh.layout, options)
         return strategy.carry_out(model, self.plan, self.mesh)

@@ -115,7 +115,7 @@ def unit_classes(
 def _resolved(path: str) -> type:
     """The class at a dotted path; one that no module is an instance of, where there is none."""
     try:
-        kind = import_object(path)
+        kind = import_object(path.replace(":", "."))
     except (ImportError, AttributeError, TypeError, ValueError):  # the last two: what is no dotted path at all
         kind = None
     return kind if isinstance(kind, type) and issubclass(kind, nn.Module) else _NoModule

@@ -1,9 +1,11 @@
 """What a plan needs to know of a model: plain facts, read once. The only file of this room that looks at a module."""
 
 import inspect
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import islice, takewhile
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -55,7 +57,8 @@ class ModuleFacts:
         kind: name of its class.
         parameters: its own ones: name in the module to shape.
         buffers: names of its own ones.
-        children: names in the module of the modules right in it.
+        children: names in the module of the modules right in it, to their names in the model; one that stands elsewhere too has
+            the name of its first place.
         container: whether it is a list or a dict of modules, which is not called itself.
         embedding: whether it is an embedding; ``padding`` is then the row that gets no gradient.
         hidden: place and name of the hidden state among the arguments of its forward.
@@ -70,7 +73,7 @@ class ModuleFacts:
     kind: str
     parameters: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     buffers: tuple[str, ...] = ()
-    children: tuple[str, ...] = ()
+    children: Mapping[str, str] = field(default_factory=dict)
     container: bool = False
     embedding: bool = False
     padding: int | None = None
@@ -132,19 +135,20 @@ class Inspection:
             end += 1
         return names[begin:end]
 
+    @cached_property
+    def _sorted_names(self) -> list[str]:
+        return sorted(self.parameter_of)
+
     def parameters_inside(self, module: str) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parameters of a module and of those that stand in it, by their names in the module."""
+        """Shapes of the parameters in a module, at any depth, by their names in the module."""
         prefix = f"{module}." if module else ""
-        return {
-            f"{holder}.{own}".removeprefix(prefix): shape
-            for holder in (module, *self.inside(module))
-            for own, shape in self.modules[holder].parameters.items()
-        }
+        begin = bisect_left(self._sorted_names, prefix)
+        found = takewhile(lambda name: name.startswith(prefix), islice(self._sorted_names, begin, None))
+        return {name.removeprefix(prefix): self.parameter_of[name].shape for name in found}
 
     def children(self, module: str) -> list[str]:
-        """Full names of the modules right in one."""
-        names = (f"{module}.{child}" if module else child for child in self.modules[module].children)
-        return [name for name in names if name in self.modules]  # not what stands elsewhere too, under another name
+        """Names of the modules right in one."""
+        return list(self.modules[module].children.values())
 
     def holds_parameters(self, module: str) -> bool:
         """Whether a module or one that stands in it has parameters."""
@@ -156,7 +160,7 @@ def inspect_model(spec: ParallelSpec, model: nn.Module) -> Inspection:
 
     Args:
         spec: says where sizes stand in the model's config.
-        model: on any device; only names, shapes, dtypes, ties, code and configs are read.
+        model: on any device; only names, shapes, dtypes, ties, ``requires_grad``, code and configs are read.
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
@@ -175,7 +179,8 @@ def inspect_model(spec: ParallelSpec, model: nn.Module) -> Inspection:
         config = getattr(module, "config", None)
         if getattr(config, "use_cache", False):
             configs.setdefault(id(config), name)
-    found = {name: _facts_of(name, module) for name, module in modules.items()}
+    places = {id(module): name for name, module in modules.items()}
+    found = {name: _facts_of(name, module, places) for name, module in modules.items()}
     return Inspection(found, parameters, model_sizes(spec, model), tuple(configs.values()))
 
 
@@ -192,7 +197,7 @@ def model_sizes(spec: ParallelSpec, model: nn.Module) -> ModelSizes:
     return ModelSizes(**found, kv_groups=groups)
 
 
-def _facts_of(name: str, module: nn.Module) -> ModuleFacts:
+def _facts_of(name: str, module: nn.Module, places: Mapping[int, str]) -> ModuleFacts:
     kind = type(module)
     wrapped, unheld = _wrapped(module)
     counts = {own: value for own in (*_HEADS, EXPERTS_ATTRIBUTE) if type(value := getattr(module, own, None)) is int}
@@ -201,11 +206,11 @@ def _facts_of(name: str, module: nn.Module) -> ModuleFacts:
         kind=kind.__name__,
         parameters={own: tuple(parameter.shape) for own, parameter in module.named_parameters(recurse=False)},
         buffers=tuple(own for own, _ in module.named_buffers(recurse=False)),
-        children=tuple(own for own, _ in module.named_children()),
-        container=kind.forward is nn.Module.forward,
+        children={own: places[id(child)] for own, child in module.named_children()},
+        container=_forward_of(kind) is nn.Module.forward,
         embedding=isinstance(module, nn.Embedding),
         padding=getattr(module, "padding_idx", None),
-        hidden=_hidden_argument(vars(module).get("forward", kind.forward)),
+        hidden=_hidden_of_class(kind) if "forward" not in vars(module) else _hidden_argument(module.forward),  # type: ignore[arg-type]
         code=_names_of(kind),  # type: ignore[arg-type]  # classes are hashable
         counts=counts,
         has_config=getattr(module, "config", None) is not None,
@@ -229,21 +234,34 @@ def _wrapped(module: nn.Module) -> tuple[str, tuple[str, ...]]:
     return "adapter", tuple(name for name in others if len(getattr(module, name, ())))
 
 
+def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
+    """Of a class; that of a scripted module shows nothing of itself."""
+    return getattr(kind, "forward", None) or nn.Module.__call__
+
+
 @lru_cache(maxsize=4096)
+def _hidden_of_class(kind: type[nn.Module]) -> tuple[int, str]:
+    return _hidden_argument(_forward_of(kind))
+
+
 def _hidden_argument(forward: Callable[..., Any]) -> tuple[int, str]:
     """Place and name of the hidden state among the arguments: the one that is called so, otherwise the first."""
-    legal = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [item.name for item in inspect.signature(forward).parameters.values() if item.kind in legal and item.name != "self"]
-    if _HIDDEN in names:
-        return names.index(_HIDDEN), _HIDDEN
-    return 0, (names or [_HIDDEN])[0]
+    try:
+        arguments = inspect.signature(forward).parameters
+    except (TypeError, ValueError):  # of no Python code
+        return 0, _HIDDEN
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [name for name, item in arguments.items() if item.kind in by_place and name != "self"]
+    if _HIDDEN in arguments and _HIDDEN not in names:  # by its name alone
+        return len(names), _HIDDEN
+    return (names.index(_HIDDEN), _HIDDEN) if _HIDDEN in names else (0, (names or [_HIDDEN])[0])
 
 
 @lru_cache(maxsize=4096)
 def _names_of(kind: type[nn.Module]) -> tuple[str, ...]:
     """Attributes and globals that the forward of a class uses, and the methods that it calls."""
     found: list[str] = []
-    todo: list[Callable[..., object]] = [kind.forward]
+    todo: list[Callable[..., object]] = [_forward_of(kind)]
     seen: set[str] = set()
     while todo:
         function = inspect.unwrap(todo.pop())

@@ -121,5 +121,4 @@ def _row(draft: Draft, parameter: ParameterFacts, stage: int) -> ParameterRow:
 
 def freeze_actions(plan: ShardingPlan) -> Iterator[Freeze]:
     """Take what has no gradient out of training."""
-    if frozen := tuple(row.name for row in plan.parameters if not row.trainable):
-        yield Freeze(frozen)
+    yield Freeze(tuple(row.name for row in plan.parameters if not row.trainable))

@@ -158,13 +158,13 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Freeze:
-    """Take parameters out of training.
+    """Take parameters out of training; all others are trained.
 
     Attributes:
         parameters: first names of all that have no gradient; the others have one.
     """
 
-    parameters: tuple[str, ...]
+    parameters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -286,6 +286,8 @@ def describe(action: Action) -> tuple[str, str]:
 
 
 def _text(value: Any) -> str:
+    if value == ():
+        return "none"
     if isinstance(value, tuple):
         return ", ".join(f"({_text(item)})" if isinstance(item, tuple) else _text(item) for item in value)
     return "(root)" if value == "" else str(value)

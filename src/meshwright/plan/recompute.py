@@ -71,8 +71,11 @@ def recompute_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action]:
     for unit in chosen:
         mode, kept = unit.activation_checkpointing, plan.options.activation_checkpointing_save
         yield from recompute_layer(draft.model, unit.name, mode, kept, routing)
-    for name in draft.model.caches if chosen else ():  # a layer that runs again would fill the cache twice
-        yield Assign(name, (("config.use_cache", False),))
+    if chosen and draft.model.caches:  # a layer that runs again would fill the cache twice
+        # An attention that was told its own heads has a config of its own by now.
+        copies = [row.module for row in plan.tensor_parallel if row.style == "region" and row.parts]
+        for name in (*draft.model.caches, *(name for name in copies if draft.model.modules[name].has_config)):
+            yield Assign(name, (("config.use_cache", False),))
 
 
 def recompute_layer(

@@ -40,7 +40,7 @@ def resolve(
     Args:
         spec: what the family declares.
         model: the model, or its facts (:func:`~meshwright.plan.inspection.inspect_model`); on the meta device it needs no
-            memory, and only names, shapes, dtypes, ties, code and configs are read.
+            memory, and only names, shapes, dtypes, ties, ``requires_grad``, code and configs are read.
         layout: sizes; unresolved ones are inferred from ``world_size``.
         options: the choices; defaults if ``None``.
         world_size: number of ranks; needed where the layout is not resolved.

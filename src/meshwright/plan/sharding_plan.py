@@ -321,7 +321,7 @@ class ShardingPlan:
             *row_differences("tensor parallel", self.tensor_parallel, other.tensor_parallel),
             *row_differences("experts", self.experts, other.experts),
         ]
-        if not found:
+        if not found and self.program and other.program:  # an earlier version wrote none
             ours, theirs = (dict.fromkeys(map(_line, plan.program)) for plan in (self, other))
             found += [PlanDifference(f"action {line}", "", line, None) for line in ours if line not in theirs]
             found += [PlanDifference(f"action {line}", "", None, line) for line in theirs if line not in ours]

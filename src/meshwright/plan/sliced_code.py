@@ -39,7 +39,7 @@ def mixes_features(model: Inspection, name: str) -> str:
     module = model.modules[name]
     if _TAKES_APART & set(module.code):
         return ""
-    children = {child.rpartition(".")[2]: child for child in model.children(name)}
+    children = module.children
     # A child called `norm` that holds parameters has a style of its own.
     own = [used for used in module.code if used not in children or not model.holds_parameters(children[used])]
     bare = [child for child in children.values() if not model.holds_parameters(child)]

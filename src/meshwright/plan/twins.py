@@ -66,7 +66,7 @@ def twin_parameters(plan: ShardingPlan) -> tuple[tuple[str, str], ...]:
     units = {unit.name for unit in plan.units}
     found = []
     for row in plan.parameters:
-        for name in row.aliases:
+        for name in (row.name, *row.aliases):
             unit = nearest(name, units)
             ours = f"{first.get(unit, '')}{name.removeprefix(unit)}"
             if unit in first and ours in (row.name, *row.aliases):

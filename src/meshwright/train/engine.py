@@ -14,12 +14,10 @@ from torch import nn
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.models.loss import forward_logits
-from meshwright.models.objective import Objective
+from meshwright.models.objective import Batch, Objective
 from meshwright.moe.balance import Balance
 
 __all__ = ["Batch", "Engine", "Sequential", "Sums"]
-
-Batch = dict[str, torch.Tensor]
 
 LOSS = "loss"
 """Name of the training loss among the sums."""

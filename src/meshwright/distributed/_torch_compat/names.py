@@ -58,7 +58,7 @@ NAMES: dict[Any, tuple[str, ...]] = {
         "wait_for_unshard",
     ),
     FSDPParam: ("reset_sharded_param", "to_accumulated_grad_if_needed"),
-    FSDPState: ("_fsdp_param_group", "_lazy_init", "_post_forward", "_pre_forward", "_root_post_backward_final_callback"),
+    FSDPState: ("_lazy_init", "_post_forward", "_pre_forward", "_root_post_backward_final_callback"),
     TrainingState: ("IDLE", "POST_BACKWARD", "PRE_BACKWARD"),
     torch._C: (
         "DispatchKey",
@@ -97,6 +97,7 @@ HELD: dict[type, tuple[str, ...]] = {
     FSDPState: (
         "_auto_reshard_after_forward",
         "_comm_ctx",
+        "_fsdp_param_group",
         "_is_root",
         "_post_forward_hook_handle",
         "_pre_forward_hook_handle",

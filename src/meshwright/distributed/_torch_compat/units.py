@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -36,8 +37,6 @@ def replicate_module(
 
     Its modules are ``FSDPModule`` too, so that gradient sync is the same state machine as with shards.
     """
-    from torch.distributed._composable.replicate_with_fsdp import replicate
-
     replicate(modules if len(modules) > 1 else modules[0], mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy)
 
 

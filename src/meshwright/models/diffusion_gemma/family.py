@@ -32,7 +32,7 @@ _TINY = {
 class _DiffusionGemma(Family):
     def objective(self) -> type[Objective]:
         """Block diffusion."""
-        from meshwright.models.diffusion_gemma.objective import BlockDiffusion  # its model registers the family's strategy
+        from meshwright.models.diffusion_gemma.objective import BlockDiffusion  # light until it is asked for
 
         return BlockDiffusion
 
