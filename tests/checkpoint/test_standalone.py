@@ -182,7 +182,7 @@ def test_the_packing_check_sees_the_weights_of_a_resumed_run(tiny, monkeypatch: 
     train(config, 1)
     seen = []
 
-    def look(model, *_: object, **__: object) -> None:
+    def look(logits: object, model, *_: object, **__: object) -> None:
         seen.append(float(model.model.embed_tokens.weight.full_tensor().abs().max()))
 
     monkeypatch.setattr("meshwright.train.trainer.check_boundaries", look)
