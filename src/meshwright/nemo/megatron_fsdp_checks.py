@@ -96,11 +96,11 @@ def unit_classes(
                 problems.append(f"nvfsdp_unit_modules: {name!r} is the class of no module; there are {', '.join(some)}")
             found.update(dict.fromkeys(matched))
     units = [name for name, module in modules.items() if isinstance(module, tuple(found))]
-    inside = next((name for name in units if any(inside(name, other) for other in units)), None)
-    if inside is not None:
-        around = next(other for other in units if inside(inside, other))
+    nested = next((name for name in units if any(inside(name, other) for other in units)), None)
+    if nested is not None:
+        around = next(other for other in units if inside(nested, other))
         problems.append(
-            f"nvfsdp_unit_modules: {inside!r} ({class_name(modules[inside])}) lies in {around or '(root)'!r} "
+            f"nvfsdp_unit_modules: {nested!r} ({class_name(modules[nested])}) lies in {around or '(root)'!r} "
             f"({class_name(modules[around])}), which is gathered as one; name one of the two"
         )
     sizes = {name: sorted((str(p.dtype), p.numel()) for p in modules[name].parameters()) for name in units}
