@@ -51,6 +51,11 @@ def test_nothing_planted_nothing_found(auditor: Auditor, tmp_path: Path) -> None
 
 QUIET = """
 import sys
+from pathlib import Path
+
+from meshwright.audit.conduct import Auditor
+from meshwright.audit.matrix import LAYOUTS, Variant, family_case
+from meshwright.plan.options import SyncPolicy
 
 places = {place.label: place for place in LAYOUTS}
 with Auditor() as auditor:
