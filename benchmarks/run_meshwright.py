@@ -21,9 +21,9 @@ def main() -> None:
         trainer = Trainer(setup, TokenStore.open(run.directory / "store"), device)
 
         def train_step(step: int) -> float:
-            found = trainer.train_step()
+            trainer.train_step()
             trainer.step += 1  # as Trainer.run does
-            return found["loss"]
+            return trainer.metrics()["loss"]
 
         measure(run, trainer.model, train_step)
 

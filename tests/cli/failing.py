@@ -21,10 +21,10 @@ def fail(how: str, rank: int) -> Callable[[], None]:
 
         plain = Trainer.train_step
 
-        def train_step(self: Trainer) -> dict[str, Any]:
+        def train_step(self: Trainer) -> None:
             if self.step == 1 and self.rank == rank:
                 HOW[how]()
-            return plain(self)
+            plain(self)
 
         Trainer.train_step = train_step
 

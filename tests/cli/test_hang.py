@@ -5,7 +5,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -67,10 +66,10 @@ def _in_the_second_step(rank: int, do: Callable[[], None]) -> Callable[[], None]
 
         plain = Trainer.train_step
 
-        def train_step(self: Trainer) -> dict[str, Any]:
+        def train_step(self: Trainer) -> None:
             if self.step == 1 and self.rank == rank:
                 do()
-            return plain(self)
+            plain(self)
 
         Trainer.train_step = train_step
 
@@ -82,10 +81,10 @@ def _slow() -> None:
 
     plain = Trainer.train_step
 
-    def train_step(self: Trainer) -> dict[str, Any]:
+    def train_step(self: Trainer) -> None:
         end = time.monotonic() + (4 if self.step == 1 else 0.5)
         while time.monotonic() < end:
             sum(range(1000))
-        return plain(self)
+        plain(self)
 
     Trainer.train_step = train_step

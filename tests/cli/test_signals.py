@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -135,13 +134,13 @@ def _forks_a_child() -> None:
 
     plain = Trainer.train_step
 
-    def train_step(self: Trainer) -> dict[str, Any]:
+    def train_step(self: Trainer) -> None:
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         child.start()
         child.terminate()
         child.join(5)
         assert child.exitcode == -signal.SIGTERM
-        return plain(self)
+        plain(self)
 
     Trainer.train_step = train_step
 
@@ -199,7 +198,7 @@ def _hang_and_be_ended() -> None:
         time.sleep(SAME + 0.5)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def train_step(self: Trainer) -> dict[str, Any]:
+    def train_step(self: Trainer) -> None:
         threading.Thread(target=twice, daemon=True).start()
         time.sleep(60)
         raise AssertionError("it should have ended")

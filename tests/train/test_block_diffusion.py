@@ -102,6 +102,7 @@ def _poisoned(rank: int, config: RunConfig, store: Path) -> str:
     trainer.objective.sums = lambda model, batch: tuple(term * float("nan") for term in sums(model, batch))  # type: ignore
     try:
         trainer.train_step()
+        trainer.learn()
     except NonFiniteError as error:
         return str(error)
     return ""

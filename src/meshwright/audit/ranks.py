@@ -136,10 +136,11 @@ class RankTrainer(AuditTrainer):
         self.at_borders = self._border_recorder()
         frozen = {name: digest(p) for name, p in self.named.items() if not self.planned[name].trainable}
         while self.step < self.case.steps:
-            metrics = self.train_step()
+            self.train_step()
+            self.step += 1
+            metrics = self.metrics()
             self.result.losses.append(metrics["loss"])
             self.result.norms.append(metrics["gradient_norm"])
-            self.step += 1
             self._compare_buffers()
         names = {name for name, _ in self.model.named_parameters()} ^ self.planned.keys()
         buffers = {name for name, _ in self.model.named_buffers()} ^ set(self.reference.names("buffer"))

@@ -220,10 +220,11 @@ class ReferenceTrainer(AuditTrainer):
             self.keep(f"initial.{name}", parameter)
         recorder = self._border_recorder()
         while self.step < self.case.steps:
-            metrics = self.train_step()
+            self.train_step()
+            self.step += 1
+            metrics = self.metrics()
             self.meta["losses"].append(metrics["loss"])
             self.meta["norms"].append(metrics["gradient_norm"])
-            self.step += 1
             recorder.close()
             for name, buffer in self.model.named_buffers():
                 self.keep(f"buffer_after.{self.step}.{name}", buffer)
@@ -269,7 +270,8 @@ def measure_noise(device: torch.device, case: Case, folder: Path) -> dict[str, f
             initial = reference.get(f"initial.{name}")
             assert initial is not None
             parameter.copy_(initial)
-    loss = trainer.train_step()["loss"]
+    trainer.train_step()
+    loss = trainer.metrics()["loss"]
     floor = FLOORS[case.dtype] * reference.largest_gradient
     noise = {}
     for name, _ in trainer.model.named_parameters():
@@ -281,19 +283,17 @@ def measure_noise(device: torch.device, case: Case, folder: Path) -> dict[str, f
     return {LOSS: of_loss, **{name: max(own, typical) for name, own in noise.items()}}
 
 
-class _ShakenTrainer(ReferenceTrainer):
-    """The same steps; only that the last bits of each trained weight are moved after each of them, up or down."""
+def _shake(trainer: ReferenceTrainer, seed: int, bits: int) -> None:
+    """Have the last bits of each trained weight moved after each step, up or down."""
+    generator = torch.Generator().manual_seed(seed)
 
-    draw: torch.Generator
-    bits: int
-
-    def train_step(self) -> dict[str, float]:
-        metrics = super().train_step()
-        for parameter in self.model.parameters():
+    def move(*_: Any) -> None:
+        for parameter in trainer.model.parameters():
             if parameter.requires_grad:
-                sign = torch.randint(2, parameter.shape, generator=self.draw).to(parameter) * 2 - 1
-                parameter.data.mul_(1 + sign * self.bits * torch.finfo(parameter.dtype).eps)
-        return metrics
+                sign = torch.randint(2, parameter.shape, generator=generator).to(parameter) * 2 - 1
+                parameter.data.mul_(1 + sign * bits * torch.finfo(parameter.dtype).eps)
+
+    trainer.optimizer.register_step_post_hook(move)
 
 
 def measure_drift(device: torch.device, case: Case, folder: Path, bits: int = 1) -> dict[str, tuple[float, float]]:
@@ -316,8 +316,8 @@ def measure_drift(device: torch.device, case: Case, folder: Path, bits: int = 1)
     floor = FLOORS[case.dtype] * reference.largest_gradient
     found: dict[str, tuple[float, float]] = {}
     for seed in range(SHAKES):
-        trainer = _ShakenTrainer(case.on_one_process(), device)
-        trainer.draw, trainer.bits = torch.Generator().manual_seed(seed), bits
+        trainer = ReferenceTrainer(case.on_one_process(), device)
+        _shake(trainer, seed, bits)
         trainer.record(folder / f"shaken-{seed}")
         share = 1 - trainer.config.optimizer.betas[0]
         for name, _ in trainer.model.named_parameters():

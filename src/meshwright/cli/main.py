@@ -108,6 +108,7 @@ def plan(
     from meshwright.plan.price import priced_json
     from meshwright.plan.sharding_plan import ShardingPlan
     from meshwright.train.assure import assure
+    from meshwright.train.guard import waits
     from meshwright.train.launch import planned_processes
     from meshwright.train.proof import Source
     from meshwright.train.setup import make_setup
@@ -126,6 +127,8 @@ def plan(
         console.print(explain_program(found, full=full))
     else:
         console.print(explain(found, full=full))
+        if line := waits(run):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
         assure(setup, Source(str(config), tuple(overrides or ())), None)
 
 

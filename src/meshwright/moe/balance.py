@@ -166,24 +166,29 @@ class Balance:
         """What this rank's tokens added to the loss in this step, by the name of its metric; nothing without a balance loss."""
         return {"moe/aux_loss": self._value} if self.aux_loss else {}
 
-    def finish_step(self, add_up: Callable[[torch.Tensor], torch.Tensor], *, updated: bool, logged: bool) -> dict[str, float]:
-        """Move the biases, and say how the loads were. All ranks take part alike.
+    def finish_step(
+        self, add_up: Callable[[torch.Tensor], torch.Tensor], *, unless: torch.Tensor, logged: bool
+    ) -> dict[str, torch.Tensor]:
+        """Move the biases, and say how the loads were. All ranks take part alike, and the host does not wait.
 
         Args:
             add_up: over the ranks that have other tokens.
-            updated: whether the optimizer moved the parameters; a step that was skipped moves no bias.
+            unless: scalar; 1 where the optimizer changed nothing, so that no bias moves either, otherwise 0.
             logged: whether the metrics of this step are written.
+
+        Returns:
+            Metrics by name, fp64 scalars.
         """
         logged = logged and self.reports
-        if not self._routers or not ((self.rate and updated) or logged):
+        if not self._routers or not (self.rate or logged):
             return {}
         add_up(self._all_loads)
-        if self.rate and updated:
-            self._move_biases()
+        if self.rate:
+            self._move_biases(1 - unless)
         return self._metrics() if logged else {}
 
     @torch.no_grad()
-    def _move_biases(self) -> None:
+    def _move_biases(self, share: torch.Tensor) -> None:
         """arXiv 2412.19437, section 2.1.2: up where an expert has less than the mean, down where it has more.
 
         Loads are sums of integers, so that every rank moves its copy to the same bits.
@@ -193,20 +198,16 @@ class Balance:
                 bias = self.model.get_buffer(router.row.bias)
                 # The mean times E: no rounding.
                 direction = (router.loads.sum() - router.loads * len(router.loads)).sign()
-                bias.add_((self.rate * direction).to(bias.dtype))
+                bias.add_((self.rate * share * direction).to(bias.dtype))
 
-    def _metrics(self) -> dict[str, float]:
-        routers = [router for router in self._routers if router.fits]
-        if not routers:
-            return {}
-        numbers = []
-        for router in routers:
-            loads = router.loads.double()
-            numbers += [loads.max() / loads.mean().clamp(min=1e-9), (router.loads == 0).sum().double()]
-        found = torch.stack(numbers).tolist()
-        metrics = {f"moe/max_load/{router.label}": value for router, value in zip(routers, found[::2], strict=True)}
-        metrics |= {f"moe/idle_experts/{router.label}": value for router, value in zip(routers, found[1::2], strict=True)}
-        return metrics
+    def _metrics(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for router in self._routers:
+            if router.fits:
+                loads = router.loads.double()
+                found[f"moe/max_load/{router.label}"] = loads.max() / loads.mean().clamp(min=1e-9)
+                found[f"moe/idle_experts/{router.label}"] = (router.loads == 0).sum().double()
+        return found
 
     # -- one call of one router ------------------------------------------------------------------------------------------------
 

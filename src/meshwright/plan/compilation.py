@@ -25,9 +25,9 @@ def compile_actions(draft: Draft, plan: ShardingPlan, *, inside: bool) -> Iterat
     Args:
         draft: with the facts of the model.
         plan: with its rows.
-        inside: those that are compiled before anything is recomputed, or the others. Under tensor parallel a layer that is
-            recomputed is compiled inside of that, in the parts that are: torch 2.13 cannot compile a recomputation around
-            slices, and would run the layer as it is, without a word.
+        inside: ``True``: the modules that are compiled before a recomputation is put around them; ``False``: the others,
+            which are compiled with their recomputation. The former are the recomputed layers under tensor parallel: torch 2.13
+            cannot compile a recomputation around slices, and would run the layer uncompiled without a word.
     """
     experts = {row.module for row in plan.experts}
     as_it_is = {row.router for row in plan.experts if row.router}

@@ -11,7 +11,7 @@ from meshwright.plan.options import ParallelOptions, SyncPolicy
 from meshwright.plan.sharding_plan import EXPERTS, LAYER, ParameterRow, shard_axis
 from meshwright.plan.spec import ParallelSpec
 
-__all__ = ["Draft", "UnitDraft", "examples"]
+__all__ = ["Draft", "UnitDraft"]
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Draft:
         return self.layout.size(shard_axis(self.layout, unit.kind))
 
     def whole(self, unit: UnitDraft) -> bool:
-        """Whether every rank of a replica holds the whole parameters of a unit, and replicas are all that there is."""
+        """Whether a unit is replicated, and not sharded: every rank holds its parameters whole."""
         return self.layout.size("dp_replicate") > 1 and self.shards(unit) == 1
 
     def refuse(self) -> None:
@@ -111,10 +111,10 @@ class Draft:
         matched = match_names(pattern, names)
         if not matched:
             there = "units are" if kind == "unit" else "there are, for example,"
-            self.problems.append(f"{what} pattern {pattern!r} matches no {kind}; {there} {examples(names)}")
+            self.problems.append(f"{what} pattern {pattern!r} matches no {kind}; {there} {_examples(names)}")
         return matched
 
 
-def examples(names: Iterable[str]) -> str:
+def _examples(names: Iterable[str]) -> str:
     """Some names, for an error."""
     return ", ".join(sorted({generalize(name) for name in names if name})[:12])

@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from meshwright import errors
 from meshwright.errors import ConfigError, MeshwrightError, NonFiniteError, StoppedError, WorkerError, described
 from meshwright.layout import AXES
@@ -99,8 +97,7 @@ def launch(
         MeshwrightError: what the run failed with. An error on one rank stops all, and names the rank.
     """
     from meshwright.distributed.process_group import distributed_environment
-    from meshwright.plan.explain import explain
-    from meshwright.train.prepare import describe_data, locked, prepare_run
+    from meshwright.train.prepare import introduce, locked, prepare_run
     from meshwright.train.resume import checkpoint_to_resume
 
     if distributed_environment():
@@ -123,8 +120,7 @@ def launch(
     _check_port(config.launch.port)
     with _files_named(config.directory), locked(config):
         setup, _, store = prepare_run(config, processes)
-        Console().print(explain(setup.plan, parameters=False))
-        Console().print(describe_data(config, store), highlight=False, markup=False, soft_wrap=True)
+        introduce(setup, config, store)
         assure(setup, source, prove)
         prepared = (str(store.directory), checkpoint_to_resume(config))
         del setup, store

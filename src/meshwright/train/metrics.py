@@ -177,7 +177,7 @@ class Recorder:
         return step % self.every == 0 or step in (1, self.steps)
 
     def step(self, step: int, values: dict[str, Any]) -> None:
-        """Metrics of a training step, counted from 1."""
+        """Metrics of a training step that is logged, counted from 1."""
         if not self.speaks:
             return
         line = (
@@ -185,15 +185,18 @@ class Recorder:
             f"{values['step_seconds'] * 1000:.0f} ms  norm {values['gradient_norm']:.3f}  "
             f"mem {human_bytes(values['memory_bytes'])}"
         )
-        logged = self.logs(step)
         left = self._times.left(self.steps - step, values["step_seconds"])
         if self._progress is not None:
             self._progress.update(self._task, completed=step, description=line)
-        elif logged:
+        else:
             self.say(f"{line}  left {int(left // 60)}:{int(left % 60):02d}")
-        if logged:
-            for sink in self.sinks:
-                sink.write(step, values)
+        for sink in self.sinks:
+            sink.write(step, values)
+
+    def advance(self, step: int) -> None:
+        """A step was done, and its metrics are not known."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
 
     def event(self, step: int, values: Values, message: str) -> None:
         """Metrics that are not of a training step (an evaluation), and a line about them."""

@@ -16,8 +16,10 @@ from meshwright.checkpoint.directory import complete, latest, read_meta
 from meshwright.checkpoint.manager import check_same_model, check_writable
 from meshwright.distributed.conductor import check_supported
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError
+from meshwright.plan.explain import explain
 from meshwright.plan.sharding_plan import itemsize
 from meshwright.train.config import RunConfig, load_config
+from meshwright.train.guard import waits
 from meshwright.train.resume import checkpoint_to_resume, pass_over_damaged
 from meshwright.train.setup import Paths, RunSetup, make_setup, plain_config, together
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from meshwright.data.loader import TrainLoader
     from meshwright.data.store import TokenStore
 
-__all__ = ["describe_data", "load_run_tokenizer", "locked", "prepare_run", "warn"]
+__all__ = ["describe_data", "introduce", "load_run_tokenizer", "locked", "prepare_run", "warn"]
 
 
 def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrainedTokenizerBase, TokenStore]":
@@ -185,6 +187,14 @@ def _loader(config: RunConfig, store: "TokenStore") -> "TrainLoader":
         packing=config.data.packing,
         shuffle=config.data.shuffle,
     )
+
+
+def introduce(setup: RunSetup, config: RunConfig, store: "TokenStore") -> None:
+    """Print what a run is about to do: the plan without its parameters, when the host waits, and the data."""
+    console = Console()
+    console.print(explain(setup.plan, parameters=False))
+    for line in filter(None, (waits(config), describe_data(config, store))):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def describe_data(config: RunConfig, store: "TokenStore") -> str:

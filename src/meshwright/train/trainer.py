@@ -25,6 +25,8 @@ from meshwright.plan.inspection import model_sizes
 from meshwright.train.boundaries import check_boundaries
 from meshwright.train.ending import Agreement
 from meshwright.train.engine import Batch
+from meshwright.train.guard import Guard, is_finite
+from meshwright.train.journal import Journal
 from meshwright.train.metrics import Recorder, memory_in_use
 from meshwright.train.optimizer import learning_rate, set_learning_rate
 from meshwright.train.parts import PARTS, Parts
@@ -58,8 +60,9 @@ class Trainer:
         mesh: of the layout.
         engine: what runs microbatches.
         clip: clips the gradient, and returns its norm before that.
+        guard: has steps that are not finite change nothing.
         step: optimizer steps done.
-        skipped: steps skipped in a row, up to now.
+        skipped: steps skipped in a row, of those that the host knows of.
         unevaluated: an evaluation is due after the last step that was done, and a signal had it left out.
         progress: told of each microbatch, evaluation and save, in words such as ``step 12``.
         agreement: on what all ranks do after a step; ``None``: one of this run's own, which nobody asks to end.
@@ -73,6 +76,8 @@ class Trainer:
         self.mesh = parts.mesh(self)
         self.rank = dist.get_rank()
         self.step = self.skipped = 0
+        self._skipped_since_metrics = 0
+        self.journal = Journal()
         self.unevaluated = False
         self.progress: Callable[[str], None] = lambda what: None
         self.agreement: Agreement | None = None
@@ -90,6 +95,7 @@ class Trainer:
         self.model.train()
         self.optimizer = parts.optimizer(self)
         state.initialize_optimizer(self.optimizer)
+        self.guard = Guard(self.optimizer, device, training.max_skipped if training.on_nonfinite == "skip" else 1)
         self.sync = parts.sync(self)
         wish = self.config.moe
         rates = {"aux_loss": wish.aux_loss or 0.0, "bias_update_rate": wish.bias_update_rate or 0.0}
@@ -145,8 +151,12 @@ class Trainer:
                 self.recorder.say(f"nothing to train: step {self.step} of {steps} is done (training.{key})")
             while self.step < steps:
                 self.progress(f"step {self.step + 1}")
-                self.recorder.step(self.step + 1, self.train_step())
+                self.train_step()
                 self.step += 1
+                if self.recorder.logs(self.step):
+                    self.recorder.step(self.step, self.metrics())
+                else:
+                    self.recorder.advance(self.step)
                 decision, last = agreement.after(self.step), self.step == steps
                 ends = bool(decision.end) and not last  # which ends anyway, and has its evaluation
                 self.unevaluated = last or _due(self.step, training.eval_every)
@@ -168,14 +178,14 @@ class Trainer:
         finally:
             self.recorder.close()
 
-    def train_step(self) -> dict[str, Any]:
-        """One optimizer step; returns its metrics."""
+    def train_step(self) -> None:
+        """One optimizer step. The host does not wait for it; :meth:`metrics` says how it went."""
         begun = time.perf_counter()
-        on_host = self.objective.training(self.loader.microbatches(self.step), self.loader.numbers(self.step))
-        batches = [self._to_device(batch) for batch in on_host]
-        # Counted before backward: the loss is divided by all tokens of the step, so no factor depends on the layout. The
-        # count stays on the device; it is read at the end with the loss and the norm, so that the host waits only once.
-        counts = self.mesh.sum(torch.tensor([*self.objective.counts(on_host), self._routed(on_host)], device=self.device))
+        on_host = self._microbatches(self.step)
+        # Counted before backward: the loss is divided by all tokens of the step, so no factor depends on the layout.
+        counts = torch.tensor([*self.objective.counts(on_host), self._routed(on_host)])
+        *batches, counted = [self._to_device(batch) for batch in (*on_host, {"counts": counts})]
+        counts = self.mesh.sum(counted["counts"])
         counts, routed = counts[:-1], counts[-1]
         self.balance.begin_step(routed)
         rate = learning_rate(self.step, self.steps, self.config.optimizer.lr, self.config.schedule)
@@ -187,30 +197,48 @@ class Trainer:
             if term in found:
                 found[f"{term}_loss"] = found.pop(term) / count.clamp(min=1)
         found |= {"gradient_norm": norm.to(self.device).double(), "tokens": counts[0].double()}
-        values = dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
-        skipped = not (math.isfinite(values["loss"]) and math.isfinite(values["gradient_norm"]))
-        if skipped:
-            self.skipped += 1
-            self._not_finite(batches, values["loss"], values["gradient_norm"])
-        else:
-            self.skipped = 0
-            self.optimizer.step()
+        self.guard.judge(found["loss"], found["gradient_norm"])
+        self.guard.step()
         self.optimizer.zero_grad(set_to_none=True)
-        loads = self.balance.finish_step(self.mesh.sum, updated=not skipped, logged=self.recorder.logs(self.step + 1))
+        found |= self.balance.finish_step(self.mesh.sum, unless=self.guard.flag, logged=self.recorder.logs(self.step + 1))
         for line in self.balance.take_told():
             self.recorder.say(f"[yellow]{escape(line)}[/yellow]")
-        seconds = time.perf_counter() - begun
+        self.journal.add(self.step, rate, found, time.perf_counter() - begun)
+
+    def metrics(self) -> dict[str, Any]:
+        """How the last step went; the host waits for it.
+
+        Times are means since the last call, and ``skipped`` counts the steps since then that changed nothing.
+
+        Raises:
+            NonFiniteError: see :meth:`learn`.
+        """
+        self.learn()
+        skipped, self._skipped_since_metrics = self._skipped_since_metrics, 0
         return {
-            **values,
-            **loads,
-            "tokens": int(values["tokens"]),
-            "learning_rate": rate,
-            "tokens_per_second": values["tokens"] / seconds,
-            "step_seconds": seconds,
-            "epoch": self.loader.epoch(self.step),
+            **self.journal.summary(),
+            "epoch": self.loader.epoch(self.step - 1),
             "memory_bytes": memory_in_use(self.device),
-            "skipped": int(skipped),
+            "skipped": skipped,
         }
+
+    def learn(self) -> None:
+        """Wait for the device, and look how the steps went that the host knows nothing of yet.
+
+        Raises:
+            NonFiniteError: one was not finite, unless such steps are to be skipped; or too many in a row were not.
+        """
+        for step, values in self.journal.read():
+            if is_finite(values):
+                self.skipped = 0
+            else:
+                self.skipped += 1
+                self._skipped_since_metrics += 1
+                self._not_finite(step, values)
+
+    def _microbatches(self, step: int) -> list[Batch]:
+        """What this rank trains on in a step, on the host; the same whenever it is asked for."""
+        return self.objective.training(self.loader.microbatches(step), self.loader.numbers(step))
 
     def _routed(self, batches: list[Batch]) -> int:
         """Tokens that count for the balance of experts."""
@@ -221,11 +249,11 @@ class Trainer:
             batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
-    def _not_finite(self, batches: list[Batch], loss: float, norm: float) -> None:
-        """Stop with the step and the batch, or let the step be skipped. Loss and norm are the same on all ranks."""
+    def _not_finite(self, step: int, values: dict[str, float]) -> None:
+        """End the run with the step and the batch, or say that the step was skipped. All ranks know the same numbers."""
         share = self.config.training.global_batch_size
-        first = self.step * share
-        what = f"step {self.step + 1}: loss {loss}, gradient norm {norm}; sequences {first} to {first + share - 1}"
+        numbers = f"loss {values['loss']}, gradient norm {values['gradient_norm']}"
+        what = f"step {step + 1}: {numbers}; sequences {step * share} to {(step + 1) * share - 1}"
         last, most = latest(self.setup.paths.checkpoints), self.config.training.max_skipped
         kept = f"the last good checkpoint is {last}" if last else "no checkpoint was saved before it"
         if self.config.training.on_nonfinite == "skip":
@@ -238,9 +266,10 @@ class Trainer:
             return
         from safetensors.torch import save_file
 
-        folder = self.setup.paths.root / f"nonfinite-step-{self.step + 1}"
+        batches = self._microbatches(step)
+        folder = self.setup.paths.root / f"nonfinite-step-{step + 1}"
         folder.mkdir(parents=True, exist_ok=True)
-        stacked = {name: _stacked([batch[name].cpu() for batch in batches]) for name in batches[0]}
+        stacked = {name: _stacked([batch[name] for batch in batches]) for name in batches[0]}
         save_file(stacked, folder / f"batch-rank-{self.rank}.safetensors")
         raise NonFiniteError(
             f"{what}; the batch of each rank is in {folder}; {kept}. training.on_nonfinite=skip leaves such steps out"
@@ -248,22 +277,27 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
-        """Mean loss in nats over the held-out tokens, the same on all ranks; ``None`` without any."""
+        """Mean loss in nats over the held-out tokens, the same on all ranks; ``None`` without any.
+
+        Raises:
+            NonFiniteError: see :meth:`learn`.
+        """
+        self.learn()
         self.unevaluated = False
         if self.evaluation is None:
             return None
         objective, evaluation = self.objective, self.evaluation
-        counted = torch.zeros(len(objective.terms), dtype=torch.float64, device=self.device)
+        counted = torch.zeros(len(objective.terms), dtype=torch.float64)
 
         def held_out() -> Iterator[Batch]:
             for index, drawn in enumerate(evaluation):
                 self.progress(f"the evaluation after step {self.step}")
                 on_host = objective.held_out(drawn, evaluation.numbers(index))
-                counted.add_(torch.tensor(objective.counts([on_host]), device=self.device))
+                counted.add_(torch.tensor(objective.counts([on_host])))
                 yield self._to_device(on_host)
 
         summed = self.engine.evaluate(held_out())
-        sums, counts = self.mesh.sum(torch.stack([summed, counted]))
+        sums, counts = self.mesh.sum(torch.stack([summed, counted.to(self.device)]))
         loss = float(objective.combine(sums, counts) / counts[0].clamp(min=1))
         means, names = (sums / counts.clamp(min=1)).tolist(), objective.terms
         terms = {f"eval/{name}_loss": mean for name, mean in zip(names, means, strict=True)} if len(names) > 1 else {}
@@ -283,7 +317,12 @@ class Trainer:
         return {**state.model_tensors(self.model), **state.optimizer_tensors(self.model, self.optimizer)}
 
     def save(self) -> Path:
-        """Save everything that resuming needs."""
+        """Save everything that resuming needs.
+
+        Raises:
+            NonFiniteError: see :meth:`learn`; nothing is saved then.
+        """
+        self.learn()
         self.progress(f"the checkpoint of step {self.step}")
         tensors = {**self._tensors(), **state.rng_tensors(self.rank, self.device)}
         meta = {

@@ -19,13 +19,12 @@ from meshwright.data.store import TokenStore
 from meshwright.distributed.process_group import process_group
 from meshwright.errors import ConfigError, MeshwrightError, StoppedError, WorkerError, described
 from meshwright.models.imports import import_modules
-from meshwright.plan.explain import explain
 from meshwright.ranks.hang import is_communication
 from meshwright.ranks.watch import Watch
 from meshwright.train.assure import assure
 from meshwright.train.config import RunConfig
 from meshwright.train.ending import SIGNALS, UNEXPORTED, Agreement, Attendant, leave_to_rank_0, tell
-from meshwright.train.prepare import describe_data, load_run_tokenizer, locked, prepare_run, warn
+from meshwright.train.prepare import introduce, load_run_tokenizer, locked, prepare_run, warn
 from meshwright.train.proof import Source
 from meshwright.train.resume import changes, checkpoint_to_resume, verified
 from meshwright.train.setup import Paths, make_setup
@@ -126,8 +125,7 @@ def _prepare_on_rank_0(config: RunConfig, held: ExitStack, source: Source | None
         try:
             held.enter_context(locked(config))
             setup, _, store = prepare_run(config, dist.get_world_size())
-            Console().print(explain(setup.plan, parameters=False))
-            Console().print(describe_data(config, store), highlight=False, markup=False, soft_wrap=True)
+            introduce(setup, config, store)
             assure(setup, source, None)
             mark.write_text(uuid.uuid4().hex)
             held.callback(mark.unlink, missing_ok=True)

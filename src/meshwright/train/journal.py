@@ -1,0 +1,62 @@
+"""The journal: what steps found stays on the device until the host asks, so that the host waits only then."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Journal"]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    step: int
+    rate: float
+    found: dict[str, torch.Tensor]
+    seconds: float
+
+
+class Journal:
+    """Of the steps of a run, in order."""
+
+    def __init__(self) -> None:
+        self._unread: list[_Entry] = []
+        self._last: dict[str, Any] = {}
+        self._steps, self._seconds, self._tokens = 0, 0.0, 0.0
+
+    def add(self, step: int, rate: float, found: dict[str, torch.Tensor], seconds: float) -> None:
+        """Note a step.
+
+        Args:
+            step: its number.
+            rate: of learning.
+            found: metrics, fp64 scalars on one device; ``tokens`` is among them.
+            seconds: of the host.
+        """
+        self._unread.append(_Entry(step, rate, found, seconds))
+
+    def read(self) -> list[tuple[int, dict[str, float]]]:
+        """Wait for the device; number and metrics of each step that was not read yet."""
+        if not self._unread:
+            return []
+        begun = time.perf_counter()
+        entries, self._unread = self._unread, []
+        flat = iter(torch.stack([value for entry in entries for value in entry.found.values()]).tolist())
+        read = [(entry.step, {name: next(flat) for name in entry.found}) for entry in entries]
+        self._steps += len(entries)
+        self._seconds += sum(entry.seconds for entry in entries) + time.perf_counter() - begun
+        self._tokens += sum(values["tokens"] for _, values in read)
+        self._last = {**read[-1][1], "learning_rate": entries[-1].rate}
+        return read
+
+    def summary(self) -> dict[str, Any]:
+        """The last step that was read; tokens a second and seconds of a step are means since the summary before."""
+        found = {
+            **self._last,
+            "tokens": int(self._last["tokens"]),
+            "tokens_per_second": self._tokens / self._seconds,
+            "step_seconds": self._seconds / self._steps,
+        }
+        self._steps, self._seconds, self._tokens = 0, 0.0, 0.0
+        return found
