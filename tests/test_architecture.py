@@ -1,6 +1,7 @@
 """The house: floors, façades, no circles, no long files; and the documentation of the configuration is that of the schema."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -25,7 +26,9 @@ FLOORS = (
     {"distributed", "moe", "ranks"},
     {"data", "models", "checkpoint"},
     {"train"},
-    {"audit", "nemo"},
+    {"shrink", "nemo"},
+    {"audit"},
+    {"matrix"},
     {"cli"},
     {"__main__"},
 )
@@ -97,6 +100,12 @@ def test_imports_between_rooms_run_one_way() -> None:
         if room_of(name) != room_of(other) and not legal(room_of(name), room_of(other))
     ]
     assert not wrong
+
+
+@pytest.mark.parametrize("package", ["meshwright", "meshwright.audit"])
+def test_what_a_package_offers_is_there(package: str) -> None:
+    module = importlib.import_module(package)
+    assert [name for name in module.__all__ if getattr(module, name, None) is None] == []
 
 
 def test_facades_hold_no_code_and_nobody_here_imports_them() -> None:

@@ -1,6 +1,6 @@
 """Gradients, steps and collectives of every data-parallel layout against one process: a row for each composition.
 
-A new axis, family or option adds a row here, or a line to the tables of :mod:`meshwright.audit.matrix`.
+A new axis, family or option adds a row here, or a line to the tables of :mod:`meshwright.matrix.cells`.
 """
 
 import json
@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 
 from meshwright.audit.conduct import Auditor
-from meshwright.audit.matrix import (
+from meshwright.audit.report import AuditReport
+from meshwright.errors import WorkerError
+from meshwright.layout import AXES
+from meshwright.matrix.cells import (
     LAYOUTS,
     VARIANTS,
     Cell,
@@ -23,11 +26,8 @@ from meshwright.audit.matrix import (
     family_case,
     run_cell,
     slice_of_matrix,
-    write_matrix,
 )
-from meshwright.audit.report import AuditReport
-from meshwright.errors import WorkerError
-from meshwright.layout import AXES
+from meshwright.matrix.page import write_matrix
 from meshwright.models.families import TINY_MODELS
 from meshwright.plan.options import SyncPolicy
 from meshwright.train.claim import Claim, versions
@@ -254,7 +254,7 @@ def test_a_matrix_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
         assert sorted(path.name for path in folder.iterdir()) == ["page.md", "proofs.json"]
         return [(folder / file).read_text() for file in ("page.md", "proofs.json")]
 
-    monkeypatch.setattr("meshwright.audit.matrix.run_cell", run_cell)
+    monkeypatch.setattr("meshwright.matrix.page.run_cell", run_cell)
     with pytest.raises(KeyboardInterrupt):
         write("in pieces")
     most = 6

@@ -16,9 +16,9 @@ from meshwright.audit import conduct
 from meshwright.audit.case import Case
 from meshwright.audit.conduct import Auditor
 from meshwright.audit.diagnose import Kind
-from meshwright.audit.matrix import LAYOUTS, Variant, family_case
 from meshwright.audit.reference import measure_drift
 from meshwright.audit.report import AuditReport
+from meshwright.matrix.cells import LAYOUTS, Variant, family_case
 from meshwright.plan.options import SyncPolicy
 from meshwright.ranks.hang import HangError
 from tests.audit import plants
@@ -54,7 +54,7 @@ import sys
 from pathlib import Path
 
 from meshwright.audit.conduct import Auditor
-from meshwright.audit.matrix import LAYOUTS, Variant, family_case
+from meshwright.matrix.cells import LAYOUTS, Variant, family_case
 from meshwright.plan.options import SyncPolicy
 
 places = {place.label: place for place in LAYOUTS}

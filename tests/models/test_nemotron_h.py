@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from meshwright.audit.conduct import Auditor
-from meshwright.audit.matrix import LAYOUTS, VARIANTS, Outcome, run_cell
 from meshwright.distributed.parallelizer import get_lm_ac_layers
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
+from meshwright.matrix.cells import LAYOUTS, VARIANTS, Outcome, run_cell
 from meshwright.models.registry import spec_of
 from meshwright.models.spec import derived_spec
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions

@@ -10,8 +10,6 @@ _HOMES = {
     "AuditReport": "report",
     "Auditor": "conduct",
     "Case": "case",
-    "HangError": "hang",
-    "Pool": "pool",
     "audit": "conduct",
 }
 

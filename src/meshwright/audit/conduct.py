@@ -18,15 +18,15 @@ from meshwright.audit.diagnose import Finding, Kind, diagnose
 from meshwright.audit.ranks import RankResult, RankTrainer, audit_on_rank
 from meshwright.audit.reference import Reference, measure_drift, measure_noise, record_reference
 from meshwright.audit.report import AuditReport, Check, row_checks
-from meshwright.audit.settle import settle
-from meshwright.audit.shrink import MAX_PROCESSES, shrink
-from meshwright.audit.small_config import Change
 from meshwright.audit.tolerance import TOLERANCES, Tolerances, comparable_steps
 from meshwright.distributed.conductor import check_supported
 from meshwright.errors import ConfigError, LayoutError
 from meshwright.plan.inspection import model_sizes
 from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.ranks.pool import Pool
+from meshwright.shrink.run import MAX_PROCESSES, shrink
+from meshwright.shrink.settle import settle
+from meshwright.shrink.small_config import Change
 from meshwright.train.claim import claim_of, model_digest
 from meshwright.train.config import CheckpointConfig, LaunchConfig, MetricsConfig, RunConfig, SampleConfig, ScheduleConfig
 from meshwright.train.launch import device_kind

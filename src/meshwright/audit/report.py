@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.audit.borders import BorderRow
 from meshwright.audit.compare import Row
 from meshwright.audit.diagnose import Finding
-from meshwright.audit.small_config import Change
+from meshwright.shrink.small_config import Change
 from meshwright.train.claim import Claim
 
 if TYPE_CHECKING:

@@ -199,7 +199,7 @@ def audit(
     if matrix:
         if config is not None:
             raise ConfigError(f"{config}: --matrix audits tiny models of its own; leave the configuration out")
-        from meshwright.audit.matrix import write_matrix
+        from meshwright.matrix.page import write_matrix
 
         _end(0 if write_matrix(output, typer.echo, data=proofs) else 1)
     if config is None:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from meshwright.audit.small_config import ALWAYS, RULES, Change, Needs, small_config
 from meshwright.data.loader import check_batch_sizes
 from meshwright.errors import ConfigError, LayoutError, MeshwrightError, ModelError
 from meshwright.layout import AXES, Layout, ModelSizes, divisors
@@ -33,6 +32,7 @@ from meshwright.models.registry import spec_of
 from meshwright.plan.inspection import model_sizes
 from meshwright.plan.names import generalize, holder_of, match_names
 from meshwright.plan.spec import ParallelSpec
+from meshwright.shrink.small_config import ALWAYS, RULES, Change, Needs, small_config
 from meshwright.train.config import RunConfig
 from meshwright.train.setup import microbatches_per_step, vocabulary_defaults
 

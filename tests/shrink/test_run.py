@@ -9,13 +9,13 @@ import pytest
 import torch
 import yaml
 
-from meshwright.audit.shrink import SMALL, Change, shrink
 from meshwright.errors import ConfigError, LayoutError, ModelError
 from meshwright.layout import Layout
 from meshwright.models.build import build_on_meta, materialize, pretrained_config
 from meshwright.models.registry import spec_of
 from meshwright.plan.inspection import model_sizes
 from meshwright.plan.names import generalize
+from meshwright.shrink.run import SMALL, Change, shrink
 from meshwright.train.config import RunConfig, load_config
 from meshwright.train.setup import make_setup
 from tests.harness import run_ranks

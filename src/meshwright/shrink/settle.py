@@ -7,12 +7,12 @@ the policy that the run's own model gets is written into the configuration of th
 from math import prod
 from typing import Any
 
-from meshwright.audit.small_config import Change
 from meshwright.errors import MeshwrightError
 from meshwright.layout import AXES
 from meshwright.plan.inspection import model_sizes
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.shrink.small_config import Change
 from meshwright.train.claim import axes_above_1
 from meshwright.train.config import RunConfig
 from meshwright.train.setup import RunSetup, describe_model

@@ -1,11 +1,7 @@
-"""The support matrix: every family on every layout that fits few processes, each audited under options that cover all pairs."""
+"""The cells of the support matrix: families, layouts, options that cover all pairs, and the audit of one cell."""
 
-import json
-import math
-import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import cycle
 from pathlib import Path
@@ -18,11 +14,21 @@ from meshwright.audit.report import AuditReport
 from meshwright.errors import ConfigError, MeshwrightError, UnsupportedError
 from meshwright.models.families import TINY_MODELS
 from meshwright.plan.options import SyncPolicy
-from meshwright.train.claim import Claim, versions
+from meshwright.train.claim import Claim
 from meshwright.train.config import RunConfig
-from meshwright.train.proof import CellProof, matrix_data
 
-__all__ = ["LAYOUTS", "VARIANTS", "Cell", "Outcome", "Variant", "family_case", "run_cell", "slice_of_matrix", "write_matrix"]
+__all__ = [
+    "LAYOUTS",
+    "ON_EIGHT",
+    "VARIANTS",
+    "Cell",
+    "Outcome",
+    "Place",
+    "Variant",
+    "family_case",
+    "run_cell",
+    "slice_of_matrix",
+]
 
 STEPS = 2
 SEQUENCE_LENGTH = 32
@@ -247,136 +253,3 @@ def slice_of_matrix() -> Iterator[tuple[str, Place, Variant]]:
         yield family, place, VARIANTS[index % len(VARIANTS)]
     for index, family in enumerate(left):
         yield family, LAYOUTS[index], VARIANTS[index]
-
-
-def write_matrix(
-    output: Path,
-    say: Callable[[str], None],
-    families: Sequence[str] = tuple(TINY_MODELS),
-    places: Sequence[Place] = LAYOUTS,
-    variants: Sequence[Variant] = VARIANTS,
-    *,
-    data: Path,
-) -> bool:
-    """Run the matrix, and write its page and its data, from which `plan` and `train` know what is proven.
-
-    It takes an hour or more. The cells that are done lie in ``DATA.partial`` until all are; a matrix that was ended goes on
-    from them, under the same versions and variants. A cell that failed is audited again.
-
-    Args:
-        output: the page.
-        data: JSON, see :func:`~meshwright.train.proof.matrix_data`.
-        say: takes a line for each layout.
-        families: rows.
-        places: columns.
-        variants: options of each cell.
-
-    Returns:
-        Whether nothing failed. A refusal is no failure.
-    """
-    begun = time.perf_counter()
-    partial = data.with_name(f"{data.name}.partial")
-    known, cells = _read_cells(partial, variants), {}
-    for file in (output, data):
-        file.parent.mkdir(parents=True, exist_ok=True)
-    with Auditor() as auditor, tempfile.TemporaryDirectory(prefix="meshwright-matrix-") as folder:
-        for place in places:
-            for family in families:
-                if place.experts and not TINY_MODELS[family].sparse:
-                    continue
-                at = (family, place.label)
-                some = [variant for variant in variants if place.world_size < 8 or variant in ON_EIGHT]
-                cells[at] = known.get(at) or run_cell(auditor, family, place, some or variants, Path(folder))
-                partial.with_suffix(".tmp").write_text(_cells_as_json({**known, **cells}, variants))
-                partial.with_suffix(".tmp").rename(partial)
-            outcomes = [cell.outcome for (_, label), cell in cells.items() if label == place.label]
-            counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in Outcome if outcome in outcomes)
-            say(f"{place.label}: {counts} ({time.perf_counter() - begun:.0f} s)")
-            output.write_text(_page(cells, families, places, variants))  # what is known so far is there if this is ended
-            data.write_text(_data(cells))
-    partial.unlink()
-    return all(cell.outcome is not Outcome.FAILS for cell in cells.values())
-
-
-def _audited_under(variants: Sequence[Variant]) -> dict[str, Any]:
-    """What the cells of two matrices must have in common."""
-    return {"versions": versions(), "variants": [str(variant) for variant in variants]}
-
-
-def _cells_as_json(cells: Mapping[tuple[str, str], Cell], variants: Sequence[Variant]) -> str:
-    done = [[*at, asdict(cell)] for at, cell in cells.items() if cell.outcome is not Outcome.FAILS]
-    return json.dumps({**_audited_under(variants), "cells": done})
-
-
-def _read_cells(partial: Path, variants: Sequence[Variant]) -> dict[tuple[str, str], Cell]:
-    """Cells that an earlier matrix has audited under the same versions and variants."""
-    content = json.loads(partial.read_text()) if partial.is_file() else {"cells": []}
-    found: dict[tuple[str, str], Cell] = {}
-    if any(content.get(key) != value for key, value in _audited_under(variants).items()):
-        return found
-    for family, label, cell in content["cells"]:
-        claims = tuple(Claim(**{**claim, "axes": tuple(claim["axes"])}) for claim in cell["claims"])
-        found[family, label] = Cell(Outcome(cell["outcome"]), cell["worst"], cell["note"], claims)
-    return found
-
-
-def _data(cells: Mapping[tuple[str, str], Cell]) -> str:
-    proofs = [
-        CellProof(family, label, cell.note if cell.outcome is Outcome.FAILS else "", cell.claims)
-        for (family, label), cell in cells.items()
-        if cell.claims
-    ]
-    return matrix_data(proofs)
-
-
-# -- the page ----------------------------------------------------------------------------------------------------------------
-
-
-def _page(
-    cells: Mapping[tuple[str, str], Cell], families: Sequence[str], places: Sequence[Place], variants: Sequence[Variant]
-) -> str:
-    import torch
-    import transformers
-
-    notes: dict[str, int] = {}
-    header = ["family", *(place.label for place in places)]
-    lines = [
-        "# Support matrix",
-        "",
-        f"Written by `meshwright audit --matrix` with torch {torch.__version__}, transformers {transformers.__version__}. "
-        "Do not edit.",
-        "",
-        "Each cell is a tiny model of the family, trained on that many CPU processes and in one, and compared parameter by",
-        f"parameter ([how](audit.md)), under {len(variants)} combinations of options. A number is the largest error of a",
-        "gradient, relative to its largest entry, in float32; *not yet* and *refused* are what `meshwright train` says too.",
-        "`2 x shard 4`: two replicas of four shards (HSDP). `seq`: with sequence parallel.",
-        "",
-        f"| {' | '.join(header)} |",
-        f"|{'---|' * len(header)}",
-    ]
-    for family in families:
-        row = [family]
-        for place in places:
-            cell = cells.get((family, place.label))
-            row.append("" if cell is None else _words(cell, notes))
-        lines.append(f"| {' | '.join(row)} |")
-    lines += ["", "## Options", "", "Every value of every option meets every value of every other one:", ""]
-    lines += [f"- {variant}{', also on eight processes' if variant in ON_EIGHT else ''}" for variant in variants]
-    if notes:
-        lines += ["", "## Notes", ""]
-        lines += [f"{number}. {note}" for note, number in notes.items()]
-    worst: dict[str, float] = {}
-    for cell in cells.values():
-        for dtype, error in cell.worst.items():
-            worst[dtype] = max(worst.get(dtype, 0.0), error)
-    lines += ["", "## Largest errors", "", "Of a gradient, over all cells, against one process in the same arithmetic:", ""]
-    lines += [f"- {dtype}: {error:.1e}" for dtype, error in sorted(worst.items())]
-    return "\n".join(lines) + "\n"
-
-
-def _words(cell: Cell, notes: dict[str, int]) -> str:
-    mark = f" [{notes.setdefault(cell.note, len(notes) + 1)}]" if cell.note else ""
-    if cell.outcome is Outcome.WORKS:
-        error = cell.worst.get("float32", max(cell.worst.values(), default=math.nan))
-        return f"{error:.0e}{mark}"
-    return f"{cell.outcome}{mark}"

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from meshwright.audit.conduct import make_ready
-from meshwright.audit.settle import settle
-from meshwright.audit.shrink import shrink
+from meshwright.shrink.run import shrink
+from meshwright.shrink.settle import settle
 from meshwright.train.claim import claim_of, model_digest
 from meshwright.train.setup import make_setup
-from tests.audit.test_shrink import FAMILIES, LLAMA, QWEN3_MOE, run_config, with_vocabulary
+from tests.shrink.test_run import FAMILIES, LLAMA, QWEN3_MOE, run_config, with_vocabulary
 
 
 def settled(model: dict[str, Any], **sections: Any) -> tuple[dict[str, str], dict[str, str], dict[str, Any]]:

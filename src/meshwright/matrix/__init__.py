@@ -1,0 +1,1 @@
+"""The support matrix: which family works on which layout, as audits say."""
