@@ -123,8 +123,8 @@ def test_imports_run_in_no_circle() -> None:
 
 
 def test_a_family_knows_no_torch_distributed() -> None:
-    for strategy in registered_strategies().values():
-        home = FILES[type(strategy).__module__]
+    homes = [FILES.get(type(strategy).__module__) for strategy in registered_strategies().values()]
+    for home in filter(None, homes):  # tests register others
         for file in [home] if home.parent.name == "models" else home.parent.glob("*.py"):
             assert "torch.distributed" not in file.read_text(), file
 

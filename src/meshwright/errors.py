@@ -13,6 +13,7 @@ __all__ = [
     "DataError",
     "LayoutError",
     "MeshwrightError",
+    "MissingPlanError",
     "ModelError",
     "NonFiniteError",
     "NotProvenError",
@@ -80,6 +81,10 @@ class LayoutError(MeshwrightError, ValueError):
 
 class PlanError(MeshwrightError, ValueError):
     """A spec and a model that do not resolve to a plan: a pattern without a match, a parameter claimed twice."""
+
+
+class MissingPlanError(PlanError, AssertionError):
+    """A model without tensor parallel styles, which is to be tensor parallel. An AssertionError in NeMo AutoModel."""
 
 
 class UnsupportedError(MeshwrightError, NotImplementedError):

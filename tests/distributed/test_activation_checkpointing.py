@@ -561,8 +561,10 @@ def test_the_manager_takes_a_mode_and_a_model_with_a_cache() -> None:
 def test_layers_of_a_language_model() -> None:
     model = tiny_model("llama", meta=True)
     assert get_lm_ac_layers(model) == list(model.model.layers)
-    with pytest.raises(ModelError, match="Plain is not a model of transformers"):
-        get_lm_ac_layers(Plain())
+    plain = Plain()
+    assert get_lm_ac_layers(plain) == list(plain.blocks)
+    with pytest.raises(ModelError, match="Sequential: has no layers"):
+        get_lm_ac_layers(plain.blocks[0])
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

@@ -146,16 +146,20 @@ def test_what_is_no_name_of_a_class_is_refused(names: tuple[Any, ...]) -> None:
 def test_what_is_no_strategy_is_refused() -> None:
     with pytest.raises(TypeError, match="is no subclass of ParallelizationStrategy"):
         register_parallel_strategy("Plain")(Plain)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="abstract"):
+    with pytest.raises(TypeError, match=r"defines neither spec\(\) nor parallelize\(\)"):
         register_parallel_strategy("Plain")(ParallelizationStrategy)
     with pytest.raises(TypeError, match="names no model class"):
         register_parallel_strategy(type("Strategy", (OfPlain,), {}))
     assert "Plain" not in registered_strategies()
 
 
-def test_an_unknown_model_is_told_of_the_strategy_it_lacks() -> None:
-    with pytest.raises(ModelError, match=r"register a strategy for its class \(docs/adding-a-family\.md\)"):
-        spec_of(Plain())
+def test_a_strategy_without_a_spec_says_what_it_lacks() -> None:
+    class Alone(ParallelizationStrategy):
+        def parallelize(self, model: Any, *_: Any, **__: Any) -> Any:
+            return model
+
+    with pytest.raises(ModelError, match=r"Alone, the strategy of Plain, has no spec, only parallelize\(\)"):
+        Alone().spec(Plain())
 
 
 # -- carried out -----------------------------------------------------------------------------------------------------------

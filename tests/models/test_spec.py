@@ -9,6 +9,8 @@ from meshwright.models.build import build_on_meta, check_files, materialize, pre
 from meshwright.models.config import ModelConfig
 from meshwright.models.loss import forward_logits
 from meshwright.models.registry import spec_of
+from meshwright.models.spec import derived_spec
+from meshwright.plan.spec import ParallelSpec
 from tests.tiny import FAMILIES, SPARSE, UNPACKED, Plain, tiny_config, tiny_model
 
 
@@ -28,9 +30,10 @@ def test_layers_come_from_the_models_own_declaration(family: str) -> None:
         assert spec.sizes["heads"] == "num_attention_heads"
 
 
-def test_a_plain_module_and_a_model_without_layers_are_refused_with_what_they_lack() -> None:
+def test_a_plain_module_has_its_lists_and_a_model_without_layers_is_refused_with_what_it_lacks() -> None:
+    assert spec_of(Plain()) == ParallelSpec("Plain", layers=("blocks.*",))
     with pytest.raises(ModelError, match=r"Plain is not a model of transformers.*pass a ParallelSpec"):
-        spec_of(Plain())
+        derived_spec(Plain())
     model = tiny_model(meta=True)
     model._no_split_modules = set()
     with pytest.raises(ModelError, match="set _no_split_modules on the class"):

@@ -18,7 +18,14 @@ from meshwright.distributed import parallelizer
 from meshwright.distributed.fsdp import shard_unit
 from meshwright.errors import UnsupportedError
 from meshwright.nemo import megatron_fsdp
-from meshwright.nemo.megatron_fsdp import HAVE_NVFSDP, STRATEGIES, _library_problems, _Settings
+from meshwright.nemo.megatron_fsdp import (
+    HAVE_NVFSDP,
+    STRATEGIES,
+    _library_problems,
+    _Settings,
+    megatron_fsdp_strategy_parallelize,
+    nvfsdp_strategy_parallelize,
+)
 from meshwright.nemo.megatron_fsdp_checks import model_problems, optimizer_problems, unit_classes
 from tests.harness import run_ranks
 from tests.tiny import make, tiny_model
@@ -78,7 +85,7 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ),
     ({"tp_shard_plan": {}}, "tp_shard_plan and tp=1: "),
     ({"tp_mesh_name": "cp", "cp_mesh_name": "tp"}, "tp_shard_plan and cp=2: "),
-    ({"cp_mesh_name": "tp"}, "dp_mesh_name, cp_mesh_name, tp_mesh_name: dp, tp, tp must be three axes"),
+    ({"cp_mesh_name": "tp"}, "dp_mesh_name, cp_mesh_name, tp_mesh_name: dp, tp, tp must be different axes"),
     ({"dp_mesh_name": "data"}, "dp_mesh_name='data': device_mesh has no such axis; it has dp, cp, tp"),
     ({"nvfsdp_unit_modules": ["Block"]}, "nvfsdp_unit_modules: 'Block' is the class of no module"),
     ({"nvfsdp_unit_modules": []}, "nvfsdp_unit_modules=[]: "),
@@ -143,6 +150,43 @@ def test_axes_that_leave_ranks_out_and_models_that_are_sharded_are_refused() -> 
     problems = run_ranks(on_rank, 2)[0]
     assert "device_mesh: dp=1 x cp=1 x tp=1 are 1 of its 2 ranks; legal are axes that span it all" in problems
     assert "the model has FSDP units already" in problems
+
+
+def test_the_later_name_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(megatron_fsdp, "nvfsdp_strategy_parallelize", lambda *arguments: given.append(arguments))
+    names = inspect.signature(nvfsdp_strategy_parallelize).parameters
+    defaults = {name: item.default for name, item in names.items() if item.default is not item.empty}
+    megatron_fsdp_strategy_parallelize("model", "mesh")  # type: ignore[arg-type]
+    expected = {"model": "model", "device_mesh": "mesh", **defaults, "cp_mesh_name": None}
+    assert dict(zip(names, given[-1], strict=True)) == expected
+    others = {
+        "megatron_fsdp_unit_modules": "nvfsdp_unit_modules",
+        "init_fsdp_with_meta_device": "init_nvfsdp_with_meta_device",
+        "keep_fp8_transpose_cache": "keep_fp8_transpose_cache_when_using_custom_fsdp",
+        "dp_shard_dim": "dp_mesh_name",
+        "tp_dim": "tp_mesh_name",
+    }
+    for name in list(inspect.signature(megatron_fsdp_strategy_parallelize).parameters)[2:]:
+        mark = 2 if name == "zero_dp_strategy" else object()
+        megatron_fsdp_strategy_parallelize("model", "mesh", **{name: mark})  # type: ignore[arg-type]
+        found = dict(zip(names, given[-1], strict=True))
+        if name == "zero_dp_strategy":
+            assert found["data_parallel_sharding_strategy"] == "optim_grads"
+        else:
+            assert found[others.get(name, name)] is mark
+
+
+def test_a_mesh_without_an_axis_for_parts_of_sequences() -> None:
+    def on_rank(rank: int) -> tuple[str, ...]:
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+        with pytest.raises(UnsupportedError) as error:
+            parallelizer.megatron_fsdp_strategy_parallelize(make("llama")[0], mesh, zero_dp_strategy=7)
+        return error.value.problems
+
+    problems = run_ranks(on_rank, 2)[0]
+    assert "data_parallel_sharding_strategy='7': legal are no_shard, optim, optim_grads, optim_grads_params" in problems
+    assert not any("device_mesh has no such axis" in problem or "ranks;" in problem for problem in problems)
 
 
 # -- what reaches the library ------------------------------------------------------------------------------------------------
@@ -210,9 +254,9 @@ def test_units_are_the_declared_layers_or_classes_by_name_or_path() -> None:
     ]
     assert problems == []
     plain, _ = make("plain", meta=True)
-    assert unit_classes(plain, None, problems) == []
-    assert problems[0].startswith("nvfsdp_unit_modules=None: Plain is not a model of transformers")
-    assert unit_classes(plain, ["Sequential"], problems) == [nn.Sequential]
+    assert unit_classes(plain, None, problems) == [nn.Sequential]
+    assert unit_classes(nn.Linear(2, 2), None, problems) == []
+    assert problems[0].startswith("nvfsdp_unit_modules=None: Linear: has no layers")
     assert len(problems) == 1
 
 

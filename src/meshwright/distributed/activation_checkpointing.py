@@ -72,7 +72,7 @@ COMMUNICATION = frozenset({"_c10d_functional", "_c10d_functional_autograd", "sym
 """Namespaces of collectives that return their result."""
 
 
-def recompute(model: nn.Module, action: Recompute, mesh: ParallelMesh) -> None:
+def recompute(model: nn.Module, action: Recompute, mesh: ParallelMesh | None = None) -> None:
     """Compute a module again in backward. Training mode only; evaluation runs as before."""
     kept = find_operators(action.operators) if action.selective else None
     if action.routing and kept != frozenset():  # the own choice of `selective` keeps the routing anyway

@@ -17,13 +17,15 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.mesh import ParallelMesh
+from meshwright.distributed.names import class_name
+from meshwright.errors import PlanError
 from meshwright.plan.program import Engine, Prefetch, Wrap
 
-__all__ = ["enter_by", "fsdp_units", "gathered", "move_buffers", "prefetch", "shard_unit", "wrap"]
+__all__ = ["enter_by", "fsdp_units", "gathered", "move_buffers", "prefetch", "refuse_parallelized", "shard_unit", "wrap"]
 
 
 def wrap(model: nn.Module, action: Wrap, mesh: ParallelMesh) -> None:
@@ -111,6 +113,18 @@ def fsdp_units(model: nn.Module) -> dict[str, FSDPModule]:
             seen.add(id(state))
             found[name] = module
     return found
+
+
+def refuse_parallelized(model: nn.Module) -> None:
+    """Refuse a model that was parallelized before.
+
+    Raises:
+        PlanError: it has FSDP units, or parameters that are DTensors.
+    """
+    found = [f"{name or 'it'} is an FSDP unit" for name in fsdp_units(model)]
+    found += [f"{name} is a DTensor" for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    if found:
+        raise PlanError(f"{class_name(model)}: already parallelized ({found[0]}); ask before that, or build the model anew")
 
 
 def enter_by(unit: nn.Module, method: str) -> None:

@@ -15,7 +15,7 @@ A unit that ran reduces all its trainable parameters, so ranks and microbatches 
 step keeps no gradient (:mod:`~meshwright.distributed.use`).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -141,13 +141,18 @@ class GradSync:
             if reduce:
                 unit.module.set_requires_all_reduce(last or not self.all_reduce_once, recurse=False)
 
-    def finish_after_backward(self) -> None:
-        """Call :meth:`finish` at the end of the next backward; for a loop that does not say where its steps end."""
+    def finish_after_backward(self, then: Callable[[], None] = lambda: None) -> None:
+        """Call :meth:`finish` at the end of the next backward; for a loop that does not say where its steps end.
+
+        Args:
+            then: called behind it.
+        """
 
         def end() -> None:
             if self._ending:  # each of several roots may call
                 self._ending = False
                 self.finish()
+                then()
 
         self._ending = True
         for unit in self._units.values():

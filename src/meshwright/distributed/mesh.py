@@ -1,7 +1,7 @@
 """The device mesh of a layout: five axes, the flattened submeshes, the expert mesh, and the one that FSDP takes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
@@ -14,7 +14,7 @@ from meshwright.errors import LayoutError
 from meshwright.layout import AXES, EXPERT_AXES, FLATTENED, Layout
 from meshwright.plan.sharding_plan import LAYER, unit_axes
 
-__all__ = ["ParallelMesh", "adopt_mesh", "build_mesh", "whole_tensor"]
+__all__ = ["ParallelMesh", "adopt_mesh", "build_mesh", "mesh_of", "whole_tensor"]
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,29 @@ def adopt_mesh(
     with _torch_compat.shared_groups():
         root = DeviceMesh(device_mesh.device_type, ranks, mesh_dim_names=AXES)
         return _complete(layout, root)
+
+
+def mesh_of(device_mesh: DeviceMesh, moe_mesh: DeviceMesh | None = None) -> ParallelMesh:
+    """The mesh of a layout that somebody else's meshes mean together; see :func:`adopt_mesh`. Collective over all ranks.
+
+    Args:
+        device_mesh: over all ranks.
+        moe_mesh: with the axes ``ep_shard`` and ``ep``, over the same ranks; ``None``: no expert parallel.
+
+    Raises:
+        LayoutError: see :func:`adopt_mesh`; or ranks of ``ep`` that are not those of the layout.
+    """
+    mesh = adopt_mesh(device_mesh)
+    if moe_mesh is None or moe_mesh["ep"].size() == 1:
+        return mesh
+    layout = replace(mesh.layout, ep=moe_mesh["ep"].size()).resolve(dist.get_world_size())
+    for axis in ("ep", "ep_shard"):
+        theirs, ours = moe_mesh[axis].mesh.tolist(), list(layout.group(axis, dist.get_rank()))
+        if theirs != ours:
+            raise LayoutError(f"moe_mesh: the ranks of {axis} here are {theirs}; legal for the layout ({layout}) are {ours}")
+    with _torch_compat.shared_groups():
+        experts = init_device_mesh(mesh.device_type, tuple(layout.expert_sizes().values()), mesh_dim_names=EXPERT_AXES)
+        return _complete(layout, mesh.root, experts)
 
 
 def whole_tensor(tensor: DTensor) -> torch.Tensor:

@@ -2,11 +2,16 @@
 
 from meshwright.distributed.conductor import check_supported, parallelize
 from meshwright.models.nemotron_h import NemotronHParallelizationStrategy
-from meshwright.models.registry import get_parallelization_strategy, register_parallel_strategy
+from meshwright.models.registry import PARALLELIZATION_STRATEGIES, get_parallelization_strategy, register_parallel_strategy
 from meshwright.models.spec import DefaultParallelizationStrategy
 from meshwright.models.strategy import ParallelizationStrategy
 from meshwright.models.wan import WanParallelizationStrategy
-from meshwright.nemo.megatron_fsdp import HAVE_NVFSDP, nvfsdp_strategy_parallelize
+from meshwright.nemo.megatron_fsdp import (
+    HAVE_MEGATRON_FSDP,
+    HAVE_NVFSDP,
+    megatron_fsdp_strategy_parallelize,
+    nvfsdp_strategy_parallelize,
+)
 from meshwright.nemo.parallelizer import (
     _get_parallel_plan,
     apply_fsdp2_sharding_recursively,
@@ -21,7 +26,9 @@ from meshwright.nemo.parallelizer import (
 )
 
 __all__ = [
+    "HAVE_MEGATRON_FSDP",
     "HAVE_NVFSDP",
+    "PARALLELIZATION_STRATEGIES",
     "DefaultParallelizationStrategy",
     "NemotronHParallelizationStrategy",
     "ParallelizationStrategy",
@@ -35,6 +42,7 @@ __all__ = [
     "get_parallelization_strategy",
     "import_class_from_path",
     "import_classes_from_paths",
+    "megatron_fsdp_strategy_parallelize",
     "nvfsdp_strategy_parallelize",
     "parallelize",
     "register_parallel_strategy",

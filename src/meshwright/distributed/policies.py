@@ -22,7 +22,7 @@ def options_of_policies(
     """The options that policies mean. Gradients are averaged over data ranks: torch's default.
 
     Args:
-        mp_policy: ``None``: bf16 compute, fp32 reduction.
+        mp_policy: ``None``: bf16 compute, fp32 reduction, fp32 outputs of the model, as the reference has it.
         offload_policy: ``None``: no offload.
         activation_checkpointing: ``True``: every layer, from its input.
         device_type: of the mesh.
@@ -32,7 +32,7 @@ def options_of_policies(
     Raises:
         UnsupportedError: a field of a policy that is not carried out.
     """
-    policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = mp_policy or MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
     if not policy.cast_forward_inputs:
         raise UnsupportedError("mp_policy.cast_forward_inputs=False: units cast their inputs; the legal value is True")
     if isinstance(offload_policy, CPUOffloadPolicy) and not offload_policy.pin_memory and device_type != "cpu":

@@ -25,7 +25,7 @@ def slice_parameter(model: nn.Module, action: Slice, mesh: ParallelMesh) -> None
         model.get_submodule(module)._parameters[own] = sliced
 
 
-def assign(model: nn.Module, action: Assign, mesh: ParallelMesh) -> None:
+def assign(model: nn.Module, action: Assign, mesh: ParallelMesh | None = None) -> None:
     """Set attributes of a module."""
     module = model.get_submodule(action.module)
     for name in action.own:

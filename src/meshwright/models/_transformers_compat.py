@@ -33,6 +33,7 @@ __all__ = [
     "load_sharded",
     "router_class",
     "router_classes",
+    "tp_style_names",
     "untested",
     "without_torch_init",
 ]
@@ -108,8 +109,27 @@ def declarations(model: "PreTrainedModel") -> Declarations:
         fp32=frozenset(model._keep_in_fp32_modules or ()),
         fp32_strict=frozenset(model._keep_in_fp32_modules_strict or ()),
         tied=dict(model.all_tied_weights_keys),
-        tp=dict(getattr(model, "tp_plan", None) or {}),
+        tp=_tp_plan(model),
     )
+
+
+def _tp_plan(model: "PreTrainedModel") -> dict[str, str]:
+    """The plan of a model, which holds those of its submodels as they were when it was made; and as they are now."""
+    from transformers import PreTrainedModel
+
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel):
+            prefix = f"{name}." if name else ""
+            found.update({f"{prefix}{pattern}": style for pattern, style in (module.tp_plan or {}).items()})
+    return found
+
+
+def tp_style_names() -> frozenset[str]:
+    """The tensor parallel styles of transformers, by name."""
+    from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
+
+    return frozenset(ALL_PARALLEL_STYLES.keys())
 
 
 def keep_in_fp32(model: "PreTrainedModel") -> None:

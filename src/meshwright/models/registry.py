@@ -5,7 +5,8 @@ AutoModel. A family is found by the name of the model's class, so that it can be
 the class.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar, overload
 
 from torch import nn
@@ -16,7 +17,13 @@ from meshwright.models.spec import DefaultParallelizationStrategy, base_of_peft
 from meshwright.models.strategy import ParallelizationStrategy
 from meshwright.plan.spec import ParallelSpec
 
-__all__ = ["get_parallelization_strategy", "register_parallel_strategy", "registered_strategies", "spec_of"]
+__all__ = [
+    "PARALLELIZATION_STRATEGIES",
+    "get_parallelization_strategy",
+    "register_parallel_strategy",
+    "registered_strategies",
+    "spec_of",
+]
 
 Strategy = TypeVar("Strategy", bound=type[ParallelizationStrategy])
 
@@ -24,6 +31,9 @@ _REGISTRY: dict[str, ParallelizationStrategy] = {
     name: family.strategy() for family in FAMILIES if family.strategy is not None for name in family.classes
 }
 """Name of a model class to the strategy of its family; those that come with Meshwright are the first."""
+
+PARALLELIZATION_STRATEGIES: Mapping[str, ParallelizationStrategy] = MappingProxyType(_REGISTRY)
+"""The same, to be read; :func:`register_parallel_strategy` adds to it."""
 
 
 @overload
@@ -69,6 +79,8 @@ def _model_of(strategy: type) -> str:
 def _register(strategy: Strategy, names: tuple[str, ...]) -> Strategy:
     if not (isinstance(strategy, type) and issubclass(strategy, ParallelizationStrategy)):
         raise TypeError(f"{strategy!r}: is no subclass of ParallelizationStrategy")
+    if all(getattr(strategy, name) is getattr(ParallelizationStrategy, name) for name in ("spec", "parallelize")):
+        raise TypeError(f"{strategy.__name__}: defines neither spec() nor parallelize(), so it says nothing of a model")
     held = {name: type(_REGISTRY[name]) for name in names if name in _REGISTRY}
     problems = [
         f"the strategy of {name!r} is {_full_name(other)} already, so {_full_name(strategy)} cannot be; register it for a "

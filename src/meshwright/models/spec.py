@@ -8,6 +8,7 @@ from torch import nn
 from meshwright.distributed.names import class_name
 from meshwright.errors import ModelError
 from meshwright.models.decoder import declared_structure, structure_of
+from meshwright.models.plain import inferred_spec
 from meshwright.models.strategy import ParallelizationStrategy
 from meshwright.plan.names import generalize, holder_of, match_names
 from meshwright.plan.spec import ParallelSpec, UnitRule, under_prefix
@@ -16,7 +17,7 @@ from meshwright.plan.tp_styles import canonical
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["DefaultParallelizationStrategy", "base_of_peft", "derived_spec"]
+__all__ = ["DefaultParallelizationStrategy", "base_of_peft", "derived_spec", "is_transformers"]
 
 _SIZES = {
     "layers": ("num_hidden_layers",),
@@ -28,7 +29,8 @@ _SIZES = {
 
 
 class DefaultParallelizationStrategy(ParallelizationStrategy):
-    """Of every model of transformers whose family has no strategy of its own: the spec is derived.
+    """Of every model whose family has no strategy of its own: the spec is derived from what a model of transformers declares,
+    and inferred for another one.
 
     Args:
         adapted: strategy of the model that a ``PeftModel`` holds; ``None``: its spec is derived too.
@@ -38,10 +40,11 @@ class DefaultParallelizationStrategy(ParallelizationStrategy):
         self.adapted = adapted
 
     def spec(self, model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
-        """See :func:`derived_spec`; of a ``PeftModel``, the spec of the model that it holds."""
+        """See :func:`derived_spec` and :func:`inferred_spec`; of a ``PeftModel``, the spec of the model that it holds."""
         wrapped = base_of_peft(model)
         if wrapped is None or self.adapted is None:
-            return derived_spec(model, param_dtype)
+            of_transformers = is_transformers(model if wrapped is None else wrapped)
+            return derived_spec(model, param_dtype) if of_transformers else inferred_spec(model)
         return _around(self.adapted.spec(wrapped, param_dtype))
 
 
@@ -70,7 +73,7 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
     """
     if (wrapped := base_of_peft(model)) is not None:
         return _around(derived_spec(wrapped, param_dtype))
-    if not _is_transformers(model):
+    if not is_transformers(model):
         raise ModelError(
             f"{class_name(model)} is not a model of transformers, so nothing is known of it: "
             "pass a ParallelSpec that names its layers, such as ParallelSpec(family='mine', layers=('blocks.*',)), or register "
@@ -109,7 +112,8 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
     )
 
 
-def _is_transformers(model: nn.Module) -> bool:
+def is_transformers(model: nn.Module) -> bool:
+    """Whether a model is one of transformers."""
     try:
         from transformers import PreTrainedModel
     except ImportError:

@@ -2,10 +2,15 @@
 
 It says two things of the family: its spec, and (rarely) a step that has to be carried out otherwise than the conductor in
 :mod:`~meshwright.distributed.conductor` does it. Which family a model belongs to, :mod:`~meshwright.models.registry` says.
+
+A strategy that was written for NeMo AutoModel overrides :meth:`ParallelizationStrategy.parallelize` instead. That is what
+``FSDP2Manager`` and ``fsdp2_strategy_parallelize`` call; a run of ``meshwright train`` needs a spec.
 """
 
-from abc import ABC, abstractmethod
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -13,22 +18,56 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from meshwright.distributed.conductor import parallelize
+from meshwright.distributed.fsdp import refuse_parallelized
 from meshwright.distributed.mesh import ParallelMesh, adopt_mesh
+from meshwright.distributed.names import class_name
 from meshwright.distributed.policies import options_of_policies
-from meshwright.plan.given_styles import leaves_logits_sharded
+from meshwright.errors import ModelError
+from meshwright.plan.given_styles import leaves_logits_sharded, shards_sequence
 from meshwright.plan.inspection import inspect_model
 from meshwright.plan.options import SyncPolicy
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.plan.spec import ParallelSpec
 
-__all__ = ["ParallelizationStrategy"]
+__all__ = ["ParallelizationStrategy", "Request", "requested"]
 
 
-class ParallelizationStrategy(ABC):
-    """How the models of a family are parallelized."""
+@dataclass
+class Request:
+    """What a manager asks of :meth:`ParallelizationStrategy.parallelize` beyond the arguments that it has in the reference.
 
-    @abstractmethod
+    A strategy of the user's stands between the two, and passes on what it knows.
+
+    Attributes:
+        mesh: of a layout, where its root is the mesh that is passed.
+        spec: in place of the strategy's.
+        options: fields of :class:`~meshwright.plan.options.ParallelOptions`.
+        plan: that was carried out; ``None``: the strategy did it without one.
+    """
+
+    mesh: ParallelMesh | None = None
+    spec: ParallelSpec | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    plan: ShardingPlan | None = None
+
+
+_REQUEST: ContextVar[Request] = ContextVar("request")
+
+
+@contextmanager
+def requested(request: Request) -> Iterator[Request]:
+    """Inside, :meth:`ParallelizationStrategy.parallelize` does what a request says, and notes its plan there."""
+    token = _REQUEST.set(request)
+    try:
+        yield request
+    finally:
+        _REQUEST.reset(token)
+
+
+class ParallelizationStrategy:
+    """How the models of a family are parallelized. A strategy overrides ``spec``, or all of ``parallelize``."""
+
     def spec(self, model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
         """What the family declares of itself.
 
@@ -37,8 +76,12 @@ class ParallelizationStrategy(ABC):
             param_dtype: dtype of compute. Some models ask for fp32 modules only where the rest is fp16.
 
         Raises:
-            ModelError: a model that the family cannot say it of.
+            ModelError: a model that the family cannot say it of; a strategy without a spec.
         """
+        raise ModelError(
+            f"{type(self).__name__}, the strategy of {class_name(model)}, has no spec, only parallelize(), which FSDP2Manager "
+            "and fsdp2_strategy_parallelize call; define spec(), or derive from DefaultParallelizationStrategy"
+        )
 
     def carry_out(self, model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.Module:
         """Carry a plan out on a model, in place.
@@ -68,14 +111,16 @@ class ParallelizationStrategy(ABC):
     ) -> nn.Module:
         """Resolve and carry out a plan over a mesh that is there: the interface of NeMo AutoModel.
 
-        Gradients are averaged over data ranks and reduced in every backward, as torch does by default.
+        Gradients are averaged over data ranks and reduced in every backward, as torch does by default. Without tensor parallel
+        ranks, what is said of tensor and sequence parallel counts for nothing.
 
         Args:
             model: on the meta device, or with the same values on every rank; changed in place.
             device_mesh: with axes of these names; those it lacks count as 1, and others must have size 1.
-            mp_policy: dtypes; ``None``: bf16 compute, fp32 reduction.
+            mp_policy: dtypes; ``None``: bf16 compute, fp32 reduction, fp32 outputs of the model.
             offload_policy: ``CPUOffloadPolicy()`` keeps shards in host memory.
-            sequence_parallel: shard the residual stream over the sequence, whose length ``tp`` must divide.
+            sequence_parallel: shard the residual stream over the sequence, whose length ``tp`` must divide. It does so too
+                where the styles of ``tp_shard_plan`` shard it.
             activation_checkpointing: recompute every layer in backward.
             tp_shard_plan: tensor parallel styles that win over all others: a dict of module patterns to styles (of torch, or
                 names), or the import path of one or of a function that returns one. Where its style of the output head leaves
@@ -86,22 +131,28 @@ class ParallelizationStrategy(ABC):
 
         Raises:
             LayoutError: a mesh whose axes have another meaning.
-            PlanError: a plan that does not fit the model; a family that cannot be sequence parallel.
+            PlanError: a plan that does not fit the model; a family that cannot be sequence parallel; a model that is
+                parallelized already.
             UnsupportedError: an axis or option that is not carried out.
         """
-        mesh = adopt_mesh(device_mesh, dp_replicate_mesh_name, dp_shard_cp_mesh_name, tp_mesh_name)
-        options = options_of_policies(
-            mp_policy,
-            offload_policy,
-            activation_checkpointing,
-            mesh.device_type,
-            sync=SyncPolicy.REDUCE_EACH,
-            sequence_parallel=sequence_parallel,
-            tp_plan=tp_shard_plan,
-        )
-        spec = self.spec(model, options.param_dtype)
+        refuse_parallelized(model)
+        request = _REQUEST.get(None) or Request()
+        if request.mesh is not None and request.mesh.root is device_mesh:
+            mesh = request.mesh
+        else:
+            mesh = adopt_mesh(device_mesh, dp_replicate_mesh_name, dp_shard_cp_mesh_name, tp_mesh_name)
+        sliced = mesh.layout.size("tp") > 1
+        given = tp_shard_plan if sliced else None
+        chosen: dict[str, Any] = {"sync": SyncPolicy.REDUCE_EACH, "loss_parallel": None, **request.options}
+        options = options_of_policies(mp_policy, offload_policy, activation_checkpointing, mesh.device_type, **chosen)
+        spec = request.spec or self.spec(model, options.param_dtype)
         facts = inspect_model(spec, model)
-        if tp_shard_plan is not None and leaves_logits_sharded(spec, tp_shard_plan, facts):
-            options = replace(options, loss_parallel=True)
-        plan = resolve(spec, facts, mesh.layout, options)
-        return self.carry_out(model, plan, mesh)
+        head = given is not None and leaves_logits_sharded(spec, given, facts)
+        options = replace(
+            options,
+            tp_plan=given,
+            sequence_parallel=sliced and (sequence_parallel or (given is not None and shards_sequence(given))),
+            loss_parallel=head if options.loss_parallel is None else options.loss_parallel,
+        )
+        request.plan = resolve(spec, facts, mesh.layout, options)
+        return self.carry_out(model, request.plan, mesh)

@@ -1,19 +1,27 @@
-"""Sharding a DiffusionGemma by hand, layer by layer.
+"""Sharding a DiffusionGemma by hand, layer by layer, or at once.
 
-A run does not come this way: the plan has units for experts in any family, and for both stacks. These are for a loop of one's
-own, over layers that are not tied to others. The tied stacks of transformers' model need
-:func:`~meshwright.nemo.parallelizer.fsdp2_strategy_parallelize`, which makes twins of them.
+A run does not come this way: the plan has units for experts in any family, and for both stacks. A whole model of
+transformers is sharded by its strategy, which resolves that plan. Layers that are sharded one by one are units, and a layer
+that has the parameters of one that is sharded already becomes its twin.
 """
 
+import weakref
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.distributed import _torch_compat
-from meshwright.models.diffusion_gemma.strategy import DiffusionGemmaParallelizationStrategy
-from meshwright.models.registry import register_parallel_strategy
+from meshwright.distributed.fsdp import fsdp_units
+from meshwright.distributed.names import class_name
+from meshwright.distributed.twins import shard_as_twin
+from meshwright.errors import UnsupportedError
+from meshwright.models.diffusion_gemma.strategy import EXPERTS, DiffusionGemmaParallelizationStrategy
+from meshwright.models.registry import get_parallelization_strategy, register_parallel_strategy
+from meshwright.models.spec import is_transformers
+from meshwright.models.strategy import Request, requested
 
 __all__ = [
     "_fully_shard_once",
@@ -21,6 +29,9 @@ __all__ = [
     "fully_shard_diffusion_gemma",
     "register_diffusion_gemma_parallel_strategy",
 ]
+
+_FIRST = WeakTensorKeyDictionary()
+"""Parameter, as it was before it was sharded here, to the module that was, weakly, and its name in it."""
 
 
 def _has_fsdp_state(module: nn.Module) -> bool:
@@ -38,6 +49,7 @@ def _fully_shard_once(
     """Make a module an FSDP unit unless it is one; returns it."""
     if not _has_fsdp_state(module):
         fully_shard(module, mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy or OffloadPolicy(), **fsdp_kwargs)
+        _torch_compat.forget_runs_without_gradient(module)  # the decoder's first
     return module
 
 
@@ -50,21 +62,78 @@ def fully_shard_diffusion_gemma(
 ) -> nn.Module:
     """Make the experts of a layer a unit, then the rest of the layer; any other module is one unit. Idempotent.
 
+    Of transformers' own model, a layer of the encoder and the decoder's layer of the same number have the same parameters: the
+    one that comes second becomes the twin of the first, so that both add to one gradient. The whole model, before any of its
+    layers was sharded, is sharded as its plan has it: twin units, or one of both where its gradients are small.
+
     Args:
         module: a layer with ``experts`` (transformers) or ``moe.experts`` (NeMo AutoModel), or another module.
         mesh: 1-D, to shard over.
-        mp_policy: dtypes of both units.
+        mp_policy: dtypes of all units.
         offload_policy: where their shards live.
-        fsdp_kwargs: for torch's ``fully_shard``, of both units.
+        fsdp_kwargs: for torch's ``fully_shard``, of all units; of a whole model of transformers, ``reshard_after_forward``.
 
     Returns:
         The same module.
+
+    Raises:
+        UnsupportedError: a layer that shares some of its parameters only; of a whole model, other ``fsdp_kwargs``.
     """
-    for holder in (module, getattr(module, "moe", None)):
-        experts = getattr(holder, "experts", None)
-        if isinstance(experts, nn.Module):
-            _fully_shard_once(experts, mesh, mp_policy, offload_policy, **fsdp_kwargs)
-    return _fully_shard_once(module, mesh, mp_policy, offload_policy, **fsdp_kwargs)
+    found = get_parallelization_strategy(module)
+    strategy = found if isinstance(found, DiffusionGemmaParallelizationStrategy) else None
+    if strategy is not None and is_transformers(module) and not fsdp_units(module):
+        return _by_plan(module, strategy, mesh, mp_policy, offload_policy, fsdp_kwargs)
+
+    def shard(chosen: nn.Module) -> None:
+        inside = dict(chosen.named_modules())
+        for experts in EXPERTS:
+            if experts in inside:
+                _fully_shard_once(inside[experts], mesh, mp_policy, offload_policy, **fsdp_kwargs)
+        _fully_shard_once(chosen, mesh, mp_policy, offload_policy, **fsdp_kwargs)
+
+    originals = {} if _has_fsdp_state(module) else dict(module.named_parameters())
+    if (first := _sharded_before(module, originals)) is not None:
+        shard_as_twin(first, module, shard)
+    else:
+        shard(module)
+        for name, parameter in originals.items():
+            _FIRST.setdefault(parameter, (weakref.ref(module), name))
+    if strategy is not None:
+        dtype = mp_policy.output_dtype
+        strategy.ready(module, None if dtype is None else str(dtype).removeprefix("torch."))
+    return module
+
+
+def _sharded_before(module: nn.Module, originals: dict[str, nn.Parameter]) -> nn.Module | None:
+    """The module that had the same parameters under the same names, before it was sharded."""
+    known = {name: _FIRST[parameter] for name, parameter in originals.items() if parameter in _FIRST}
+    firsts = {id(first()): first() for first, _ in known.values()}
+    if not known:
+        return None
+    if len(firsts) > 1 or known.keys() != originals.keys() or any(name != own for name, (_, own) in known.items()):
+        raise UnsupportedError(
+            f"{class_name(module)}: shares {next(iter(known))!r} with a module that is sharded already, and not all of its "
+            "parameters under the same names; shard the whole model at once"
+        )
+    return next(iter(firsts.values()))
+
+
+def _by_plan(
+    model: nn.Module,
+    strategy: DiffusionGemmaParallelizationStrategy,
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy | None,
+    fsdp_kwargs: dict[str, Any],
+) -> nn.Module:
+    if unknown := sorted(fsdp_kwargs.keys() - {"reshard_after_forward"}):
+        raise UnsupportedError(
+            f"{', '.join(unknown)}: of a whole model, legal is reshard_after_forward; the rest is for its layers one by one"
+        )
+    *replicas, shards = mesh.mesh_dim_names or ("dp_shard_cp",)
+    names = {"dp_shard_cp_mesh_name": shards, **({"dp_replicate_mesh_name": replicas[0]} if replicas else {})}
+    with requested(Request(options=fsdp_kwargs)):
+        return strategy.parallelize(model, mesh, mp_policy, offload_policy, **names)  # type: ignore[arg-type]
 
 
 def register_diffusion_gemma_parallel_strategy() -> None:

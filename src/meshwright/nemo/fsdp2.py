@@ -1,37 +1,49 @@
-"""FSDP2Manager: sizes and policies in one object, which builds the mesh and shards a model."""
+"""FSDP2Manager: sizes and policies in one object, which builds the mesh and has the strategy of a model shard it."""
 
+import os
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from meshwright.distributed import _torch_compat
+from meshwright.distributed.activation_checkpointing import recompute
 from meshwright.distributed.conductor import check_supported
-from meshwright.distributed.mesh import ParallelMesh, build_mesh
-from meshwright.distributed.policies import options_of_policies
-from meshwright.errors import LayoutError
+from meshwright.distributed.mesh import ParallelMesh, build_mesh, mesh_of
+from meshwright.distributed.slices import assign
+from meshwright.errors import LayoutError, UnsupportedError
 from meshwright.layout import Layout
 from meshwright.models.registry import get_parallelization_strategy
-from meshwright.plan.given_styles import leaves_logits_sharded
+from meshwright.models.strategy import Request, requested
+from meshwright.nemo.accumulation import give_no_sync
+from meshwright.nemo.parallelizer import declared_styles, fsdp2_strategy_parallelize
 from meshwright.plan.inspection import inspect_model
-from meshwright.plan.options import ActivationCheckpointing, SyncPolicy
+from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
+from meshwright.plan.program import Assign, Recompute
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.plan.spec import ParallelSpec
 
 __all__ = ["FSDP2Manager"]
 
+_BFLOAT16 = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16, cast_forward_inputs=True)
+
 
 @dataclass
 class FSDP2Manager:
-    """Shards models over the ranks of the default process group.
+    """Shards models over the ranks of the default process group, through :func:`fsdp2_strategy_parallelize`.
 
     Unlike in Meshwright's own trainer, gradients are averaged over the data ranks: torch's default, and what a loop that
-    takes a mean loss on every rank expects.
+    takes a mean loss on every rank expects. In a world of one process it sets up nothing.
+
+    Later versions of NeMo AutoModel pass a configuration object and meshes: ``FSDP2Manager(config, device_mesh=mesh)``. The
+    object's fields of the names below are taken (``tp_plan`` is ``custom_tp_plan``).
 
     Args:
         dp_size: data ranks in all; ``None``: what the other sizes leave of the world.
@@ -42,52 +54,103 @@ class FSDP2Manager:
         ep_size: expert parallel ranks.
         sequence_parallel: with ``tp``, hold each rank's part of the sequence between attention and MLP. Every sequence must
             have a length that ``tp`` divides.
-        loss_parallel: with ``tp``, the model returns its logits as a DTensor that is sharded over the vocabulary, for
-            :func:`~meshwright.distributed.loss_parallel.cross_entropy_sum`, or torch's ``loss_parallel()``, inside which
-            backward has to run too. ``None``: where ``tp_plan`` says so of the output head.
-        tp_plan: tensor parallel styles that win over all others: a dict of module patterns to styles (of torch, or names), or
-            the import path of one or of a function that returns one.
-        mp_policy: dtypes; ``None``: bf16 compute, fp32 reduction.
+        use_hf_tp_plan: take the tensor parallel plan that the model of transformers declares, and leave logits sharded.
+        custom_tp_plan: tensor parallel styles that win over all others: a dict of module patterns to styles (of torch, or
+            names), or the import path of one or of a function that returns one.
+        mp_policy: dtypes. By default all are bf16, as in the reference; ``None``: see :func:`fsdp2_strategy_parallelize`.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards in host memory.
+        backend: of the process group, where it has to be started, and ``nccl`` or ``gloo`` for the kind of device; ``None``:
+            gloo, and NCCL for tensors on a GPU, where there is one.
+        world_size: processes in all; ``None``: those that there are.
         activation_checkpointing: what of each layer is recomputed in backward; ``True``: all of it (``full``).
         defer_fsdp_grad_sync: reduce gradients only in the last microbatch of a step (see
             :class:`~meshwright.distributed.grad_sync.GradSync`, whose default policy this sets).
-        backend: of the process group, where it has to be started; ``None``: gloo, and NCCL for tensors on a GPU.
+        device_mesh: of axes ``(pp, dp_replicate, dp_shard, cp, tp)``, in place of the sizes; filled on construction.
+        moe_mesh: of axes ``(pp, ep_shard, ep)``, and ``dp_replicate`` behind ``pp`` with replicas; in place of ``ep_size``;
+            filled on construction where there are expert parallel ranks.
+        loss_parallel: with ``tp``, the model returns its logits as a DTensor that is sharded over the vocabulary, for
+            :func:`~meshwright.distributed.loss_parallel.cross_entropy_sum`, or torch's ``loss_parallel()``, inside which
+            backward has to run too. ``None``: where the plan given says so of the output head.
 
     Attributes:
-        mesh: the mesh of the layout, built on construction.
-        plan: the plan of the last :meth:`parallelize`.
+        dp_shard_size: data ranks that parameters are sharded over. ``None`` in a world of one, as the meshes are.
+        ep_shard_size: ranks that the parameters of an expert are sharded over.
+        mesh: the mesh of the layout.
+        plan: of the last :meth:`parallelize`; ``None`` where a strategy of the user's did it without one.
 
     Raises:
-        LayoutError: sizes that do not fit the world size.
+        LayoutError: sizes that do not fit the world size, or each other.
         UnsupportedError: an axis or option that is not carried out.
     """
 
-    dp_size: int | None = None
+    dp_size: Any = None
     dp_replicate_size: int | None = 1
     tp_size: int | None = 1
     cp_size: int | None = 1
     pp_size: int | None = 1
     ep_size: int | None = 1
     sequence_parallel: bool = False
-    loss_parallel: bool | None = None
-    tp_plan: Mapping[str, Any] | str | None = None
-    mp_policy: MixedPrecisionPolicy | None = None
+    use_hf_tp_plan: bool = False
+    custom_tp_plan: Mapping[str, Any] | str | None = None
+    mp_policy: MixedPrecisionPolicy | None = _BFLOAT16
     offload_policy: OffloadPolicy | None = None
-    activation_checkpointing: bool | ActivationCheckpointing = False
-    defer_fsdp_grad_sync: bool = True
     backend: str | None = None
-    mesh: ParallelMesh = field(init=False)
+    world_size: int | None = None
+    activation_checkpointing: bool | str | ActivationCheckpointing = False
+    defer_fsdp_grad_sync: bool = True
+    _: KW_ONLY
+    config: Any = None
+    device_mesh: DeviceMesh | None = None
+    moe_mesh: DeviceMesh | None = None
+    loss_parallel: bool | None = None
+    dp_shard_size: int | None = field(init=False, default=None)
+    ep_shard_size: int | None = field(init=False, default=None)
+    mesh: ParallelMesh | None = field(init=False, default=None)
     plan: ShardingPlan | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        """Check the sizes and build the mesh; starts the process group if torchrun's variables are there and none is."""
+        """Check the sizes and build the meshes; starts the process group if torchrun's variables are there and none is."""
+        if self.dp_size is not None and not isinstance(self.dp_size, int):
+            self.config, self.dp_size = self.dp_size, None
+        if self.config is not None:
+            self._take(self.config)
+        processes = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+        if self.world_size not in (None, processes):
+            raise LayoutError(f"world_size={self.world_size}: there are {processes} processes; legal are {processes} and None")
+        self.world_size = processes
+        if processes == 1:
+            sizes = {name: getattr(self, name) for name in _SIZES if (getattr(self, name) or 1) > 1}
+            if sizes:
+                shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
+                warnings.warn(f"FSDP2Manager({shown}): there is one process, so nothing is set up", stacklevel=3)
+            return
         if not dist.is_initialized():
             _torch_compat.one_gloo_worker()
             dist.init_process_group(self.backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"))
-        layout = self._layout().resolve(dist.get_world_size())
-        check_supported(layout)
-        self.mesh = build_mesh(layout)
+        if self.device_mesh is None:
+            layout = self._layout().resolve(processes)
+            check_supported(layout)
+            self.mesh = build_mesh(layout, {"nccl": "cuda", "gloo": "cpu"}.get(self.backend or ""))
+        else:
+            self.mesh = mesh_of(self.device_mesh, self.moe_mesh)
+            check_supported(self.mesh.layout)
+        self._fill(self.mesh)
+
+    def _take(self, config: Any) -> None:
+        """The fields of a configuration object. What is not known here has to be as it is by default."""
+        for name in ("dp_replicate_size", "tp_size"):  # FSDP2Manager(config, device_mesh, moe_mesh)
+            if isinstance(found := getattr(self, name), DeviceMesh):
+                setattr(self, name, 1)
+                setattr(self, "device_mesh" if self.device_mesh is None else "moe_mesh", found)
+        if self.device_mesh is None:
+            raise LayoutError("FSDP2Manager(config): needs device_mesh, the mesh that the configuration is for")
+        known = {**{name: name for name in _CHOICES}, "tp_plan": "custom_tp_plan"}
+        defaults = {item.name: _default(item) for item in fields(config)} if is_dataclass(config) else {}
+        for name, value in vars(config).items():
+            if name in known:
+                setattr(self, known[name], value)
+            elif value and not name.startswith("_") and value != defaults.get(name, MISSING):
+                raise UnsupportedError(f"FSDP2Manager(config): {name}={value!r} of {type(config).__name__} is not carried out")
 
     def _layout(self) -> Layout:
         def size(value: int | None) -> int:
@@ -110,33 +173,74 @@ class FSDP2Manager:
             ep=size(self.ep_size),
         )
 
-    @property
-    def device_mesh(self) -> torch.distributed.device_mesh.DeviceMesh:
-        """The five-axis mesh."""
-        return self.mesh.root
+    def _fill(self, mesh: ParallelMesh) -> None:
+        layout = mesh.layout
+        sizes = layout.sizes()
+        self.pp_size, self.dp_replicate_size, self.dp_shard_size, self.cp_size, self.tp_size = sizes.values()
+        self.dp_size, self.ep_size, self.ep_shard_size = layout.size("dp"), layout.ep, layout.ep_shard
+        self.device_mesh, self.moe_mesh = mesh.root, mesh.experts
+        if mesh.experts is not None and layout.size("dp_replicate") == 1:
+            self.moe_mesh = mesh.experts["pp", "ep_shard", "ep"]
 
     def parallelize(self, model: nn.Module, spec: ParallelSpec | None = None) -> nn.Module:
-        """Shard a model in place.
+        """Have the strategy of a model shard it, in place. In a world of one only layers are recomputed, if that is chosen.
 
         Args:
             model: on the meta device, or materialised with the same values on all ranks.
             spec: what its family declares; ``None``: what the strategy of the model says.
+
+        Returns:
+            What the strategy returns, with a method ``no_sync()`` for a loop that accumulates gradients.
+
+        Raises:
+            PlanError: a plan that does not fit the model; a model that is parallelized already.
         """
-        options = options_of_policies(
-            self.mp_policy,
-            self.offload_policy,
-            self.activation_checkpointing,
-            self.mesh.device_type,
-            sync=SyncPolicy.RESHARD_EACH if self.defer_fsdp_grad_sync else SyncPolicy.REDUCE_EACH,
-            sequence_parallel=self.sequence_parallel,
-            loss_parallel=self.loss_parallel,
-            tp_plan=self.tp_plan,
-        )
-        strategy = get_parallelization_strategy(model)
-        spec = spec or strategy.spec(model, options.param_dtype)
-        facts = inspect_model(spec, model)
-        if self.loss_parallel is None:
-            sharded = self.tp_plan is not None and leaves_logits_sharded(spec, self.tp_plan, facts)
-            options = replace(options, loss_parallel=sharded)
-        self.plan = resolve(spec, facts, self.mesh.layout, options)
-        return strategy.carry_out(model, self.plan, self.mesh)
+        if self.mesh is None or self.device_mesh is None:
+            if self.activation_checkpointing:
+                self._recompute(model, spec)
+            return give_no_sync(model)
+        styles = self.custom_tp_plan
+        if styles is None and self.use_hf_tp_plan and self.mesh.layout.tp != 1:
+            styles = declared_styles(model)
+        sync = SyncPolicy.RESHARD_EACH if self.defer_fsdp_grad_sync else SyncPolicy.REDUCE_EACH
+        request = Request(self.mesh, spec, {"sync": sync, "loss_parallel": self.loss_parallel})
+        with requested(request):
+            found = fsdp2_strategy_parallelize(
+                model,
+                device_mesh=self.device_mesh,
+                mp_policy=self.mp_policy,
+                offload_policy=self.offload_policy,
+                sequence_parallel=self.sequence_parallel,
+                activation_checkpointing=self.activation_checkpointing,  # type: ignore[arg-type]
+                tp_shard_plan=styles,
+            )
+        self.plan = request.plan
+        return give_no_sync(found, self.plan)
+
+    def _recompute(self, model: nn.Module, spec: ParallelSpec | None) -> None:
+        spec = spec or get_parallelization_strategy(model).spec(model)
+        chosen = self.activation_checkpointing
+        mode = ActivationCheckpointing.FULL if isinstance(chosen, bool) else chosen
+        options = ParallelOptions(activation_checkpointing=mode)  # type: ignore[arg-type]
+        for action in resolve(spec, inspect_model(spec, model), Layout().resolve(1), options).program:
+            if isinstance(action, Assign):
+                assign(model, action)
+            elif isinstance(action, Recompute):
+                recompute(model, action)
+
+
+_SIZES = ("dp_size", "dp_replicate_size", "tp_size", "cp_size", "pp_size", "ep_size")
+_CHOICES = (
+    "sequence_parallel",
+    "use_hf_tp_plan",
+    "custom_tp_plan",
+    "mp_policy",
+    "offload_policy",
+    "backend",
+    "activation_checkpointing",
+    "defer_fsdp_grad_sync",
+)
+
+
+def _default(item: Any) -> Any:
+    return item.default_factory() if item.default_factory is not MISSING else item.default

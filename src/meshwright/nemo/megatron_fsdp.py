@@ -30,9 +30,9 @@ from meshwright.distributed import _torch_compat
 from meshwright.errors import UnsupportedError
 from meshwright.nemo.megatron_fsdp_checks import model_problems, optimizer_problems, unit_classes
 
-__all__ = ["HAVE_NVFSDP", "nvfsdp_strategy_parallelize"]
+__all__ = ["HAVE_MEGATRON_FSDP", "HAVE_NVFSDP", "megatron_fsdp_strategy_parallelize", "nvfsdp_strategy_parallelize"]
 
-HAVE_NVFSDP = find_spec("megatron_fsdp") is not None
+HAVE_NVFSDP = HAVE_MEGATRON_FSDP = find_spec("megatron_fsdp") is not None
 """Whether the library can be imported. It is imported on first use only: it takes seconds."""
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -59,7 +59,7 @@ def nvfsdp_strategy_parallelize(
     nccl_ub: bool = False,
     fsdp_double_buffer: bool = False,
     dp_mesh_name: str = "dp",
-    cp_mesh_name: str = "cp",
+    cp_mesh_name: str | None = "cp",
     tp_mesh_name: str = "tp",
 ) -> tuple[nn.Module, Optimizer | None]:
     """Shard a model, and its optimizer, with Megatron-FSDP. Needs NVIDIA GPUs and `pip install 'meshwright[megatron]'`.
@@ -89,7 +89,7 @@ def nvfsdp_strategy_parallelize(
         fsdp_double_buffer: two persistent buffers for what is gathered and reduced; needs units of one size.
         dp_mesh_name: axis of the data ranks.
         cp_mesh_name: axis of the ranks that share a sequence. Parameters are sharded over it, too; cutting the sequences is the
-            caller's part.
+            caller's part. ``None``: the mesh has no such axis.
         tp_mesh_name: axis of tensor parallel, which the library wants to see; of size 1.
 
     Returns:
@@ -102,7 +102,9 @@ def nvfsdp_strategy_parallelize(
     _torch_compat.check()
     settings = _Settings(**{item.name: given[item.name] for item in fields(_Settings)})
     problems = [*_machine_problems(device_mesh), *settings.problems(model)]
-    sizes = _axis_sizes(device_mesh, (dp_mesh_name, cp_mesh_name, tp_mesh_name), problems)
+    names = {"dp_mesh_name": dp_mesh_name, "cp_mesh_name": cp_mesh_name, "tp_mesh_name": tp_mesh_name}
+    axes = {argument: name for argument, name in names.items() if name is not None}
+    sizes = _axis_sizes(device_mesh, axes, problems)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         problems.append("the model has FSDP units already")
     problems += model_problems(model, init_nvfsdp_with_meta_device)
@@ -113,7 +115,7 @@ def nvfsdp_strategy_parallelize(
             f"tp_shard_plan and {tp_mesh_name}={sizes.get(tp_mesh_name, 1)}: megatron-fsdp cannot hold weights that are sliced "
             "along their inputs; legal are None and 1"
         )
-    names = optimizer_problems(model, optimizer, problems)
+    groups = optimizer_problems(model, optimizer, problems)
     if problems:
         raise UnsupportedError(problems)
     library = importlib.import_module("megatron_fsdp")
@@ -121,7 +123,7 @@ def nvfsdp_strategy_parallelize(
         raise UnsupportedError(problems)
 
     shard_mesh, shard_name = device_mesh[dp_mesh_name], dp_mesh_name
-    if sizes[cp_mesh_name] > 1:
+    if cp_mesh_name is not None and sizes[cp_mesh_name] > 1:
         shard_name = f"{dp_mesh_name}_{cp_mesh_name}"
         shard_mesh = _torch_compat.flatten_mesh(device_mesh[dp_mesh_name, cp_mesh_name], shard_name)
     mesh = _torch_compat.concatenate_meshes([shard_mesh, device_mesh[tp_mesh_name]])
@@ -137,8 +139,85 @@ def nvfsdp_strategy_parallelize(
         device=_device(),
     )
     if optimizer is not None:
-        _rebind(optimizer, names, wrapped, library)
+        _rebind(optimizer, groups, wrapped, library)
     return wrapped, optimizer
+
+
+def megatron_fsdp_strategy_parallelize(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    optimizer: Optimizer | None = None,
+    megatron_fsdp_unit_modules: list[str] | None = None,
+    tp_shard_plan: dict[str, Any] | None = None,
+    zero_dp_strategy: int | str = 3,
+    init_fsdp_with_meta_device: bool = False,
+    grad_reduce_in_fp32: bool = False,
+    preserve_fp32_weights: bool = False,
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    check_for_nan_in_grad: bool = True,
+    average_in_collective: bool = False,
+    disable_bucketing: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
+    dp_shard_dim: str = "dp",
+    tp_dim: str = "tp",
+) -> tuple[nn.Module, Optimizer | None]:
+    """:func:`nvfsdp_strategy_parallelize` under its later name and arguments; errors speak of the former ones.
+
+    Args:
+        model: as there, as are all arguments that are not named here.
+        device_mesh: has the two axes named below, and spans them alone.
+        optimizer: as there.
+        megatron_fsdp_unit_modules: there ``nvfsdp_unit_modules``.
+        tp_shard_plan: as there.
+        zero_dp_strategy: 0 to 3, or the names there of what is sharded: nothing, states of the optimizer, and gradients, and
+            parameters.
+        init_fsdp_with_meta_device: there ``init_nvfsdp_with_meta_device``.
+        grad_reduce_in_fp32: as there.
+        preserve_fp32_weights: as there.
+        overlap_grad_reduce: as there.
+        overlap_param_gather: as there.
+        check_for_nan_in_grad: as there.
+        average_in_collective: as there.
+        disable_bucketing: as there.
+        calculate_per_token_loss: as there.
+        keep_fp8_transpose_cache: there ``keep_fp8_transpose_cache_when_using_custom_fsdp``.
+        nccl_ub: as there.
+        fsdp_double_buffer: as there.
+        dp_shard_dim: there ``dp_mesh_name``.
+        tp_dim: there ``tp_mesh_name``.
+
+    Raises:
+        UnsupportedError: as there.
+    """
+    numbered = {str(number): name for number, name in enumerate(STRATEGIES)}
+    strategy = numbered.get(str(zero_dp_strategy), str(zero_dp_strategy))
+    return nvfsdp_strategy_parallelize(
+        model,
+        device_mesh,
+        optimizer,
+        megatron_fsdp_unit_modules,
+        tp_shard_plan,
+        strategy,
+        init_fsdp_with_meta_device,
+        grad_reduce_in_fp32,
+        preserve_fp32_weights,
+        overlap_grad_reduce,
+        overlap_param_gather,
+        check_for_nan_in_grad,
+        average_in_collective,
+        disable_bucketing,
+        calculate_per_token_loss,
+        keep_fp8_transpose_cache,
+        nccl_ub,
+        fsdp_double_buffer,
+        dp_shard_dim,
+        None,
+        tp_dim,
+    )
 
 
 @dataclass(frozen=True)
@@ -233,10 +312,10 @@ def _machine_problems(mesh: DeviceMesh) -> list[str]:
     return found
 
 
-def _axis_sizes(mesh: DeviceMesh, names: tuple[str, str, str], problems: list[str]) -> dict[str, int]:
-    """Sizes of the three axes, which together must be the whole mesh: over any other, gradients would not be reduced."""
-    sizes = {}
-    for name, argument in zip(names, ("dp_mesh_name", "cp_mesh_name", "tp_mesh_name"), strict=True):
+def _axis_sizes(mesh: DeviceMesh, axes: dict[str, str], problems: list[str]) -> dict[str, int]:
+    """Sizes of axes, which together must be the whole mesh: over any other, gradients would not be reduced."""
+    sizes, names = {}, list(axes.values())
+    for argument, name in axes.items():
         try:
             sizes[name] = mesh[name].size()
         except (KeyError, RuntimeError):
@@ -252,7 +331,7 @@ def _axis_sizes(mesh: DeviceMesh, names: tuple[str, str, str], problems: list[st
             shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
             problems.append(f"device_mesh: {shown} are {total} of its {mesh.size()} ranks; legal are axes that span it all")
     elif len(set(names)) < len(names):
-        problems.append(f"dp_mesh_name, cp_mesh_name, tp_mesh_name: {', '.join(names)} must be three axes")
+        problems.append(f"{', '.join(axes)}: {', '.join(names)} must be different axes")
     return sizes
 
 

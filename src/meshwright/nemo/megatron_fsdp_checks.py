@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshwright.distributed.names import class_name
-from meshwright.errors import ModelError
+from meshwright.errors import ModelError, PlanError
 from meshwright.nemo.parallelizer import get_lm_ac_layers
 from meshwright.plan.given_styles import import_object
 from meshwright.plan.names import inside
@@ -82,7 +82,7 @@ def unit_classes(
     if names is None:
         try:
             found = dict.fromkeys(type(layer) for layer in get_lm_ac_layers(model))
-        except ModelError as error:
+        except (ModelError, PlanError) as error:
             problems.append(f"nvfsdp_unit_modules=None: {'; '.join(error.problems)}; or name the classes of the units")
     else:
         if not names:

@@ -1,5 +1,6 @@
 """The functions of NeMo AutoModel's parallelizer, by their names there."""
 
+import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,15 +12,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
-from meshwright.distributed.fsdp import gathered, shard_unit
+from meshwright.distributed.fsdp import gathered, refuse_parallelized, shard_unit
 from meshwright.distributed.names import class_name
-from meshwright.errors import LayoutError, PlanError
+from meshwright.errors import LayoutError, MissingPlanError, ModelError, described
 from meshwright.layout import Layout
+from meshwright.models._transformers_compat import tp_style_names
 from meshwright.models.registry import get_parallelization_strategy
 from meshwright.plan.draft import Draft
-from meshwright.plan.given_styles import import_object
+from meshwright.plan.given_styles import import_object, read_plan
 from meshwright.plan.inspection import inspect_model, model_sizes
-from meshwright.plan.names import generalize, holder_of, last_of_each_container, match_names, within
+from meshwright.plan.names import generalize, match_names, within
 from meshwright.plan.options import ParallelOptions
 from meshwright.plan.spec import ParallelSpec
 from meshwright.plan.tensor_parallel import choose_styles
@@ -28,6 +30,7 @@ from meshwright.plan.tp_styles import HEAD
 __all__ = [
     "_get_parallel_plan",
     "apply_fsdp2_sharding_recursively",
+    "declared_styles",
     "fsdp2_strategy_parallelize",
     "get_hf_tp_shard_plan",
     "get_lm_ac_layers",
@@ -58,17 +61,18 @@ def fsdp2_strategy_parallelize(
 
     All arguments are those of :meth:`~meshwright.models.strategy.ParallelizationStrategy.parallelize`.
     """
+    # By name, as the reference does: a strategy of the user's may take them in its own order.
     return get_parallelization_strategy(model).parallelize(
-        model,
-        device_mesh,
-        mp_policy,
-        offload_policy,
-        sequence_parallel,
-        activation_checkpointing,
-        tp_shard_plan,
-        dp_replicate_mesh_name,
-        dp_shard_cp_mesh_name,
-        tp_mesh_name,
+        model=model,
+        device_mesh=device_mesh,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        sequence_parallel=sequence_parallel,
+        activation_checkpointing=activation_checkpointing,
+        tp_shard_plan=tp_shard_plan,
+        dp_replicate_mesh_name=dp_replicate_mesh_name,
+        dp_shard_cp_mesh_name=dp_shard_cp_mesh_name,
+        tp_mesh_name=tp_mesh_name,
     )
 
 
@@ -82,8 +86,8 @@ def apply_fsdp2_sharding_recursively(
 ) -> None:
     """Make the entries of every list (or dict) of layers FSDP units; what is outside them is left to the caller's root.
 
-    A container inside a container recurses and is no unit. The last entry of a flat container keeps its parameters
-    after forward, because backward starts there.
+    What is inside an entry belongs to its unit, lists included. A container inside a container recurses and is no unit. An
+    entry that is the last of its container keeps its parameters after forward, because backward starts there.
 
     Args:
         module: root of the search, changed in place.
@@ -93,15 +97,13 @@ def apply_fsdp2_sharding_recursively(
         reshard_after_forward: if given, for all units, the last ones included.
     """
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    modules = dict(module.named_modules())
-    entries = [
-        name for name, entry in modules.items() if name and _is_container(modules[holder_of(name)]) and not _is_container(entry)
-    ]
-    nested = {holder_of(name) for name, entry in modules.items() if name and _is_container(entry)}
-    keeping = last_of_each_container(name for name in entries if holder_of(name) not in nested)
-    for name in reversed(entries):  # parents come first in named_modules(), so this is inside out
-        reshard = name not in keeping if reshard_after_forward is None else reshard_after_forward
-        shard_unit([modules[name]], mesh, policy, offload_policy or OffloadPolicy(), reshard)
+    children = list(module.children())
+    for child in children:
+        if not _is_container(module) or _is_container(child):
+            apply_fsdp2_sharding_recursively(child, mesh, policy, offload_policy, reshard_after_forward=reshard_after_forward)
+            continue
+        reshard = child is not children[-1] if reshard_after_forward is None else reshard_after_forward
+        shard_unit([child], mesh, policy, offload_policy or OffloadPolicy(), reshard)
 
 
 def _is_container(module: nn.Module) -> bool:
@@ -111,10 +113,19 @@ def _is_container(module: nn.Module) -> bool:
 def get_lm_ac_layers(model: nn.Module) -> list[nn.Module]:
     """The repeated layers of a model, in its order: what activation checkpointing applies to.
 
+    Of a plain module, those are the entries of its lists whose entries are all of one class and hold parameters.
+
     Raises:
-        ModelError: a model that does not declare its layers.
+        ModelError: a model that does not declare its layers, or a module without such lists.
+        PlanError: a model that is parallelized already.
     """
+    refuse_parallelized(model)
     patterns = get_parallelization_strategy(model).spec(model).layers
+    if not patterns:
+        raise ModelError(
+            f"{class_name(model)}: has no layers, which are entries of one class in a ModuleList or ModuleDict; register a "
+            "strategy that declares them (docs/adding-a-family.md)"
+        )
     return [module for name, module in model.named_modules() if any(match_names(pattern, [name]) for pattern in patterns)]
 
 
@@ -151,20 +162,38 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
     return found[style]
 
 
-def get_hf_tp_shard_plan(model: nn.Module) -> PlanOfStyles:
-    """The tensor parallel plan that a model of transformers declares, its submodels included, as styles of torch.
-
-    The output head leaves its logits sharded over the vocabulary, as a DTensor, for a loss that takes them so. Styles
-    that torch does not have (packed matrices, experts, norms of queries and keys) stay names, which every ``tp_shard_plan``
-    here takes.
+def declared_styles(model: nn.Module) -> dict[str, str]:
+    """The styles that a model of transformers declares, by name; its output head leaves its logits sharded.
 
     Raises:
-        PlanError: a model that declares none.
+        MissingPlanError: it declares none.
     """
     spec = get_parallelization_strategy(model).spec(model)
     if not spec.tp_styles:
-        raise PlanError(f"{class_name(model)}: declares no tensor parallel plan (base_model_tp_plan of its config)")
-    return _as_torch(spec, spec.tp_styles, sequence_parallel=False)
+        raise MissingPlanError(f"{class_name(model)}: declares no tensor parallel plan (base_model_tp_plan of its config)")
+    head = spec.structure.head if spec.structure else None
+    return {pattern: "colwise" if pattern == head and style in HEAD else style for pattern, style in spec.tp_styles.items()}
+
+
+def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
+    """The tensor parallel plan that a model of transformers declares, its submodels included, as styles of torch.
+
+    The output head leaves its logits sharded over the vocabulary, as a DTensor, for a loss that takes them so. What
+    ``parallelize_module`` has no style for (packed matrices, experts, norms of queries and keys) is left out, and named in a
+    warning: without it, the plan is not whole.
+
+    Raises:
+        MissingPlanError: a model that declares none.
+        ValueError: a style whose name nobody knows.
+    """
+    refuse_parallelized(model)
+    plan = _as_torch(get_parallelization_strategy(model).spec(model), declared_styles(model), sequence_parallel=False)
+    if unknown := [name for name in plan.values() if isinstance(name, str) and name not in tp_style_names()]:
+        translate_to_torch_parallel_style(unknown[0])
+    if lacking := {pattern: style for pattern, style in plan.items() if isinstance(style, str)}:
+        shown = ", ".join(f"{pattern} ({style})" for pattern, style in lacking.items())
+        warnings.warn(f"{class_name(model)}: torch has no style for {shown}; left out", stacklevel=2)
+    return {pattern: style for pattern, style in plan.items() if not isinstance(style, str)}
 
 
 def _get_parallel_plan(
@@ -177,13 +206,18 @@ def _get_parallel_plan(
     Args:
         model: to choose for.
         sequence_parallel: say which hidden states are sharded over the sequence (``Shard(1)``), and name the norms between.
-        tp_shard_plan: a plan to take instead; a dict, or an import path to one or to a function that returns one.
+        tp_shard_plan: a plan to take instead, which is returned as it is; a dict, or an import path to one or to a function
+            that returns one.
 
     Raises:
-        PlanError: no plan, or a given one that cannot be read; it says why for each level.
+        MissingPlanError: no plan; it says why for each level.
+        PlanError: a given plan that cannot be read; a model that is parallelized already.
     """
+    refuse_parallelized(model)
+    if tp_shard_plan is not None:
+        return read_plan(tp_shard_plan)
     spec = get_parallelization_strategy(model).spec(model)
-    options = ParallelOptions(tp_plan=tp_shard_plan, sequence_parallel=sequence_parallel)
+    options = ParallelOptions(sequence_parallel=sequence_parallel)
     draft = Draft(spec, inspect_model(spec, model), Layout().resolve(1), options)
     _, styles, _ = choose_styles(draft)
     if sequence_parallel and (spec.structure is None or spec.structure.no_sequence_parallel or not spec.structure.regions):
@@ -257,9 +291,11 @@ def import_class_from_path(name: str) -> Any:
 
 
 def import_classes_from_paths(class_paths: list[str]) -> list[Any]:
-    """Those of several paths, in their order.
-
-    Raises:
-        ImportError: nothing is at one of them.
-    """
-    return [import_class_from_path(path) for path in class_paths]
+    """Those of several paths, in their order. A path that leads to nothing is left out, with a warning."""
+    found = []
+    for path in class_paths:
+        try:
+            found.append(import_class_from_path(path))
+        except Exception as error:  # of the user's module
+            warnings.warn(f"{path!r}: left out, because it cannot be imported: {described(error)}", stacklevel=2)
+    return found

@@ -44,6 +44,7 @@ class Draft:
         layout: resolved.
         options: the choices.
         problems: what is wrong, a line each; passes go on where they can, so that one report has all of it.
+        error: what :meth:`refuse` raises.
         units: by name, in the order of the model.
         twins: each unit of a second stack with its twin in the first.
         unit_of: first name of each parameter to the unit that holds it.
@@ -58,6 +59,7 @@ class Draft:
     layout: Layout
     options: ParallelOptions
     problems: list[str] = field(default_factory=list)
+    error: type[PlanError] = PlanError
     units: dict[str, UnitDraft] = field(default_factory=dict)
     twins: dict[str, str] = field(default_factory=dict)
     unit_of: dict[str, str] = field(default_factory=dict)
@@ -96,7 +98,7 @@ class Draft:
             PlanError: if anything is.
         """
         if self.problems:
-            raise PlanError(self.problems)
+            raise self.error(self.problems)
 
     def match(self, what: str, pattern: str, names: Iterable[str], kind: str) -> list[str]:
         """The names that a pattern matches; without a match a problem.

@@ -9,7 +9,7 @@ from meshwright.plan.inspection import Inspection
 from meshwright.plan.names import match_names
 from meshwright.plan.spec import ParallelSpec
 
-__all__ = ["import_object", "leaves_logits_sharded", "load_styles", "style_name"]
+__all__ = ["import_object", "leaves_logits_sharded", "load_styles", "read_plan", "shards_sequence", "style_name"]
 
 
 def import_object(path: str) -> Any:
@@ -35,17 +35,15 @@ def import_object(path: str) -> Any:
     raise ImportError(f"{path!r}: no such module; write package.module.name")
 
 
-def load_styles(
-    given: Mapping[str, Any] | str, model: Inspection, sequence_parallel: bool, problems: list[str]
-) -> dict[str, str]:
-    """A given plan as patterns to style names.
+def read_plan(given: Mapping[str, Any] | str) -> dict[str, Any]:
+    """A given plan as patterns to styles, as they were written.
 
     Args:
         given: pattern of module names to style (a name, or a ``ParallelStyle`` of torch), or an import path to such a dict
             or to a function without arguments that returns one.
-        model: whose modules the patterns name.
-        sequence_parallel: whether styles may speak of a sharded sequence.
-        problems: what is wrong is added to it.
+
+    Raises:
+        PlanError: it is neither.
     """
     plan: Any = given
     if isinstance(given, str):
@@ -53,18 +51,30 @@ def load_styles(
             plan = import_object(given)
             plan = plan() if callable(plan) else plan
         except Exception as error:
-            problems.append(
+            raise PlanError(
                 f"tp_plan={given!r}: cannot be imported ({error}); legal is the import path of a dict or of a function"
-            )
-            return {}
+            ) from error
     if not isinstance(plan, Mapping) or not all(isinstance(pattern, str) for pattern in plan) or not plan:
-        problems.append(
+        raise PlanError(
             f"tp_plan={given!r}: is {type(plan).__name__}; legal is a dict of module patterns to styles, the import path of "
             "such a dict, or that of a function without arguments that returns one"
         )
-        return {}
-    found = {}
-    for pattern, style in plan.items():
+    return dict(plan)
+
+
+def load_styles(given: Mapping[str, Any] | str, model: Inspection, sequence_parallel: bool) -> dict[str, str]:
+    """A given plan as patterns to style names.
+
+    Args:
+        given: see :func:`read_plan`.
+        model: whose modules the patterns name.
+        sequence_parallel: whether styles may speak of a sharded sequence.
+
+    Raises:
+        PlanError: all that is wrong with it.
+    """
+    found, problems = {}, []
+    for pattern, style in read_plan(given).items():
         matched = match_names(pattern, model.modules)
         try:
             found[pattern] = style_name(style, is_embedding=any(model.modules[name].embedding for name in matched))
@@ -72,13 +82,27 @@ def load_styles(
                 raise PlanError("speaks of a sharded sequence; set sequence_parallel=True")
         except PlanError as error:
             problems.append(f"tp_plan[{pattern!r}]: {error}")
+    if problems:
+        raise PlanError(problems)
     return found
+
+
+def shards_sequence(given: Mapping[str, Any] | str) -> bool:
+    """Whether a style of a given plan speaks of a sharded sequence.
+
+    Raises:
+        PlanError: see :func:`read_plan`.
+    """
+    return any(_speaks_of_sequence(style) for style in read_plan(given).values())
 
 
 def leaves_logits_sharded(spec: ParallelSpec, given: Mapping[str, Any] | str, model: Inspection) -> bool:
     """Whether a given plan has the output head leave its logits sharded over the vocabulary."""
     head = spec.structure.head if spec.structure else None
-    styles = load_styles(given, model, True, [])
+    try:
+        styles = load_styles(given, model, sequence_parallel=True)
+    except PlanError:  # the resolver says it
+        return False
     return (
         head is not None and next((style for pattern, style in styles.items() if match_names(pattern, [head])), "") == "colwise"
     )

@@ -7,6 +7,7 @@ the user, written for the family, declared by the model, or, for a model whose l
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from meshwright.errors import MissingPlanError, PlanError
 from meshwright.layout import divisors
 from meshwright.plan.draft import Draft
 from meshwright.plan.given_styles import load_styles
@@ -136,8 +137,11 @@ def choose_styles(draft: Draft) -> tuple[str, Mapping[str, str], list[tuple[str,
     spec, options = draft.spec, draft.options
     passed_over: list[tuple[str, str]] = []
     if options.tp_plan is not None:
-        styles = load_styles(options.tp_plan, draft.model, options.sequence_parallel, draft.problems)
-        return "given", styles, passed_over
+        try:
+            return "given", load_styles(options.tp_plan, draft.model, options.sequence_parallel), passed_over
+        except PlanError as error:
+            draft.problems.extend(error.problems)
+            draft.refuse()
     passed_over.append(("given", "no tp_plan is set"))
     if spec.structure is not None and spec.structure.styles:
         return "family", spec.structure.styles, passed_over
@@ -150,6 +154,7 @@ def choose_styles(draft: Draft) -> tuple[str, Mapping[str, str], list[tuple[str,
         names = draft.model.modules
         return "generic", {pattern: style for pattern, style in GENERIC.items() if match_names(pattern, names)}, passed_over
     passed_over.append(("generic", unfit))
+    draft.error = MissingPlanError
     draft.problems.append(
         "tp: there are no styles; " + "; ".join(f"{name}: {why}" for name, why in passed_over) + "; the legal value of tp is 1"
     )

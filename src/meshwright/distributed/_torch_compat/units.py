@@ -1,6 +1,7 @@
 """Units of FSDP2: their state, their parameter groups, and the hooks around their runs."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "before_each_run",
+    "before_first_run",
     "forget_runs_without_gradient",
     "fsdp_state",
     "hook_each_run",
@@ -124,6 +126,17 @@ def before_each_run(root: nn.Module | FSDPModule, do: Callable[[], None]) -> Non
         initialize()
 
     state._lazy_init = first_do
+
+
+def before_first_run(unit: nn.Module | FSDPModule, do: Callable[[], None]) -> None:
+    """Have something done before a unit is readied for its first run, whatever its root is."""
+    for group in param_groups(unit):
+        group.lazy_init = partial(_first, do, group.lazy_init)
+
+
+def _first(do: Callable[[], None], initialize: Callable[[], None]) -> None:
+    do()
+    initialize()
 
 
 def share_shards(first: nn.Module | FSDPModule, second: nn.Module | FSDPModule) -> None:

@@ -16,23 +16,34 @@ from meshwright.distributed.fsdp import enter_by
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.models.decoder import global_heads
 from meshwright.models.diffusion_gemma.model import enable
-from meshwright.models.spec import derived_spec
-from meshwright.models.strategy import ParallelizationStrategy
+from meshwright.models.plain import inferred_spec
+from meshwright.models.spec import DefaultParallelizationStrategy, derived_spec, is_transformers
+from meshwright.plan.names import match_names
 from meshwright.plan.sharding_plan import ROOT, ShardingPlan
 from meshwright.plan.spec import ParallelSpec, Structure, TwinStacks, UnitRule
 
-__all__ = ["DECODER", "ENCODER", "DiffusionGemmaParallelizationStrategy"]
+__all__ = ["DECODER", "ENCODER", "EXPERTS", "DiffusionGemmaParallelizationStrategy"]
 
 ENCODER = "model.encoder.language_model.layers.*"
 DECODER = "model.decoder.layers.*"
 _VISION = ("model.encoder.vision_tower.**", "model.encoder.embed_vision")
 
 
-class DiffusionGemmaParallelizationStrategy(ParallelizationStrategy):
-    """Of ``DiffusionGemmaForBlockDiffusion`` of transformers."""
+EXPERTS = ("experts", "moe.experts")
+"""Where a layer has its experts: of transformers, and of NeMo AutoModel."""
+
+
+class DiffusionGemmaParallelizationStrategy(DefaultParallelizationStrategy):
+    """Of ``DiffusionGemmaForBlockDiffusion`` of transformers; of a model of that name and another make, its layers and their
+    experts are units.
+    """
 
     def spec(self, model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
         """What the model declares of itself, completed for the decoder; what reads images has units of its own, at rest."""
+        if not is_transformers(model):
+            plain, names = inferred_spec(model), [name for name, _ in model.named_modules()]
+            experts = [f"{layer}.{inner}" for layer in plain.layers for inner in EXPERTS]
+            return replace(plain, units=tuple(UnitRule(pattern) for pattern in experts if match_names(pattern, names)))
         derived = derived_spec(model, param_dtype)
         styles = {
             pattern.replace(ENCODER, stack): style
@@ -57,7 +68,16 @@ class DiffusionGemmaParallelizationStrategy(ParallelizationStrategy):
 
     def carry_out(self, model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.Module:
         """As always; and the model generates, and a loss of one's own may leave the encoder's output out."""
-        model = super().carry_out(model, plan, mesh)
-        enable(model, plan.unit(ROOT).output_dtype)
-        enter_by(model, "generate")  # it calls encoder and decoder directly, past the hooks of the root
+        return self.ready(super().carry_out(model, plan, mesh), plan.unit(ROOT).output_dtype)
+
+    def ready(self, model: nn.Module, output_dtype: str | None) -> nn.Module:
+        """Ready a sharded model for these; returns it.
+
+        Args:
+            model: whose root is a unit.
+            output_dtype: that the root casts outputs to.
+        """
+        if is_transformers(model):
+            enable(model, output_dtype)
+            enter_by(model, "generate")  # it calls encoder and decoder directly, past the hooks of the root
         return model
