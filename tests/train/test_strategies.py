@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from meshwright.distributed.fsdp import fsdp_units
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, UnsupportedError
 from meshwright.train.config import RunConfig, load_config
 from meshwright.train.prepare import prepare_run
 from meshwright.train.setup import make_setup
@@ -55,6 +55,18 @@ def test_spec_and_steps_are_those_of_the_strategy(tiny: Tiny, module: str) -> No
     for units, carried_out in run_ranks(on_rank, 2):
         assert "model.embed_tokens" in units
         assert carried_out == ["LlamaForCausalLM"]
+
+
+def test_a_strategy_that_parallelizes_by_itself_is_refused(tiny: Tiny, module: str) -> None:
+    """A run would pass it over without a word."""
+    own = "\n    def parallelize(self, model, device_mesh, **kwargs):\n        return model\n"
+    Path("finer_llama.py").write_text(FAMILY + own)
+
+    def on_rank(rank: int) -> None:
+        with pytest.raises(UnsupportedError, match=r"Finer.parallelize: a run carries a plan out, and would not call it"):
+            make_setup(tiny(f"imports=[{module}]"), 1)
+
+    run_ranks(on_rank, 1)
 
 
 def test_a_hybrid_of_mamba_trains_as_in_one_process(tiny: Tiny) -> None:

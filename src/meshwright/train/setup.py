@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import ConfigError, LayoutError, MeshwrightError, PlanError
+from meshwright.errors import ConfigError, LayoutError, MeshwrightError, PlanError, UnsupportedError
 from meshwright.layout import Layout
 from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.plan.spec import ParallelSpec
@@ -196,15 +196,22 @@ def describe_model(
     """
     from meshwright.models.build import build_on_meta, pretrained_config
     from meshwright.models.imports import import_modules
-    from meshwright.models.registry import spec_of
+    from meshwright.models.registry import get_parallelization_strategy
     from meshwright.models.source import refuse_untrainable
+    from meshwright.models.strategy import ParallelizationStrategy
 
     import_modules(config.imports)
     if tokenizer is None:  # nothing is prepared yet; what has a tokenizer has passed
         refuse_untrainable(config.model)
     hf_config = pretrained_config(config.model, vocabulary_defaults(config, tokenizer))
     model = build_on_meta(config.model, hf_config)
-    return spec_of(model, config.parallel.param_dtype), model
+    strategy = get_parallelization_strategy(model)
+    if type(strategy).parallelize is not ParallelizationStrategy.parallelize:
+        raise UnsupportedError(
+            f"{type(strategy).__name__}.parallelize: a run carries a plan out, and would not call it; override spec() or "
+            "carry_out(), or shard with FSDP2Manager in a loop of your own"
+        )
+    return strategy.spec(model, config.parallel.param_dtype), model
 
 
 def _tokens(config: RunConfig, layout: Layout, model: "PreTrainedModel") -> tuple[int, int | None]:
