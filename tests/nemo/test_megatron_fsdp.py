@@ -26,7 +26,7 @@ from meshwright.nemo.megatron_fsdp import (
     megatron_fsdp_strategy_parallelize,
     nvfsdp_strategy_parallelize,
 )
-from meshwright.nemo.megatron_fsdp_checks import model_problems, optimizer_problems, unit_classes
+from meshwright.nemo.megatron_fsdp_checks import model_problems, parameter_groups, unit_classes
 from tests.harness import run_ranks
 from tests.tiny import make, tiny_model
 
@@ -243,19 +243,17 @@ def test_no_shard_gathers_nothing_so_that_overlap_of_it_is_free() -> None:
 
 
 def test_units_are_the_declared_layers_or_classes_by_name_or_path() -> None:
-    model, problems = tiny_model(meta=True), []
+    model = tiny_model(meta=True)
     layer = type(model.model.layers[0])
     path = f"{layer.__module__}.{layer.__qualname__}"
     for names in (None, ["LlamaDecoderLayer"], [path]):
-        assert unit_classes(model, names, problems) == [layer]
-    assert unit_classes(model, ["LlamaAttention", "LlamaMLP"], problems) == [
-        type(model.model.layers[0].self_attn),
-        type(model.model.layers[0].mlp),
-    ]
-    assert problems == []
+        assert unit_classes(model, names) == ([layer], [])
+    parts = [type(model.model.layers[0].self_attn), type(model.model.layers[0].mlp)]
+    assert unit_classes(model, ["LlamaAttention", "LlamaMLP"]) == (parts, [])
     plain, _ = make("plain", meta=True)
-    assert unit_classes(plain, None, problems) == [nn.Sequential]
-    assert unit_classes(nn.Linear(2, 2), None, problems) == []
+    assert unit_classes(plain, None) == ([nn.Sequential], [])
+    none, problems = unit_classes(nn.Linear(2, 2), None)
+    assert none == []
     assert problems[0].startswith("nvfsdp_unit_modules=None: Linear: has no layers")
     assert len(problems) == 1
 
@@ -278,13 +276,11 @@ def test_optimizers_that_cannot_be_taken_over_are_refused() -> None:
     model, other = make("plain")[0], nn.Linear(2, 2)
 
     def found(optimizer: torch.optim.Optimizer) -> str:
-        problems: list[str] = []
-        optimizer_problems(model, optimizer, problems)
-        return "; ".join(problems)
+        return "; ".join(parameter_groups(model, optimizer)[1])
 
     names = [name for name, _ in model.named_parameters()]
     groups = [{"params": [value]} for value in model.parameters()]
-    assert optimizer_problems(model, torch.optim.AdamW(groups), []) == [[name] for name in names]
+    assert parameter_groups(model, torch.optim.AdamW(groups)) == ([[name] for name in names], [])
     assert "2 of its parameters are not the model's" in found(torch.optim.SGD([*model.parameters(), *other.parameters()]))
     assert "LBFGS" in found(torch.optim.LBFGS(model.parameters()))
     used = torch.optim.SGD(model.parameters(), momentum=0.9)

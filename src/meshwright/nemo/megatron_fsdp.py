@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from meshwright.distributed import _torch_compat
 from meshwright.errors import UnsupportedError
-from meshwright.nemo.megatron_fsdp_checks import model_problems, optimizer_problems, unit_classes
+from meshwright.nemo.megatron_fsdp_checks import model_problems, parameter_groups, unit_classes
 
 __all__ = ["HAVE_MEGATRON_FSDP", "HAVE_NVFSDP", "megatron_fsdp_strategy_parallelize", "nvfsdp_strategy_parallelize"]
 
@@ -104,18 +104,21 @@ def nvfsdp_strategy_parallelize(
     problems = [*_machine_problems(device_mesh), *settings.problems(model)]
     names = {"dp_mesh_name": dp_mesh_name, "cp_mesh_name": cp_mesh_name, "tp_mesh_name": tp_mesh_name}
     axes = {argument: name for argument, name in names.items() if name is not None}
-    sizes = _axis_sizes(device_mesh, axes, problems)
+    sizes, misfits = _axis_sizes(device_mesh, axes)
+    problems += misfits
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         problems.append("the model has FSDP units already")
     problems += model_problems(model, init_nvfsdp_with_meta_device)
     same_size = "nccl_ub" if nccl_ub else "fsdp_double_buffer" if fsdp_double_buffer else None
-    units = unit_classes(model, nvfsdp_unit_modules, problems, same_size)
+    units, misfits = unit_classes(model, nvfsdp_unit_modules, same_size)
+    problems += misfits
     if tp_shard_plan is not None or sizes.get(tp_mesh_name, 1) > 1:
         problems.append(
             f"tp_shard_plan and {tp_mesh_name}={sizes.get(tp_mesh_name, 1)}: megatron-fsdp cannot hold weights that are sliced "
             "along their inputs; legal are None and 1"
         )
-    groups = optimizer_problems(model, optimizer, problems)
+    groups, misfits = parameter_groups(model, optimizer)
+    problems += misfits
     if problems:
         raise UnsupportedError(problems)
     library = importlib.import_module("megatron_fsdp")
@@ -312,9 +315,9 @@ def _machine_problems(mesh: DeviceMesh) -> list[str]:
     return found
 
 
-def _axis_sizes(mesh: DeviceMesh, axes: dict[str, str], problems: list[str]) -> dict[str, int]:
-    """Sizes of axes, which together must be the whole mesh: over any other, gradients would not be reduced."""
-    sizes, names = {}, list(axes.values())
+def _axis_sizes(mesh: DeviceMesh, axes: dict[str, str]) -> tuple[dict[str, int], list[str]]:
+    """Sizes of axes, and problems: together they must be the whole mesh, for over any other gradients would not be reduced."""
+    sizes, problems, names = {}, [], list(axes.values())
     for argument, name in axes.items():
         try:
             sizes[name] = mesh[name].size()
@@ -332,7 +335,7 @@ def _axis_sizes(mesh: DeviceMesh, axes: dict[str, str], problems: list[str]) -> 
             problems.append(f"device_mesh: {shown} are {total} of its {mesh.size()} ranks; legal are axes that span it all")
     elif len(set(names)) < len(names):
         problems.append(f"{', '.join(axes)}: {', '.join(names)} must be different axes")
-    return sizes
+    return sizes, problems
 
 
 def _library_problems(library: ModuleType, settings: _Settings) -> list[str]:

@@ -12,7 +12,7 @@ from meshwright.nemo.parallelizer import get_lm_ac_layers
 from meshwright.plan.given_styles import import_object
 from meshwright.plan.names import inside
 
-__all__ = ["model_problems", "optimizer_problems", "unit_classes"]
+__all__ = ["model_problems", "parameter_groups", "unit_classes"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of gradients that the library has buffers for."""
@@ -67,16 +67,16 @@ def _names_by_parameter(model: nn.Module) -> dict[int, list[str]]:
 
 
 def unit_classes(
-    model: nn.Module, names: Sequence[str] | None, problems: list[str], same_size: str | None = None
-) -> list[type[nn.Module]]:
-    """The classes of the units.
+    model: nn.Module, names: Sequence[str] | None, same_size: str | None = None
+) -> tuple[list[type[nn.Module]], list[str]]:
+    """The classes of the units, and what is wrong with them.
 
     Args:
         model: that has instances of them.
         names: class names, or dotted paths of classes; ``None``: the classes of the layers that the model declares.
-        problems: gets a line for each name that is no class of the model, for units inside units, and units of several sizes.
         same_size: the argument that needs units of one size; ``None``: there is none.
     """
+    problems: list[str] = []
     modules = dict(model.named_modules())
     found: dict[type[nn.Module], None] = {}
     if names is None:
@@ -109,7 +109,7 @@ def unit_classes(
         problems.append(
             f"{same_size}=True: needs units of one size, and {units[0]!r} and {other!r} differ; legal is False, or other units"
         )
-    return list(found)
+    return list(found), problems
 
 
 def _resolved(path: str) -> type:
@@ -125,10 +125,11 @@ class _NoModule:
     """No module is of this class."""
 
 
-def optimizer_problems(model: nn.Module, optimizer: Optimizer | None, problems: list[str]) -> list[list[str]]:
-    """Names of the parameters of each group; lines go to ``problems`` if the optimizer cannot be taken over."""
+def parameter_groups(model: nn.Module, optimizer: Optimizer | None) -> tuple[list[list[str]], list[str]]:
+    """Names of the parameters of each group, and why the optimizer cannot be taken over."""
     if optimizer is None:
-        return []
+        return [], []
+    problems = []
     names = {key: found[0] for key, found in _names_by_parameter(model).items()}
     groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
     if strangers := sum(not name for name in _flat(groups)):
@@ -141,7 +142,7 @@ def optimizer_problems(model: nn.Module, optimizer: Optimizer | None, problems: 
         problems.append(f"optimizer: {type(optimizer).__name__} has no lr, which megatron-fsdp's first step needs to be 0")
     if isinstance(optimizer, torch.optim.LBFGS):
         problems.append("optimizer: LBFGS calls the loss itself, and megatron-fsdp steps without it")
-    return groups
+    return groups, problems
 
 
 def _flat(groups: Iterable[Iterable[str]]) -> list[str]:

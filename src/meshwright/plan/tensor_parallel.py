@@ -55,7 +55,7 @@ def resolve_tensor_parallel(draft: Draft) -> TensorParallelChoice:
             problems.append("tp_plan: is a matter of tensor parallel, and tp is 1; leave it out")
         # What a family or a model declares is checked on the laptop, not first on the cluster.
         declared = spec.structure.styles if spec.structure else {}
-        styles_of_parameters("tp_styles", declared or spec.tp_styles, draft.parameters, problems)
+        problems += styles_of_parameters("tp_styles", declared or spec.tp_styles, draft.parameters)[1]
         return TensorParallelChoice()
     level, styles, passed_over = choose_styles(draft)
     for pattern, style in styles.items():

@@ -47,9 +47,10 @@ class Rows:
     def assign(self, given: bool, styles: Mapping[str, str]) -> None:
         """Styles of parameters and modules; ``given``: by the user."""
         where = "tp_plan" if given else "tp_styles"
-        self.of_parameters = styles_of_parameters(where, styles, self.model.parameters, self.problems)
+        self.of_parameters, unmatched = styles_of_parameters(where, styles, self.model.parameters)
+        self.problems += unmatched
         own = self.structure.styles or self.spec.tp_styles
-        self.own_styles = styles_of_parameters(where, own, self.model.parameters, []) if given else self.of_parameters.copy()
+        self.own_styles, _ = styles_of_parameters(where, own if given else styles, self.model.parameters)
         styled = self._matched(tuple(styles))
         self.problems += [
             f"tp={self.tp}: peft wraps {name!r}, which is no linear layer, and this is not carried out"

@@ -85,9 +85,13 @@ def tp_placement(style: str | None, dim: int) -> str:
 
 
 def styles_of_parameters(
-    where: str, patterns: Mapping[str, str], parameters: Sequence[ParameterFacts], problems: list[str]
-) -> dict[str, str]:
-    """Parameter name to style: a pattern names a module or, which wins, a parameter; the first counts."""
+    where: str, patterns: Mapping[str, str], parameters: Sequence[ParameterFacts]
+) -> tuple[dict[str, str], list[str]]:
+    """Parameter name to style, and a line for each pattern that matches nothing.
+
+    A pattern names a module or, which wins, a parameter; the first counts.
+    """
+    problems = []
     styles: dict[str, str] = {}
     names = {canonical(name): parameter.name for parameter in parameters for name in parameter.names}
     of_modules: dict[str, str] = {}
@@ -100,7 +104,7 @@ def styles_of_parameters(
             styles.setdefault(name, style)
         for name in inside:
             of_modules.setdefault(name, style)
-    return {**of_modules, **styles}
+    return {**of_modules, **styles}, problems
 
 
 def canonical(name: str) -> str:
