@@ -1,27 +1,29 @@
-"""Activation checkpointing: what a layer computes again in backward instead of keeping it.
+"""Activation checkpointing: a layer recomputes activations in backward instead of keeping them.
 
-``full`` and ``selective`` are one checkpoint around the layer's forward, ``submodule`` is one around each part of it. They are
-torch's checkpoints, in the variant that keeps autograd's own graph (``use_reentrant=False``): backward runs as it does without,
-and only what a node saved is computed anew when it is asked for. The state of the random number generators is restored for
-that, so dropout draws the same masks.
+``full`` and ``selective`` are one checkpoint around the forward of a layer. ``submodule`` is one checkpoint around each part of
+it. All are torch's non-reentrant checkpoints (``use_reentrant=False``): autograd's graph is the same as without a checkpoint,
+and a tensor that a node saved is recomputed when the node asks for it. The random number generators are set back for the
+recomputation, so dropout gives the same masks.
 
-How ``selective`` works. While the forward of a layer runs, a dispatch mode (:class:`_Keep`) sees its operators below autograd
-and stores the *results* that :class:`_Choice` picks; in the recomputation another (:class:`_Replay`) hands them out instead of
-running the operator. Results are told apart by their order, so both modes have to pick the same calls. Therefore a choice,
-which counts matrix products, belongs to one run of one layer: every microbatch, every use of a shared layer and every
-recomputation begins to count anew, and what a recomputation runs inside a forward (where the layer itself computes a gradient)
-is not counted. What is done beside a layer, in its forward alone (a statistic), goes unseen (:func:`unwatched`).
+How ``selective`` works. During the forward of a layer, the dispatch mode :class:`_Keep` sees each operator below autograd, and
+stores the *results* that :class:`_Choice` selects. During the recomputation, the dispatch mode :class:`_Replay` returns a
+stored result instead of running the operator. Results are matched by their order, so both modes must select the same calls. The
+choice counts matrix products, so there is one for each run of a layer: each microbatch, each use of a shared layer and each
+recomputation begins to count at zero. A recomputation that runs within a forward (because the layer itself computes a gradient)
+is not counted. Code that runs in the forward only, such as a hook that adds up statistics, has to be hidden from both modes
+(:func:`unwatched`).
 
-torch has such a pair (``create_selective_checkpoint_contexts``), and compiled layers use it, because the compiler reads the
-choice from it. It is not used otherwise, because in eager code it fails where a layer overwrites a result that was kept, as
-some routers and every expert with a bias do (here such a result is recomputed instead), and where backward runs twice.
+torch has such a pair of modes (``create_selective_checkpoint_contexts``). Compiled layers use it, because the compiler reads
+the choice from it. Eager layers do not, because it fails in two cases: a layer overwrites a result that was kept (some routers
+and every expert with a bias do; here such a result is recomputed), and backward runs twice.
 
-The choice of experts is kept in every mode: ``full`` and ``submodule`` recompute a module that routes tokens as ``selective``
-would, if it were told to keep what :data:`ROUTING` names and nothing else. Gradients belong to the experts that forward used; a
-product that rounds otherwise the second time could send a token elsewhere, and with expert parallel other numbers of tokens.
+Every mode keeps the choice of experts. For a module that routes tokens, ``full`` and ``submodule`` act like a ``selective``
+that keeps the operators in :data:`ROUTING` only. The reason: gradients belong to the experts that forward used. If a product
+rounded differently in the recomputation, a token could go to another expert, and with expert parallel the numbers of tokens
+that ranks exchange would change.
 
-Two kinds of results are never kept, whoever asks for them: those of operators that draw random numbers (skipping one would
-shift what all later ones draw), and those of operators that write into their inputs (skipping one would leave them unwritten).
+The results of two kinds of operators are never kept. An operator that draws random numbers must run again, or all later ones
+would draw other numbers. An operator that writes into its inputs must run again, or they would not be written.
 """
 
 import difflib
@@ -52,30 +54,30 @@ Operators = frozenset[torch._ops.OpOverload]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 PRODUCTS = frozenset({"mm", "addmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm"})
-"""Matrix products, of which every second one is kept. Not ``bmm``: in attention without a kernel of its own, its result has the
-size of the sequence length squared."""
+"""Matrix products; the result of every second one is kept. ``bmm`` is not here: in attention without a fused kernel, the size
+of its result is the square of the sequence length."""
 
 ATTENTION = ("_scaled_dot_product_", "_flash_attention_forward", "_efficient_attention_forward", "_flash_attn_", "_varlen_attn")
-"""How the names of attention kernels begin, in whatever library they are. Flex attention is no operator in this sense; it is
-kept too."""
+"""Prefixes of the names of attention kernels, in any library. The result of flex attention, a higher-order operator, is kept
+too."""
 
 ROUTING = frozenset({"topk", "sort"})
-"""What chooses experts. Kept, so that a product that rounds otherwise in the recomputation cannot route a token elsewhere."""
+"""Operators that choose experts. Their results are kept, so that the recomputation routes each token to the same experts."""
 
 _ROUTES = frozenset({torch.ops.aten.topk.default, torch.ops.aten.sort.default, torch.ops.aten.sort.stable})
-"""The operators of these names: what a module that routes tokens keeps, whatever else is recomputed."""
+"""The overloads of :data:`ROUTING`, whose results a module that routes tokens keeps in every mode."""
 
 _CHECKPOINTED: WeakSet[nn.Module] = WeakSet()
-"""Modules that :func:`checkpoint_forward` was applied to."""
+"""Modules whose forward :func:`checkpoint_forward` replaced."""
 
 COMMUNICATION = frozenset({"_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
 """Namespaces of collectives that return their result."""
 
 
 def recompute(model: nn.Module, action: Recompute, mesh: ParallelMesh | None = None) -> None:
-    """Compute a module again in backward. Training mode only; evaluation runs as before."""
+    """Make a module recompute its activations in backward, as an action says. In evaluation mode nothing changes."""
     kept = find_operators(action.operators) if action.selective else None
-    if action.routing and kept != frozenset():  # the own choice of `selective` keeps the routing anyway
+    if action.routing and kept != frozenset():  # an empty set is the choice of `selective`, which keeps the routing
         kept = (kept or frozenset()) | _ROUTES
     checkpoint_forward(model.get_submodule(action.module), kept)
 
@@ -83,12 +85,12 @@ def recompute(model: nn.Module, action: Recompute, mesh: ParallelMesh | None = N
 def checkpoint_forward(module: nn.Module, kept: Operators | None = None) -> None:
     """Recompute a module's activations in backward instead of keeping them.
 
-    ``forward`` of this instance is replaced, so that parameter names stay as they are, and FSDP's hooks, which run around
-    ``forward``, stay outside: backward gathers a unit once, also for the recomputation. Idempotent.
+    It replaces ``forward`` of this instance. So parameter names do not change, and FSDP's hooks run outside of the checkpoint:
+    in backward a unit is unsharded once, for the recomputation and the backward together. Idempotent.
 
     Args:
         module: changed in place.
-        kept: operators whose results are kept all the same; empty: the choice of ``selective``; ``None``: nothing is kept.
+        kept: operators whose results are kept; empty: the choice of ``selective``; ``None``: no result is kept.
     """
     if is_checkpointed(module):
         return
@@ -99,7 +101,8 @@ def checkpoint_forward(module: nn.Module, kept: Operators | None = None) -> None
     def forward(*args: Any, **kwargs: Any) -> Any:
         if not module.training:
             return inner(*args, **kwargs)
-        # Tensors that come by name go the way of the others: autograd then holds them, and notices if they are overwritten.
+        # Tensors among the keyword arguments are passed by position: autograd then saves them, and detects that they are
+        # overwritten.
         names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
         others = {name: value for name, value in kwargs.items() if name not in names}
 
@@ -113,7 +116,7 @@ def checkpoint_forward(module: nn.Module, kept: Operators | None = None) -> None
 
 
 def is_checkpointed(module: nn.Module) -> bool:
-    """Whether :func:`checkpoint_forward` was applied to a module."""
+    """Whether :func:`checkpoint_forward` replaced the forward of a module."""
     return module in _CHECKPOINTED
 
 
@@ -124,15 +127,15 @@ class _Role(Enum):
     KEPT = auto()
     KEPT_BY_TURNS = auto()
     COPIED = auto()
-    """Kept, and models overwrite it: what is kept is a copy. Only for small results."""
+    """Kept as a copy, because models overwrite the result. For small results only."""
     RECOMPUTED = auto()
 
 
 class _Choice:
-    """Which results one run of a layer keeps; asked for each operator, in the order of their calls.
+    """Selects the results that one run of a layer keeps. It is asked about each operator, in the order of the calls.
 
     Args:
-        kept: these operators; empty: the default choice.
+        kept: the operators to select; empty: the default choice.
     """
 
     def __init__(self, kept: Operators) -> None:
@@ -150,7 +153,7 @@ class _Choice:
 
 @dataclass
 class _Run:
-    """One run of a layer: the kept results in order, each with its operator; ``None`` for one that was overwritten."""
+    """One run of a layer: the stored results in order, each with its operator. An overwritten result is ``None``."""
 
     kept: Operators
     results: list[tuple[Any, Any]] = field(default_factory=list)
@@ -158,13 +161,13 @@ class _Run:
 
     @property
     def legal(self) -> str:
-        """The modes that ask less of a layer, in words."""
+        """The modes that work for a layer for which this one fails, in words."""
         return "is none" if self.kept == _ROUTES else "are none, full, submodule"
 
 
 @dataclass(frozen=True)
 class _Held:
-    """A kept tensor. It shares memory with the one that the layer goes on with; its version tells whether that overwrote it."""
+    """A stored tensor, which shares memory with the tensor of the layer. Its version tells whether the layer overwrote it."""
 
     tensor: torch.Tensor
     version: int
@@ -179,9 +182,10 @@ _UNWATCHED: ContextVar[bool] = ContextVar("unwatched", default=False)
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Inside, operators are none of the layer's: neither kept nor handed out, nor counted.
+    """Inside, the dispatch modes ignore operators: they store no result, return none, and count nothing.
 
-    For what hooks do in the forward of a layer and not in its recomputation, and that nothing of the layer is computed from.
+    Use it for code that runs in the forward of a layer and not in its recomputation, such as a hook that adds up statistics. No
+    output of the layer may depend on it.
     """
     token = _UNWATCHED.set(True)
     try:
@@ -193,12 +197,12 @@ def unwatched() -> Iterator[None]:
 class _Watching(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Parts of a layer that are compiled stay so: their inside is not looked at, in forward and recomputation alike."""
+        """Let compiled parts of a layer run compiled. Their operators are then invisible in forward and recomputation alike."""
         return True
 
 
 class _Keep(_Watching):
-    """Around the forward of a layer: keeps results."""
+    """The mode around the forward of a layer, which stores results."""
 
     def __init__(self, run: _Run) -> None:
         super().__init__()
@@ -209,7 +213,7 @@ class _Keep(_Watching):
         result = func(*args, **kwargs)
         if not self.run.replaying and not _UNWATCHED.get() and self.choice(func, args, kwargs):
             self.run.results.append((func, tree_map_only(torch.Tensor, functools.partial(_hold, func), result)))
-        if func.namespace == "c10d":  # collectives that write into their arguments, and do not change versions
+        if func.namespace == "c10d":  # these collectives write into their arguments without raising their versions
             self._forget({_torch_compat.memory_of(item) for item in tree_iter(args) if isinstance(item, torch.Tensor)})
         return result
 
@@ -218,7 +222,7 @@ class _Keep(_Watching):
         self._forget(set())
 
     def _forget(self, written: set[int]) -> None:
-        """Drop the results that were overwritten, and those in memory that was written to."""
+        """Drop the stored results that were overwritten, and those that lie in the memory given."""
 
         def lost(held: _Held) -> bool:
             return not held.intact or (bool(written) and _torch_compat.memory_of(held.tensor) in written)
@@ -229,7 +233,10 @@ class _Keep(_Watching):
 
 
 class _Replay(_Watching):
-    """Around the recomputation: hands out the kept results, and runs the rest. May be entered again, for another backward."""
+    """The mode around the recomputation, which returns stored results and runs all other operators.
+
+    It may be entered again, for a second backward.
+    """
 
     def __init__(self, run: _Run) -> None:
         super().__init__()
@@ -253,7 +260,7 @@ class _Replay(_Watching):
                     f"what it does depends on more than its inputs; legal for it {self.run.legal}"
                 )
             self.position += 1
-            # It may have been overwritten after the layer, too.
+            # Code behind the layer may have overwritten it, too.
             if result is not None and all(item.intact for item in tree_iter(result) if isinstance(item, _Held)):
                 return tree_map_only(_Held, lambda held: _handed_out(func, held.tensor), result)
         return func(*args, **kwargs)
@@ -269,7 +276,7 @@ def _handed_out(operator: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _contexts(kept: Operators) -> Contexts:
-    """Asked for by each run: a layer that was to be compiled runs as it is where something inside cannot be."""
+    """The pair of modes for one run. Each run asks, because a layer that is to be compiled may run eagerly after all."""
     return _compiled_contexts(kept) if torch.compiler.is_compiling() else _selective_contexts(kept)
 
 
@@ -301,19 +308,19 @@ def _role(operator: Any, kept: Operators) -> _Role:
         return _Role.KEPT
     if name in PRODUCTS:
         return _Role.KEPT_BY_TURNS
-    # The result of a collective is there once it was waited for; the waiting itself costs nothing the second time.
+    # A kept result of a collective was waited for already, so `wait_tensor` costs nothing in the recomputation.
     return _Role.KEPT if space in COMMUNICATION and name != "wait_tensor" else _Role.RECOMPUTED
 
 
 def _drops_out(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of an attention kernel draws random numbers."""
+    """Whether a call of an attention kernel applies dropout, and so draws random numbers."""
     place, default = _dropout_argument(operator)
     return place is not None and bool(kwargs.get("dropout_p", args[place] if place < len(args) else default))
 
 
 @functools.lru_cache(maxsize=4096)
 def _dropout_argument(operator: Any) -> tuple[int | None, float]:
-    """Where an operator takes the probability of dropout, and its default."""
+    """Position and default of an operator's argument ``dropout_p``; the position is ``None`` without such an argument."""
     schema = _torch_compat.operator_schema(operator)
     arguments = () if schema is None else schema.arguments
     found = [(place, item.default_value or 0.0) for place, item in enumerate(arguments) if item.name == "dropout_p"]
@@ -321,13 +328,13 @@ def _dropout_argument(operator: Any) -> tuple[int | None, float]:
 
 
 def find_operators(names: Iterable[str]) -> Operators:
-    """The operators that selective checkpointing is to keep the results of, by their names.
+    """Look up the operators whose results selective checkpointing is to keep.
 
     Args:
         names: ``namespace.operator.overload``, as in ``aten.mm.default``.
 
     Raises:
-        PlanError: all names together that are no operators, or whose results cannot be kept, each with near ones that can.
+        PlanError: for all names that are no operators or whose results cannot be kept, each with similar legal names.
     """
     found, problems = [], []
     for name in names:
@@ -352,7 +359,7 @@ def _operator(name: str) -> torch._ops.OpOverload | None:
 
 
 def _near(name: str) -> list[str]:
-    """Up to three operators that could have been meant and can be kept: overloads of that name, otherwise similar names."""
+    """Up to three legal operators that may have been meant: overloads of that name, otherwise similar names."""
 
     def legal(others: Iterable[str]) -> list[str]:
         return [other for other in others if (operator := _operator(other)) and not _unkeepable(operator)][:3]
@@ -364,7 +371,7 @@ def _near(name: str) -> list[str]:
 
 
 def _unkeepable(operator: torch._ops.OpOverload) -> str:
-    """Why the results of an operator cannot be kept; empty if they can."""
+    """The reason why results of an operator cannot be kept; empty if they can."""
     if _torch_compat.operator_schema(operator).is_mutable:
         return "writes into its inputs, which a recomputation has to do again"
     if torch.Tag.nondeterministic_seeded in operator.tags and _dropout_argument(operator)[0] is None:

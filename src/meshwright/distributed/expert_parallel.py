@@ -1,7 +1,7 @@
-"""Expert parallel: each rank of `ep` holds whole experts, and tokens travel to them.
+"""Expert parallel: each rank of `ep` holds some of the experts, whole, and tokens are sent to them.
 
-The forward of an experts module is replaced on its instance by one that dispatches tokens (:mod:`meshwright.moe.dispatch`), and
-computes with this rank's experts by whatever implementation the model has.
+The forward of an experts module is replaced, on the instance. The new one dispatches tokens (:mod:`meshwright.moe.dispatch`),
+and computes with this rank's experts by the model's own implementation.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ __all__ = ["dispatch_tokens"]
 
 
 def dispatch_tokens(model: nn.Module, action: Dispatch, mesh: ParallelMesh) -> None:
-    """Let the tokens of a mixture travel to its experts, which are sliced over the axis already."""
+    """Send the tokens of a mixture to its experts. The experts were sliced over the axis before."""
     module = model.get_submodule(action.module)
     group = mesh[action.axis].get_group()
     token_group = mesh[action.token_axis].get_group() if action.token_axis else None

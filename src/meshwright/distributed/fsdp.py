@@ -1,4 +1,4 @@
-"""FSDP2 and HSDP units, and torch's ``replicate`` where nothing is sharded."""
+"""Units of FSDP2 and HSDP, and of torch's ``replicate`` where nothing is sharded."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -56,7 +56,7 @@ def wrap(model: nn.Module, action: Wrap, mesh: ParallelMesh) -> None:
 
 
 def prefetch(model: nn.Module, action: Prefetch, mesh: ParallelMesh) -> None:
-    """Tell a unit which others to gather ahead of their use."""
+    """Set the units that a unit prefetches."""
     unit = model.get_submodule(action.unit)
     assert isinstance(unit, FSDPModule)
     if action.forward:
@@ -77,13 +77,13 @@ def shard_unit(
     """Make modules one FSDP unit over a 1-D (shard) or 2-D (replicate, shard) mesh.
 
     Args:
-        modules: usually one; their parameters that are in no other unit are sharded by rows.
-        mesh: to shard over.
+        modules: usually one. Their parameters that are in no other unit are sharded along dimension 0.
+        mesh: the mesh to shard over.
         mp_policy: dtypes.
-        offload_policy: where shards live.
-        reshard: whether gathered parameters are freed after forward.
-        dims: id of each parameter that is sharded along another dimension to that.
-        data_group: of all ranks that read data for this unit; ``None``: those of the mesh.
+        offload_policy: where shards are stored.
+        reshard: whether the unit reshards after forward.
+        dims: id of a parameter to the dimension that it is sharded along, if that is not 0.
+        data_group: the process group of all ranks that read data for this unit; ``None``: the ranks of the mesh.
     """
 
     def placement(parameter: nn.Parameter) -> Shard | None:
@@ -101,7 +101,7 @@ def shard_unit(
 
 
 def fsdp_units(model: nn.Module) -> dict[str, FSDPModule]:
-    """Name to module of every FSDP unit, found from FSDP state, parents first.
+    """Return name to module for each FSDP unit, parents first. Units are found by their FSDP state.
 
     Modules that were wrapped together are one unit, under the name of the first.
     """
@@ -128,26 +128,26 @@ def refuse_parallelized(model: nn.Module) -> None:
 
 
 def enter_by(unit: nn.Module, method: str) -> None:
-    """Let a method of a unit gather and reshard it, as its forward does."""
+    """Make a method of a unit unshard and reshard it, as its forward does."""
     register_fsdp_forward_method(unit, method)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Put buffers where the model computes. With CPU offload the shards live elsewhere, and FSDP moves only parameters."""
+    """Move buffers to the device of compute. With CPU offload the shards are on the host, and FSDP moves parameters only."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)
 
 
 _GATHERED: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""How many times :func:`gathered` is entered for a model now."""
+"""How many contexts of :func:`gathered` are open for a model."""
 
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[nn.Module]:
-    """Inside, every unit holds its whole parameters; on the way out all are resharded, also after an exception.
+    """Inside, all units are unsharded. At the end all are resharded, also after an exception.
 
-    Nested uses gather once, and reshard when the outermost ends.
+    Uses may be nested. Units are unsharded by the outermost, and resharded at its end.
     """
     units = fsdp_units(model).values()
     depth = _GATHERED.get(model, 0)

@@ -1,18 +1,18 @@
-"""GradSync: when each FSDP unit gathers, reshards and reduces within an optimizer step. One state machine for all.
+"""GradSync: the state machine that decides when each FSDP unit unshards, reshards and reduces within an optimizer step.
 
-A unit is in one of three policies (:class:`~meshwright.plan.options.SyncPolicy`). For microbatch ``i`` of ``n``:
+Each unit has one of three policies (:class:`~meshwright.plan.options.SyncPolicy`). For microbatch ``i`` of ``n``:
 
 | policy         | after forward            | after backward, ``i < n - 1``      | after the last backward |
 |----------------|--------------------------|------------------------------------|-------------------------|
-| `defer`        | stays gathered           | stays gathered, gradient kept      | reshard, reduce         |
+| `defer`        | stays unsharded          | stays unsharded, gradient kept     | reshard, reduce         |
 | `reshard_each` | as the plan says         | reshard, gradient kept             | reshard, reduce         |
 | `reduce_each`  | as the plan says         | reshard, reduce                    | reshard, reduce         |
 
-"Gradient kept" is FSDP2's accumulation of the unsharded gradient in the reduce dtype. Units are found from FSDP state,
-never by name, so a unit that the policies do not mention follows the default, and one that never ran does no harm.
+"Gradient kept" means that FSDP2 accumulates the unsharded gradient, in the reduce dtype. Units are found by their FSDP state
+and never by name. So a unit that the policies do not mention follows the default, and a unit that never ran does no harm.
 
-A unit that ran reduces all its trainable parameters, so ranks and microbatches may use different ones. What no rank used in a
-step keeps no gradient (:mod:`~meshwright.distributed.use`).
+A unit that ran reduces all its trainable parameters, so ranks and microbatches may use different parameters. A parameter that
+no rank used in a step gets no gradient (:mod:`~meshwright.distributed.use`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -55,13 +55,13 @@ class GradSync:
         model: has FSDP units in it; it need not be one itself.
         policies: unit name to policy; units that are not named follow ``default``.
         default: policy of the other units.
-        all_reduce_once: with ``reduce_each`` and replicas, all-reduce across replicas only in the last microbatch;
-            before it gradients are reduce-scattered inside each replica.
-        exchange_use: whether ranks tell each other which parameters they used, one small all-reduce a step. ``False``: each
-            microbatch uses all trainable parameters, which is checked.
+        all_reduce_once: with ``reduce_each`` and replicas, all-reduce across replicas in the last microbatch only. In earlier
+            microbatches gradients are reduce-scattered within each replica.
+        exchange_use: whether ranks exchange which parameters they used, by one small all-reduce a step. ``False``: each
+            microbatch uses all trainable parameters, and this is checked.
 
     Attributes:
-        ends_step: for pipelines: whether the last backward of the schedule that runs now is that of an optimizer step.
+        ends_step: for pipelines: whether the last backward of the current schedule is the last of its optimizer step.
 
     Raises:
         PlanError: if a policy names a unit that is not there.
@@ -98,21 +98,21 @@ class GradSync:
 
     @classmethod
     def from_plan(cls, model: nn.Module, plan: ShardingPlan) -> "GradSync":
-        """The machine for a model that :func:`~meshwright.distributed.conductor.parallelize` made from ``plan``."""
+        """Make the machine for a model that :func:`~meshwright.distributed.conductor.parallelize` made from ``plan``."""
         policies = {unit.name: unit.sync for unit in plan.fsdp_units}
         return cls(model, policies, all_reduce_once=plan.options.all_reduce_once, exchange_use=plan.flags_of_use)
 
     def microbatches(self, batches: Iterable[T]) -> Iterator[tuple[int, T]]:
-        """Yield (index, batch) with every unit set for that microbatch; after the last one all units are resharded.
+        """Yield (index, batch), with all units set for that microbatch. After the last one, reshard all units.
 
-        A step that is left early (an exception, a ``break``) drops the gradients that were not reduced yet.
+        If the loop ends early (an exception, a ``break``), the gradients that were not reduced yet are dropped.
         """
         iterator = enumerate(batches)
         current = next(iterator, None)
         try:
             while current is not None:
                 following = next(iterator, None)
-                # Not in begin_microbatch(), which may also stand between a forward and its backward.
+                # Not in begin_microbatch(), because a loop may call that between a forward and its backward.
                 self._forget_runs()
                 self.begin_microbatch(last=following is None)
                 yield current
@@ -123,11 +123,15 @@ class GradSync:
         self.finish()
 
     def begin_step(self) -> None:
-        """Begin an optimizer step in a loop without :meth:`microbatches`: forget the events of a step that failed."""
+        """Begin an optimizer step, in a loop without :meth:`microbatches`. Events of a step that failed are forgotten."""
         self._use.abandon()
 
     def begin_microbatch(self, *, last: bool) -> None:
-        """Set every unit for the forward and backward of one microbatch; ``last``: of its optimizer step."""
+        """Set all units for the forward and backward of one microbatch.
+
+        Args:
+            last: whether it is the last microbatch of its optimizer step.
+        """
         self._ending = False
         self._use.begin()
         for unit in self._units.values():
@@ -142,10 +146,10 @@ class GradSync:
                 unit.module.set_requires_all_reduce(last or not self.all_reduce_once, recurse=False)
 
     def finish_after_backward(self, then: Callable[[], None] = lambda: None) -> None:
-        """Call :meth:`finish` at the end of the next backward; for a loop that does not say where its steps end.
+        """Call :meth:`finish` at the end of the next backward, for a loop that does not say where its steps end.
 
         Args:
-            then: called behind it.
+            then: is called after it.
         """
 
         def end() -> None:
@@ -159,12 +163,13 @@ class GradSync:
             _torch_compat.after_backward(unit.module, end)
 
     def finish(self) -> None:
-        """End an optimizer step: reshard what is still gathered, such as a unit that no gradient came through.
+        """End an optimizer step: reduce and reshard the units that backward did not, such as one that got no gradient.
 
-        From here on units reshard after forward as they did before the first step.
+        Afterwards units reshard after forward as they did before the first step.
 
         Raises:
-            UnsupportedError: the ranks ran different units; or see ``exchange_use``. The gradients of the step are dropped.
+            UnsupportedError: the ranks ran different units, or a parameter was not used though ``exchange_use`` is ``False``.
+                The gradients of the step are dropped.
         """
         try:
             self._reduce_rest()
@@ -177,34 +182,34 @@ class GradSync:
         self._reshard()
 
     def _reduce_rest(self) -> None:
-        """Reduce units that ran and that no backward came to: their last run has no part in the loss."""
+        """Reduce the units that ran and got no backward, because the loss does not depend on their last run."""
         waiting = [unit.module for unit in self._units.values() if _torch_compat.waits_for_reduction(unit.module)]
         for module in waiting:
             _torch_compat.post_backward(module)
         for unit in self._units.values() if waiting else ():
-            _torch_compat.end_backward(unit.module)  # only roots wait for reductions, and one may have no parameters
+            _torch_compat.end_backward(unit.module)  # only roots wait for reductions, and a root may have no parameters
 
     def abandon(self) -> None:
-        """End an optimizer step that failed, wherever it did: drop gradients that were kept unsharded, and reshard."""
+        """End an optimizer step that failed, at any point: drop unsharded gradients, and reshard all units."""
         self._use.abandon()
         for unit in self._units.values():
             _torch_compat.reset_iteration(unit.module)
         self._reshard()
 
     def _forget_runs(self) -> None:
-        """What ran with gradient and had no backward, such as a loss that was dropped, is not waited for any more."""
+        """Expect no backward of forwards that had none so far, such as that of a loss that was dropped."""
         for unit in self._units.values():
             _torch_compat.forget_runs(unit.module)
 
     def _reshard(self) -> None:
         for unit in self._units.values():
-            _torch_compat.settle(unit.module)  # gathered ahead for a turn that did not come: it would serve old weights
+            _torch_compat.settle(unit.module)  # drop what was prefetched and not used: the weights in it are old
             if _torch_compat.is_unsharded(unit.module):
                 unit.module.reshard()
 
     @contextmanager
     def forward_only(self) -> Iterator[None]:
-        """For evaluation, between steps: inside, units reshard after forward as the plan says; afterwards all are resharded."""
+        """For evaluation, between steps: inside, units reshard after forward as the plan says. At its end all units reshard."""
         self._reshard_after_forward()
         try:
             yield
@@ -216,10 +221,10 @@ class GradSync:
             if unit.reshard_after_forward:
                 unit.module.set_reshard_after_forward(True, recurse=False)
 
-    # -- pipelines: a schedule runs forwards and backwards of several microbatches in an order of its own -------------------
+    # -- pipelines: a schedule runs the forwards and backwards of several microbatches in its own order ---------------------
 
     def units(self) -> list[FSDPModule]:
-        """Every unit, parents first."""
+        """All units, parents first."""
         return [unit.module for unit in self._units.values()]
 
     def begin_backward(self, *, last: bool, splits: bool) -> None:
@@ -227,13 +232,13 @@ class GradSync:
 
         Args:
             last: of the optimizer step.
-            splits: whether it is one half of a backward, for inputs or for weights. Then all units are gathered before it:
-                torch reads from the parameters that a stage has now which of them are in the graph, and sharded ones are not,
-                so that they would get no gradient without a word. And none is reduced until :meth:`end_backward`.
+            splits: whether it is one half of a split backward, for inputs or for weights. Then all units are unsharded before
+                it, and none is reduced before :meth:`end_backward`. The reason: torch looks for the stage's current parameters
+                in the graph. Sharded parameters are not in it, so they would silently get no gradient.
         """
         self.begin_microbatch(last=last)
         for unit in self._units.values():
-            # What happens at the end of a backward is up to end_backward(): others are under way.
+            # end_backward() does what is due at the end of a backward, because other microbatches are under way.
             unit.module.set_is_last_backward(False)
             if splits:
                 unit.module.set_reshard_after_backward(False, recurse=False)
@@ -242,7 +247,7 @@ class GradSync:
                     unit.module.unshard()
 
     def end_backward(self, *, last: bool) -> None:
-        """Behind a backward that gave weights their gradients: what FSDP's hooks would do if autograd drove all of it."""
+        """Do, after a backward that gave weights their gradients, what FSDP's hooks do when autograd runs all of it."""
         self.begin_microbatch(last=last)
         for unit in self._units.values():
             if last or unit.policy is not SyncPolicy.DEFER:

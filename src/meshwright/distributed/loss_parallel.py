@@ -4,7 +4,7 @@ Each rank holds x_r, its slice of the logits of a token with label y. With m the
 
     loss = log(sum_r sum exp(x_r - m)) + m - x[y],    d loss / d x_r = exp(x_r - loss - x[y]) - [y is there]
 
-so three numbers for each token are all that is sent (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
+So the ranks exchange three numbers for each token (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ __all__ = ["cross_entropy_sum"]
 
 
 def cross_entropy_sum(logits: DTensor, labels: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
-    """Sum of cross-entropies in nats, in fp32 (fp64 for logits in it); the same on all ranks of `tp`.
+    """Sum of cross-entropies in nats, in fp32 (fp64 for fp64 logits). It is the same on all ranks of `tp`.
 
     Args:
         logits: [..., vocabulary], sharded over the last dimension on a 1-D mesh.
@@ -27,8 +27,8 @@ def cross_entropy_sum(logits: DTensor, labels: torch.Tensor, ignore_index: int =
         ignore_index: label of a token that does not count.
 
     Raises:
-        ValueError: logits that are placed otherwise.
-        IndexError: a label that is no word; not looked for on a GPU.
+        ValueError: the logits have another placement.
+        IndexError: a label is outside of the vocabulary. Not checked on a GPU, where the check would wait for the device.
     """
     if logits.device_mesh.ndim != 1 or logits.placements != (Shard(logits.ndim - 1),):
         raise ValueError(f"logits are placed {logits.placements}; legal is their last dimension sharded over one axis")

@@ -1,7 +1,8 @@
-"""What tensor parallel moves between ranks, as autograd functions: each has its conjugate as its backward.
+"""The redistributions of tensor parallel, as autograd functions. The backward of each is the conjugate of its forward.
 
-Tensors are plain. "Whole": the same on all ranks of the group; "parts": to be added up; "slices": to be joined along a
-dimension. All ranks but the last ones have slices of one width, as ``torch.chunk`` makes them.
+Tensors are plain tensors, and each is in one of three states over the ranks of a group. A *whole* tensor is the same on all
+ranks (``Replicate``). *Parts* have to be added up (``Partial``). *Slices* have to be joined along a dimension (``Shard``).
+Slices are as ``torch.chunk`` makes them: all have one width, except the last ones.
 """
 
 from collections.abc import Sequence
@@ -20,65 +21,67 @@ Group = dist.ProcessGroup
 
 
 def enter(whole: torch.Tensor, group: Group) -> torch.Tensor:
-    """Into a region where every rank computes a part: backward adds the parts of the gradient."""
+    """Enter a region in which each rank computes a part. Forward is the identity; backward adds up the gradient's parts."""
     return _Enter.apply(whole, group)
 
 
 def leave(part: torch.Tensor, group: Group) -> torch.Tensor:
-    """Out of such a region: forward adds the parts; the gradient is whole."""
+    """Leave such a region. Forward adds up the parts; backward is the identity, because the gradient is whole."""
     return _Leave.apply(part, group)
 
 
 def gather(piece: torch.Tensor, dim: int, size: int, group: Group) -> torch.Tensor:
-    """Join slices to ``size`` entries; backward keeps this rank's slice of a whole gradient."""
+    """Join slices to ``size`` entries. Backward takes this rank's slice of the gradient, which is whole."""
     return _Gather.apply(piece, dim, size, group)
 
 
 def split(whole: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-    """Keep this rank's slice; backward joins the slices of the gradient."""
+    """Take this rank's slice of a whole tensor. Backward joins the slices of the gradient."""
     return _Split.apply(whole, dim, group)
 
 
 def to_parts(piece: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-    """Join equal slices; backward adds the parts of the gradient, and keeps this rank's slice of the sum."""
+    """Join slices of equal width. Backward adds up the parts of the gradient, and takes this rank's slice of the sum."""
     return _GatherParts.apply(piece, dim, group)
 
 
 def to_slices(part: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
-    """Add parts up, and keep this rank's slice of equal ones; backward joins the slices of the gradient."""
+    """Add up parts, and take this rank's slice of the sum (equal widths). Backward joins the slices of the gradient."""
     return _Scatter.apply(part, dim, group)
 
 
 def exchange(piece: torch.Tensor, parts: Sequence[int], group: Group) -> torch.Tensor:
-    """From a slice of the last dimension, which holds several matrices one after another, to this rank's slice of each.
+    """Turn a slice of a fused tensor into this rank's slice of each of its parts.
+
+    The last dimension of the fused tensor holds several matrices one after another.
 
     Args:
         piece: [..., this rank's slice of ``sum(parts)``].
-        parts: width of each matrix; the ranks divide it.
-        group: of the ranks.
+        parts: width of each matrix, a multiple of the number of ranks.
+        group: the ranks.
     """
     return _Exchange.apply(piece, tuple(parts), False, group)
 
 
 def exchange_rows(rows: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> torch.Tensor:
-    """Rows to each rank, in its order, for rows from each rank; backward sends their gradients the other way.
+    """Send rows to each rank, and receive rows from each rank (all-to-all). Backward sends the gradients back.
 
     Args:
-        rows: [sum(sent), features].
-        sent: rows to each rank.
-        received: rows from each rank.
-        group: of the ranks.
+        rows: [sum(sent), features], in the order of the ranks that they go to.
+        sent: number of rows to each rank.
+        received: number of rows from each rank.
+        group: the ranks.
     """
     return _ExchangeRows.apply(rows, list(sent), list(received), group)
 
 
 def count_once(whole: torch.Tensor, group: Group) -> torch.Tensor:
-    """As it is; backward divides a whole gradient by the ranks, where those of all ranks are added up upstream."""
+    """The identity. Backward divides the gradient, which is whole, by the number of ranks, over which it is summed later."""
     return _CountOnce.apply(whole, group)
 
 
 def slice_width(size: int, group: Group) -> int:
-    """Of the widest slice."""
+    """Width of the widest slice."""
     return -(-size // dist.get_world_size(group))
 
 
@@ -103,7 +106,7 @@ def _joined(piece: torch.Tensor, dim: int, size: int, group: Group) -> torch.Ten
     padded = nn.functional.pad(piece, (0, 0) * (piece.ndim - 1 - dim) + (0, lacking)) if lacking else piece
     pieces = padded.new_empty((ranks * padded.shape[0], *padded.shape[1:]))
     _torch_compat.all_gather_single(pieces, padded.contiguous(), group=group)
-    whole = torch.cat(pieces.chunk(ranks), dim=dim)  # no view of the buffer: FSDP hooks the outputs of its units
+    whole = torch.cat(pieces.chunk(ranks), dim=dim)  # not a view of the buffer, because FSDP puts hooks on outputs of units
     return whole if whole.shape[dim] == size else whole.narrow(dim, 0, size).contiguous()
 
 
@@ -217,25 +220,25 @@ class _ExchangeRows(torch.autograd.Function):
 
 
 def _exchanged(piece: torch.Tensor, parts: tuple[int, ...], back: bool, group: Group) -> torch.Tensor:
-    """``back``: from a slice of each matrix to a slice of them all."""
+    """Forward of :func:`exchange`; with ``back``, its inverse."""
     columns = piece.movedim(-1, 0).contiguous()
     sent, received = _routes(parts, back, dist.get_world_size(group), dist.get_rank(group))
     buffer = columns[_index(sent, columns.device)]
     incoming = buffer.new_empty((sum(map(len, received)), *columns.shape[1:]))
     dist.all_to_all_single(incoming, buffer, list(map(len, received)), list(map(len, sent)), group=group)
-    # Each rank sent in the order of the fused matrix, so what came from one goes to ascending places.
+    # Each rank sent its columns in the order of the fused matrix, so the columns from one rank go to ascending places.
     result = torch.empty_like(incoming)
     result[_index(received, columns.device)] = incoming
     return result.movedim(0, -1).contiguous()
 
 
 Routes = tuple[tuple[int, ...], ...]
-"""By rank: columns of what is held here."""
+"""For each rank, indices of columns of the local tensor."""
 
 
 @lru_cache(maxsize=64)
 def _routes(parts: tuple[int, ...], back: bool, ranks: int, me: int) -> tuple[Routes, Routes]:
-    """Which columns of its slice rank ``me`` sends to each rank, and where in the new one those from each rank go."""
+    """The columns of its slice that rank ``me`` sends to each rank, and the places of the columns that it receives."""
     total = sum(parts)
     width = -(-total // ranks)
     one = [[(rank * width, min((rank + 1) * width, total))] for rank in range(ranks)]
@@ -254,7 +257,7 @@ def _index(routes: Routes, device: torch.device) -> torch.Tensor:
 
 
 def _places(held: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """Where, in a tensor that holds some ranges of columns one after another, those are that lie in other ranges; ascending."""
+    """Indices, ascending, of the columns that lie in some ranges, in a tensor that holds other ranges one after another."""
     found: list[int] = []
     offset = 0
     for begin, end in held:

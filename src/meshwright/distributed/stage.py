@@ -1,7 +1,7 @@
-"""A pipeline stage whose units reduce when the optimizer step ends, or as their policy says.
+"""A pipeline stage whose units reduce at the end of the optimizer step, or as their policy says.
 
-torch's own stage reduces at the end of every ``schedule.step()``, and only where its module is a unit itself; without that, in
-every microbatch. After a reshard its split backward leaves parameters without gradients.
+torch's own stage reduces at the end of every ``schedule.step()`` if its module is a unit itself, and in every microbatch if it
+is not. Its split backward leaves parameters without gradients if units were resharded after forward.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ def stage_backward(
         sync: the machine of the stage's module; ``None``: torch's own backward.
         backward_type: ``full``; or ``input`` and later ``weight``, the halves of a split backward.
         bwd_kwargs: ``stage_output``, ``output_grads`` and ``input_values``, or for ``weight`` ``param_groups``.
-        last_backward: of this schedule on this stage.
+        last_backward: whether it is the last of this schedule on this stage.
 
     Returns:
         Gradients of the inputs, and for ``input`` what ``weight`` goes on from.

@@ -1,8 +1,8 @@
 """Tensor parallel: each rank of `tp` holds a slice of a layer's matrices and computes with it.
 
-Weights become DTensors on the `tp` axis, so that FSDP, checkpoints and loading know what each rank holds. Activations stay
-plain tensors: a module's forward is replaced on its instance by one that computes with the local slice, between the two moves
-(:class:`~meshwright.plan.moves.Move`) that its action names.
+Weights become DTensors on the `tp` axis, so FSDP, checkpoints and loading know what each rank holds. Activations stay plain
+tensors. The forward of a module is replaced, on the instance, by one that computes with the local slices. It redistributes its
+input and its output as the two moves (:class:`~meshwright.plan.moves.Move`) of its action say.
 """
 
 from collections.abc import Callable, Container, Iterator
@@ -47,7 +47,7 @@ def compute_with_slices(model: nn.Module, action: Compute, mesh: ParallelMesh) -
             return output
         if action.bias is Bias.LATE:
             return output + bias
-        return output if dist.get_rank(group) == 0 else output + 0 * bias  # its gradient is due on all ranks
+        return output if dist.get_rank(group) == 0 else output + 0 * bias  # the bias must get a gradient on all ranks
 
     module.forward = forward
 
@@ -56,7 +56,7 @@ def compute_with_slices(model: nn.Module, action: Compute, mesh: ParallelMesh) -
 def local_parameters(
     module: nn.Module, sums: Container[str] = (), group: dist.ProcessGroup | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Inside, a module's own parameters are this rank's slices; those of ``sums`` add their gradients up over a group."""
+    """Inside, the module's own parameters are this rank's slices. Gradients of those in ``sums`` are summed over the group."""
     stored = dict(module._parameters)
     local: dict[str, Any] = {}
     for name, parameter in stored.items():
@@ -95,7 +95,7 @@ def _entry(action: Compute, group: dist.ProcessGroup) -> Callable[[tuple[Any, ..
     def enters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if place < len(args):
             return (*args[:place], moved(args[place]), *args[place + 1 :]), kwargs
-        own = name if name in kwargs else next(iter(kwargs))  # a forward that takes anything does not name it
+        own = name if name in kwargs else next(iter(kwargs))  # the forward takes **kwargs, so the plan has no name for it
         return args, {**kwargs, own: moved(kwargs[own])}
 
     return enters
@@ -132,7 +132,7 @@ def _exit(action: Compute, mesh: DeviceMesh) -> Callable[[Any], Any]:
     moved = move[action.exit]
     if action.exit is Move.COUNT_ONCE:
         return lambda output: (moved(output[0]), *output[1:]) if isinstance(output, tuple) else output
-    # Attentions return their weights too, and experts may return their routing; those are not used, or whole.
+    # Attentions also return their weights, and experts may return their routing. Those are not used, or whole.
     return lambda output: (moved(output[0]), *output[1:]) if isinstance(output, tuple) else moved(output)
 
 
@@ -160,7 +160,7 @@ def _vocabulary_rows(module: nn.Module, action: Compute, group: dist.ProcessGrou
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
         foreign = (ids < begin) | (ids >= begin + rows)
-        if padding is not None:  # its row gets no gradient, on the rank that has it
+        if padding is not None:  # the row of the padding token gets no gradient; one rank has it
             module.padding_idx = padding - begin if begin <= padding < begin + rows else None  # type: ignore[assignment]
         try:
             found = inner((ids - begin).masked_fill(foreign, 0))

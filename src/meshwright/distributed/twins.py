@@ -1,7 +1,9 @@
-"""Twin units: two FSDP units that share one sharded parameter (:mod:`meshwright.plan.twins` says why).
+"""Twin units: two FSDP units that share their sharded parameters (:mod:`meshwright.plan.twins` says why).
 
-FSDP2 refuses a parameter that two units hold. So the second unit is wrapped around stand-ins, and afterwards gets the sharded
-parameters of the first: one tensor in the optimizer, in checkpoints and in clipping, whose gradient both add to.
+FSDP2 refuses a parameter that two units hold. So there are three steps. Before anything is wrapped, the parameters of the
+second module are replaced by copies. Then both modules are wrapped. Then the attributes of the second module are set to the
+sharded parameters of the first unit, and before the first forward the second unit is made to all-gather from them too
+(``_torch_compat.share_shards``). So the optimizer, checkpoints and clipping see one tensor, and both units add to its gradient.
 """
 
 from collections.abc import Callable
@@ -17,14 +19,14 @@ __all__ = ["join_twins", "part_twins", "shard_as_twin"]
 
 
 def part_twins(model: nn.Module, action: PartTwins, mesh: ParallelMesh) -> None:
-    """Replace the parameters of second units by stand-ins."""
+    """Replace the parameters of second units by copies."""
     for _, second in action.parameters:
         parameter = model.get_parameter(second)
         _set(model, second, nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad))
 
 
 def join_twins(model: nn.Module, action: JoinTwins, mesh: ParallelMesh) -> None:
-    """Make one of the two copies, by name now, and in memory before the first forward."""
+    """Make the parameters of second units those of the first: as attributes now, and as shards before the first forward."""
     for first, second in action.parameters:
         _set(model, second, model.get_parameter(first))
 
@@ -36,12 +38,12 @@ def join_twins(model: nn.Module, action: JoinTwins, mesh: ParallelMesh) -> None:
 
 
 def shard_as_twin(first: nn.Module, second: nn.Module, shard: Callable[[nn.Module], None]) -> None:
-    """Make units of a module that has the parameters of another one, which has its units already.
+    """Shard a module as the twin of another module, which had the same parameters and is sharded already.
 
     Args:
-        first: with units.
-        second: its parameters are those of ``first`` before that, under the same names.
-        shard: makes units of ``second``, at the same places in it.
+        first: the module that is sharded.
+        second: its parameters are those of ``first`` before it was sharded, under the same names.
+        shard: makes units of ``second``, under the same names as in ``first``.
     """
     names = [name for name, _ in second.named_parameters()]
     for name in names:

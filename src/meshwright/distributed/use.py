@@ -1,14 +1,15 @@
-"""What the ranks tell each other at the end of an optimizer step: which parameters they used, and in which order units ran.
+"""Flags of use: at the end of an optimizer step, ranks exchange which parameters they used, and in which order units ran.
 
-FSDP reduces a parameter on all ranks or on none, so a unit that ran reduces zeros for parameters that this rank did not use
-(:func:`~meshwright.distributed._torch_compat.supervise`). One process would give a parameter that nothing used no gradient: the
-optimizer neither decays it nor moves it by its old momentum. Whether *no rank* used it, a rank learns from the flags of use:
-one small all-reduce on the CPU, which no kernel waits for.
+Why the flags. FSDP reduces a parameter on all ranks or on none, so a unit that ran reduces zeros for the parameters that this
+rank did not use (:func:`~meshwright.distributed._torch_compat.supervise`). In one process, a parameter that nothing used has no
+gradient, so the optimizer neither decays it nor moves it by its momentum. To do the same, each rank must know whether *any*
+rank used a parameter. The flags are one small all-reduce on the CPU, and no kernel waits for it.
 
-The same all-reduce tells whether units ran, and reduced, in the same order everywhere. Collectives are matched by their order
-alone. Where one rank leaves a unit out, the others' collectives of that unit meet this rank's next ones: of the same size, they
-mix two units without a word; of other sizes, gloo aborts and NCCL hangs. So in the very first microbatch ranks agree on every
-event before it happens, and later in the first step on every new one: the unit is named before anything meets.
+Why the order. Collectives are matched by their order alone. If one rank does not run a unit, the collectives of that unit on
+the other ranks are matched with the next collectives of this rank. If their sizes are equal, two units are mixed silently; if
+not, gloo aborts and NCCL hangs. So in the first microbatch of the first step, ranks agree on every event before it happens. In
+later microbatches of the first step, they agree on events that are new. Thus the error names the unit before collectives are
+mixed.
 """
 
 import zlib
@@ -30,15 +31,15 @@ _WORDS = {Event.FORWARD: "runs", Event.BACKWARD: "goes back through", Event.REDU
 
 
 class FlagsOfUse:
-    """Exchanges, for the units of a model, what the ranks used in a step.
+    """Exchanges which parameters of a model's units the ranks used in a step.
 
     Args:
         units: name to unit.
-        exchanged: whether ranks may differ. ``False``: each microbatch uses every trainable parameter, which is checked: by all
-            ranks together in the first step, by each rank for itself in later ones.
+        exchanged: whether ranks may use different parameters. ``False``: each microbatch uses all trainable parameters. This is
+            checked, in the first step by all ranks together, and in later steps by each rank alone.
 
     Attributes:
-        groups: of processes. A maximum over one after another is that over all ranks that hold the same units.
+        groups: process groups. The maximum over one group after another is the maximum over all ranks with the same units.
     """
 
     def __init__(self, units: Mapping[str, FSDPModule], *, exchanged: bool = True) -> None:
@@ -56,17 +57,17 @@ class FlagsOfUse:
         return bool(self.groups) and (self._first_step or not self._claimed)
 
     def begin(self) -> None:
-        """Begin a microbatch: note from here on what each unit does, in order."""
+        """Begin a microbatch: from now on, record the events of each unit, in order."""
         self._microbatches += 1
         if self._exchanges and self._microbatches == 1:
             for name, unit in self._units.items():
                 _torch_compat.tell_events(unit, lambda event, words=self._words[name]: self._note(words[event]))  # type: ignore[misc]
 
     def end(self, model: nn.Module) -> None:
-        """End a step: take the gradient of zeros from each parameter that no rank used.
+        """End a step: remove the gradient of zeros from each parameter that no rank used.
 
         Args:
-            model: that the units are of; for names.
+            model: the model that has the units, for its names.
 
         Raises:
             UnsupportedError: the ranks ran different units, or in another order; or a parameter was left out of a model whose
@@ -103,40 +104,40 @@ class FlagsOfUse:
         self._microbatches = 0
 
     def _left_out(self, used: Mapping[nn.Parameter, tuple[bool, bool]]) -> list[nn.Parameter]:
-        """Parameters whose gradient is zeros, because no rank used them; of a model that is to use all, because one did not."""
+        """Parameters that no rank used, whose gradient is zeros; with the claim that all are used, those that some rank did not."""
         flags = [here for here, _ in used.values()]
         if self._exchanges:
             self._note("ends the step")
-            missing = self._claimed  # then any rank that lacks one counts
+            missing = self._claimed  # then one rank that did not use it is enough
             flags = [bool(flag) is not missing for flag in self._agree([int(here is not missing) for here in flags])]
         return [parameter for (parameter, (_, fresh)), flag in zip(used.items(), flags, strict=True) if fresh and not flag]
 
     def _note(self, event: str) -> None:
-        """Note an event; in the first step agree on it first.
+        """Record an event. In the first step, agree on it with the other ranks first.
 
-        Of further microbatches only what is new is agreed on: their number is no bound for the time of a first step.
+        After the first microbatch, ranks agree on new events only, so that a step of many microbatches does not take longer.
         """
         self._events.append(event)
         if self._first_step and (self._microbatches <= 1 or event not in self._rehearsed):
             self._rehearsed.add(event)
-            with _torch_compat.unseen():  # of the first step only, so no plan has it
+            with _torch_compat.unseen():  # in the first step only, so no plan counts it
                 self._compare(self._maximum(_with_negative(zlib.crc32(event.encode()))))
 
     def _agree(self, flags: list[int]) -> list[int]:
-        """The largest of each flag over all ranks, which also compare the order of their events.
+        """Return the maximum of each flag over all ranks, and compare the order of events on all ranks.
 
         Raises:
             UnsupportedError: see :meth:`end`.
         """
         order = zlib.crc32("\n".join(self._events).encode())
-        with _torch_compat.unseen() if self._claimed else nullcontext():  # of the first step only, so no plan has it
+        with _torch_compat.unseen() if self._claimed else nullcontext():  # in the first step only, so no plan counts it
             *flags, highest, lowest = self._maximum([*flags, *_with_negative(order)])
         self._compare([highest, lowest])
         return flags
 
     def _maximum(self, values: Sequence[int]) -> list[int]:
-        """The largest of each value over all ranks."""
-        with _torch_compat.unseen():  # these are values also where a step is only traced
+        """The maximum of each value over all ranks."""
+        with _torch_compat.unseen():  # real values, even where a step is traced with fake tensors
             tensor = torch.tensor(values, dtype=torch.int64)
         for group in self.groups:
             with _torch_compat.unseen():
@@ -146,7 +147,11 @@ class FlagsOfUse:
             return tensor.tolist()
 
     def _compare(self, extremes: Sequence[int]) -> None:
-        """Raise on all ranks alike, unless the largest and the smallest of a number are one."""
+        """Raise on all ranks, unless the maximum and the minimum of a number are equal.
+
+        Args:
+            extremes: the maximum, and the negative of the minimum.
+        """
         if extremes[0] == -extremes[1]:
             return
         told: dict[int, list[str]] = {dist.get_rank(): list(self._events)}
@@ -158,7 +163,7 @@ class FlagsOfUse:
 
 
 def _groups(units: Iterable[FSDPModule]) -> list[dist.ProcessGroup]:
-    """The groups that units are sharded or replicated over, each once."""
+    """The process groups that units are sharded or replicated over, each once."""
     found: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for unit in units:
         for group in _torch_compat.data_groups(unit):
@@ -167,12 +172,12 @@ def _groups(units: Iterable[FSDPModule]) -> list[dist.ProcessGroup]:
 
 
 def _with_negative(number: int) -> list[int]:
-    """A number and its negative: the maximum of the two over ranks tells the largest and the smallest number."""
+    """A number and its negative. The maxima of both over ranks give the maximum and the minimum of the number."""
     return [number, -number]
 
 
 def _difference(told: Mapping[int, Sequence[str]]) -> str:
-    """Where ranks part first, by name."""
+    """The first event in which ranks differ, in words."""
     first, events = min(told.items())
     for rank, others in sorted(told.items()):
         for index in range(max(len(events), len(others))):

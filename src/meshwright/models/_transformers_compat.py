@@ -174,9 +174,9 @@ TURNED_ROUTERS = frozenset(
 
 
 def router_class(module: "nn.Module") -> str:
-    """The class of transformers whose forward a module runs; empty for a forward that is none of transformers' own.
+    """The name of the class of transformers whose forward a module runs; empty if the forward is not transformers' own.
 
-    So neither a subclass with a forward of its own nor remote code with a name that is known is taken for what it is not.
+    A subclass with its own forward gives an empty name. So does remote code, even if its class has a known name.
     """
     kind = next(kind for kind in type(module).__mro__ if "forward" in vars(kind))
     return kind.__name__ if kind.__module__.startswith("transformers.models.") else ""

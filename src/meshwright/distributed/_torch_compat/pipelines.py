@@ -1,4 +1,4 @@
-"""The backwards of torch's pipeline stages. Only pipelines need them, so they are looked up as they are used."""
+"""The backwards of torch's pipeline stages. They are imported when a pipeline uses them."""
 
 from typing import Any
 
@@ -10,12 +10,12 @@ __all__ = ["backward_of_stage", "own_backward_of_stage"]
 
 
 def backward_of_stage(kind: str, stage: Any, arguments: dict[str, Any]) -> Any:
-    """One of the backwards of a pipeline stage: (gradients of inputs, groups of parameters for ``weight``).
+    """Run a backward of a pipeline stage, and return (gradients of inputs, groups of parameters for ``weight``).
 
     Args:
         kind: ``full``, ``input`` or ``weight``.
         stage: of torch's pipelining.
-        arguments: what its schedule gives ``backward_maybe_with_nosync``.
+        arguments: the arguments that the schedule passes to ``backward_maybe_with_nosync``.
     """
     _backward, _ = _pipelining()
     if kind == "weight":
@@ -27,7 +27,7 @@ def backward_of_stage(kind: str, stage: Any, arguments: dict[str, Any]) -> Any:
 
 
 def _pipelining() -> tuple[Any, Any]:
-    """torch's backwards of stages, and what all its stages are. Only pipelines need them, so :func:`check` does not ask."""
+    """torch's module of stage backwards, and its base class of stages. :func:`check` does not require them."""
     try:
         from torch.distributed.pipelining import _backward
         from torch.distributed.pipelining.stage import _PipelineStageBase

@@ -1,4 +1,4 @@
-"""Process groups and meshes: gloo's threads, timeouts, stores, and what the flight recorder knows."""
+"""Process groups and meshes: gloo's threads, timeouts, stores, and records of the flight recorder."""
 
 import json
 import os
@@ -38,10 +38,10 @@ _WITH_TIMEOUT = tuple(
 
 
 def one_gloo_worker() -> None:
-    """Let every gloo group that is made from here on run its collectives in one thread, not in two. Idempotent.
+    """Make all gloo groups that are created from now on use one thread instead of two. Idempotent.
 
-    Both threads of a group write the name of the collective that ended last into one string without a lock. Names of over 15
-    letters (functional all-gathers, so DTensor's) live on the heap, which is corrupted once in some thousand jobs
+    Both threads of a group write the name of the last collective into one string without a lock. A name of over 15 letters
+    (functional all-gathers, which DTensor uses) is stored on the heap, and the heap gets corrupted once in some thousand jobs
     (docs/upstream.md). The order of a group's collectives is the same on all ranks, so one thread is enough.
     """
     if not dist.is_gloo_available():
@@ -55,7 +55,7 @@ def one_gloo_worker() -> None:
         options = next((item for item in (*given, *named.values()) if isinstance(item, gloo._Options)), None)
         if options is None:
             options = gloo._Options()
-            # Read as torch reads it: one device for each interface, or the one that the host's name leads to.
+            # As torch does: one device for each interface, otherwise the device of the host's name.
             interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
             options._devices = [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
             timeout = given[0] if given else named.get("timeout")
@@ -68,8 +68,10 @@ def one_gloo_worker() -> None:
 
 
 def inherit_timeout(mesh: DeviceMesh) -> None:
-    """Give the groups of a mesh the timeout of the default group. By itself torch gives them that of their backend: half an
-    hour for gloo, ten minutes for NCCL. A group that has another one, which its maker chose, keeps it.
+    """Give the groups of a mesh the timeout of the default group.
+
+    By default torch gives them the timeout of their backend: half an hour for gloo, ten minutes for NCCL. A group that was
+    created with another timeout keeps it.
     """
     own = {distributed_c10d.default_pg_timeout, distributed_c10d.default_pg_nccl_timeout}
     wanted = _timeout_of(distributed_c10d._get_default_group())
@@ -79,27 +81,27 @@ def inherit_timeout(mesh: DeviceMesh) -> None:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout of a group; ``None`` where its backends have none."""
+    """The timeout of a group; ``None`` if its backends have none."""
     backends = [group._get_backend(device) for device in group._device_types]
     return next((backend.options._timeout for backend in backends if isinstance(backend, _WITH_TIMEOUT)), None)
 
 
 def control_store(prefix: str) -> dist.Store:
-    """The store of the default group, over a connection of its own: a thread that waits on it makes no other thread wait.
+    """The store of the default group, over a connection of its own, so a thread that waits on it blocks no other thread.
 
     Args:
-        prefix: of the keys.
+        prefix: is put before all keys.
     """
     return dist.PrefixStore(f"meshwright/{prefix}", distributed_c10d._get_default_store().clone())  # type: ignore[attr-defined]
 
 
 @contextmanager
 def shared_groups() -> Iterator[None]:
-    """Inside, meshes make as few groups as they can: axes over the same ranks share one, and all axes of size 1 have one, which
-    a rank makes without waiting for any other.
+    """Inside, meshes create as few process groups as possible.
 
-    By itself torch makes a group for each row of each axis. Each is a round of all ranks through the store, and has threads:
-    in a world of 1,024 an axis of size 1 costs 1,024 rounds.
+    Axes over the same ranks share one group. All axes of size 1 share one group, which a rank creates without waiting for other
+    ranks. By default torch creates a group for each row of each axis. Each costs a round of all ranks through the store, and
+    threads: in a world of 1,024, an axis of size 1 costs 1,024 rounds.
     """
     known = _SHARED.setdefault(distributed_c10d._get_default_group(), {})
     make = DeviceMesh._init_one_process_group
@@ -123,11 +125,11 @@ def shared_groups() -> Iterator[None]:
 
 
 _SHARED: WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]] = WeakKeyDictionary()
-"""Names of the groups that :func:`shared_groups` made, by the default group of their time."""
+"""Names of the groups that :func:`shared_groups` created, by the default group at that time."""
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """The 1-D mesh over all ranks of ``mesh``, called ``name`` and known to its root mesh."""
+    """The 1-D mesh over all ranks of ``mesh``. Its root mesh knows it by ``name``."""
     return mesh._flatten(name)
 
 
@@ -137,20 +139,20 @@ def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 
 def device_of_control(group: dist.ProcessGroup) -> torch.device:
-    """The CPU where a group has a backend for it, otherwise the device that it is for."""
+    """The CPU if a group has a backend for it, otherwise the group's device."""
     devices = group._device_types
     return torch.device("cpu") if torch.device("cpu") in devices else devices[0]
 
 
 def flight_records() -> list[dict[str, Any]] | None:
-    """What torch's flight recorders hold of this process, one for gloo and one for NCCL.
+    """The records of this process in torch's flight recorders, one for gloo and one for NCCL.
 
-    They record where ``TORCH_FR_BUFFER_SIZE`` was set before the process had its first group. Only a report reads them,
-    so that a torch without them is not refused by :func:`check`. Ask when the process stands still: what the recorder knows of
-    groups it reads without a lock, while a collective of another thread may add to it.
+    A recorder is on if ``TORCH_FR_BUFFER_SIZE`` was set before the process created its first group. Only the report of a hang
+    reads it, so :func:`check` does not require it. Call this while the process waits: the recorder reads its data on groups
+    without a lock, and a collective of another thread may change them.
 
     Returns:
-        ``None`` where this torch has no recorder that can be read as JSON.
+        ``None`` if this torch has no recorder that can be read as JSON.
     """
     names = ["_dump_fr_trace_json", *(["_dump_nccl_trace_json"] if torch.cuda.is_initialized() else [])]
     library = getattr(torch._C, "_distributed_c10d", None)
@@ -159,16 +161,17 @@ def flight_records() -> list[dict[str, Any]] | None:
 
 
 def group_ranks() -> dict[str, tuple[int, ...]]:
-    """The global ranks of every process group that this process is in, by torch's name of the group."""
+    """Torch's name of each process group that this process is in, to the global ranks of the group."""
     world = getattr(distributed_c10d, "_world", None)
     names, ranks = getattr(world, "pg_names", {}), getattr(world, "pg_group_ranks", {})
     return {name: tuple(sorted(ranks[group])) for group, name in list(names.items()) if group in ranks}
 
 
 def group_of_call(args: Sequence[Any]) -> tuple[int, ...]:
-    """The global ranks of the group of a collective, from the arguments that its operator was called with.
+    """The global ranks of the group of a collective, read from the arguments of its operator.
 
-    Those of ``c10d`` hold the group in a box, as the first of its kind; the functional ones its name, as the last text.
+    In the arguments of an operator of ``c10d``, the first ``ScriptObject`` is the boxed group. In those of a functional
+    collective, the last string is the name of the group.
     """
     box = next((item for item in args if isinstance(item, torch.ScriptObject)), None)
     if box is not None:

@@ -1,4 +1,21 @@
-"""What a unit does in a microbatch: the course of its forwards, backwards and reductions, which FSDP2 does not count."""
+"""What a unit does within a microbatch. FSDP2 does not count forwards, backwards and reductions; this module does.
+
+Note on reductions. FSDP2 calls ``post_backward`` of a parameter group after each backward through its unit, and once more at
+the end of the whole backward (``_root_post_backward_final_callback``) for each group whose ``_training_state`` is not
+``POST_BACKWARD``. It reduces the parameters that have a gradient: ``unsharded_accumulated_grad`` (kept from earlier
+microbatches) or ``_unsharded_param.grad`` (of this one), all in one flat buffer. That is wrong in two cases.
+
+1. Ranks, or microbatches, use different parameters of one unit. Their flat buffers then hold different parameters, and the
+   reduction adds the gradient of one parameter to that of another. Here, before a unit that ran is reduced, each trainable
+   parameter without a gradient gets a gradient of zeros. (``set_reduce_scatter_unused_params`` of torch 2.13 does this too. It
+   misses gradients that earlier microbatches kept in another dtype, and units that ran in earlier microbatches only.)
+2. A unit runs several times in a microbatch. FSDP2 would reduce after each of its backwards. Here forwards and backwards are
+   counted, and the unit is reduced when their numbers are equal. But a forward need not have a backward: its loss may be
+   dropped, or may not depend on it. Such a forward looks like one whose backward is still to come until the whole backward
+   ends. So a group with forwards left over is put into the state ``IDLE``, which makes FSDP2 call its ``post_backward`` at
+   the end of the backward. That call comes from outside of any autograd node, nothing in this backward can follow it, and so it
+   always reduces.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,7 +51,7 @@ _RESTING = TrainingState.IDLE
 
 
 class Event(StrEnum):
-    """What a unit does that all ranks have to do in the same order, because it may be a collective."""
+    """An event of a unit. Each may be a collective, so all ranks must have the same events in the same order."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -43,17 +60,17 @@ class Event(StrEnum):
 
 @dataclass
 class _Course:
-    """What :func:`supervise` knows of a parameter group beside what FSDP2 knows itself.
+    """What :func:`supervise` records of a parameter group.
 
     Attributes:
-        runs: forwards whose backward is still to come.
-        stays: whether it stays gathered from one of its backwards to the next.
-        ran: whether it ran with gradient since it last reduced.
-        used: parameters, by their number in the group, that had a gradient in a reduction since :func:`take_use`.
-        fresh: those that were reduced since then and had no sharded gradient before.
-        tell: takes each event before it happens.
+        data_group: the process group of all ranks that read data for this unit; ``None``: unknown.
+        runs: number of forwards whose backward has not come yet.
+        stays: whether the unit stays unsharded between two of its backwards.
+        ran: whether the unit ran with gradient since it was last reduced.
+        used: indices, in the group, of the parameters that had a gradient in a reduction since :func:`take_use`.
+        fresh: indices of the parameters that were reduced since then and had no sharded gradient before.
+        tell: is called with each event, before it happens.
         at_end: is called at the end of the next backward.
-        data_group: of all ranks that read data for this unit; ``None``: unknown.
     """
 
     data_group: dist.ProcessGroup | None = None
@@ -71,21 +88,13 @@ class _Course:
 
 
 def supervise(module: nn.Module | FSDPModule, data_group: dist.ProcessGroup | None = None) -> None:
-    """Let a unit reduce once for all its runs in a microbatch, and all its trainable parameters if it ran.
+    """Make a unit reduce once for all its runs in a microbatch, and reduce all its trainable parameters if it ran.
 
-    A second call changes nothing: the first one's ``data_group``, the ranks that read data for the unit, stays.
+    The note at the head of this module says why, and how. A second call changes nothing.
 
-    FSDP2 reduces what has a gradient. So ranks, or microbatches, that use different parameters of a unit would add the
-    gradient of one parameter to that of another, for a reduction is one flat buffer. Here a parameter without a gradient is
-    reduced as zeros wherever its unit ran. (``set_reduce_scatter_unused_params`` of torch 2.13 does so too. It knows
-    neither gradients that were kept from earlier microbatches in another dtype, nor units that ran in earlier ones only.)
-
-    A unit may run several times. FSDP2 reduces after each backward what was kept until then. Here forwards and backwards are
-    counted, and the unit reduces where they are even. Not every forward has a backward: its loss may be dropped, or not
-    depend on it. Nothing tells such a forward from one whose backward is still to come, until the backward of the whole model
-    ends. FSDP2 then calls ``post_backward`` once more, from outside of any node of autograd, for each group that is not in the
-    state that ``post_backward`` leaves it in. So a group that waits for more is not left in that state, and this call,
-    behind which nothing can come in the same backward, is the last whatever was counted.
+    Args:
+        module: the unit.
+        data_group: the process group of all ranks that read data for the unit; ``None``: unknown.
     """
     for group in param_groups(module):
         if not hasattr(group, "_meshwright_course"):
@@ -97,7 +106,7 @@ def supervise(module: nn.Module | FSDPModule, data_group: dist.ProcessGroup | No
 
 
 def _pre_forward(course: _Course, pre_forward: Any, *args: Any) -> Any:
-    if not in_backward():  # there it is a recomputation
+    if not in_backward():  # a forward within backward is a recomputation
         course.say(Event.FORWARD)
         course.ran |= torch.is_grad_enabled()
     return pre_forward(*args)
@@ -111,7 +120,7 @@ def _pre_backward(group: Any, course: _Course, pre_backward: Any, *args: Any) ->
 
 def _count_run(course: _Course, register: Any, args: Any, kwargs: Any) -> Any:
     found = register(args, kwargs)
-    # One that activation checkpointing runs again, in backward, has no backward of its own.
+    # A recomputation (activation checkpointing, within backward) has no backward of its own.
     course.runs += not in_backward() and (found[0] is not args or found[1] is not kwargs)
     return found
 
@@ -119,10 +128,10 @@ def _count_run(course: _Course, register: Any, args: Any, kwargs: Any) -> Any:
 def _post_backward(group: Any, course: _Course, post_backward: Any, *unused: Any) -> None:
     if course.at_end is not None and in_backward():
         call, course.at_end = course.at_end, None
-        # Behind the callbacks of FSDP's roots, some of which are queued later than this one.
+        # FSDP's roots queue callbacks later than this one. Queueing from within a callback puts `call` behind them.
         engine = torch.autograd.Variable._execution_engine
         engine.queue_callback(lambda: engine.queue_callback(call))
-    if not _was_gathered(group):  # FSDP2 would look for the gathered parameters that a unit that never ran never had
+    if not _was_gathered(group):  # the unit never ran, so it has no unsharded parameters, which FSDP2 would look for
         group._training_state = TrainingState.POST_BACKWARD
         return
     outside = torch._C._current_autograd_node() is None
@@ -137,7 +146,7 @@ def _post_backward(group: Any, course: _Course, post_backward: Any, *unused: Any
     finally:
         group.reduce_grads, group.reshard_after_backward = reduces, reshards
     if not last:
-        group._training_state = _RESTING  # the next run's backward begins from it as well as from POST_BACKWARD
+        group._training_state = _RESTING  # the next backward of the unit may begin from this state too
 
 
 def _was_gathered(group: Any) -> bool:
@@ -145,11 +154,11 @@ def _was_gathered(group: Any) -> bool:
 
 
 def _complete_gradients(group: Any, course: _Course) -> None:
-    """Before a group reduces: gradients of zero for trainable parameters that have none, all of them in one dtype."""
+    """Before a group is reduced, give its trainable parameters without a gradient a gradient of zeros, in one dtype."""
     trained = {index: item for index, item in enumerate(group.fsdp_params) if item.sharded_param.requires_grad}
     kept = {index for index, item in trained.items() if item.unsharded_accumulated_grad is not None}
     used = kept | {index for index, item in trained.items() if item._unsharded_param.grad is not None}
-    # Sums that were reduced inside each replica are due to be reduced across replicas, whether the unit ran again or not.
+    # Sums that were reduced within each replica still have to be all-reduced across replicas, even if the unit ran no more.
     ran = course.ran or (group.all_reduce_grads and group._partial_reduce_output is not None)
     course.ran = False
     if not trained or not (ran or used):
@@ -165,7 +174,7 @@ def _complete_gradients(group: Any, course: _Course) -> None:
 
 
 def waits_for_reduction(module: nn.Module | FSDPModule) -> bool:
-    """Whether a unit ran with gradient, or holds sums of its replica alone, and has not reduced since."""
+    """Whether a unit ran with gradient and was not reduced since, or holds sums that were not all-reduced across replicas."""
     return any(
         group._meshwright_course.ran or group._partial_reduce_output is not None
         for group in param_groups(module)
@@ -174,8 +183,11 @@ def waits_for_reduction(module: nn.Module | FSDPModule) -> bool:
 
 
 def take_use(module: nn.Module | FSDPModule) -> list[tuple[nn.Parameter, bool, bool]]:
-    """Of each trainable parameter of a unit: whether it had a gradient on this rank since the last call of this, and whether
-    the sharded gradient that it has now was made since then.
+    """Return and reset what was recorded since the last call.
+
+    Returns:
+        For each trainable parameter of the unit: the parameter, whether it had a gradient on this rank, and whether its sharded
+        gradient was made since the last call.
     """
     found = []
     for group in param_groups(module):
@@ -188,31 +200,31 @@ def take_use(module: nn.Module | FSDPModule) -> list[tuple[nn.Parameter, bool, b
 
 
 def tell_events(module: nn.Module | FSDPModule, tell: Callable[[Event], None] | None) -> None:
-    """Have a function called before a unit runs, goes back through itself, or reduces; ``None``: no more."""
+    """Call a function before each forward, backward and reduction of a unit; ``None``: stop calling it."""
     for group in param_groups(module):
         group._meshwright_course.tell = tell
 
 
 def forget_runs(module: nn.Module | FSDPModule) -> None:
-    """Let a unit wait for no backward of the forwards that it ran so far."""
+    """Expect no backward of the forwards that a unit ran so far."""
     for group in param_groups(module):
         group._meshwright_course.runs = 0
 
 
 def keep_between_runs(module: nn.Module | FSDPModule, keep: bool) -> None:
-    """Whether a unit that runs several times stays gathered from one of its backwards to the next."""
+    """Say whether a unit that runs several times stays unsharded between its backwards."""
     for group in param_groups(module):
         group._meshwright_course.stays = keep
 
 
 def after_backward(module: nn.Module | FSDPModule, call: Callable[[], None]) -> None:
-    """Call something at the end of the next backward that ends a unit."""
+    """Call a function at the end of the next backward in which a unit takes part."""
     for group in param_groups(module):
         group._meshwright_course.at_end = call
 
 
 def data_groups(module: nn.Module | FSDPModule) -> list[dist.ProcessGroup]:
-    """The process groups of more than one rank that together reach all ranks that read data for a unit."""
+    """The process groups, of more than one rank, whose union is all ranks that read data for a unit."""
     found = []
     for group in param_groups(module):
         whole, mesh = group._meshwright_course.data_group, group.mesh_info.mesh
@@ -221,20 +233,20 @@ def data_groups(module: nn.Module | FSDPModule) -> list[dist.ProcessGroup]:
 
 
 def post_backward(module: nn.Module | FSDPModule) -> None:
-    """What FSDP does behind the backward of a unit: reduce and free it, as it is set. Nothing, where it was done already."""
+    """Reduce and reshard a unit according to its flags, as FSDP does after its backward. Idempotent."""
     for group in param_groups(module) if is_set_up(module) else ():
         group.post_backward()
 
 
 def end_backward(module: nn.Module | FSDPModule) -> None:
-    """What FSDP does at the end of a backward, where a unit is a root that ran: wait for reductions, and be at rest."""
+    """If a unit is a root, do what FSDP does at the end of a backward: wait for reductions, and reset the states."""
     state = fsdp_state(module)
     if state._is_root:
         state._root_post_backward_final_callback()
 
 
 def reset_iteration(module: nn.Module | FSDPModule) -> None:
-    """Bring a unit back to rest after an iteration that failed: nothing gathered, no gradient kept unsharded."""
+    """Reset a unit after an iteration that failed: reshard it, and drop its unsharded gradients."""
     state = fsdp_state(module)
     state._training_state = _RESTING
     state._state_ctx.iter_forward_root = None

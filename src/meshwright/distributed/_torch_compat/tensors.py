@@ -29,9 +29,9 @@ def strided_shard(dim: int, pieces: int) -> Placement:
 
 
 def plain_placements(tensor: DTensor) -> tuple[Placement, ...] | None:
-    """Placements without strides that only slice a packed dimension; ``None`` where there are none of these.
+    """The placements of a tensor, with ``Shard`` for each strided placement of a packed dimension; ``None`` without any.
 
-    FSDP's own strides stay: they stand for a dimension that a later axis of the mesh shards too, and DCP knows them.
+    FSDP's own strided placements stay. They mean that a later axis of the mesh shards the same dimension, and DCP handles them.
     """
     found = list(tensor.placements)
     for axis, placement in enumerate(found):
@@ -43,21 +43,21 @@ def plain_placements(tensor: DTensor) -> tuple[Placement, ...] | None:
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Inside a dispatch mode: another tensor over the same memory, unknown to autograd, that has the same version counter."""
+    """Within a dispatch mode: a detached tensor over the same memory, with the same version counter."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return tensor.detach()
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """A number that tensors over the same memory share, while one of them is alive; of a DTensor, that of its local part."""
+    """A number that identifies the memory of a tensor while it is alive; for a DTensor, that of its local tensor."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()._cdata
 
 
 def own_memory(tensor: torch.Tensor) -> None:
-    """Give a tensor, of a DTensor its local part, memory of its own and of its own size.
+    """Copy a tensor (the local tensor of a DTensor) into memory of its own.
 
-    What is read from a file on the CPU is a view of the file's pages: a shard holds its whole parameter, and changes with the
-    file.
+    A tensor that is read from a file on the CPU may be a view of the mapped file. Then a shard keeps the whole parameter in
+    memory, and changes if the file changes.
     """
     if isinstance(tensor, DTensor):
         tensor._local_tensor = tensor._local_tensor.detach().clone()
@@ -67,7 +67,7 @@ def own_memory(tensor: torch.Tensor) -> None:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Inside, no dispatch mode sees what is called."""
+    """Inside, no dispatch mode sees the operators."""
     with _disable_current_modes():
         yield
 
@@ -83,7 +83,7 @@ def operator_names() -> list[str]:
 
 
 def is_decomposed(operator: torch._ops.OpOverload) -> bool:
-    """Whether an operator is taken apart into others above autograd, so that nothing below ever sees it: ``aten.linear``."""
+    """Whether an operator is decomposed above autograd, as ``aten.linear`` is, so a dispatch mode never sees it."""
     return operator.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
@@ -93,5 +93,5 @@ def operator_schema(operator: Any) -> Any:
 
 
 def in_backward() -> bool:
-    """Whether autograd runs a backward in this thread, so that a forward now is a recomputation."""
+    """Whether autograd runs a backward in this thread. A forward within it is a recomputation."""
     return torch._C._current_graph_task_id() != -1

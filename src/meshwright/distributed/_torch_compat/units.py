@@ -1,4 +1,16 @@
-"""Units of FSDP2: their state, their parameter groups, and the hooks around their runs."""
+"""Units of FSDP2: their state, their parameter groups, and the hooks around their forwards.
+
+Note on twin units. Two modules with the same parameters are to be two FSDP units. FSDP2 refuses that, so the second unit is
+wrapped around copies of the parameters, and its module attributes are set to the ``sharded_param`` of the first unit
+(:mod:`~meshwright.distributed.twins`). That is not enough. In its first forward each unit pads its shards:
+``reset_sharded_param`` copies ``sharded_param`` into new memory, ``_sharded_param_data``, from which it all-gathers. So after
+that, the second unit would all-gather from its own copy, which the optimizer does not update. :func:`share_shards` therefore
+gives the second unit the ``sharded_param``, ``_sharded_param_data`` and ``_sharding_spec`` of the first.
+
+Note on one unit of two modules. FSDP2 treats modules that are wrapped together as one run: it unshards before the forward of
+the first, and reshards after the forward of the last. For two layers that share parameters and run in different passes, this
+would keep all of them unsharded from the first pass to the second. :func:`hook_each_run` puts FSDP's hooks on each module.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,9 +47,9 @@ __all__ = [
 def replicate_module(
     modules: list[nn.Module], mesh: DeviceMesh, mp_policy: "MixedPrecisionPolicy", offload_policy: "OffloadPolicy"
 ) -> None:
-    """torch's ``replicate``: the FSDP2 engine with whole parameters and one all-reduce a unit.
+    """Make modules one unit of torch's ``replicate``: the FSDP2 engine with whole parameters, and one all-reduce a unit.
 
-    Its modules are ``FSDPModule`` too, so that gradient sync is the same state machine as with shards.
+    The modules become ``FSDPModule`` too, so the state machine of gradient sync is the same as with shards.
     """
     replicate(modules if len(modules) > 1 else modules[0], mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy)
 
@@ -48,7 +60,7 @@ def fsdp_state(module: nn.Module | FSDPModule) -> Any:
 
 
 def param_groups(module: nn.Module | FSDPModule) -> list[Any]:
-    """The parameter groups that a unit gathers and reduces. Empty for a unit without parameters of its own."""
+    """The parameter groups that a unit unshards and reduces. Empty for a unit without parameters of its own."""
     state = fsdp_state(module)
     if state is None:
         return []
@@ -59,31 +71,31 @@ def param_groups(module: nn.Module | FSDPModule) -> list[Any]:
 
 
 def owned_parameters(module: nn.Module | FSDPModule) -> list[nn.Parameter]:
-    """The sharded parameters that this unit itself gathers, without those of units inside it."""
+    """The sharded parameters of this unit, without those of units inside it."""
     return [fsdp_param.sharded_param for group in param_groups(module) for fsdp_param in group.fsdp_params]
 
 
 def is_unsharded(module: nn.Module | FSDPModule) -> bool:
-    """Whether a unit holds its gathered parameters now."""
+    """Whether a unit holds unsharded parameters now."""
     return any(group.is_unsharded for group in param_groups(module))
 
 
 def is_set_up(module: nn.Module | FSDPModule) -> bool:
-    """Whether a unit, or the root that it is in, ran forward once: only then does it know its root and its streams."""
+    """Whether a unit, or its root, ran forward once. Before that a unit does not know its root and its streams."""
     return fsdp_state(module)._is_root is not None
 
 
 def settle(module: nn.Module | FSDPModule) -> None:
-    """Finish an all-gather that was started ahead and that nothing has used; the unit is gathered then."""
+    """Finish a prefetch that nothing has used: wait for its all-gather. The unit is unsharded afterwards."""
     for group in param_groups(module):
         if group._all_gather_result is not None:
             group.wait_for_unshard()
 
 
 def reshards_after_forward(module: nn.Module | FSDPModule, *, is_root: bool) -> bool:
-    """Whether a unit frees its gathered parameters after forward, as it is set now.
+    """Whether a unit reshards after forward, by its current flags.
 
-    A root that was wrapped without saying so learns only in its first forward that it is one, and does not.
+    A root that was wrapped without ``reshard_after_forward`` does not reshard, and learns in its first forward that it is one.
     """
     state = fsdp_state(module)
     if is_root and getattr(state, "_auto_reshard_after_forward", False):
@@ -92,10 +104,7 @@ def reshards_after_forward(module: nn.Module | FSDPModule, *, is_root: bool) -> 
 
 
 def hook_each_run(modules: Sequence[nn.Module]) -> None:
-    """Let modules that are one unit gather and free it around each run of each of them.
-
-    By itself FSDP2 takes them for one run: it gathers before the first and frees after the last.
-    """
+    """Make modules that are one unit unshard and reshard it around each forward of each module (note at the head)."""
     state = fsdp_state(modules[0])
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
@@ -105,7 +114,7 @@ def hook_each_run(modules: Sequence[nn.Module]) -> None:
 
 
 def forget_runs_without_gradient(module: nn.Module | FSDPModule) -> None:
-    """Keep runs under ``no_grad`` out of the order that backward prefetches in, which they would lead astray."""
+    """Leave forwards under ``no_grad`` out of the recorded order of units, from which FSDP2 prefetches in backward."""
     for group in param_groups(module):
         record = group._record_post_forward
 
@@ -117,7 +126,7 @@ def forget_runs_without_gradient(module: nn.Module | FSDPModule) -> None:
 
 
 def before_each_run(root: nn.Module | FSDPModule, do: Callable[[], None]) -> None:
-    """Have something done as a root begins to run, in whatever method, before its units are readied for their first run."""
+    """Call a function each time a root begins to run, in any method, before its units are initialised for the first run."""
     state = fsdp_state(root)
     initialize = state._lazy_init
 
@@ -129,7 +138,7 @@ def before_each_run(root: nn.Module | FSDPModule, do: Callable[[], None]) -> Non
 
 
 def before_first_run(unit: nn.Module | FSDPModule, do: Callable[[], None]) -> None:
-    """Have something done before a unit is readied for its first run, whatever its root is."""
+    """Call a function before a unit is initialised for its first run, whatever its root is."""
     for group in param_groups(unit):
         group.lazy_init = partial(_first, do, group.lazy_init)
 
@@ -140,14 +149,13 @@ def _first(do: Callable[[], None], initialize: Callable[[], None]) -> None:
 
 
 def share_shards(first: nn.Module | FSDPModule, second: nn.Module | FSDPModule) -> None:
-    """Give two units with the same parameters one sharded copy: that of the first. Before their first forward; idempotent.
+    """Make two units with the same parameters use the shards of the first (note at the head). Idempotent.
 
-    Each pads its shards into memory of its own when it is first used, so the names alone would part them: one would go on
-    gathering what the optimizer no longer changes.
+    Call it before their first forward.
     """
     for ours, theirs in zip(param_groups(first), param_groups(second), strict=True):
         for mine, other in zip(ours.fsdp_params, theirs.fsdp_params, strict=True):
-            # By memory: where tensors have none (fake ones), torch makes a new view of the same shard as a unit is first used.
+            # Memory is compared, not tensors: for fake tensors torch makes a new view of the shard in the first forward.
             same_memory = memory_of(other._sharded_param_data) == memory_of(mine._sharded_param_data)
             if other.sharded_param is mine.sharded_param and same_memory:
                 continue
