@@ -1,14 +1,14 @@
-"""What may differ between one process and many.
+"""Tolerances: how much the results of one process and of many may differ.
 
-Two things decide what may differ. Data parallelism computes each microbatch exactly as one process does, in any dtype; only
-sums are made in another order, in the dtype of reduction. Tensor, context and expert parallel compute other products and other
-partial sums, so there the rounding of the dtype itself counts, and it is measured: the distance between the gradient of one
-process in this dtype and in the next better one.
+Two cases decide the tolerance of a gradient. Data parallelism computes each microbatch exactly as one process does, in any
+dtype. Only sums have another order, in the dtype of reduction. Tensor, context and expert parallel compute other products and
+other partial sums. There the rounding of the compute dtype counts, and the audit measures it: the distance between the gradient
+of one process in this dtype and in the next more precise one (the noise).
 
-After the first step each side goes on from weights of its own, and differences grow. Optimizer states, parameters, and what
-later steps report have tolerances of their own for that, relative to how far a parameter moved. In bfloat16 under model
-parallelism there is nothing to be had from them: the two sides part by what one process itself is off, and a router sends a
-token elsewhere. So there one step is compared, which all the casts are in; later steps are float64's and float32's.
+After the first step each side continues with its own weights, and differences grow. So optimizer states, parameters and the
+losses of later steps have their own tolerances, relative to how far a parameter moved. In bfloat16 under model parallelism even
+these say nothing: the difference between the two sides is as large as the error of one process, and a router may send a token
+to another expert. So in bfloat16 one step is compared, which has all the casts; more steps are compared in float64 and float32.
 """
 
 import torch
@@ -19,48 +19,49 @@ from meshwright.plan.sharding_plan import ShardingPlan
 __all__ = ["TOLERANCES", "Tolerances", "comparable_steps"]
 
 TOLERANCES = {"float64": 1e-9, "float32": 2e-5, "bfloat16": 2e-5}
-"""Of a gradient, a loss and a norm of the first step, relative to the largest entry. Sums in another order stay far below."""
+"""For gradients, loss and norm of the first step, relative to the largest entry. Another order of sums gives far less."""
 
 STATE_TOLERANCES = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 1e-2}
-"""For each step, of an optimizer state relative to its largest entry, and of a parameter relative to how far it moved."""
+"""Per step: for an optimizer state relative to its largest entry, for a parameter relative to how far it moved."""
 
 BORDER_TOLERANCE = 1e-3
-"""Of activations and their gradients in float32 under model parallelism, where they explain and do not judge."""
+"""For activations and their gradients in float32 under model parallelism. They explain a failure, and never cause one."""
 
 ROUNDED_SCALARS = {"loss": 1e-3, "norm": 1e-2}
-"""In bfloat16 under model parallelism: averages over tokens, and over entries, of what has eight bits. Of a loss, more where
-one process itself is further off: self-conditioning feeds what was rounded to the model again."""
+"""For loss and norm in bfloat16 under model parallelism: averages, over tokens or entries, of numbers with eight bits. The
+tolerance of a loss is larger if the noise is: self-conditioning feeds rounded numbers to the model again."""
 
 NOISE_FACTOR = 4.0
-"""A gradient may be this many times as far from its reference as rounding takes the reference from the truth: both distances
-are draws from much the same distribution, and the one that was measured may have been lucky."""
+"""A gradient may differ from its reference by this many times the noise. Both distances come from about the same distribution,
+and the one that was measured may be small by chance."""
 
 HALF_EPS = 2.0**-8
 """Relative rounding of bfloat16."""
 
 
 def comparable_steps(plan: ShardingPlan, dtype: str, steps: int) -> int:
-    """How many of some steps of a layout can be told from rounding."""
+    """The number of steps in which an error can be told from rounding, at most ``steps``."""
     return steps if dtype != "bfloat16" or _same_arithmetic(plan) else 1
 
 
 def _same_arithmetic(plan: ShardingPlan) -> bool:
-    """Whether a layout computes each microbatch as one process does. Twin units do not: they add the gradients of their two
-    passes in the dtype of reduction, and one process in that of compute.
+    """Whether a layout computes each microbatch exactly as one process does.
+
+    Twin units do not: they add the gradients of their two passes in the dtype of reduction, one process in that of compute.
     """
     alone = all(plan.layout.size(axis) == 1 for axis in ("pp", "cp", "tp", "ep"))
     return alone and not any(unit.twin_of for unit in plan.units)
 
 
 class Tolerances:
-    """What may differ in a case.
+    """The tolerances of a case.
 
     Args:
-        plan: of the layout.
-        dtype: of compute.
-        reference: of the case.
-        noise: of each gradient in one process, by name.
-        steps: that are compared.
+        plan: the plan of the layout.
+        dtype: the dtype of compute.
+        reference: the reference of the case.
+        noise: parameter name to the noise of its gradient in one process.
+        steps: number of steps that are compared.
     """
 
     def __init__(self, plan: ShardingPlan, dtype: str, reference: Reference, noise: dict[str, float], steps: int) -> None:
@@ -71,7 +72,7 @@ class Tolerances:
         self.half = {name for name in self.rows if self._sums_in_half(name)}
 
     def gradient(self, name: str, scale: float) -> float:
-        """Of the gradient of a parameter whose largest entry is ``scale``."""
+        """For the gradient of a parameter, whose largest entry is ``scale``."""
         found = max(TOLERANCES[self.dtype], NOISE_FACTOR * self.noise.get(name, 0.0))
         if name in self.half and scale > 0:
             parts = self.reference.parts(name)
@@ -80,15 +81,15 @@ class Tolerances:
         return found
 
     def state(self, name: str, gradient: float) -> float:
-        """Of optimizer state and movement after the steps, for a parameter whose gradient may be off by ``gradient``."""
+        """For optimizer state and movement after the steps, of a parameter whose gradient has the tolerance ``gradient``."""
         return max(self.steps * STATE_TOLERANCES[self.dtype], gradient, 4 * self.steps * self.storage_eps(name))
 
     def storage_eps(self, name: str) -> float:
-        """Relative rounding of what is stored."""
+        """Relative rounding of the dtype that a parameter is stored in."""
         return torch.finfo(getattr(torch, self.rows[name].dtype)).eps
 
     def scalar(self, what: str, step: int) -> float:
-        """Of ``loss`` or ``norm`` in a step, counted from 0."""
+        """For ``loss`` or ``norm`` of a step, counted from 0."""
         half = self.rounded() or (self.dtype == "bfloat16" and what == "norm" and bool(self.half))
         first = ROUNDED_SCALARS[what] if half else TOLERANCES[self.dtype]
         if what == "loss" and half:
@@ -96,11 +97,11 @@ class Tolerances:
         return first if step == 0 else max(first, step * STATE_TOLERANCES[self.dtype])
 
     def border(self) -> float:
-        """Of an activation and its gradient. In float32 products in another order part by more than sums do."""
+        """For an activation and its gradient. In float32, other products differ by more than another order of sums."""
         return TOLERANCES[self.dtype] if self.same_arithmetic or self.dtype == "float64" else BORDER_TOLERANCE
 
     def rounded(self) -> bool:
-        """Whether both sides round their activations to eight bits, and not alike."""
+        """Whether both sides round activations to eight bits, and round different numbers."""
         return self.dtype == "bfloat16" and not self.same_arithmetic
 
     def _sums_in_half(self, name: str) -> bool:
