@@ -104,7 +104,7 @@ class FlagsOfUse:
         self._microbatches = 0
 
     def _left_out(self, used: Mapping[nn.Parameter, tuple[bool, bool]]) -> list[nn.Parameter]:
-        """Parameters that no rank used, whose gradient is zeros; if all are claimed to be used, those that a rank did not use."""
+        """Parameters that no rank used, whose gradient is zeros; with the claim that all are used, those that a rank missed."""
         flags = [here for here, _ in used.values()]
         if self._exchanges:
             self._note("ends the step")
