@@ -1,1 +1,1 @@
-"""What every rank will hold and send: spec x model x layout x options, resolved to a frozen plan. Starts no process."""
+"""Resolve spec x model x layout x options to a frozen plan: what every rank stores and communicates. Starts no process."""

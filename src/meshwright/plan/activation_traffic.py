@@ -1,4 +1,4 @@
-"""What the activations of a plan cost on the wire: collectives and bytes over `tp` and `ep`, in closed form."""
+"""What the activations of a plan cost to communicate: collectives and bytes over `tp` and `ep`, in closed form."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ __all__ = ["AxisTraffic", "activation_traffic"]
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """Collectives of one kind over one axis in one optimizer step, on one rank.
+    """The collectives of one kind over one axis in one optimizer step, on one rank.
 
     Attributes:
         axis: ``tp`` or ``ep``.
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
-        calls: number of them.
-        size: bytes of the larger buffer of each, together; ``None`` where the plan does not know the batch. Where tokens are
-            routed: those of a load that is balanced.
+        calls: number of calls.
+        size: bytes of the larger buffer of each call, added up; ``None`` if the plan does not know the batch. If tokens are
+            routed, the load is assumed to be balanced.
     """
 
     axis: str
@@ -30,9 +30,9 @@ class AxisTraffic:
 
 
 def activation_traffic(plan: ShardingPlan) -> list[AxisTraffic]:
-    """Collectives of activations, and of the gradients that are summed over ``tp``; empty where neither axis is used.
+    """Return the collectives of activations, and of gradients that are summed over ``tp``; empty if neither axis is used.
 
-    Where everything is trained and nothing recomputed, and every module computes in ``param_dtype``.
+    The numbers assume that everything is trained, nothing is recomputed, and every module computes in ``param_dtype``.
     """
     calls: dict[str, Counter[str]] = {}
     if plan.tensor_parallel:
@@ -54,7 +54,7 @@ def _sizes(plan: ShardingPlan, tokens: int) -> dict[str, Counter[str]]:
     if first is None:
         return {}
     compute = itemsize(options.param_dtype or first.dtype)
-    stream = first.shape[-1]  # of the embedding: what a layer takes and returns
+    stream = first.shape[-1]  # width of the embedding, and of what a layer takes and returns
     found: dict[str, Counter[str]] = {"tp": Counter(), "ep": Counter()}
     rows = {row.name: row for row in plan.parameters}
     for row in plan.tensor_parallel:
@@ -83,7 +83,7 @@ def _sizes(plan: ShardingPlan, tokens: int) -> dict[str, Counter[str]]:
 
 
 def _widths(row: TensorParallelRow, matrices: dict[str, ParameterRow], stream: int) -> tuple[int, int]:
-    """Features that come into a module and leave it, in all."""
+    """Return the number of features that enter a module, and of those that leave it, over all ranks."""
     weight = matrices.get(f"{row.module}.weight")
     if weight is None:
         return stream, stream

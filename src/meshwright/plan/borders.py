@@ -1,9 +1,9 @@
-"""The borders of modules, and which part of a batch a rank holds there: facts of the plan.
+"""The borders of modules, and which part of a batch a rank has there. The plan determines both.
 
-A *border* is where the input of a module comes in, or its output leaves. Outside of tensor parallel a rank holds all tokens of
-its microbatches at every border. Under sequence parallel it holds its part of the positions from the first layer on to the last
-norm. Inside the regions of tensor parallel (:mod:`meshwright.plan.tp_rows`) it has slices of features and parts of sums, which
-are nobody's tokens.
+A *border* is where the input enters a module, or its output leaves it. Without tensor parallel, a rank has all tokens of its
+microbatches at every border. Under sequence parallel, it has its slice of the positions from the first layer on to the last
+norm. Inside the regions of tensor parallel (:mod:`meshwright.plan.tp_rows`) it has slices of features and partial sums, which
+are the tokens of no process.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ __all__ = ["Held", "Side", "borders", "first_microbatch", "held", "tokens_of_uni
 
 
 class Side(StrEnum):
-    """Of a module."""
+    """A side of a module."""
 
     INPUT = "input"
     OUTPUT = "output"
@@ -29,12 +29,12 @@ class Side(StrEnum):
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds of a tensor of [rows, positions, ...].
+    """The part of a tensor [rows, positions, ...] that a rank has.
 
     Attributes:
-        rows: of the microbatch.
-        positions: of each of these sequences, piece by piece.
-        words: of the last dimension; ``None``: all that there are.
+        rows: rows of the microbatch.
+        positions: ranges of positions that it has of each of these rows, piece by piece.
+        words: range of the last dimension; ``None``: all of it.
     """
 
     rows: range
@@ -43,10 +43,10 @@ class Held:
 
 
 def borders(plan: ShardingPlan, model: nn.Module) -> tuple[str, ...]:
-    """Names of the modules whose borders are looked at, in the order of the model.
+    """Return the names of the modules whose borders an audit records, in model order.
 
-    Units, layers and what stands directly in them, regions of tensor parallel, mixtures and their routers; and outside of the
-    layers every module that has no other in it: embeddings, the last norm, the head.
+    These are units, layers and their direct children, regions of tensor parallel, mixtures and their routers; and, outside of
+    the layers, every module without children: embeddings, the last norm, the head.
     """
     layers = set(plan.layers)
     wanted = layers | {unit.name for unit in plan.units}
@@ -62,7 +62,7 @@ def borders(plan: ShardingPlan, model: nn.Module) -> tuple[str, ...]:
 
 
 def tokens_of_units(plan: ShardingPlan) -> tuple[UnitRow, ...]:
-    """The units of a plan, each with the tokens of its microbatch that come into it on a rank."""
+    """Return the units of a plan, each with the tokens of its microbatch that enter it on a rank."""
     mixtures = {row.module for row in plan.experts} if plan.layout.ep > 1 else set()
     first = dict.fromkeys(AXES, 0)
     ranks = plan.layout.size("tp")
@@ -78,7 +78,7 @@ def tokens_of_units(plan: ShardingPlan) -> tuple[UnitRow, ...]:
 
 
 def first_microbatch(plan: ShardingPlan, coordinates: Mapping[str, int]) -> int:
-    """The number, in the microbatches of a step over all data ranks, of the first one of the rank with some coordinates."""
+    """Return the index of a rank's first microbatch, among the microbatches of a step over all data ranks."""
     reader = coordinates["dp_replicate"] * plan.layout.size("dp_shard") + coordinates["dp_shard"]
     return reader * plan.options.microbatches
 
@@ -86,19 +86,20 @@ def first_microbatch(plan: ShardingPlan, coordinates: Mapping[str, int]) -> int:
 def held(
     plan: ShardingPlan, module: str, side: Side, coordinates: Mapping[str, int], rows: int, length: int, features: int = 0
 ) -> Held | None:
-    """Which part of the hidden state of a microbatch a rank holds at a border.
+    """Return which part of the hidden state of a microbatch a rank has at a border.
 
     Args:
-        plan: of the layout.
-        module: its name.
-        side: of the module.
-        coordinates: axis to place of the rank.
-        rows: sequences in a microbatch.
-        length: tokens in each, padding for ``plan.sequence_multiple`` included.
-        features: of the last dimension; asked for where logits stay sharded over the vocabulary.
+        plan: the plan, with its layout.
+        module: name of the module.
+        side: side of the module.
+        coordinates: axis to the position of the rank on it.
+        rows: number of sequences in a microbatch.
+        length: number of tokens in each sequence, including the padding for ``plan.sequence_multiple``.
+        features: size of the last dimension; needed if logits stay sharded over the vocabulary.
 
     Returns:
-        ``None`` where the rank has slices of features, or a part of a sum, which no tokens of one process are equal to.
+        The part; ``None`` if the rank has slices of features or a partial sum, to which no tokens of a single process are
+            equal.
     """
     whole = Held(range(rows), (range(length),))
     ranks = plan.layout.size("tp")
@@ -114,7 +115,7 @@ def held(
         return replace(whole, words=range(begin, min(begin + width, features)))
     if not plan.options.sequence_parallel:
         return whole
-    # The stream is cut into parts as it comes into the first layer, and joined again as it leaves the last norm.
+    # The residual stream is split where it enters the first layer, and all-gathered where it leaves the last norm.
     cut = own is not None and side is Side.INPUT and own.entry is Move.SPLIT_SEQUENCE
     joined = own is not None and side is Side.OUTPUT and own.exit is Move.GATHER_SEQUENCE_WHOLE
     in_layers = within(module, plan.layers)

@@ -1,9 +1,9 @@
 """Which modules are compiled: layers, each as one graph.
 
-A layer with experts is not one graph: they are an FSDP unit inside it, whose hooks no graph can hold. So its parts are
-compiled, each as one graph: attention, norms, a dense MLP, and the experts themselves. What chooses experts runs as it is, so
-that activation checkpointing can keep its choice, and so do dispatch and experts over `ep`, whose shapes are other ones in
-every microbatch.
+A layer with experts is not one graph: its experts are an FSDP unit inside it, and FSDP's hooks cannot be in a graph. So the
+parts of such a layer are compiled, each as one graph: attention, norms, a dense MLP, and the experts themselves. The module
+that chooses experts is not compiled, so that activation checkpointing can keep its choice. Over `ep`, dispatch and experts are
+not compiled either, because their shapes change in every microbatch.
 """
 
 from collections.abc import Collection, Iterator
@@ -20,21 +20,21 @@ __all__ = ["compile_actions"]
 
 
 def compile_actions(draft: Draft, plan: ShardingPlan, *, inside: bool) -> Iterator[Compile]:
-    """The modules that are compiled, each by itself.
+    """Yield the modules that are compiled, each by itself.
 
     Args:
-        draft: with the facts of the model.
-        plan: with its rows.
-        inside: ``True``: the modules that are compiled before a recomputation is put around them; ``False``: the others,
-            which are compiled with their recomputation. The former are the recomputed layers under tensor parallel: torch 2.13
-            cannot compile a recomputation around slices, and would run the layer uncompiled without a word.
+        draft: a draft that has the facts of the model.
+        plan: a plan that has its rows.
+        inside: ``True``: the modules that are compiled before a recomputation is put around them; ``False``: the others, which
+            are compiled with their recomputation. The former are the recomputed layers under tensor parallel, because torch
+            2.13 cannot compile a recomputation around slices, and would run the layer uncompiled without a message.
     """
     experts = {row.module for row in plan.experts}
     as_it_is = {row.router for row in plan.experts if row.router}
     if plan.layout.ep > 1:
         as_it_is |= experts
     for row in plan.experts:
-        if not row.router:  # any of what is beside the experts may be what chooses them
+        if not row.router:  # any module next to the experts may be their router
             as_it_is |= {*draft.model.children(holder_of(row.module))} - experts
     for unit in plan.units:
         mode = unit.activation_checkpointing
@@ -48,7 +48,7 @@ def compile_actions(draft: Draft, plan: ShardingPlan, *, inside: bool) -> Iterat
 
 
 def _parts(model: Inspection, module: str, experts: Collection[str]) -> Iterator[str]:
-    """The largest modules that have no experts in them, and experts."""
+    """Yield the largest modules that have no experts inside, and the experts."""
     if module in experts or not any(within(mixture, [module]) for mixture in experts):
         yield module
         return

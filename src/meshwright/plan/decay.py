@@ -1,7 +1,7 @@
-"""Which parameters weight decay pulls towards zero: matrices, and neither biases nor norms.
+"""Which parameters weight decay pulls towards zero: matrices, but not biases and norms.
 
-Dimensions are counted for one unit of computation: the experts of a mixture lie behind each other in one tensor, so its first
-dimension counts experts, and a bias of theirs, `[experts, features]`, is as much a vector as any other bias.
+Dimensions are counted for one expert. The experts of a mixture are stacked in one tensor, whose first dimension counts experts,
+so a bias of the experts, `[experts, features]`, is a vector like any other bias.
 """
 
 from meshwright.plan.draft import Draft
@@ -12,7 +12,7 @@ __all__ = ["choose_decayed"]
 
 
 def choose_decayed(draft: Draft) -> None:
-    """The parameters that are decayed, whether they are trained or not; ``no_decay`` of the options has the exceptions."""
+    """Choose the parameters that are decayed, trained or not; ``no_decay`` of the options has the exceptions."""
     first = {name: parameter.name for parameter in draft.parameters for name in parameter.names}
     excepted = {
         first[name] for pattern in draft.options.no_decay for name in draft.match("no_decay", pattern, first, "parameter")
@@ -32,5 +32,5 @@ def choose_decayed(draft: Draft) -> None:
 
 
 def _is_norm(module: ModuleFacts) -> bool:
-    """Some norms have a vector for each head: `[heads, features]`."""
+    """Return whether a module is a norm. Some norms have a vector for each head, `[heads, features]`, which is no matrix."""
     return "norm" in module.kind.lower() and not module.kind.endswith("Head")  # a NormHead is an output head

@@ -1,4 +1,4 @@
-"""What differs between two plans, row by row."""
+"""The differences between two plans, row by row."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -9,13 +9,13 @@ __all__ = ["PlanDifference", "field_differences", "row_differences"]
 
 @dataclass(frozen=True)
 class PlanDifference:
-    """What differs between two plans.
+    """One difference between two plans.
 
     Attributes:
-        row: ``layout``, ``options``, ``parameter NAME`` or ``unit NAME``.
-        field: the field that differs; empty where the whole row is missing on one side.
-        left: the value in the first plan, ``None`` where it has no such row.
-        right: the value in the second plan.
+        row: ``layout``, ``options``, or kind and name of a row, such as ``parameter NAME`` or ``unit NAME``.
+        field: the field that differs; empty if one of the plans does not have the row.
+        left: value in the first plan; ``None`` if it has no such row.
+        right: value in the second plan; ``None`` if it has no such row.
     """
 
     row: str
@@ -30,7 +30,7 @@ class PlanDifference:
 
 
 def field_differences(label: str, left: Any, right: Any) -> Iterator[PlanDifference]:
-    """The fields in which two objects of one dataclass differ."""
+    """Yield the fields in which two objects of one dataclass differ."""
     for item in fields(left):
         ours, theirs = getattr(left, item.name), getattr(right, item.name)
         if ours != theirs:
@@ -38,7 +38,7 @@ def field_differences(label: str, left: Any, right: Any) -> Iterator[PlanDiffere
 
 
 def row_differences(kind: str, left: Sequence[Any], right: Sequence[Any]) -> Iterator[PlanDifference]:
-    """What differs between two tables, whose rows are told apart by their name."""
+    """Yield the differences between two tables, whose rows are matched by name."""
     ours, theirs = ({row.name: row for row in table} for table in (left, right))
     for name in (*ours, *(name for name in theirs if name not in ours)):
         label = f"{kind} {name or '(root)'}"

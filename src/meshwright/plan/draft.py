@@ -1,4 +1,4 @@
-"""A plan in the making: what is known, what was decided so far, and what is wrong. Every pass of the resolver takes one."""
+"""The draft of a plan: what is known, what was decided so far, and what is wrong. Every pass of the resolver takes one."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,9 +16,9 @@ __all__ = ["Draft", "UnitDraft"]
 
 @dataclass
 class UnitDraft:
-    """A unit: the fields of its row (:class:`~meshwright.plan.sharding_plan.UnitRow`), and the rule that made it.
+    """A unit in the draft: the fields of its row (:class:`~meshwright.plan.sharding_plan.UnitRow`), and the rule that made it.
 
-    ``sync`` is ``None`` where nobody chose: it is decided once the bytes are known.
+    ``sync`` is ``None`` if neither options nor spec choose it. It is then decided when the bytes are known.
     """
 
     name: str
@@ -36,22 +36,22 @@ class UnitDraft:
 
 @dataclass
 class Draft:
-    """What the passes of the resolver share.
+    """The state that the passes of the resolver share.
 
     Attributes:
         spec: what the family declares.
         model: the facts of the model.
-        layout: resolved.
+        layout: resolved sizes.
         options: the choices.
-        problems: what is wrong, a line each; passes go on where they can, so that one report has all of it.
-        error: what :meth:`refuse` raises.
-        units: by name, in the order of the model.
-        twins: each unit of a second stack with its twin in the first.
-        unit_of: first name of each parameter to the unit that holds it.
+        problems: what is wrong, one line each. Passes continue after a problem if they can, so that one report has all of them.
+        error: type of the exception that :meth:`refuse` raises.
+        units: drafts of the units by name, in model order.
+        twins: name of each unit of a second stack to that of its twin in the first.
+        unit_of: first name of each parameter to the name of the unit that has it.
         trained: first names of the parameters that have a gradient.
         decayed: first names of the parameters that weight decay pulls towards zero.
-        tp_styles: first name of each parameter that has a tensor parallel style to that.
-        rows: of the parameters.
+        tp_styles: first name of each parameter that has a tensor parallel style to that style.
+        rows: rows of the parameters.
     """
 
     spec: ParallelSpec
@@ -70,7 +70,7 @@ class Draft:
 
     @property
     def parameters(self) -> tuple[ParameterFacts, ...]:
-        """Those of the model."""
+        """The facts of the model's parameters."""
         return self.model.parameters
 
     @property
@@ -84,30 +84,30 @@ class Draft:
         return [name for name, unit in self.units.items() if unit.kind == EXPERTS]
 
     def shards(self, unit: UnitDraft) -> int:
-        """Ranks that the parameters of a unit are sharded over."""
+        """Return the number of ranks that the parameters of a unit are sharded over."""
         return self.layout.size(shard_axis(self.layout, unit.kind))
 
     def whole(self, unit: UnitDraft) -> bool:
-        """Whether a unit is replicated, and not sharded: every rank holds its parameters whole."""
+        """Return whether a unit is replicated and not sharded, so that every rank stores its parameters whole."""
         return self.layout.size("dp_replicate") > 1 and self.shards(unit) == 1
 
     def refuse(self) -> None:
-        """Raise what is wrong so far, all of it in one report.
+        """Raise all problems found so far, in one report.
 
         Raises:
-            PlanError: if anything is.
+            PlanError: there are problems.
         """
         if self.problems:
             raise self.error(self.problems)
 
     def match(self, what: str, pattern: str, names: Iterable[str], kind: str) -> list[str]:
-        """The names that a pattern matches; without a match a problem.
+        """Return the names that a pattern matches; if there are none, note a problem.
 
         Args:
-            what: whose pattern it is.
+            what: rule or option that the pattern belongs to, for the message.
             pattern: see :func:`~meshwright.plan.names.match_names`.
-            names: to match.
-            kind: what the names are of.
+            names: names to match.
+            kind: what the names belong to (modules, units, parameters), for the message.
         """
         names = list(names)
         matched = match_names(pattern, names)
@@ -118,5 +118,5 @@ class Draft:
 
 
 def _examples(names: Iterable[str]) -> str:
-    """Some names, for an error."""
+    """Return some of the names, for an error message."""
     return ", ".join(sorted({generalize(name) for name in names if name})[:12])

@@ -1,9 +1,9 @@
-"""How a plan holds mixtures of experts, and who sends which tokens.
+"""How a plan distributes mixtures of experts, and which rank sends which tokens.
 
-With ``ep`` above 1 each rank of `ep` holds whole experts, ``experts / ep`` of every layer, and tokens travel to them:
-all-to-all there, all-to-all back. FSDP shards an expert over `ep_shard`, the other ranks of its replica. Every rank of a
-replica has tokens of its own, except for those of `tp`, which have the same: each of them sends its share, and the results are
-gathered.
+With ``ep`` above 1, each rank of `ep` stores whole experts, ``experts / ep`` of every layer. Tokens are sent to them with an
+all-to-all, and the results are sent back with another. FSDP shards an expert over `ep_shard`, the other ranks of its replica.
+Every rank of a replica has its own tokens, except for the ranks of `tp`, which have the same: each of these sends its share,
+and the results are all-gathered.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ __all__ = ["expert_parallel_actions", "expert_parallel_counts", "resolve_experts
 
 
 def resolve_experts(draft: Draft) -> tuple[ExpertsRow, ...]:
-    """A row for each mixture of experts, in the order of the model."""
+    """Return a row for each mixture of experts, in model order."""
     layout, options = draft.layout, draft.options
     mean = options.gradient_reduction is GradientReduction.MEAN
     if layout.ep > 1 and layout.ep_shard == 1 and mean and (options.reduce_dtype or options.param_dtype) == "float16":
@@ -81,34 +81,34 @@ def _row(draft: Draft, rule: ExpertsRule, name: str) -> ExpertsRow | None:
 
 
 def _beside(draft: Draft, name: str, pattern: str | None) -> str | None:
-    """The first module of a pattern that is in the same module as another one."""
+    """Return the first module that matches a pattern and is in the module that also holds ``name``."""
     found = match_names(pattern, draft.model.names) if pattern is not None else []
     return next((other for other in found if inside(other, holder_of(name))), None)
 
 
 def expert_parallel_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action]:
-    """Share whole experts over `ep`, and let tokens travel to them."""
+    """Yield the actions that distribute whole experts over `ep` and send tokens to them."""
     for parameter in plan.parameters:
         if "ep" in dict(parameter.placements):
             yield Slice((parameter.name, *parameter.aliases), "ep", 0)
     for row in plan.experts if plan.layout.ep > 1 else ():
         counts = tuple((own, row.local) for own in draft.model.modules[row.module].counts if own == EXPERTS_ATTRIBUTE)
-        if counts:  # that its implementation computes with
+        if counts:  # the implementation computes with this number
             yield Assign(row.module, counts)
         yield Dispatch(row.module, row.experts, token_axis=row.token_axis)
 
 
 _EXCHANGES = (3, 2)
-"""All-to-alls of a forward and of a backward: the numbers of tokens, the tokens and the results; both of the latter."""
+"""All-to-alls in forward (the numbers of tokens, the tokens, the results) and in backward (gradients of the latter two)."""
 
 _GATHERS = (1, 2)
-"""All-gathers over the token axis: results in forward; gradients of hidden states and of routing weights in backward."""
+"""All-gathers over the token axis in forward (results) and in backward (gradients of hidden states, and of routing weights)."""
 
 
 def expert_parallel_counts(plan: ShardingPlan) -> dict[str, Counter[str]]:
-    """Axis to collectives of one optimizer step on one rank, by kind. Their bytes depend on the routing.
+    """Return axis to the collectives of one optimizer step on one rank, by kind. Their bytes depend on the routing.
 
-    Where everything is trained and nothing recomputed.
+    The counts assume that everything is trained and nothing is recomputed.
     """
     if plan.layout.ep == 1:
         return {}

@@ -24,7 +24,7 @@ Row = TypeVar("Row", ParameterRow, UnitRow, TensorParallelRow, ExpertsRow)
 
 
 def human_bytes(size: float) -> str:
-    """Bytes as ``1.5 GiB``."""
+    """Return a number of bytes as text, such as ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -33,12 +33,12 @@ def human_bytes(size: float) -> str:
 
 
 def explain(plan: ShardingPlan, *, full: bool = False, parameters: bool = True) -> RenderableType:
-    """Summary, units and parameters of a plan.
+    """Return the summary, the units and the parameters of a plan as tables.
 
     Args:
-        plan: what to show.
-        full: one line for every row; otherwise rows that differ only in the number of their layer share a line.
-        parameters: show the parameters too.
+        plan: the plan to show.
+        full: print one line for every row; otherwise rows that differ only in the number of their layer share a line.
+        parameters: whether to show the parameters too.
     """
     tables = [_summary(plan), _units(plan, full)]
     if plan.tensor_parallel:
@@ -49,11 +49,12 @@ def explain(plan: ShardingPlan, *, full: bool = False, parameters: bool = True) 
 
 
 def explain_program(plan: ShardingPlan, *, full: bool = False) -> RenderableType:
-    """The actions of a plan, in the order in which they are done.
+    """Return the actions of a plan as a table, in the order in which they are performed.
 
     Args:
-        plan: what to show.
-        full: one line for every action; otherwise those that differ only in numbers within names share the line of the first.
+        plan: the plan to show.
+        full: print one line for every action; otherwise actions that differ only in numbers within names share the line of the
+            first.
     """
     table = Table(title=f"Program of {len(plan.program):,} actions", title_justify="left", box=SIMPLE_HEAD)
     for name in ("action", "of", "how"):
@@ -123,7 +124,7 @@ _DONE = {
 
 
 def _ahead(plan: ShardingPlan) -> str:
-    """How far ahead is gathered, where the options say it."""
+    """Return how far ahead units are gathered, if the options say it."""
     chosen = (("forward", plan.options.prefetch_forward), ("backward", plan.options.prefetch_backward))
     said = [f"{number} ahead in {where}" for where, number in chosen if number is not None]
     return "".join(f", {item}" for item in said)
@@ -200,7 +201,7 @@ def _experts(plan: ShardingPlan, full: bool) -> Table:
 
 
 def _parameters(plan: ShardingPlan, full: bool) -> Table:
-    table = Table(title="Parameters", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # it is wide
+    table = Table(title="Parameters", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # the table is wide
     for name in ("parameter", "shape", "dtype", "unit", "placements", "local shape", "per rank", "decay"):
         table.add_column(name, justify="right" if name == "per rank" else "left", overflow="fold")
 
@@ -221,7 +222,7 @@ def _parameters(plan: ShardingPlan, full: bool) -> Table:
 
 
 def _short(dtype: str) -> str:
-    """The usual short name of a dtype: bf16, fp32."""
+    """Return the usual short name of a dtype: bf16, fp32."""
     return dtype.replace("bfloat", "bf").replace("float", "fp")
 
 
@@ -230,7 +231,7 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _folded(rows: Iterable[Row], cells: Callable[[Row], tuple[str, ...]], full: bool) -> list[tuple[str, tuple[str, ...]]]:
-    """Rows whose names differ only in numbers and whose cells are equal, as one with the count."""
+    """Merge rows whose names differ only in numbers and whose cells are equal into one line, with their count."""
     if full:
         return [(_label(row), cells(row)) for row in rows]
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}

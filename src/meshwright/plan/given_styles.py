@@ -1,4 +1,4 @@
-"""A tensor parallel plan that the user gives: a dict, or an import path to one or to a function that returns one."""
+"""A tensor parallel plan that the user gives: a dict, or an import path of a dict or of a function that returns one."""
 
 import importlib
 from collections.abc import Mapping
@@ -13,10 +13,10 @@ __all__ = ["import_object", "leaves_logits_sharded", "load_styles", "read_plan",
 
 
 def import_object(path: str) -> Any:
-    """The object at a dotted path, such as ``torch.optim.AdamW`` or ``my_package.plans.STYLES``.
+    """Return the object at a dotted path, such as ``torch.optim.AdamW`` or ``my_package.plans.STYLES``.
 
     Raises:
-        ImportError: no module of that name, or nothing of that name in it.
+        ImportError: there is no module of that name, or the module has nothing of that name.
     """
     parts = path.split(".")
     for cut in range(len(parts) - 1, 0, -1):
@@ -25,7 +25,7 @@ def import_object(path: str) -> Any:
             found: Any = importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-                continue  # a shorter module may hold a class, and that the rest
+                continue  # a shorter path may be a module that has the rest as attributes
             raise
         for part in parts[cut:]:
             if not hasattr(found, part):
@@ -36,14 +36,14 @@ def import_object(path: str) -> Any:
 
 
 def read_plan(given: Mapping[str, Any] | str) -> dict[str, Any]:
-    """A given plan as patterns to styles, as they were written.
+    """Return a given plan as patterns to styles, as they were written.
 
     Args:
-        given: pattern of module names to style (a name, or a ``ParallelStyle`` of torch), or an import path to such a dict
-            or to a function without arguments that returns one.
+        given: pattern of module names to style (a name, or a ``ParallelStyle`` of torch), or the import path of such a dict or
+            of a function without arguments that returns one.
 
     Raises:
-        PlanError: it is neither.
+        PlanError: it is none of these.
     """
     plan: Any = given
     if isinstance(given, str):
@@ -63,15 +63,15 @@ def read_plan(given: Mapping[str, Any] | str) -> dict[str, Any]:
 
 
 def load_styles(given: Mapping[str, Any] | str, model: Inspection, sequence_parallel: bool) -> dict[str, str]:
-    """A given plan as patterns to style names.
+    """Return a given plan as patterns to style names.
 
     Args:
         given: see :func:`read_plan`.
-        model: whose modules the patterns name.
-        sequence_parallel: whether styles may speak of a sharded sequence.
+        model: facts of the model whose modules the patterns name.
+        sequence_parallel: whether styles may refer to a sharded sequence.
 
     Raises:
-        PlanError: all that is wrong with it.
+        PlanError: everything that is wrong with the plan.
     """
     found, problems = {}, []
     for pattern, style in read_plan(given).items():
@@ -88,7 +88,7 @@ def load_styles(given: Mapping[str, Any] | str, model: Inspection, sequence_para
 
 
 def shards_sequence(given: Mapping[str, Any] | str) -> bool:
-    """Whether a style of a given plan speaks of a sharded sequence.
+    """Return whether a style of a given plan refers to a sharded sequence.
 
     Raises:
         PlanError: see :func:`read_plan`.
@@ -97,11 +97,11 @@ def shards_sequence(given: Mapping[str, Any] | str) -> bool:
 
 
 def leaves_logits_sharded(spec: ParallelSpec, given: Mapping[str, Any] | str, model: Inspection) -> bool:
-    """Whether a given plan has the output head leave its logits sharded over the vocabulary."""
+    """Return whether a given plan lets the output head leave its logits sharded over the vocabulary."""
     head = spec.structure.head if spec.structure else None
     try:
         styles = load_styles(given, model, sequence_parallel=True)
-    except PlanError:  # the resolver says it
+    except PlanError:  # the resolver reports it
         return False
     return (
         head is not None and next((style for pattern, style in styles.items() if match_names(pattern, [head])), "") == "colwise"
@@ -109,10 +109,10 @@ def leaves_logits_sharded(spec: ParallelSpec, given: Mapping[str, Any] | str, mo
 
 
 def style_name(style: Any, *, is_embedding: bool = False) -> str:
-    """The name of a style, which may be a ``ParallelStyle`` of torch.
+    """Return the name of a style, which may be a ``ParallelStyle`` of torch.
 
-    Where a style of torch shards the sequence (``Shard(1)``), the name is that of the style that does not: what moves along the
-    sequence is derived for the whole layer.
+    If a style of torch shards the sequence (``Shard(1)``), the name is that of the style that does not: the redistribution of
+    the sequence is derived for the whole layer.
 
     Raises:
         PlanError: a style of torch that has no name here.
@@ -145,7 +145,7 @@ def style_name(style: Any, *, is_embedding: bool = False) -> str:
 
 
 def _kept(placement: Any) -> str:
-    """How a tensor of [batch, sequence, features] is held; a sharded sequence counts as whole."""
+    """Return how a tensor [batch, sequence, features] is placed; a sharded sequence counts as whole."""
     from torch.distributed.tensor import Replicate, Shard
 
     if isinstance(placement, Replicate) or placement == Shard(1):

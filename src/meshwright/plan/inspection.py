@@ -1,4 +1,4 @@
-"""What a plan needs to know of a model: plain facts, read once. The only file of this room that looks at a module."""
+"""The facts of a model that a plan needs, read once. The passes of the resolver see a model only through these facts."""
 
 import inspect
 from bisect import bisect_left
@@ -22,18 +22,19 @@ _HEADS = ("num_attention_heads", "num_heads", "num_key_value_heads", "num_key_va
 EXPERTS_ATTRIBUTE = "num_experts"
 """Attribute of a mixture that counts its experts."""
 _HIDDEN = "hidden_states"
-"""What the models of transformers call the hidden state that a module takes."""
+"""Name that the models of transformers give to the hidden state among the arguments of a module."""
 
 
 @dataclass(frozen=True)
 class ParameterFacts:
-    """One parameter.
+    """Facts of one parameter.
 
     Attributes:
-        name: its first name in the model; ``aliases`` are the others of a tied one.
-        shape: of the whole.
-        dtype: that it is stored in.
-        requires_grad: whether the model has it trained.
+        name: its first name in the model.
+        aliases: the other names of a tied parameter.
+        shape: shape of the whole parameter.
+        dtype: dtype in which it is stored.
+        requires_grad: whether it requires a gradient in the model.
     """
 
     name: str
@@ -50,23 +51,25 @@ class ParameterFacts:
 
 @dataclass(frozen=True)
 class ModuleFacts:
-    """One module.
+    """Facts of one module.
 
     Attributes:
-        name: in the model; the root is the empty string.
+        name: name in the model; that of the root is the empty string.
         kind: name of its class.
-        parameters: its own ones: name in the module to shape.
-        buffers: names of its own ones.
-        children: names in the module of the modules right in it, to their names in the model; one that stands elsewhere too has
-            the name of its first place.
+        parameters: its own parameters: name in the module to shape.
+        buffers: names of its own buffers.
+        children: its direct children: name in the module to name in the model. A child that is in several modules has the name
+            of its first place.
         container: whether it is a list or a dict of modules, which is not called itself.
-        embedding: whether it is an embedding; ``padding`` is then the row that gets no gradient.
-        hidden: place and name of the hidden state among the arguments of its forward.
-        code: attributes and globals that its forward uses, and the methods that it calls.
+        embedding: whether it is an embedding.
+        padding: row of an embedding that gets no gradient.
+        hidden: position and name of the hidden state among the arguments of its forward.
+        code: names of the attributes and globals that its forward, and the methods that it calls, use.
         counts: attributes that count heads or experts, with their values.
-        has_config: whether it holds a config, which other modules may share.
-        wrapped: ``adapter`` where peft put low-rank matrices beside a matrix, ``other`` where it wrapped something else.
-        unheld: of an adapter, what it has besides the two low-rank matrices.
+        has_config: whether it has a config, which other modules may share.
+        wrapped: ``adapter`` if peft added low-rank matrices to a matrix here, ``other`` if it wrapped something else; otherwise
+            empty.
+        unheld: for an adapter, what it has in addition to the two low-rank matrices.
     """
 
     name: str
@@ -90,10 +93,10 @@ class Inspection:
     """A model as plain facts.
 
     Attributes:
-        modules: each by its name, in the order of the model: what holds others comes first.
-        parameters: in the order of the model, each tied one once.
-        sizes: that limit a layout.
-        caches: modules that keep keys and values between calls, one for each config that says so.
+        modules: facts of each module by name, in model order: parents come first.
+        parameters: facts of each parameter, in model order; a tied parameter is listed once.
+        sizes: sizes that limit a layout.
+        caches: names of modules that keep keys and values between calls, one for each config that says so.
     """
 
     modules: Mapping[str, ModuleFacts]
@@ -103,12 +106,12 @@ class Inspection:
 
     @cached_property
     def names(self) -> list[str]:
-        """Of all modules but the root."""
+        """Names of all modules but the root."""
         return [name for name in self.modules if name]
 
     @cached_property
     def parameter_of(self) -> dict[str, ParameterFacts]:
-        """Each parameter by each of its names."""
+        """The facts of each parameter, by each of its names."""
         return {name: parameter for parameter in self.parameters for name in parameter.names}
 
     @cached_property
@@ -128,9 +131,9 @@ class Inspection:
         return found
 
     def inside(self, module: str) -> list[str]:
-        """Names of the modules that stand in one, in the order of the model."""
+        """Return the names of the modules inside a module, in model order."""
         names = self._all
-        begin = end = self._order[module] + 1  # what stands in a module comes right behind it
+        begin = end = self._order[module] + 1  # the modules inside a module follow it directly
         while end < len(names) and inside(names[end], module):
             end += 1
         return names[begin:end]
@@ -140,18 +143,18 @@ class Inspection:
         return sorted(self.parameter_of)
 
     def parameters_inside(self, module: str) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parameters in a module, at any depth, by their names in the module."""
+        """Return the shapes of the parameters in a module, at any depth, by their names relative to it."""
         prefix = f"{module}." if module else ""
         begin = bisect_left(self._sorted_names, prefix)
         found = takewhile(lambda name: name.startswith(prefix), islice(self._sorted_names, begin, None))
         return {name.removeprefix(prefix): self.parameter_of[name].shape for name in found}
 
     def children(self, module: str) -> list[str]:
-        """Names of the modules right in one."""
+        """Return the names of the direct children of a module."""
         return list(self.modules[module].children.values())
 
     def holds_parameters(self, module: str) -> bool:
-        """Whether a module or one that stands in it has parameters."""
+        """Return whether a module, or one inside it, has parameters."""
         return module in self._with_parameters
 
 
@@ -159,8 +162,8 @@ def inspect_model(spec: ParallelSpec, model: nn.Module) -> Inspection:
     """Read what a plan needs to know of a model.
 
     Args:
-        spec: says where sizes stand in the model's config.
-        model: on any device; only names, shapes, dtypes, ties, ``requires_grad``, code and configs are read.
+        spec: names the attributes of the model's config that have sizes.
+        model: a model on any device; only names, shapes, dtypes, ties, ``requires_grad``, code and configs are read.
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
@@ -185,7 +188,7 @@ def inspect_model(spec: ParallelSpec, model: nn.Module) -> Inspection:
 
 
 def model_sizes(spec: ParallelSpec, model: nn.Module) -> ModelSizes:
-    """The sizes that limit a layout, read from the model's config through the names that the spec gives."""
+    """Read the sizes that limit a layout from the model's config, through the names that the spec gives."""
     found = {}
     for field_name, attribute in spec.sizes.items():
         value = getattr(model, "config", None)
@@ -224,7 +227,7 @@ def _dtype_of(parameter: nn.Parameter) -> str:
 
 
 def _wrapped(module: nn.Module) -> tuple[str, tuple[str, ...]]:
-    """Whether peft wrapped something here, and what of its wrapping is not carried out with slices."""
+    """Return whether peft wrapped something here, and what of its wrapping is not carried out with slices."""
     if not hasattr(module, "base_layer"):
         return "", ()
     parts = [getattr(module, name, None) for name in ("base_layer", "lora_A", "lora_B")]
@@ -235,7 +238,7 @@ def _wrapped(module: nn.Module) -> tuple[str, tuple[str, ...]]:
 
 
 def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
-    """Of a class; that of a scripted module shows nothing of itself."""
+    """Return the forward of a class. The class of a scripted module does not show its own; ``__call__`` stands in for it."""
     return getattr(kind, "forward", None) or nn.Module.__call__
 
 
@@ -245,21 +248,21 @@ def _hidden_of_class(kind: type[nn.Module]) -> tuple[int, str]:
 
 
 def _hidden_argument(forward: Callable[..., Any]) -> tuple[int, str]:
-    """Place and name of the hidden state among the arguments: the one that is called so, otherwise the first."""
+    """Return position and name of the hidden state among the arguments: the one with that name, otherwise the first."""
     try:
         arguments = inspect.signature(forward).parameters
-    except (TypeError, ValueError):  # of no Python code
+    except (TypeError, ValueError):  # it is not Python code
         return 0, _HIDDEN
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [name for name, item in arguments.items() if item.kind in by_place and name != "self"]
-    if _HIDDEN in arguments and _HIDDEN not in names:  # by its name alone
+    if _HIDDEN in arguments and _HIDDEN not in names:  # keyword-only
         return len(names), _HIDDEN
     return (names.index(_HIDDEN), _HIDDEN) if _HIDDEN in names else (0, (names or [_HIDDEN])[0])
 
 
 @lru_cache(maxsize=4096)
 def _names_of(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Attributes and globals that the forward of a class uses, and the methods that it calls."""
+    """Return the names of the attributes and globals that the forward of a class, and the methods that it calls, use."""
     found: list[str] = []
     todo: list[Callable[..., object]] = [_forward_of(kind)]
     seen: set[str] = set()
@@ -276,6 +279,6 @@ def _names_of(kind: type[nn.Module]) -> tuple[str, ...]:
 
 
 def _names_in(code: CodeType) -> list[str]:
-    """Of a function, and of those inside it."""
+    """Return the names that a function uses, and those that the functions inside it use."""
     inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _names_in(constant)]
     return [*code.co_names, *inner]

@@ -1,4 +1,4 @@
-"""Moves: how a tensor comes into a module, or leaves it, where the ranks of an axis hold parts."""
+"""Moves: how a tensor is redistributed over the ranks of an axis where it enters or leaves a module."""
 
 from enum import StrEnum
 
@@ -6,41 +6,49 @@ __all__ = ["Move"]
 
 
 class Move(StrEnum):
-    """How a tensor comes into a module, or leaves it, under tensor parallel. "Whole": the same on all ranks of `tp`."""
+    """How tensor parallel redistributes a tensor that enters or leaves a module.
+
+    A tensor is *whole* if all ranks of `tp` have the same values of all of it. A *slice* is a rank's range of one dimension.
+    *Partial sums* give the tensor when they are added up over the ranks.
+    """
 
     NONE = "none"
-    """As it is."""
+    """No redistribution."""
 
     ENTER = "enter"
-    """As it is; backward all-reduces the parts of its gradient. f of Megatron-LM (arXiv 1909.08053, section 3)."""
+    """Forward: no change. Backward: the partial sums of the gradient are all-reduced. f of Megatron-LM (arXiv 1909.08053,
+    section 3)."""
 
     LEAVE = "leave"
-    """Parts are all-reduced to their sum; its gradient is whole. g of Megatron-LM."""
+    """Forward: partial sums are all-reduced. Backward: no change, because the gradient is whole. g of Megatron-LM."""
 
     GATHER_FEATURES = "gather_features"
-    """Slices of the last dimension are gathered; backward keeps this rank's slice of a whole gradient."""
+    """Forward: slices of the last dimension are all-gathered. Backward: each rank keeps its slice of the gradient, which is
+    whole."""
 
     SPLIT_FEATURES = "split_features"
-    """This rank's slice of the last dimension is kept; backward gathers."""
+    """Forward: each rank keeps its slice of the last dimension. Backward: the slices of the gradient are all-gathered."""
 
     EXCHANGE_FEATURES = "exchange_features"
-    """From a slice of several matrices in a row to a slice of each: all-to-all, and back in backward."""
+    """Forward: an all-to-all turns a slice of several concatenated matrices into a slice of each. Backward: the reverse."""
 
     COUNT_ONCE = "count_once"
-    """Of a tuple, the first: what is returned besides, whose gradient is whole (the logits of a router, for a loss of their
-    own). As it is; backward divides by the ranks, for upstream the gradients of all ranks are added up."""
+    """For the first tensor of a tuple, whose gradient is whole: the logits of a router, which are returned for a loss of their
+    own. Forward: no change. Backward: the gradient is divided by the number of ranks, because further upstream the gradients of
+    all ranks are added up. An output that is no tuple is not changed."""
 
     VOCABULARY = "vocabulary"
-    """Stays sliced over the last dimension, and says so: a DTensor, for the loss."""
+    """The tensor stays sliced over its last dimension and becomes a DTensor, from which the loss sees that it is sliced."""
 
     GATHER_SEQUENCE = "gather_sequence"
-    """Parts of the sequence are gathered; backward reduce-scatters the parts of the gradient."""
+    """Forward: slices of the sequence are all-gathered. Backward: the partial sums of the gradient are reduce-scattered."""
 
     GATHER_SEQUENCE_WHOLE = "gather_sequence_whole"
-    """Parts of the sequence are gathered; backward keeps this rank's part of a whole gradient."""
+    """Forward: slices of the sequence are all-gathered. Backward: each rank keeps its slice of the gradient, which is whole."""
 
     SPLIT_SEQUENCE = "split_sequence"
-    """This rank's part of the sequence is kept; backward gathers."""
+    """Forward: each rank keeps its slice of the sequence. Backward: the slices of the gradient are all-gathered."""
 
     SCATTER_SEQUENCE = "scatter_sequence"
-    """Sums are reduce-scattered to parts of the sequence; backward gathers."""
+    """Forward: partial sums are reduce-scattered to slices of the sequence. Backward: the slices of the gradient are
+    all-gathered."""

@@ -1,4 +1,4 @@
-"""Dotted names of modules and parameters, which are a tree: ``model.layers.0.mlp`` stands in ``model.layers.0``."""
+"""Dotted names of modules and parameters. They form a tree: ``model.layers.0.mlp`` is inside ``model.layers.0``."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -8,22 +8,22 @@ __all__ = ["generalize", "holder_of", "inside", "last_of_each_container", "match
 
 
 def holder_of(name: str) -> str:
-    """The module that holds a module or a parameter; of a name without dots, the root, whose name is empty."""
+    """Return the module that directly holds a module or a parameter; for a name without dots the root, whose name is empty."""
     return name.rpartition(".")[0]
 
 
 def inside(name: str, module: str) -> bool:
-    """Whether a module or a parameter stands in a module, at any depth. All but the root stand in the root."""
+    """Return whether a module or a parameter is inside a module, at any depth. All but the root are inside the root."""
     return name.startswith(f"{module}.") if module else bool(name)
 
 
 def within(name: str, modules: Iterable[str]) -> bool:
-    """Whether a name is one of some modules, or stands in one of them."""
+    """Return whether a name is one of some modules, or is inside one of them."""
     return any(name == module or inside(name, module) for module in modules)
 
 
 def nearest(name: str, modules: Collection[str]) -> str:
-    """The innermost of some modules that a name stands in; the root, whose name is empty, where it stands in none."""
+    """Return the innermost of some modules that a name is inside of; the root, whose name is empty, if there is none."""
     holder = holder_of(name)
     while holder and holder not in modules:
         holder = holder_of(holder)
@@ -42,22 +42,22 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def match_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """The names that a pattern matches, in their order.
+    """Return the names that a pattern matches, in their order.
 
-    ``*`` stands for (part of) one component of a dotted name, ``**`` for one or more components. The empty pattern is
-    the root module.
+    ``*`` stands for (part of) one component of a dotted name, ``**`` for one or more components. The empty pattern is the root
+    module.
     """
     return [name for name in names if _compiled(pattern).fullmatch(name)]
 
 
 def generalize(name: str) -> str:
-    """The pattern of a name: its numeric components as ``*``, as in ``model.layers.*``."""
+    """Return the pattern of a name: its numeric components become ``*``, as in ``model.layers.*``."""
     return ".".join("*" if component.isdigit() else component for component in name.split("."))
 
 
 def last_of_each_container(names: Iterable[str]) -> set[str]:
-    """The container rule: of the entries of each list (names that differ only in their last component), the last one.
+    """Return the last entry of each list of modules, whose names differ only in their last component: the container rule.
 
-    It keeps its gathered parameters after forward, because backward starts there.
+    These modules keep their gathered parameters after forward, because backward starts there.
     """
     return set({holder_of(name): name for name in names}.values())

@@ -10,20 +10,20 @@ from meshwright.errors import PlanError
 __all__ = ["DTYPES", "ActivationCheckpointing", "GradientReduction", "ParallelOptions", "SyncPolicy"]
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-"""Legal dtypes of parameters, reductions and outputs, with their size in bytes."""
+"""Legal dtypes of parameters, reductions and outputs, with the bytes of one element."""
 
 
 class SyncPolicy(StrEnum):
     """What a unit does between the microbatches of an optimizer step."""
 
     DEFER = "defer"
-    """Gather once, reduce once. The gathered parameters and the unsharded gradients stay through the step."""
+    """Gather once, reduce once. The gathered parameters and the unsharded gradients are kept through the step."""
 
     RESHARD_EACH = "reshard_each"
-    """Gather in every microbatch, reduce once. Only the unsharded gradients stay through the step."""
+    """Gather in every microbatch, reduce once. Only the unsharded gradients are kept through the step."""
 
     REDUCE_EACH = "reduce_each"
-    """Gather and reduce in every microbatch. Nothing unsharded stays: the least memory, the most traffic."""
+    """Gather and reduce in every microbatch. Nothing unsharded is kept: the least memory, the most traffic."""
 
 
 class ActivationCheckpointing(StrEnum):
@@ -33,25 +33,25 @@ class ActivationCheckpointing(StrEnum):
     """Keep all."""
 
     FULL = "full"
-    """Keep the layer's input, recompute the rest in one go: the least memory, a second forward of the whole layer."""
+    """Keep the layer's input and recompute the rest at once: the least memory, a second forward of the whole layer."""
 
     SUBMODULE = "submodule"
-    """Keep the inputs of its attention, its MLP and its norms, and recompute these one by one: more is kept between them, and
-    less is held at once in backward."""
+    """Keep the inputs of its attention, its MLP and its norms, and recompute these modules one by one. This keeps more after
+    forward than ``full``, and needs less memory at once in backward."""
 
     SELECTIVE = "selective"
-    """Keep the layer's input and the results of the operators that are dear to repeat: attention, communication, the routing of
-    experts and every second matrix product. Recompute the cheap rest."""
+    """Keep the layer's input and the results of operators that are expensive to repeat: attention, communication, the routing
+    of experts and every second matrix product. Recompute the rest, which is cheap."""
 
 
 class GradientReduction(StrEnum):
-    """How the gradients of the data ranks become one."""
+    """How the gradients of the data ranks are combined."""
 
     SUM = "sum"
-    """Add them. The loss is divided by the number of valid tokens of the whole optimizer step, so no factor is left."""
+    """Add them. The loss is divided by the number of valid tokens of the whole optimizer step, so no factor remains."""
 
     MEAN = "mean"
-    """Average over data ranks: torch's default, for loops whose loss is a mean on each rank."""
+    """Average them over data ranks, as torch does by default, for loops whose loss is a mean on each rank."""
 
 
 @dataclass(frozen=True)
@@ -61,37 +61,40 @@ class ParallelOptions:
     Args:
         param_dtype: dtype of gathered parameters and of compute; ``None``: that of the stored parameters.
         reduce_dtype: dtype of gradient reduction and accumulation; ``None``: ``param_dtype``.
-        output_dtype: dtype that the root casts its floating outputs to; ``None``: no cast.
-        reshard_after_forward: ``None``: the container rule (all layers but the last; not the root); else for all units.
-        sync: default policy of all units. ``None``: ``defer`` if all that it keeps unsharded through a step (parameters,
-            and with several microbatches gradients) is at most ``sync_budget`` bytes; otherwise ``reduce_each`` for experts,
-            and for the rest too if that does not fit either.
-        sync_budget: bytes, see ``sync``.
+        output_dtype: dtype that the root casts its floating-point outputs to; ``None``: no cast.
+        reshard_after_forward: whether all units free their gathered parameters after forward; ``None``: the container rule (all
+            layers but the last do, the root does not).
+        sync: default policy of all units. ``None``: ``defer`` if everything that it keeps unsharded through a step (parameters
+            and, with several microbatches, gradients) is at most ``sync_budget`` bytes. Otherwise ``reduce_each`` for experts,
+            and for the rest too if that still does not fit.
+        sync_budget: budget in bytes, see ``sync``.
         sync_units: pattern of unit names to policy; a later entry wins over an earlier one.
-        all_reduce_once: with ``reduce_each`` and replicas, all-reduce across them only in the last microbatch.
-        microbatches: forward-backward passes in an optimizer step; only prices depend on it.
-        tokens: of a microbatch, on a data rank; only the bytes of activations depend on it. ``None``: not known.
-        experts_of_token: experts that a token goes to in each mixture; for the same.
-        prefetch_forward: how many layers ahead all-gathers are started in forward; ``None``: as FSDP2 does by itself.
+        all_reduce_once: with ``reduce_each`` and replicas, all-reduce across the replicas only in the last microbatch.
+        microbatches: number of forward-backward passes in an optimizer step; only prices, and the choice for ``sync=None``,
+            depend on it.
+        tokens: number of tokens in a microbatch on a data rank; only the bytes of activations depend on it. ``None``: unknown.
+        experts_of_token: number of experts that each mixture routes a token to; only the bytes of activations depend on it.
+        prefetch_forward: how many layers ahead all-gathers are started in forward; ``None``: FSDP2's default.
         prefetch_backward: the same in backward; 0: none.
         cpu_offload: keep sharded parameters, gradients and optimizer state in host memory.
         activation_checkpointing: what is recomputed in backward.
         activation_checkpointing_layers: pattern of layer names to mode; a later entry wins over an earlier one.
-        activation_checkpointing_save: the operators whose results ``selective`` keeps instead of its own choice, such as
+        activation_checkpointing_save: operators whose results ``selective`` keeps instead of its own choice, such as
             ``aten.mm.default``.
-        compile: ``torch.compile`` each layer.
-        compile_backend: backend for it.
-        freeze: patterns of parameter names that are not trained.
-        no_decay: patterns of parameter names that are not decayed, though they are matrices.
-        gradient_reduction: add or average over data ranks.
-        twin_units: of a stack that runs twice, where two layers share parameters, make a unit of each (it gathers and reduces
-            in each pass, and holds one layer's gradients) instead of one of both (one reduction; the gradients of the whole
-            stack wait for it). ``None``: one of both where these are at most ``sync_budget`` bytes.
-        sequence_parallel: with ``tp``, hold each rank's part of the sequence between attention and MLP.
-        loss_parallel: with ``tp``, leave logits sharded over the vocabulary (a DTensor); ``None``: where the model's head is
-            known, for the loss of :mod:`~meshwright.distributed.loss_parallel`.
-        tp_plan: tensor parallel styles that win over all others: pattern of module names to style, or the import path of such
-            a dict or of a function that returns one.
+        compile: apply ``torch.compile`` to each layer.
+        compile_backend: backend of ``torch.compile``.
+        freeze: patterns of names of parameters that are not trained.
+        no_decay: patterns of names of parameters that are not decayed although they are matrices.
+        gradient_reduction: whether gradients are added or averaged over data ranks.
+        twin_units: for a stack that runs twice, where two layers share their parameters. ``True``: each layer is a unit (it
+            gathers and reduces in each pass, and the gradients of one layer are held). ``False``: both layers are one unit (it
+            reduces once, and the gradients of the whole stack wait for it). ``None``: one unit if these gradients are at most
+            ``sync_budget`` bytes, otherwise two.
+        sequence_parallel: with ``tp``, each rank has only its slice of the sequence between attention and MLP.
+        loss_parallel: with ``tp``, leave logits sharded over the vocabulary (a DTensor), for the loss of
+            :mod:`~meshwright.distributed.loss_parallel`. ``None``: do so if the model's head is known.
+        tp_plan: tensor parallel styles that win over all others: pattern of module names to style, or the import path of such a
+            dict or of a function that returns one.
     """
 
     param_dtype: str | None = "bfloat16"
@@ -122,7 +125,7 @@ class ParallelOptions:
     tp_plan: Mapping[str, Any] | str | None = None
 
     def __post_init__(self) -> None:
-        """Take plain strings for closed choices, and refuse what is not legal.
+        """Convert plain strings to the enums of closed choices, and refuse illegal values.
 
         Raises:
             PlanError: all illegal values together.
@@ -164,7 +167,7 @@ class ParallelOptions:
             raise PlanError(found)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values, for JSON."""
+        """Return the options as plain values, for JSON."""
         plain = {item.name: getattr(self, item.name) for item in fields(self)}
         return {
             **plain,

@@ -1,4 +1,4 @@
-"""How each parameter is held: its unit, what is trained, its placements and bytes."""
+"""How each parameter is stored: its unit, whether it is trained, its placements and bytes."""
 
 from collections.abc import Iterator
 from math import ceil, prod
@@ -14,7 +14,7 @@ __all__ = ["assign_units", "choose_trained", "freeze_actions", "parameter_rows"]
 
 
 def assign_units(draft: Draft) -> None:
-    """Give each parameter to the innermost unit around it; a tied one must have one unit, or twins, for all its names."""
+    """Assign each parameter to the innermost unit around it. All names of a tied parameter must be in one unit, or in twins."""
     for parameter in draft.parameters:
         units = [nearest(name, draft.units) for name in parameter.names]
         owners = [draft.twins.get(unit, unit) for unit in units]
@@ -37,7 +37,7 @@ def assign_units(draft: Draft) -> None:
 
 
 def choose_trained(draft: Draft) -> None:
-    """What the model has trained, without what the options freeze."""
+    """Choose the trained parameters: those that require a gradient in the model and that the options do not freeze."""
     frozen: set[str] = set()
     names = [parameter.name for parameter in draft.parameters]
     for pattern in draft.options.freeze:
@@ -48,13 +48,13 @@ def choose_trained(draft: Draft) -> None:
 
 
 def parameter_rows(draft: Draft) -> None:
-    """The row of each parameter."""
+    """Make the row of each parameter."""
     stages = _stages(draft)
     draft.rows = tuple(_row(draft, parameter, stages[parameter.name]) for parameter in draft.parameters)
 
 
 def _stages(draft: Draft) -> dict[str, int]:
-    """Pipeline stage of each parameter: layers cut evenly, what precedes them on the first stage, the rest on the last."""
+    """Return each parameter's pipeline stage: layers split evenly, what precedes them on the first, the rest on the last."""
     count, layers = draft.layout.size("pp"), draft.layers
     place = {name: index for index, name in enumerate(layers)}
     stages: dict[str, int] = {}
@@ -83,13 +83,13 @@ def _row(draft: Draft, parameter: ParameterFacts, stage: int) -> ParameterRow:
     elif (tp_cut := tp_dim(style, parameter.shape)) is not None:
         local[tp_cut] = ceil(local[tp_cut] / layout.size("tp"))
         placements.append(("tp", tp_placement(style, tp_cut)))
-        # Rows that are packed are several matrices, which torch could not tell apart any more if FSDP sharded them too.
+        # Packed rows are several matrices. If FSDP sharded the rows too, torch could no longer tell the matrices apart.
         by_fsdp = int(shards > 1 and tp_cut == 0 and STYLES[style or ""].pieces > 1)
     if unit.kind == EXPERTS and local[0] % shards:
-        # 128 experts over 1,024 ranks would be padded to eight times their size; their matrices are even otherwise.
+        # 128 experts over 1,024 ranks would be padded to eight times their size; other dimensions divide evenly.
         even = (dim for dim in range(1, len(local)) if dim != tp_cut and local[dim] % shards == 0)
         by_fsdp = next(even, by_fsdp)
-    # FSDP shards what the other axes left, and pads it to a multiple of the shards.
+    # FSDP shards the slice that the other axes leave, and pads it to a multiple of the number of shards.
     local[by_fsdp] = ceil(local[by_fsdp] / shards) * shards
     gathered = prod(local)
     local[by_fsdp] //= shards
@@ -120,5 +120,5 @@ def _row(draft: Draft, parameter: ParameterFacts, stage: int) -> ParameterRow:
 
 
 def freeze_actions(plan: ShardingPlan) -> Iterator[Freeze]:
-    """Take what has no gradient out of training."""
+    """Yield the action that freezes the parameters without a gradient."""
     yield Freeze(tuple(row.name for row in plan.parameters if not row.trainable))

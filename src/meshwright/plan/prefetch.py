@@ -1,11 +1,12 @@
-"""Which units are gathered ahead of their use, and what is held at once because of it.
+"""Which units are gathered ahead of their use, and how much is gathered at once because of it.
 
-Without options FSDP2 decides: in forward the next unit's all-gather runs beside the current one's compute, because the CPU is
-ahead of the GPU; in backward each unit starts the all-gather of the one that finished forward before it. With
-`prefetch_forward` and `prefetch_backward` every unit, as its own turn comes, starts those of the next so many.
+Without options FSDP2 decides. In forward, the all-gather of the next unit overlaps the compute of the current one, because the
+CPU runs ahead of the GPU. In backward, each unit starts the all-gather of the unit that finished forward before it. With
+`prefetch_forward` and `prefetch_backward`, when a turn begins, its outer unit starts the all-gathers of that many next turns.
+The root starts those of the first turns.
 
-The turns: a layer, with the units inside it, is one; so is a unit outside the layers. A unit that has layers in it, such as
-the root, is no turn: it is gathered all the while that they run.
+A *turn* is a layer, together with the units inside it, or a unit outside the layers. A unit that has layers inside, such as the
+root, belongs to no turn: it stays gathered while its layers run.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,11 +23,11 @@ __all__ = ["Turns", "check_prefetch", "gathered_peak", "prefetch_actions", "pref
 
 @dataclass(frozen=True)
 class Turns:
-    """The units of a plan by when they are needed.
+    """The units of a plan, grouped by when they compute.
 
     Attributes:
-        around: units that have layers in them; the root is the first.
-        turns: the others, in forward order: the units of one turn, the outer one first. Idle ones have no turn.
+        around: units that have layers inside; the root is the first.
+        turns: the other units, in forward order, grouped by turn; in a turn, the outer unit is first. Idle units have no turn.
     """
 
     around: tuple[UnitRow, ...]
@@ -34,10 +35,10 @@ class Turns:
 
 
 def turns(plan: ShardingPlan) -> Turns:
-    """Divide the units of a plan."""
+    """Group the units of a plan into turns."""
     around: list[UnitRow] = []
     found: list[list[UnitRow]] = []
-    for unit in plan.fsdp_units:  # in the order of the model, parents first
+    for unit in plan.fsdp_units:  # in model order, parents first
         if not unit.forwards:
             continue
         if unit.name == ROOT or any(inside(layer, unit.name) for layer in plan.layers):
@@ -50,10 +51,10 @@ def turns(plan: ShardingPlan) -> Turns:
 
 
 def prefetch_targets(plan: ShardingPlan) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
-    """For each unit the units whose all-gathers it starts in forward, and in backward, in this order.
+    """Return, for each unit, the units whose all-gathers it starts in forward, and those in backward, in this order.
 
-    Units that are not named keep to FSDP2's own ways. In backward these would prefetch, so every unit is named there, with
-    itself (which is gathered then) if it is to start no other.
+    Units that are not named keep FSDP2's default. In backward that default would prefetch, so every unit is named there. A unit
+    that should start no other one is given itself, which is gathered by then.
     """
     options, parts = plan.options, turns(plan)
     forward: dict[str, tuple[str, ...]] = {}
@@ -78,24 +79,24 @@ def _names(turns: Iterable[Sequence[UnitRow]]) -> tuple[str, ...]:
 
 
 def prefetch_actions(plan: ShardingPlan) -> Iterator[Prefetch]:
-    """What the options say of gathering ahead."""
+    """Yield the prefetching that the options ask for."""
     forward, backward = prefetch_targets(plan)
     for name in dict.fromkeys((*forward, *backward)):
         yield Prefetch(name, forward.get(name, ()), backward.get(name, ()))
 
 
 def gathered_peak(plan: ShardingPlan, gathered: Mapping[str, int]) -> int:
-    """Bytes of gathered parameters that a rank holds at the worst moment of a forward and backward.
+    """Return the peak bytes of gathered parameters that a rank holds in a forward and backward.
 
     Args:
         plan: says what is freed after forward, and what is gathered ahead.
-        gathered: bytes of each unit, by its name.
+        gathered: gathered bytes of each unit, by its name.
     """
     parts, options = turns(plan), plan.options
     order = parts.turns
 
     def ahead(turn: int, step: int, said: int | None) -> list[UnitRow]:
-        # FSDP2 itself gathers one unit ahead: the outer one of a turn, not what is inside it.
+        # By default FSDP2 gathers one unit ahead: the outer unit of a turn, not those inside it.
         if said is None:
             return list(order[turn + step][:1]) if 0 <= turn + step < len(order) else []
         nearest = order[turn + 1 : turn + 1 + said] if step > 0 else order[max(0, turn - said) : turn]
@@ -105,10 +106,10 @@ def gathered_peak(plan: ShardingPlan, gathered: Mapping[str, int]) -> int:
         return sum(gathered[name] for name in {unit.name for unit in units})
 
     deferred = [unit for turn in order for unit in turn if unit.sync is SyncPolicy.DEFER]
-    stayed: list[UnitRow] = []  # of the turns before this one
+    stayed: list[UnitRow] = []  # units of earlier turns that stay gathered after forward
     peak = 0
     for index, turn in enumerate(order):
-        # In forward what stays has come up to the turns gathered ahead; in backward, what stays is left down to this turn.
+        # In forward, `stayed` is gathered too. In backward it still is, and so are the deferred units of later turns.
         peak = max(peak, held([*stayed, *turn, *ahead(index, 1, options.prefetch_forward)]))
         peak = max(peak, held([*deferred, *stayed, *turn, *ahead(index, -1, options.prefetch_backward)]))
         stayed += [unit for unit in turn if unit.sync is SyncPolicy.DEFER or not unit.reshard_after_forward]
@@ -116,7 +117,7 @@ def gathered_peak(plan: ShardingPlan, gathered: Mapping[str, int]) -> int:
 
 
 def check_prefetch(draft: Draft) -> None:
-    """Refuse prefetching that has nothing to do."""
+    """Refuse prefetching that would have no effect."""
     options, layout = draft.options, draft.layout
     chosen = {"prefetch_forward": options.prefetch_forward, "prefetch_backward": options.prefetch_backward}
     chosen = {name: value for name, value in chosen.items() if value is not None}

@@ -1,4 +1,4 @@
-"""What a plan costs a rank: bytes held, and collectives and bytes of one optimizer step. Plain arithmetic over its rows."""
+"""What a plan costs a rank: stored bytes, and collectives and bytes of one optimizer step. Plain arithmetic over its rows."""
 
 import json
 from collections import Counter
@@ -13,12 +13,12 @@ from meshwright.plan.sharding_plan import ParameterRow, ShardingPlan, UnitRow, s
 __all__ = ["Totals", "UnitTraffic", "priced_json", "tensor_parallel_counts", "totals", "unit_traffic", "use_traffic"]
 
 ADAMW_STATES = 2
-"""Tensors that AdamW keeps for a parameter (both moments), in the dtype and placement of the parameter."""
+"""Number of tensors that AdamW keeps for a parameter (both moments), in the dtype and placement of the parameter."""
 
 
 @dataclass(frozen=True)
 class UnitTraffic:
-    """Collectives of one unit in one optimizer step, on one rank. Bytes are of the larger buffer of each call."""
+    """The collectives of one unit in one optimizer step, on one rank. Bytes are of the larger buffer of each call."""
 
     all_gathers: int = 0
     all_gather_bytes: int = 0
@@ -30,17 +30,19 @@ class UnitTraffic:
 
 @dataclass(frozen=True)
 class Totals:
-    """What the busiest rank holds and sends. All sizes in bytes unless said.
+    """What the rank that stores the most stores and communicates. All sizes are in bytes unless stated otherwise.
 
     Attributes:
-        parameters: elements of the whole model, each tied one once; ``trainable`` of them have a gradient.
-        parameter_bytes: its shard of the parameters, as stored.
-        gradient_bytes: its shard of the gradients.
-        optimizer_bytes: its shard of AdamW's state.
-        largest_unit: name of the unit with the most gathered bytes, ``largest_unit_bytes``.
+        parameters: number of elements of the whole model; a tied parameter counts once.
+        trainable: number of those that have a gradient.
+        parameter_bytes: its shards of the parameters, as stored.
+        gradient_bytes: its shards of the gradients.
+        optimizer_bytes: its shards of AdamW's state.
+        largest_unit: name of the unit with the most gathered bytes.
+        largest_unit_bytes: gathered bytes of that unit.
         gathered_peak_bytes: gathered parameters held at once at the peak (see :mod:`meshwright.plan.prefetch`).
         unsharded_gradient_peak_bytes: unsharded gradients held at the peak.
-        traffic: collectives of one optimizer step for the data axes, under the sync policies of the units.
+        traffic: collectives over the data axes in one optimizer step, under the sync policies of the units.
     """
 
     parameters: int
@@ -56,7 +58,7 @@ class Totals:
 
 
 def unit_traffic(plan: ShardingPlan, unit: UnitRow, stage: int | None = None) -> UnitTraffic:
-    """Collectives of a unit in one optimizer step, counting only the parameters of one stage if it is given."""
+    """Return the collectives of a unit in one optimizer step; if a stage is given, only for the parameters of that stage."""
     layout, microbatches = plan.layout, plan.options.microbatches
     if unit.part_of:
         return UnitTraffic()
@@ -67,7 +69,7 @@ def unit_traffic(plan: ShardingPlan, unit: UnitRow, stage: int | None = None) ->
         once = unit.sync is SyncPolicy.DEFER
         parts = plan.parts(unit)
         forwards, backwards = sum(part.forwards for part in parts), len(parts) if unit.gathers_in_backward else 0
-        # Where it stays gathered after forward, its first backward finds it so.
+        # If it stays gathered after forward, its first backward does not gather it again.
         once = once and forwards > 0
         again = 0 if not forwards else forwards + backwards if unit.reshard_after_forward else 1 + max(0, backwards - 1)
         gathers = 1 if once else microbatches * again
@@ -90,21 +92,22 @@ MOVED = {
     Move.SPLIT_SEQUENCE: (None, "all_gather"),
     Move.SCATTER_SEQUENCE: ("reduce_scatter", "all_gather"),
 }
-"""Collective of a move in forward, and in backward."""
+"""The collective of each move in forward, and in backward."""
 
 LOSS_PARALLEL = 2
-"""All-reduces of a cross-entropy over a sharded vocabulary: the largest logit, then sums."""
+"""Number of all-reduces of a cross-entropy over a sharded vocabulary: one for the largest logit, then one for sums."""
 
 
 def tensor_parallel_counts(plan: ShardingPlan) -> Counter[str]:
-    """Collectives over ``tp`` of one optimizer step on one rank, by kind. Their bytes depend on the batch.
+    """Return the collectives over ``tp`` of one optimizer step on one rank, by kind. Their bytes depend on the batch.
 
-    Where everything is trained and nothing recomputed: a module that no gradient flows through makes fewer, recomputation more.
+    The counts assume that everything is trained and nothing is recomputed. A module that no gradient flows through has fewer
+    collectives, recomputation has more.
     """
     found: Counter[str] = Counter()
     for row in plan.tensor_parallel:
         forwards = plan.forwards(row.module)
-        # What enters experts is the hidden state and the weights of the routing.
+        # Two tensors enter experts: the hidden state and the weights of the routing.
         for move, times in ((row.entry, 2 if row.style == "moe_tp_experts" else 1), (row.exit, 1)):
             forward, backward = MOVED.get(move, (None, None))
             found[forward or ""] += times * forwards
@@ -114,8 +117,9 @@ def tensor_parallel_counts(plan: ShardingPlan) -> Counter[str]:
 
 
 def use_traffic(plan: ShardingPlan, stage: int) -> UnitTraffic:
-    """The all-reduce at the end of a step that tells which trainable parameters were used: a number of eight bytes for each,
-    and two for the order in which units ran.
+    """Return the traffic of the flags of use: one all-reduce at the end of a step.
+
+    It tells which trainable parameters were used: a number of eight bytes for each, and two for the order in which units ran.
     """
     if not plan.flags_of_use:
         return UnitTraffic()
@@ -124,13 +128,13 @@ def use_traffic(plan: ShardingPlan, stage: int) -> UnitTraffic:
 
 
 def totals(plan: ShardingPlan) -> Totals:
-    """Add a plan up, for the pipeline stage that holds the most."""
+    """Add up a plan, for the pipeline stage that stores the most."""
     stages = range(plan.layout.size("pp"))
     return max((_stage_totals(plan, stage) for stage in stages), key=lambda found: found.parameter_bytes)
 
 
 def priced_json(plan: ShardingPlan) -> str:
-    """The whole plan and its totals as JSON text."""
+    """Return the whole plan and its totals as JSON text."""
     return json.dumps({**plan.to_dict(), "totals": asdict(totals(plan))}, indent=1)
 
 
@@ -154,15 +158,15 @@ def _stage_totals(plan: ShardingPlan, stage: int) -> Totals:
 
 
 def _gradient_peak(plan: ShardingPlan, rows: Sequence[ParameterRow]) -> int:
-    """Bytes of gradients that backward made and that are not reduced yet, at the worst moment."""
+    """Return the peak bytes of gradients that backward has computed and that are not reduced yet."""
     trained = [row for row in rows if row.trainable]
     parts = turns(plan)
     units = {unit.name: unit for unit in plan.fsdp_units}
     first_layer = next((index for index, row in enumerate(trained) if units[row.unit].kind == "layer"), 0)
-    waiting = 0  # all through backward
-    last = 0  # comes when all else is through, and is reduced with what waits
-    doubled = 0  # comes in several parts: the sum, the part and their new sum are there at once
-    written: dict[str, int] = {}  # by units that reduce as soon as they are through
+    waiting = 0  # held through all of backward
+    last = 0  # computed after all others, and reduced together with `waiting`
+    doubled = 0  # computed in several parts: the sum, the next part and their new sum exist at once
+    written: dict[str, int] = {}  # by unit, for units that reduce right after their own backward
     for index, row in enumerate(trained):
         around = units[row.unit] in parts.around
         shared = len(plan.parts(units[row.unit])) > 1
@@ -172,9 +176,9 @@ def _gradient_peak(plan: ShardingPlan, rows: Sequence[ParameterRow]) -> int:
         for unit in copies:
             accumulated = plan.options.microbatches > 1 and unit.sync is not SyncPolicy.REDUCE_EACH
             waiting += row.reduced_bytes if accumulated else 0  # in the dtype of reduction
-            if shared:  # both passes hand over one gradient
+            if shared:  # one gradient, which is complete after both passes
                 waiting += row.gathered_bytes
-            elif accumulated and row.reduced_bytes == row.gathered_bytes:  # is added to the others at once
+            elif accumulated and row.reduced_bytes == row.gathered_bytes:  # added to those of earlier microbatches at once
                 doubled = max(doubled, row.gathered_bytes)
             elif around and index < first_layer and not row.aliases:
                 last += row.gathered_bytes
@@ -187,7 +191,7 @@ def _gradient_peak(plan: ShardingPlan, rows: Sequence[ParameterRow]) -> int:
 
 
 def _unit_bytes(plan: ShardingPlan, unit: UnitRow, stage: int | None) -> tuple[int, int]:
-    """Gathered and reduced bytes of a unit."""
+    """Return the gathered and the reduced bytes of a unit."""
     rows = [row for row in plan.rows(unit) if stage in (None, row.stage)]
     return sum(row.gathered_bytes for row in rows), sum(row.reduced_bytes for row in rows)
 

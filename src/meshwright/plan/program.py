@@ -1,8 +1,8 @@
-"""The program of a plan: what is done to a model, action after action, in the order in which it is done.
+"""The program of a plan: the actions that are performed on a model, in order.
 
-Rows (:mod:`meshwright.plan.sharding_plan`) say how each parameter and unit ends up, for people. Actions say what
-:mod:`meshwright.distributed` has to do for that, and leave it nothing to decide: they name the modules, the parameters and the
-attributes that are set. ``meshwright plan --program`` prints them.
+Rows (:mod:`meshwright.plan.sharding_plan`) tell people what becomes of each parameter and unit. Actions say what
+:mod:`meshwright.distributed` has to do to get there. They name the modules, the parameters and the attributes that are set, so
+that nothing is left to decide. ``meshwright plan --program`` prints them.
 """
 
 from dataclasses import dataclass, fields
@@ -35,13 +35,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Slice:
-    """Hold a slice of a parameter on each rank of an axis: it becomes a DTensor.
+    """Make a parameter a DTensor, of which each rank of an axis stores a slice.
 
     Attributes:
-        names: of the parameter; a tied one has several, and is sliced once.
-        axis: of the mesh.
+        names: all names of the parameter; a tied one has several, and is sliced once.
+        axis: mesh axis.
         dim: dimension that is sliced.
-        pieces: tensors that lie one after another in this dimension, each of which is sliced.
+        pieces: number of tensors that are concatenated along this dimension; each of them is sliced.
     """
 
     names: tuple[str, ...]
@@ -55,9 +55,9 @@ class Assign:
     """Set attributes of a module.
 
     Attributes:
-        module: its name.
-        values: dotted attribute to value.
-        own: attributes that the module gets a copy of before, because other modules share them.
+        module: name of the module.
+        values: (dotted attribute, value) pairs.
+        own: attributes that are copied for this module first, because other modules share them.
     """
 
     module: str
@@ -69,44 +69,44 @@ class Kernel(StrEnum):
     """What a module computes with its slices."""
 
     OWN = "own"
-    """Its own forward."""
+    """The module's own forward."""
 
     VOCABULARY_ROWS = "vocabulary_rows"
-    """An embedding that holds the rows of some words looks these up, and gives zeros for the others."""
+    """An embedding that stores the rows of some words: it looks these up, and returns zeros for all others."""
 
     ONE_HEAD = "one_head"
-    """A matrix of several heads computes the one that the queries of this rank need."""
+    """A matrix of several heads: it computes only the head that the queries of this rank need."""
 
 
 class Bias(StrEnum):
-    """Who adds the bias of a matrix whose output is a sum over ranks."""
+    """Which ranks add the bias of a module whose output may be a sum over ranks, and when."""
 
     EACH = "each"
-    """The module itself: each rank adds its own slice, or there is none."""
+    """Each rank adds its own slice in the module's forward, or there is no bias."""
 
     LATE = "late"
-    """Each rank, once its part of the sum has left the module."""
+    """Each rank adds it after the move at the exit of the module."""
 
     FIRST = "first"
-    """The first rank of the axis, before the sum is made elsewhere."""
+    """The first rank of the axis adds it in the module's forward. The outputs are summed elsewhere."""
 
 
 @dataclass(frozen=True)
 class Compute:
-    """Let a module compute with slices of its parameters, between a move of its input and one of its output.
+    """Let a module compute with slices of its parameters, between a move of its input and a move of its output.
 
     Attributes:
-        module: its name.
+        module: name of the module.
         kernel: what it computes.
-        entry: how the input comes in.
-        exit: how the output leaves; of a tuple, as the move says.
-        argument: place and name of the argument that comes in so; ``None``: all floating tensors.
+        entry: move of the input.
+        exit: move of the output; if that is a tuple, of its first element.
+        argument: position and name of the argument that ``entry`` moves; ``None``: all floating-point tensors.
         sums: its own parameters whose gradients are summed over the axis.
-        parts: sizes that a move or a kernel takes a tensor apart by.
-        features: width of a whole output, where the move needs it.
-        bias: who adds it.
+        parts: sizes into which a move or a kernel splits a tensor.
+        features: width of the whole output, if the move needs it.
+        bias: which ranks add the bias.
         padding: row of an embedding that gets no gradient.
-        axis: of the mesh.
+        axis: mesh axis.
     """
 
     module: str
@@ -124,13 +124,13 @@ class Compute:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Send the tokens of a mixture to the ranks that hold their experts, and the results back.
+    """Send the tokens of a mixture to the ranks that store their experts, and the results back.
 
     Attributes:
-        module: the mixture.
-        experts: of it, over all ranks.
-        axis: whose ranks hold them.
-        token_axis: axis whose ranks have the same tokens, of which each sends its share; empty: none.
+        module: name of the mixture.
+        experts: number of its experts, over all ranks.
+        axis: mesh axis whose ranks store them.
+        token_axis: axis whose ranks have the same tokens, so that each sends only its share; empty: there is none.
     """
 
     module: str
@@ -141,13 +141,13 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Compute a module again in backward instead of keeping its activations.
+    """Recompute a module in backward instead of keeping its activations.
 
     Attributes:
-        module: its name.
-        selective: keep the results of the operators that are dear to repeat, or of ``operators`` where any are named.
-        operators: ``namespace.operator.overload``.
-        routing: keep the choice of experts, whatever else is computed again.
+        module: name of the module.
+        selective: keep the results of operators that are expensive to repeat, or of ``operators`` if any are named.
+        operators: names, each ``namespace.operator.overload``.
+        routing: keep the choice of experts, whatever else is recomputed.
     """
 
     module: str
@@ -158,10 +158,10 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Freeze:
-    """Take parameters out of training; all others are trained.
+    """Freeze parameters; all others are trained.
 
     Attributes:
-        parameters: first names of all that have no gradient; the others have one.
+        parameters: first names of all parameters without a gradient; the others have one.
     """
 
     parameters: tuple[str, ...] = ()
@@ -169,45 +169,47 @@ class Freeze:
 
 @dataclass(frozen=True)
 class PartTwins:
-    """Give the second modules of twin units parameters of their own for as long as units are wrapped: FSDP2 refuses a parameter
-    that two units hold.
+    """Give the second modules of twin units parameters of their own while units are wrapped.
+
+    FSDP2 refuses a parameter that is in two units.
 
     Attributes:
-        parameters: name in the first unit, and in the second.
+        parameters: (name in the first unit, name in the second unit) pairs.
     """
 
     parameters: tuple[tuple[str, str], ...]
 
 
 class Engine(StrEnum):
-    """What of torch makes a unit."""
+    """The torch function that makes a unit."""
 
     SHARD = "fully_shard"
     REPLICATE = "replicate"
-    """The same engine with whole parameters: one all-reduce a unit."""
+    """The same engine with whole parameters: one all-reduce for each unit."""
 
 
 @dataclass(frozen=True)
 class Wrap:
-    """Make modules one unit, which gathers and reduces the parameters in them that no unit has yet.
+    """Make modules one unit, which gathers and reduces the parameters in them that are in no unit yet.
 
     Attributes:
-        unit: its name, that of the first module.
-        modules: mostly one.
-        engine: of torch.
-        axes: that parameters are replicated and sharded over.
-        param_dtype: of compute; ``None``: as stored.
-        reduce_dtype: of reduction; ``None``: that of the gradient.
+        unit: name of the unit, which is that of its first module.
+        modules: names of its modules; usually one.
+        engine: torch function that makes it.
+        axes: mesh axes that its parameters are replicated and sharded over.
+        param_dtype: dtype of compute; ``None``: the stored dtype.
+        reduce_dtype: dtype of gradient reduction; ``None``: the dtype of the gradient.
         reshard_after_forward: whether gathered parameters are freed after forward.
         sync: what the unit does between microbatches.
-        divisor: what the sum of the gradients is divided by; ``None``: by the ranks that reduce, as torch does.
-        output_dtype: that outputs are cast to; ``None``: no cast.
-        plain_sum: add first and divide then, on every backend.
-        experts: whether the axes are those of the mesh of experts.
-        dims: parameter to the dimension that is sharded, where it is not the first one.
-        offload: keep shards in host memory, pinned where the device is an accelerator.
-        each_run: gather and free around each run of each module, which run apart.
-        no_grad_runs: whether modules run without gradient too; backward does not prefetch in the order of these.
+        divisor: number that the sum of the gradients is divided by; ``None``: the number of ranks that reduce, as in torch.
+        output_dtype: dtype that outputs are cast to; ``None``: no cast.
+        plain_sum: reduce with a plain sum and divide afterwards, on every backend.
+        experts: whether the axes are those of the expert mesh.
+        dims: (parameter, dimension) pairs, for parameters that are not sharded along their first dimension.
+        offload: keep shards in host memory, which is pinned if the device is an accelerator.
+        each_run: gather and reshard around each run of each module, because the modules run at different times.
+        no_grad_runs: whether modules also run without gradient. Such runs are kept out of the order in which backward
+            prefetches.
     """
 
     unit: str
@@ -230,11 +232,11 @@ class Wrap:
 
 @dataclass(frozen=True)
 class JoinTwins:
-    """Make the parameters of twin units one again: by name now, and in memory before the first forward.
+    """Make the parameters of twin units the same again: by name now, and in memory before the first forward.
 
     Attributes:
         parameters: as in :class:`PartTwins`.
-        units: first and second unit of each pair.
+        units: (first unit, second unit) pairs.
     """
 
     parameters: tuple[tuple[str, str], ...]
@@ -243,11 +245,11 @@ class JoinTwins:
 
 @dataclass(frozen=True)
 class Prefetch:
-    """Have a unit start the all-gathers of others, in this order.
+    """Make a unit start the all-gathers of other units, in this order.
 
     Attributes:
-        unit: its name.
-        forward: units that it starts in forward; empty: as FSDP2 does by itself.
+        unit: name of the unit.
+        forward: units whose all-gathers it starts in forward; empty: FSDP2's default.
         backward: the same in backward.
     """
 
@@ -261,8 +263,8 @@ class Compile:
     """Compile the forward of a module, as one graph or as many as it takes.
 
     Attributes:
-        module: its name.
-        backend: of ``torch.compile``.
+        module: name of the module.
+        backend: backend of ``torch.compile``.
     """
 
     module: str
@@ -274,11 +276,11 @@ Action = (
 )  # fmt: skip
 
 ACTIONS: dict[str, type[Action]] = {kind.__name__: kind for kind in Action.__args__}
-"""Kinds of actions by their names."""
+"""The kinds of actions by name."""
 
 
 def describe(action: Action) -> tuple[str, str]:
-    """What an action is done to, and how: its first attribute, and those of the others that are not as by default."""
+    """Return what an action is applied to (its first attribute), and how (the other attributes that are not defaults)."""
     first, *others = fields(action)
     chosen = {item.name: getattr(action, item.name) for item in others}
     shown = (f"{item.name} {_text(chosen[item.name])}" for item in others if chosen[item.name] not in (item.default, ()))

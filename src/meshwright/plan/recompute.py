@@ -13,7 +13,7 @@ __all__ = ["checkpointing_modes", "parts_of_layer", "recompute_actions", "recomp
 
 
 def checkpointing_modes(draft: Draft) -> dict[str, ActivationCheckpointing]:
-    """The mode of each layer: one for all of them, and patterns for some, of which a later one wins."""
+    """Return the mode of each layer: one for all layers, and patterns for some, of which a later one wins."""
     options, layers = draft.options, draft.layers
     modes = dict.fromkeys(layers, options.activation_checkpointing)
     for pattern, mode in options.activation_checkpointing_layers.items():
@@ -51,10 +51,10 @@ def checkpointing_modes(draft: Draft) -> dict[str, ActivationCheckpointing]:
 
 
 def parts_of_layer(model: Inspection, layer: str) -> Iterator[str]:
-    """What ``submodule`` recomputes one by one: the children of a layer that hold parameters.
+    """Yield the modules that ``submodule`` recomputes one by one: the children of a layer that have parameters.
 
     In every layer of a transformer these are its attention (or state space mixer), its MLP or experts, and its norms, whatever
-    a family calls them. A child that cannot be called, a list or dict of modules, stands for its entries.
+    a family calls them. A child that cannot be called, a list or dict of modules, is replaced by its entries.
     """
     for child in model.children(layer):
         if model.modules[child].container:
@@ -64,15 +64,15 @@ def parts_of_layer(model: Inspection, layer: str) -> Iterator[str]:
 
 
 def recompute_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action]:
-    """What each layer computes again, as its row says."""
-    # Whoever chooses experts stands beside them, so that where it is unknown, all that is beside them may be it.
+    """Yield the actions that recompute each layer as its row says."""
+    # The router is in the module that also holds the experts. If it is unknown, any module in there may be it.
     routing = [name for row in plan.experts for name in (row.module, row.router or holder_of(row.module))]
     chosen = [unit for unit in plan.units if unit.activation_checkpointing is not ActivationCheckpointing.NONE]
     for unit in chosen:
         mode, kept = unit.activation_checkpointing, plan.options.activation_checkpointing_save
         yield from recompute_layer(draft.model, unit.name, mode, kept, routing)
-    if chosen and draft.model.caches:  # a layer that runs again would fill the cache twice
-        # An attention that was told its own heads has a config of its own by now.
+    if chosen and draft.model.caches:  # a layer that is recomputed would fill the cache twice
+        # An attention that was given the head counts of its rank has its own copy of the config by now.
         copies = [row.module for row in plan.tensor_parallel if row.style == "region" and row.parts]
         for name in (*draft.model.caches, *(name for name in copies if draft.model.modules[name].has_config)):
             yield Assign(name, (("config.use_cache", False),))
@@ -85,14 +85,15 @@ def recompute_layer(
     operators: tuple[str, ...] = (),
     routing: Collection[str] = (),
 ) -> Iterator[Recompute]:
-    """The actions of a layer's mode.
+    """Yield the actions of a layer's mode.
 
     Args:
-        model: its facts.
-        layer: its name.
-        mode: what is computed again.
-        operators: whose results ``selective`` keeps; empty: its own choice.
-        routing: modules that choose experts or hold them. What contains one keeps the choice of experts in every mode.
+        model: facts of the model.
+        layer: name of the layer.
+        mode: what is recomputed.
+        operators: operators whose results ``selective`` keeps; empty: its own choice.
+        routing: names of modules that choose experts or hold them. A module that is or contains one keeps the choice of experts
+            in every mode.
     """
 
     def routes(name: str) -> bool:

@@ -1,5 +1,7 @@
-"""resolve(): spec x model x layout x options -> ShardingPlan. One pass after another takes the draft of the plan further; then
-the program is written, in the one order in which a model is parallelized.
+"""resolve(): spec x model x layout x options -> ShardingPlan.
+
+Passes complete the draft of the plan, one after another. Then the program is written, in the one order in which a model is
+parallelized.
 """
 
 from dataclasses import replace
@@ -39,16 +41,16 @@ def resolve(
 
     Args:
         spec: what the family declares.
-        model: the model, or its facts (:func:`~meshwright.plan.inspection.inspect_model`); on the meta device it needs no
-            memory, and only names, shapes, dtypes, ties, ``requires_grad``, code and configs are read.
+        model: the model, or its facts (:func:`~meshwright.plan.inspection.inspect_model`). A model on the meta device needs no
+            memory; only names, shapes, dtypes, ties, ``requires_grad``, code and configs are read.
         layout: sizes; unresolved ones are inferred from ``world_size``.
-        options: the choices; defaults if ``None``.
-        world_size: number of ranks; needed where the layout is not resolved.
+        options: the choices; ``None``: the defaults.
+        world_size: number of ranks; required if the layout is not resolved.
 
     Raises:
-        LayoutError: sizes that fit neither the world size nor the model.
-        PlanError: patterns without a match, modules or parameters that two rules claim, parameters that cannot be
-            sharded. All of them in one report.
+        LayoutError: sizes that do not fit the world size or the model.
+        PlanError: patterns without a match, modules or parameters that two rules claim, parameters that cannot be sharded. All
+            of them are in one report.
     """
     facts = model if isinstance(model, Inspection) else inspect_model(spec, model)
     if world_size is None:

@@ -1,4 +1,4 @@
-"""ShardingPlan: one row for every parameter and every unit. Frozen, printable, comparable, JSON."""
+"""ShardingPlan: a frozen plan with one row for each parameter and each unit. It can be printed, compared and saved as JSON."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 ROOT = ""
-"""Name of the root unit: the model itself."""
+"""Name of the root unit, which is the model itself."""
 
 LAYER = "layer"
 """Kind of the units that are layers."""
@@ -39,22 +39,23 @@ EXPERTS = "experts"
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """How one parameter is held.
+    """How one parameter is sharded and stored.
 
     Attributes:
-        name: its name in the model; ``aliases`` are the other names of a tied parameter.
+        name: first name of the parameter in the model.
+        aliases: the other names of a tied parameter.
         shape: global shape.
-        dtype: dtype that it is stored in.
-        unit: name of the unit that gathers and reduces it.
+        dtype: dtype in which it is stored.
+        unit: name of the unit that gathers it and reduces its gradient.
         placements: (axis, placement) pairs, only for axes larger than 1.
-        local_shape: shape on rank 0 of each axis, which holds the most.
-        bytes_per_rank: stored bytes on that rank, padding of uneven rows included.
+        local_shape: shape on rank 0 of each axis, which stores the most.
+        bytes_per_rank: stored bytes on that rank, including the padding of uneven shards.
         gathered_bytes: bytes of the gathered parameter in the dtype of compute, padding included.
-        reduced_bytes: bytes that go into the reduction of its gradient, padding included; 0 if frozen.
+        reduced_bytes: bytes of its gradient in the buffer that the unit reduces, padding included; 0 if it is frozen.
         trainable: whether it has a gradient.
-        stage: pipeline stage that holds it.
+        stage: pipeline stage that it is in.
         tp_style: declared tensor parallel style; ``None``: replicated over ``tp``.
-        decayed: whether weight decay pulls it towards zero: a trained matrix, and no bias, no norm
+        decayed: whether weight decay pulls it towards zero, as it does trained matrices, but not biases and norms
             (:mod:`meshwright.plan.decay`).
     """
 
@@ -75,13 +76,13 @@ class ParameterRow:
 
     @property
     def fsdp_dim(self) -> int:
-        """The dimension that FSDP shards."""
+        """The dimension that FSDP shards; 0 if it shards none."""
         sharded = (placement for axis, placement in self.placements if axis in ("dp_shard", "dp_shard_cp", "ep_shard"))
         return int(next(sharded, "Shard(0)").removeprefix("Shard(").removesuffix(")"))
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """The number of elements of the whole parameter."""
         total = 1
         for size in self.shape:
             total *= size
@@ -90,24 +91,28 @@ class ParameterRow:
 
 @dataclass(frozen=True)
 class UnitRow:
-    """How one unit behaves.
+    """How one unit gathers, computes and reduces.
 
     Attributes:
-        name: module name; the root is the empty string.
-        kind: ``root``, ``layer``, ``experts``, ``unit`` (declared) or ``fp32`` (kept in fp32).
+        name: module name; that of the root is the empty string.
+        kind: ``root``, ``layer``, ``experts``, ``unit`` (declared) or ``fp32`` (computes in fp32).
         parameters: names of its parameters.
         reshard_after_forward: whether its gathered parameters are freed after forward.
-        param_dtype: dtype of compute. ``None``: as stored.
-        reduce_dtype: dtype of reduction. ``None``: that of the gradient.
+        param_dtype: dtype of compute. ``None``: the stored dtype.
+        reduce_dtype: dtype of gradient reduction. ``None``: the dtype of the gradient.
         output_dtype: dtype that its outputs are cast to. ``None``: no cast.
         sync: what it does between microbatches.
-        activation_checkpointing: which of its activations are recomputed in backward; only layers have a mode.
+        activation_checkpointing: which of its activations are recomputed in backward. Only layers have a mode.
         compile: whether it is compiled.
-        gathers_in_backward: whether a gradient flows through it, so that backward needs its parameters.
-        forwards: times that the module runs in a microbatch, the last of them with a backward; 0: it is idle.
-        twin_of: unit whose sharded parameters this one gathers and reduces too (twin units); empty: its own.
-        part_of: unit that this module was wrapped together with (a shared unit), so that it is none itself; empty: it is one.
-        tokens: of its microbatch that come into it on a rank: ``all``, a part of each sequence, or those that are routed to it.
+        gathers_in_backward: whether backward gathers its parameters, because a gradient flows through it or FSDP2 prefetches
+            it.
+        forwards: forward runs of the module in a microbatch, of which only the last has a backward; 0: it is idle.
+        twin_of: for the second of two twin units, the first one, whose sharded parameters it gathers and reduces too; otherwise
+            empty.
+        part_of: for a module of a shared unit that is not its first, the unit; otherwise empty. Such a module is no unit
+            itself.
+        tokens: which tokens of its microbatch enter it on a rank: ``all``, a slice of each sequence, or those that are routed
+            to it.
     """
 
     name: str
@@ -128,7 +133,7 @@ class UnitRow:
 
     @property
     def label(self) -> str:
-        """The name for people."""
+        """The name to show to people."""
         return self.name or "(root)"
 
 
@@ -137,14 +142,15 @@ class TensorParallelRow:
     """How one module computes under tensor parallel.
 
     Attributes:
-        module: its name.
-        style: in the words of transformers; ``region``, ``adapted`` (around a matrix and its adapter), ``stack`` (the first of
-            the layers) and ``sequence_parallel`` have no slices of their own.
-        entry: how its input comes in.
-        exit: how its output leaves.
-        sums: its own parameters that every rank holds whole and uses in part, so that their gradients are summed over ``tp``.
-        parts: sizes of the matrices that a fused one holds (``fused_colwise``, ``adapted``), all heads (``grouped_colwise``),
-            or heads of queries and of keys on a rank (``region``).
+        module: name of the module.
+        style: a style of transformers, or one that the resolver derives (:data:`~meshwright.plan.tp_styles.DERIVED`), or one of
+            four that have no slices of their own: ``region``, ``adapted`` (around a matrix and its adapter), ``stack`` (the
+            first layer, and layers with parameters of their own) and ``sequence_parallel``.
+        entry: move of its input.
+        exit: move of its output.
+        sums: its own parameters that every rank stores whole and uses in part, so that their gradients are summed over ``tp``.
+        parts: sizes of the matrices in a fused one (``fused_colwise``, ``adapted``), the number of all key/value heads
+            (``grouped_colwise``), or the numbers of query heads and key/value heads on a rank (``region``).
     """
 
     module: str
@@ -156,21 +162,22 @@ class TensorParallelRow:
 
     @property
     def name(self) -> str:
-        """That of the module."""
+        """The name of the module."""
         return self.module
 
 
 @dataclass(frozen=True)
 class ExpertsRow:
-    """How one mixture of experts is held and fed.
+    """How one mixture of experts is distributed, and which tokens it gets.
 
     Attributes:
-        module: its name.
+        module: name of the mixture.
         router: name of the module that chooses experts; empty: unknown.
         scores: what the first output of the router is (:class:`~meshwright.plan.spec.Scores`).
-        bias: name of the buffer that balances the load; empty: none that is known.
-        experts: routed experts of the layer, ``local`` of them on each rank of `ep`.
-        token_axis: axis whose ranks have the same tokens, of which each sends its share; empty: none.
+        bias: name of the buffer that balances the load; empty: none is known.
+        experts: number of routed experts of the layer.
+        local: number of experts on each rank of `ep`.
+        token_axis: axis whose ranks have the same tokens, so that each sends only its share; empty: there is none.
     """
 
     module: str
@@ -183,27 +190,28 @@ class ExpertsRow:
 
     @property
     def name(self) -> str:
-        """That of the module."""
+        """The name of the module."""
         return self.module
 
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """Spec x model x layout x options, resolved.
+    """The result of resolving spec x model x layout x options.
 
     Attributes:
         family: name of the spec.
         layout: resolved sizes.
-        options: the choices that made it.
+        options: the choices that the plan was made with.
         layers: names of the layers, in forward order.
-        parameters: one row each, in the order of the model.
-        units: one row each, in the order of the model; the root is first. A module that is part of a shared unit has a row too.
-        tensor_parallel: one row for each module that computes with slices or moves something; empty where ``tp`` is 1.
+        parameters: one row for each parameter, in model order.
+        units: one row for each unit, in model order; the root is first. A module that is part of a shared unit has a row too.
+        tensor_parallel: one row for each module that computes with slices or has a move; empty if ``tp`` is 1.
         experts: one row for each mixture of experts.
-        tp_level: whose tensor parallel styles were taken: ``given``, ``family``, ``model`` or ``generic``.
-        tp_passed_over: (level, reason) of the levels above it.
-        flags_of_use: whether data ranks tell each other at the end of a step which parameters they used.
-        program: what is done to the model, in this order.
+        tp_level: where the tensor parallel styles come from: ``given``, ``family``, ``model`` or ``generic``.
+        tp_passed_over: (level, reason) for each level above it, and (module, reason) for each module that is kept whole despite
+            its style.
+        flags_of_use: whether data ranks exchange, at the end of a step, which parameters they used.
+        program: the actions that are performed on the model, in this order.
     """
 
     family: str
@@ -221,7 +229,7 @@ class ShardingPlan:
 
     @property
     def fsdp_units(self) -> tuple[UnitRow, ...]:
-        """The rows that are units of FSDP."""
+        """The rows of modules that are FSDP units."""
         return tuple(unit for unit in self.units if not unit.part_of)
 
     @cached_property
@@ -232,33 +240,33 @@ class ShardingPlan:
         return found
 
     def rows(self, unit: UnitRow) -> list[ParameterRow]:
-        """The parameters that a unit gathers; of a twin, those that its other half owns."""
+        """Return the rows of the parameters that a unit gathers. The second of two twin units gathers those of the first."""
         return self._rows_of_units.get(unit.twin_of or unit.name, [])
 
     def parts(self, unit: UnitRow) -> tuple[UnitRow, ...]:
-        """The rows of the modules of a unit: itself, and what was wrapped together with it."""
+        """Return the rows of the modules of a unit: its own row, and those of modules that were wrapped together with it."""
         return (unit, *(other for other in self.units if other.part_of == unit.name and unit.name))
 
     def forwards(self, module: str) -> int:
-        """Times that a module runs in a microbatch: as often as the innermost unit around it."""
+        """Return the forward runs of a module in a microbatch, which are those of the innermost unit around it."""
         around = [unit for unit in self.units if within(module, (unit.name,))]
         return max(around, key=lambda unit: len(unit.name)).forwards
 
     @property
     def sequence_multiple(self) -> int:
-        """What the length of a batch must be a multiple of."""
+        """The number that must divide the sequence length of a batch."""
         return self.layout.size("tp") if self.options.sequence_parallel else 1
 
     def unit(self, name: str) -> UnitRow:
-        """The row of a unit by name."""
+        """Return the row of a unit by name."""
         return next(unit for unit in self.units if unit.name == name)
 
     def parameter(self, name: str) -> ParameterRow:
-        """The row of a parameter by name or alias."""
+        """Return the row of a parameter by name or alias."""
         return next(row for row in self.parameters if name == row.name or name in row.aliases)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every row, as what JSON can hold."""
+        """Return the whole plan as values that JSON can hold."""
         return {
             "family": self.family,
             "world_size": self.layout.world_size,
@@ -276,12 +284,12 @@ class ShardingPlan:
         }
 
     def to_json(self) -> str:
-        """The whole plan as JSON text; with its totals, :func:`~meshwright.plan.price.priced_json`."""
+        """Return the whole plan as JSON text; :func:`~meshwright.plan.price.priced_json` adds its totals."""
         return json.dumps(self.to_dict(), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "ShardingPlan":
-        """The plan that :meth:`to_json` wrote, or :func:`~meshwright.plan.price.priced_json`."""
+        """Return the plan that :meth:`to_json` or :func:`~meshwright.plan.price.priced_json` wrote."""
         content = json.loads(text)
 
         def tuples(value: Any) -> Any:
@@ -312,7 +320,7 @@ class ShardingPlan:
         )
 
     def diff(self, other: "ShardingPlan") -> list[PlanDifference]:
-        """What ``other`` does differently, row by row, and where all rows are equal, action by action."""
+        """Return what differs in ``other``: row by row and, if all rows are equal, action by action."""
         found = [
             *field_differences("layout", self.layout, other.layout),
             *field_differences("options", self.options, other.options),
@@ -321,7 +329,7 @@ class ShardingPlan:
             *row_differences("tensor parallel", self.tensor_parallel, other.tensor_parallel),
             *row_differences("experts", self.experts, other.experts),
         ]
-        if not found and self.program and other.program:  # an earlier version wrote none
+        if not found and self.program and other.program:  # plans of earlier versions have no program
             ours, theirs = (dict.fromkeys(map(_line, plan.program)) for plan in (self, other))
             found += [PlanDifference(f"action {line}", "", line, None) for line in ours if line not in theirs]
             found += [PlanDifference(f"action {line}", "", None, line) for line in theirs if line not in ours]
@@ -329,7 +337,7 @@ class ShardingPlan:
 
 
 def _decayed_then(parameter: dict[str, Any]) -> dict[str, Any]:
-    """What was decayed before plans said so, by the version that wrote this one: all that has two dimensions."""
+    """Return ``decayed`` for a row of an earlier version, which decayed all trained parameters of two or more dimensions."""
     return {"decayed": parameter["trainable"] and len(parameter["shape"]) >= 2}
 
 
@@ -338,21 +346,21 @@ def _line(action: Action) -> str:
 
 
 def shard_axis(layout: Layout, kind: str) -> str:
-    """The axis (or flattened submesh) that the parameters of units of a kind are sharded and gathered over."""
+    """Return the axis (or flattened submesh) that units of a kind shard and gather their parameters over."""
     return "ep_shard" if kind == EXPERTS and layout.ep > 1 else "dp_shard_cp"
 
 
 def nothing_is_sharded(layout: Layout) -> bool:
-    """Whether there are replicas, whose ranks hold whole parameters, but for `tp` and `ep`.
+    """Return whether there are replicas, and ranks store whole parameters apart from the slices of `tp` and `ep`.
 
-    With experts sharded over `ep_shard`, which takes in ranks of `tp`, it is not so: one model has one kind of unit, because a
-    root of torch's ``replicate`` does not see units of ``fully_shard`` as its own.
+    This is false if experts are sharded over `ep_shard`, which includes ranks of `tp`. All units of a model are then of one
+    kind, because a root of torch's ``replicate`` does not treat units of ``fully_shard`` as its own.
     """
     return layout.size("dp_shard_cp") == 1 and layout.size("dp_replicate") > 1 and (layout.ep == 1 or layout.ep_shard == 1)
 
 
 def unit_axes(layout: Layout, kind: str) -> tuple[str, ...]:
-    """The axes that units of a kind are replicated and sharded over; replicas come first, where there are any."""
+    """Return the axes that units of a kind are replicated and sharded over; the axis of replicas, if any, comes first."""
     if nothing_is_sharded(layout):
         return ("dp_replicate",)
     axis = shard_axis(layout, kind)
@@ -361,6 +369,6 @@ def unit_axes(layout: Layout, kind: str) -> tuple[str, ...]:
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element."""
+    """Return the bytes of one element."""
     sizes = {**DTYPES, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "int64": 8, "int32": 4, "bool": 1}
     return sizes[dtype]

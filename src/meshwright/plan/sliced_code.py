@@ -1,15 +1,15 @@
-"""What a module's own code would do with slices of features, read from the names that its forward uses.
+"""What a module's own code would do with slices of features, judged by the names that its forward uses.
 
 Styles say which matrices are sliced. The code between a sliced matrix and the next one was written for whole features. Two
 kinds of code compute something else on slices, without an error:
 
-- An attention that counts its heads. ``x.view(batch, -1, self.num_heads, self.head_dim)`` of half the heads makes a sequence
-  of half the length. One that reads heads from shapes, as in ``view(*x.shape[:-1], -1, self.head_dim)``, is right.
-- An MLP that takes a statistic over its features, such as their mean: each rank would take the mean of its slice. Where
-  features are first taken apart into heads, a statistic over one head is right.
+- An attention that counts its heads. With half of the heads, ``x.view(batch, -1, self.num_heads, self.head_dim)`` makes a
+  sequence of half the length. Code that reads heads from shapes, as in ``view(*x.shape[:-1], -1, self.head_dim)``, is right.
+- An MLP that takes a statistic over its features, such as their mean: each rank would take the mean of its slice. If the
+  features are first split into heads, a statistic over one head is right.
 
-Names are all that is read, so this errs both ways: a mean of what goes *into* the MLP is taken for one of its features, and a
-statistic that is written out (``x.pow(2).sum(-1)``), or stands in a class that also reshapes, is not seen. An audit decides.
+Only names are read, so there are errors both ways. A mean of the *input* of the MLP is taken for one of its features. A
+statistic that is written out (``x.pow(2).sum(-1)``), or that is in a class that also reshapes, is not found. An audit decides.
 """
 
 import re
@@ -30,17 +30,17 @@ _TAKES_APART = {"reshape", "rearrange", "unflatten", "view"}
 
 
 def counts_heads(module: ModuleFacts) -> str:
-    """The attribute that a module's code reads its number of heads, or their whole width, from; empty: it reads none."""
+    """Return the attribute that a module's code reads its number of heads, or their total width, from; empty: it reads none."""
     return next((name for name in module.code if _COUNTS.fullmatch(name)), "")
 
 
 def mixes_features(model: Inspection, name: str) -> str:
-    """The statistic that a module, or a child of its without parameters, takes over whole features; empty: none."""
+    """Return the statistic that a module, or a child without parameters, takes over whole features; empty: none."""
     module = model.modules[name]
     if _TAKES_APART & set(module.code):
         return ""
     children = module.children
-    # A child called `norm` that holds parameters has a style of its own.
+    # A child called `norm` that has parameters has a style of its own.
     own = [used for used in module.code if used not in children or not model.holds_parameters(children[used])]
     bare = [child for child in children.values() if not model.holds_parameters(child)]
     of_children = [used for child in bare for used in model.modules[child].code]

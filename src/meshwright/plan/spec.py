@@ -1,4 +1,4 @@
-"""ParallelSpec: what a model family declares of itself, as patterns over module names. No sizes, no tensors."""
+"""ParallelSpec: what a model family declares of itself, as patterns of module names. It has no sizes and no tensors."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class UnitRule:
-    """Modules that are FSDP units besides the layers.
+    """A pattern of modules that are FSDP units in addition to the layers.
 
     Args:
-        pattern: which modules; each match is a unit of its own.
-        reshard_after_forward: free the gathered parameters after forward; ``None``: yes.
-        sync: when the unit's gradients are reduced; ``None``: as the options say.
+        pattern: pattern of module names; each match is a unit of its own.
+        reshard_after_forward: whether to free the gathered parameters after forward; ``None``: yes.
+        sync: sync policy of the unit, which says when its gradients are reduced; ``None``: that of the options.
     """
 
     pattern: str
@@ -37,34 +37,35 @@ class UnitRule:
 
 
 class Scores(StrEnum):
-    """What the first output of a router is, of which its probabilities are made."""
+    """The kind of the first output of a router, from which its probabilities are computed."""
 
     SOFTMAX = "softmax"
-    """Logits, of which a softmax makes probabilities."""
+    """Logits; a softmax turns them into probabilities."""
 
     SIGMOID = "sigmoid"
-    """Logits, of which a sigmoid makes the affinity of each expert (DeepSeek-V3, arXiv 2412.19437, equation 15)."""
+    """Logits; a sigmoid turns them into the affinity of each expert (DeepSeek-V3, arXiv 2412.19437, equation 15)."""
 
     PROBABILITIES = "probabilities"
     """Probabilities already."""
 
     UNKNOWN = "unknown"
-    """Not declared. Everything but a balance loss, which is made of probabilities, can do without."""
+    """Not declared. Only a balance loss, which is computed from probabilities, needs to know."""
 
 
 @dataclass(frozen=True)
 class ExpertsRule:
-    """Mixtures of experts: modules that hold the routed experts of a layer, all in the same parameters.
+    """A pattern of mixtures of experts: modules that store the routed experts of a layer, all in the same parameters.
 
-    Each is called ``experts(hidden [tokens, features], index [tokens, k], weights [tokens, k])``, and is linear in the weights;
-    the first dimension of its parameters counts experts. Each is an FSDP unit of its own.
+    A mixture is called as ``experts(hidden [tokens, features], index [tokens, k], weights [tokens, k])``, and is linear in the
+    weights. The first dimension of its parameters counts experts. Each mixture is an FSDP unit of its own.
 
     Args:
-        pattern: the modules.
-        router: pattern of the module beside each that chooses experts. It returns (scores, weights, index); ``None``: unknown.
+        pattern: pattern of the mixtures.
+        router: pattern of the modules that choose experts, each in the module that also holds its mixture. A router returns
+            (scores, weights, index); ``None``: unknown.
         scores: what the scores are.
-        bias: buffer of the router, or of the module that holds router and experts, that is added for the choice and gets no
-            gradient, which balances the load without a loss.
+        bias: name of a buffer, of the router or of the module that holds router and experts. It is added to the scores for the
+            choice of experts and gets no gradient. It balances the load without a loss.
     """
 
     pattern: str
@@ -75,12 +76,13 @@ class ExpertsRule:
 
 @dataclass(frozen=True)
 class TwinStacks:
-    """Two stacks of layers that are the same parameters under two names, one run behind the other: a stack that runs twice.
+    """Two stacks of layers that have the same parameters under two names and run one after the other: a stack that runs twice.
 
     Args:
         first: pattern of the layers that run first.
-        second: pattern of the others, in the same order; each has the parameters of its twin, under the same names.
-        forwards: of the second stack in a microbatch, the last of them with a gradient; the first has one.
+        second: pattern of the other layers, in the same order; each has the parameters of its twin, under the same names.
+        forwards: forward runs of the second stack in a microbatch, of which only the last has a gradient; the first stack runs
+            once.
     """
 
     first: str
@@ -90,19 +92,20 @@ class TwinStacks:
 
 @dataclass(frozen=True)
 class Structure:
-    """What is known of the inside of a family's layers: what tensor parallel needs beyond styles.
+    """What is known about the inside of a family's layers, which tensor parallel needs in addition to styles.
 
     Args:
-        styles: tensor parallel styles written for the family; empty: the model's own are as good.
-        regions: patterns of the modules of a layer that mix tokens or features, such as its attention and its MLP. Each
-            takes the hidden state [batch, sequence, features] as its first argument or as ``hidden_states``, and what is
-            inside it gets activations only from there. All else in a layer treats each token alone.
-        tokenwise: modules outside of the layers, behind them, that treat each token alone: the last norm.
-        head: the module that makes logits of hidden states.
-        kv_projections: the matrices of keys and of values, where the attention can do with one head of them for several ranks.
-        fused: pattern of a fused matrix of queries, keys and values to the rows of each (``fused_colwise``). An attention with
-            one reads head counts from its config to take them apart, so that it is given those of its rank.
-        divisible: what else ``tp`` must divide: what it is, and how many.
+        styles: tensor parallel styles written for the family; empty: those that the model declares are as good.
+        regions: patterns of the modules of a layer that mix tokens or features, such as its attention and its MLP. A region
+            takes the hidden state [batch, sequence, features] as its first argument or as ``hidden_states``, and the modules
+            inside it get activations only from there. The rest of the layer processes each token alone.
+        tokenwise: modules after the layers, outside of them, that process each token alone: the last norm.
+        head: the module that computes logits from hidden states.
+        kv_projections: the matrices of keys and of values, if the attention allows several ranks to share one key/value head.
+        fused: pattern of a fused matrix of queries, keys and values to the number of rows of each (``fused_colwise``). An
+            attention with such a matrix reads head counts from its config to split the output, so it is given the counts of its
+            rank.
+        divisible: (what, number) pairs of further numbers that ``tp`` must divide.
         no_sequence_parallel: why the family cannot shard its residual stream over the sequence; empty: it can.
         uses_all_parameters: see :class:`ParallelSpec`.
     """
@@ -123,21 +126,22 @@ class ParallelSpec:
     """What a family declares of itself.
 
     Args:
-        family: name for people.
-        layers: patterns of the repeated layers: units of FSDP, of activation checkpointing and of compilation.
+        family: name to show to people.
+        layers: patterns of the repeated layers, which are the units of FSDP, of activation checkpointing and of compilation.
         units: further FSDP units, inside or outside the layers.
-        experts: mixtures of experts; their modules are units too.
+        experts: mixtures of experts; these modules are units too.
         twins: stacks of layers that share their parameters.
-        idle: patterns of modules that training does not run, such as a vision tower where text is learned: nothing gathers
-            the units in them.
-        fp32: patterns of modules that compute in fp32 whatever the parameter dtype of the rest.
-        tied: groups of parameter names that are one tensor.
-        tp_styles: parameter or module pattern to tensor parallel style, in the words of transformers, as the model declares it.
-        sizes: field of :class:`~meshwright.layout.ModelSizes` to the attribute of the model's config that holds it.
-        structure: of its layers; ``None``: unknown.
-        uses_all_parameters: whether the loss of every microbatch depends on every trainable parameter, idle modules apart. Then
-            ranks need not tell each other which they used. It is not so for a vision tower without images, nor for experts
-            that are modules of a list.
+        idle: patterns of modules that training does not run, such as a vision tower in training on text. The units in them are
+            never gathered.
+        fp32: patterns of modules that compute in fp32, whatever the parameter dtype of the rest is.
+        tied: groups of parameter names; those of a group are one tensor.
+        tp_styles: pattern of parameters or modules to tensor parallel style, in the terms of transformers, as the model
+            declares it.
+        sizes: field of :class:`~meshwright.layout.ModelSizes` to the attribute of the model's config that has the value.
+        structure: the inside of its layers; ``None``: unknown.
+        uses_all_parameters: whether the loss of every microbatch depends on every trainable parameter outside idle modules. If
+            it does, ranks need not exchange which parameters they used. It does not for a vision tower without images, nor for
+            experts that are modules of a list.
     """
 
     family: str
@@ -155,7 +159,7 @@ class ParallelSpec:
 
 
 def under_prefix(spec: ParallelSpec, prefix: str) -> ParallelSpec:
-    """The spec of a model that stands inside another one, under names that begin with ``prefix``."""
+    """Return the spec of a model that is inside another one, under names that begin with ``prefix``."""
 
     def all_of(patterns: Iterable[str]) -> tuple[str, ...]:
         return tuple(prefix + pattern for pattern in patterns)

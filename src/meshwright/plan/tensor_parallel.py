@@ -1,6 +1,6 @@
-"""How a plan shares a model over `tp`: whose styles are taken, and that each rank gets something to hold.
+"""How a plan slices a model over `tp`: where the styles come from, and whether every rank gets a slice.
 
-Styles are in the words of transformers (`base_model_tp_plan`). They come from the first of four levels that has any: given by
+Styles are named as in transformers (`base_model_tp_plan`). They come from the first of four levels that has any: given by
 the user, written for the family, declared by the model, or, for a model whose layers are those of a Llama, generic.
 """
 
@@ -26,17 +26,18 @@ GENERIC = {
     "**.self_attn.q_proj": "colwise", "**.self_attn.k_proj": "colwise", "**.self_attn.v_proj": "colwise",
     "**.self_attn.o_proj": "rowwise", "**.mlp.gate_proj": "colwise", "**.mlp.up_proj": "colwise", "**.mlp.down_proj": "rowwise",
 }  # fmt: skip
-"""For layers that have these modules in their attention and MLP and no others with parameters."""
+"""The generic styles, for layers whose attention and MLP have these modules and no others with parameters."""
 
 
 @dataclass
 class TensorParallelChoice:
-    """What was resolved.
+    """The result of :func:`resolve_tensor_parallel`.
 
     Attributes:
-        level: whose styles were taken: ``given``, ``family``, ``model`` or ``generic``; empty where ``tp`` is 1.
-        passed_over: the levels above it, each with the reason that it was not taken.
-        rows: of each module that computes with slices or moves something.
+        level: where the styles come from: ``given``, ``family``, ``model`` or ``generic``; empty if ``tp`` is 1.
+        passed_over: (level, reason) for each level above it, and (module, reason) for each module that is kept whole despite
+            its style.
+        rows: row of each module that computes with slices or has a move.
     """
 
     level: str = ""
@@ -45,7 +46,7 @@ class TensorParallelChoice:
 
 
 def resolve_tensor_parallel(draft: Draft) -> TensorParallelChoice:
-    """Choose the styles, give them to parameters and modules, and derive what moves."""
+    """Choose the styles, assign them to parameters and modules, and derive the moves."""
     spec, options, problems, tp = draft.spec, draft.options, draft.problems, draft.layout.size("tp")
     if tp == 1:
         for name, chosen in (("sequence_parallel", options.sequence_parallel), ("loss_parallel", options.loss_parallel)):
@@ -53,7 +54,7 @@ def resolve_tensor_parallel(draft: Draft) -> TensorParallelChoice:
                 problems.append(f"{name}=True: is a matter of tensor parallel, and tp is 1; the legal value is False")
         if options.tp_plan is not None:
             problems.append("tp_plan: is a matter of tensor parallel, and tp is 1; leave it out")
-        # What a family or a model declares is checked on the laptop, not first on the cluster.
+        # Check declared styles here too, so that errors show on a laptop and not first on a cluster.
         declared = spec.structure.styles if spec.structure else {}
         problems += styles_of_parameters("tp_styles", declared or spec.tp_styles, draft.parameters)[1]
         return TensorParallelChoice()
@@ -75,7 +76,7 @@ def resolve_tensor_parallel(draft: Draft) -> TensorParallelChoice:
 
 
 def tensor_parallel_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action]:
-    """Slice the weights over `tp`, and let their modules compute with the slices."""
+    """Yield the actions that slice the weights over `tp` and let their modules compute with the slices."""
     for parameter in plan.parameters:
         if "tp" in dict(parameter.placements):
             cut = tp_dim(parameter.tp_style, parameter.shape)
@@ -88,7 +89,7 @@ def tensor_parallel_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action
 
 
 _ROWWISE = {"rowwise", "rowwise_split_input", "rowwise_rep", "whole_on_parts"}
-"""Styles whose output is a part of a sum, on each rank."""
+"""Styles whose output is a partial sum on each rank."""
 
 _KERNELS = {"embedding_rowwise": Kernel.VOCABULARY_ROWS, "grouped_colwise": Kernel.ONE_HEAD}
 
@@ -99,7 +100,7 @@ def _compute(draft: Draft, row: TensorParallelRow) -> Compute:
     adapted = draft.model.modules.get(f"{row.module}.base_layer", module)
     weight = adapted.parameters.get("weight", (0,))
     bias = Bias.EACH
-    if row.style in _ROWWISE and "bias" in module.parameters:  # to be added once, not by each rank
+    if row.style in _ROWWISE and "bias" in module.parameters:  # the bias is to be added once, not by each rank
         bias = Bias.LATE if row.exit is not Move.NONE else Bias.FIRST
     moves_one = row.entry not in (Move.NONE, Move.ENTER)
     widens = row.exit in (Move.GATHER_FEATURES, Move.VOCABULARY)
@@ -118,7 +119,7 @@ def _compute(draft: Draft, row: TensorParallelRow) -> Compute:
 
 
 def _own_heads(draft: Draft, name: str, heads: int, kv_heads: int) -> Iterator[Assign]:
-    """Let an attention that reads head counts instead of shapes see those of its rank."""
+    """Give an attention that reads head counts, and not shapes, the head counts of its rank."""
     module = draft.model.modules[name]
     known = {
         "num_attention_heads": heads,
@@ -127,13 +128,13 @@ def _own_heads(draft: Draft, name: str, heads: int, kv_heads: int) -> Iterator[A
         "num_key_value_groups": heads // kv_heads,
     }
     values = [(own, value) for own, value in known.items() if own in module.counts]
-    if module.has_config:  # of the whole model: the module gets one of its own
+    if module.has_config:  # the whole model shares it: the module gets its own copy
         values += [("config.num_attention_heads", heads), ("config.num_key_value_heads", kv_heads)]
     yield Assign(name, tuple(values), ("config",) if module.has_config else ())
 
 
 def choose_styles(draft: Draft) -> tuple[str, Mapping[str, str], list[tuple[str, str]]]:
-    """The first level that has styles, its styles, and why those above have not."""
+    """Return the first level that has styles, its styles, and (level, reason) for each level above it."""
     spec, options = draft.spec, draft.options
     passed_over: list[tuple[str, str]] = []
     if options.tp_plan is not None:
@@ -162,7 +163,7 @@ def choose_styles(draft: Draft) -> tuple[str, Mapping[str, str], list[tuple[str,
 
 
 def _not_generic(draft: Draft) -> str:
-    """Why the generic styles do not fit a model; empty where they do."""
+    """Return why the generic styles do not fit the model; empty if they do."""
     expected = {"self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"}, "mlp": {"gate_proj", "up_proj", "down_proj"}}
     modules = draft.model.modules
     layers = [name for pattern in draft.spec.layers for name in match_names(pattern, modules)]
@@ -203,5 +204,5 @@ def _check_slices(draft: Draft) -> None:
 
 
 def _empty_slices(size: int, ranks: int) -> bool:
-    """Whether slices of one width leave a rank with nothing."""
+    """Return whether slices of equal width leave a rank with nothing."""
     return -(-size // ranks) * (ranks - 1) >= size

@@ -1,11 +1,12 @@
-"""What tensor parallel styles must keep, whoever gave them, or gradients would be wrong without an error.
+"""Checks of tensor parallel styles, whoever gave them. Styles that fail them would make gradients wrong without an error.
 
-- A matrix whose output stays sliced (`colwise`) has one near it that takes slices (`rowwise`).
-- What stands between the two knows that it sees slices.
-- What adds to a sum over ranks is a part on every rank.
-- A matrix that holds several is sliced as such.
-- Every module that holds a sliced parameter computes with slices, also where it is tied to another.
-- An attention whose heads are split does not count them by itself.
+- A matrix whose output stays sliced (`colwise`) has a matrix near it that takes slices (`rowwise`).
+- A module with parameters between the two has a style that says whether it sees slices.
+- What is added to a sum over ranks is a partial sum on every rank: all parameters of such experts (`moe_tp_experts`) are
+  sliced.
+- A matrix that packs several matrices is sliced as such.
+- Every module that has a sliced parameter computes with slices, also if the parameter is tied to another one.
+- An attention whose heads are split does not count them itself.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ __all__ = ["unheld", "unsound"]
 _PACKED = {"packed_colwise", "fused_colwise"}
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
 _BLIND = {"colwise", "packed_colwise"}
-"""Styles that slice over heads or features without a word to the module around them."""
+"""Styles that slice heads or features; the module around them does not learn of it."""
 
 
 def unsound(
@@ -33,15 +34,15 @@ def unsound(
     own_styles: Mapping[str, str],
     adapters: set[str],
 ) -> Iterator[str]:
-    """What is wrong with styles.
+    """Yield a message for everything that is wrong with the styles.
 
     Args:
-        model: its facts.
+        model: facts of the model.
         layers: names of its layers.
-        head: the output head, if it is known.
-        of_modules: style of each module that has one.
+        head: name of the output head, if it is known.
+        of_modules: style of each module that has one, by name.
         of_parameters: style of each parameter that has one, by its first name.
-        own_styles: the same, as the family or the model itself says.
+        own_styles: styles of parameters that the family or the model itself declares, by first name.
         adapters: names of modules that peft wrapped.
     """
     told: set[str] = set()
@@ -74,7 +75,7 @@ def unsound(
 
 
 def _counting(model: Inspection, of_modules: Mapping[str, str], head: str | None) -> Iterator[str]:
-    """Modules that count the heads of a matrix whose output stays sliced, and that are not told how many a rank has."""
+    """Yield a message for each module that counts the heads of a matrix with sliced output, and not those of its rank."""
     parents = {holder_of(name): name for name, style in of_modules.items() if style in _BLIND and name != head}
     told: set[str] = set()
     for parent, name in parents.items():
@@ -88,7 +89,7 @@ def _counting(model: Inspection, of_modules: Mapping[str, str], head: str | None
 
 
 def _split_around(name: str, of_modules: Mapping[str, str], layers: Sequence[str]) -> bool:
-    """Whether anything beside a module, in the same part of a layer, is split over heads or features."""
+    """Return whether another module in the same part of a layer is split over heads or features."""
     parent = holder_of(name)
     wide = not parent or any(within(layer, [parent]) for layer in layers)
     beside = [other for other, style in of_modules.items() if style in FIRST and inside(other, parent)]
@@ -96,7 +97,10 @@ def _split_around(name: str, of_modules: Mapping[str, str], layers: Sequence[str
 
 
 def _scope(name: str, of_modules: Mapping[str, str], layers: Sequence[str]) -> str | None:
-    """The nearest module around one whose inside, or in a layer whose children, take slices."""
+    """Return the innermost module around another one that has a ``rowwise`` module inside it; ``None`` if there is none.
+
+    In a layer, or in the root, only direct children count, and the search ends there.
+    """
     parent, own = name, holder_of(name)
     while parent:
         parent = holder_of(parent)
@@ -117,7 +121,7 @@ def _between(
     own_styles: Mapping[str, str],
     adapters: set[str],
 ) -> Iterator[str]:
-    """Parameters of a split region that no style speaks of, or that are said to be whole and are not."""
+    """Yield a message for each parameter in a split module without a style, or ``replicate`` although it sees slices."""
     for name in (scope, *model.inside(scope)):
         if any(inside(name, adapter) for adapter in adapters):
             continue
@@ -139,12 +143,12 @@ def _between(
 def unheld(
     rows: Mapping[str, TensorParallelRow], of_parameters: Mapping[str, str], parameters: Sequence[ParameterFacts]
 ) -> Iterator[str]:
-    """Sliced parameters in modules that do not compute with slices, or with others.
+    """Yield a message for each sliced parameter whose module does not compute with slices, or slices another dimension.
 
     Args:
-        rows: of the modules that do something under tensor parallel.
+        rows: rows of the modules that tensor parallel changes, by name.
         of_parameters: style of each parameter that has one, by its first name.
-        parameters: of the model.
+        parameters: facts of the model's parameters.
     """
     for parameter in parameters:
         style = of_parameters.get(parameter.name)

@@ -1,16 +1,16 @@
-"""The row of each module under tensor parallel: how it computes, and what moves between ranks.
+"""The row of each module under tensor parallel: how it computes, and how its input and output are redistributed.
 
-Where the spec knows the *regions* of a layer (its attention, its MLP), the moves of the matrices inside become those of the
-region, as in Megatron-LM: one move in, one move out.
+If the spec declares the *regions* of a layer (its attention, its MLP), the moves of the matrices inside a region become those
+of the region, as in Megatron-LM: one move at its entry, one at its exit.
 
-| region  | inside                                       | in, out          | in, out with sequence parallel            |
+| region  | inside                                       | entry, exit      | entry, exit with sequence parallel        |
 |---------|----------------------------------------------|------------------|-------------------------------------------|
 | split   | heads or features, ended by a rowwise matrix | `enter`, `leave` | `gather_sequence`, `scatter_sequence`     |
 | partial | experts: the output is a sum over ranks      | `enter`, `leave` | `gather_sequence`, `scatter_sequence`     |
 | whole   | every rank computes the same                 |                  | `gather_sequence_whole`, `split_sequence` |
 
-Sequence parallel (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2): between regions a rank holds its own part of the
-sequence, so that norms and residuals are computed, and their activations held, once.
+Sequence parallel (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2): between regions, each rank has its own slice of
+the sequence, so that norms and residuals are computed, and their activations stored, only once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,7 +45,12 @@ class Rows:
         self.loss_parallel = False
 
     def assign(self, given: bool, styles: Mapping[str, str]) -> None:
-        """Styles of parameters and modules; ``given``: by the user."""
+        """Assign styles to parameters and modules.
+
+        Args:
+            given: whether the user gave the styles.
+            styles: pattern to style.
+        """
         where = "tp_plan" if given else "tp_styles"
         self.of_parameters, unmatched = styles_of_parameters(where, styles, self.model.parameters)
         self.problems += unmatched
@@ -67,7 +72,10 @@ class Rows:
         self._group_heads()
 
     def _leave_statistics(self, given: bool) -> None:
-        """Hold a module whole that takes a statistic over sliced features. Where its styles were given, refuse them."""
+        """Keep modules whole if their code takes a statistic over sliced features.
+
+        If the user gave the styles, or the module is the root or a layer, this is a problem instead.
+        """
         layers = self._layers()
         for name in dict.fromkeys(holder_of(name) for name, style in self.of_modules.items() if style in FIRST):
             statistic = mixes_features(self.model, name)
@@ -86,7 +94,7 @@ class Rows:
                 del self.of_parameters[other]
 
     def _leave_experts(self, given: bool) -> None:
-        """Experts are shared over `ep`, and not sliced besides."""
+        """Take experts out of the styles: `ep` distributes whole experts, and they are not sliced in addition."""
         for name in self._matched(tuple(rule.pattern for rule in self.spec.experts)):
             of_parameters = [own for own in self.of_parameters if inside(own, name)]
             if given and (of_parameters or name in self.of_modules):
@@ -101,7 +109,7 @@ class Rows:
         return [name for pattern in patterns for name in match_names(pattern, self.names)]
 
     def _group_heads(self) -> None:
-        """Fewer key/value heads than ranks: each rank holds all of them, and computes the one that its queries need."""
+        """If there are fewer key/value heads than ranks, let each rank store all and compute the one that its queries need."""
         if not self.sizes.kv_heads or self.sizes.kv_heads % self.tp == 0:
             return
         for name in self._matched(self.structure.kv_projections):
@@ -112,7 +120,7 @@ class Rows:
                         self.of_parameters[parameter] = "grouped_colwise"
 
     def derive(self) -> None:
-        """All rows."""
+        """Derive all rows."""
         sequence, problems = self.options.sequence_parallel, self.problems
         if sequence:
             self._check_sequence()
@@ -137,7 +145,7 @@ class Rows:
                 )
         problems += unheld(self.rows, self.of_parameters, self.model.parameters)
 
-    # -- what is known of the model ----------------------------------------------------------------------------------------
+    # -- facts of the model ------------------------------------------------------------------------------------------------
 
     def _check_sequence(self) -> None:
         where = "sequence_parallel=True"
@@ -152,7 +160,7 @@ class Rows:
             self.problems.append(f"{where}: {self.spec.family} has more than one stack of layers; the legal value is False")
 
     def _check_head(self) -> None:
-        """Whether logits stay sharded; ``None`` in the options: wherever that can be."""
+        """Decide whether logits stay sharded. ``None`` in the options means: if possible."""
         head = self.structure.head
         can = bool(head) and self.of_modules.get(head or "") in HEAD and head not in self.adapters
         if self.options.loss_parallel and not can:
@@ -186,7 +194,10 @@ class Rows:
                     self._upstream_of_a_sum(name)
 
     def _upstream_of_a_sum(self, name: str) -> None:
-        """In a region whose output is a sum over ranks, what routes has a part of its gradient on each."""
+        """Add the row of a router in a partial region, where each rank has a partial sum of the router's gradient.
+
+        Any other module there whose parameters are not sliced is a problem.
+        """
         routes = {1, self.sizes.experts or 1}
         for own, shape in self.model.modules[name].parameters.items():
             if shape[0] not in routes:
@@ -214,7 +225,7 @@ class Rows:
         return "split" if plain and styles & FIRST and "rowwise" in styles and not whole else "whole"
 
     def _heads_of(self, region: str) -> tuple[int, ...]:
-        """Heads of queries and of keys that a rank computes, where the module cannot tell them from shapes."""
+        """Return the query heads and key/value heads that a rank computes, if the module cannot tell them from shapes."""
         styles = {self.of_modules.get(name) for name in self.model.inside(region)}
         patterns = (*self.structure.kv_projections, *self.structure.fused)
         is_attention = any(inside(name, region) for name in self._matched(patterns))
@@ -249,7 +260,7 @@ class Rows:
         if style in ("replicated_with_grad_allreduce", "grouped_colwise"):
             sums = own
         elif declared.dim == -1 and "bias" in own and exit_ in (Move.SCATTER_SEQUENCE, Move.NONE):
-            sums = ("bias",)  # added on each rank to its part of the sequence, or by the first rank alone
+            sums = ("bias",)  # each rank adds it to its slice of the sequence, or only the first rank adds it
         if name in self.adapters:
             self._adapted(name, style, entry, exit_, parts)
         else:
@@ -264,7 +275,7 @@ class Rows:
         return found[0] if found else ()
 
     def _adapted(self, name: str, style: str, entry: Move, exit_: Move, parts: tuple[int, ...]) -> None:
-        """A matrix that peft put a low-rank one beside: what was moved for the matrix is moved around both."""
+        """Add the rows of a matrix with a low-rank adapter of peft: the moves of the matrix are placed around both."""
         self.problems += [
             f"tp={self.tp}: {name!r} has {what}, which is not carried out inside of tensor parallel layers"
             for what in self.model.modules[name].unheld
@@ -285,7 +296,7 @@ class Rows:
                 else:
                     self._add(child, "replicated_with_grad_allreduce" if rows_sliced else "whole_on_parts", sums=own)
 
-    # -- rows of the sequence -----------------------------------------------------------------------------------------------
+    # -- rows of sequence parallel ------------------------------------------------------------------------------------------
 
     def _sequence_rows(self) -> None:
         layers = self._layers()
@@ -302,7 +313,7 @@ class Rows:
                     f"sequence_parallel=True: {name!r} has the style {style} and stands outside of every region"
                 )
                 continue
-            # Behind the last norm the hidden state is whole again, for the head and for whoever takes it.
+            # After the last norm the hidden state is whole again, for the head and for everything else that uses it.
             last = name == self._matched(self.structure.tokenwise)[-1]
             self._add(name, "sequence_parallel", exit_=Move.GATHER_SEQUENCE_WHOLE if last else Move.NONE, sums=own)
 
@@ -316,6 +327,6 @@ class Rows:
         self.rows[module] = TensorParallelRow(module, style, entry, exit_, sums, parts)
 
     def sorted_rows(self) -> tuple[TensorParallelRow, ...]:
-        """In the order of the model."""
+        """Return the rows in model order."""
         order = {name: index for index, name in enumerate(self.names)}
         return tuple(sorted(self.rows.values(), key=lambda row: order[row.module]))

@@ -1,4 +1,4 @@
-"""Tensor parallel styles: what each slices, and what it moves where no region says otherwise."""
+"""Tensor parallel styles: what each slices, and its moves where no region overrides them."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -21,14 +21,14 @@ __all__ = [
 
 
 class Style(NamedTuple):
-    """What a style does where no region says otherwise.
+    """What a style does where no region overrides it.
 
     Attributes:
-        dim: dimension of the weight that is sliced; ``None``: each rank holds it whole. Of biases, which have one dimension,
-            those of a style that slices rows are sliced.
-        entry: how the input comes in.
-        exit: how the output leaves.
-        pieces: matrices that the weight holds one after another (gate and up); each of them is sliced.
+        dim: dimension of the weight that is sliced; ``None``: each rank stores it whole. A bias, which has one dimension, is
+            sliced if the style slices rows.
+        entry: move of the input.
+        exit: move of the output.
+        pieces: number of matrices that are concatenated in the weight (gate and up); each of them is sliced.
     """
 
     dim: int | None
@@ -52,24 +52,24 @@ STYLES: dict[str, Style] = {
     "moe_tp_experts": Style(None, Move.ENTER, Move.LEAVE),
     "replicate": Style(None),
 }
-"""Tensor parallel styles that are carried out."""
+"""The tensor parallel styles that are carried out."""
 
 DERIVED: dict[str, Style] = {
     "grouped_colwise": Style(None, Move.ENTER),
     "router": Style(None, exit=Move.COUNT_ONCE),
     "whole_on_parts": Style(None),
 }
-"""Styles that the resolver makes of others."""
+"""Styles that the resolver derives from others."""
 
 FIRST = {"colwise", "packed_colwise", "fused_colwise", "grouped_colwise"}
-"""Those that begin a region that is split over heads or features; "rowwise" ends it."""
+"""Styles that begin a region that is split over heads or features; "rowwise" ends it."""
 
 HEAD = {"colwise", "colwise_gather_output", "colwise_rep"}
-"""Those of an output head whose logits can stay sharded."""
+"""Styles of an output head whose logits can stay sharded."""
 
 
 def tp_dim(style: str | None, shape: Sequence[int]) -> int | None:
-    """The dimension of a parameter that a style slices."""
+    """Return the dimension of a parameter that a style slices; ``None``: it slices none."""
     dim = STYLES[style].dim if style in STYLES else None
     if dim is None:
         return None
@@ -79,7 +79,7 @@ def tp_dim(style: str | None, shape: Sequence[int]) -> int | None:
 
 
 def tp_placement(style: str | None, dim: int) -> str:
-    """In words of the plan."""
+    """Return the placement over `tp`, as the plan writes it."""
     pieces = STYLES[style].pieces if style in STYLES else 1
     return f"StridedShard({dim}, {pieces})" if pieces > 1 else f"Shard({dim})"
 
@@ -87,9 +87,9 @@ def tp_placement(style: str | None, dim: int) -> str:
 def styles_of_parameters(
     where: str, patterns: Mapping[str, str], parameters: Sequence[ParameterFacts]
 ) -> tuple[dict[str, str], list[str]]:
-    """Parameter name to style, and a line for each pattern that matches nothing.
+    """Return parameter name to style, and a message for each pattern that matches nothing.
 
-    A pattern names a module or, which wins, a parameter; the first counts.
+    A pattern names modules or parameters. A pattern of parameters wins over a pattern of modules; otherwise the first one wins.
     """
     problems = []
     styles: dict[str, str] = {}
@@ -108,5 +108,5 @@ def styles_of_parameters(
 
 
 def canonical(name: str) -> str:
-    """A name as it was before peft put an adapter around a module."""
+    """Return the name of a module or parameter as it was before peft put an adapter around the module."""
     return name.replace(".base_layer", "")

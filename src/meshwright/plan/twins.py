@@ -1,11 +1,11 @@
-"""Stacks that run twice: two lists of layers that share their parameters, as an encoder and a decoder may.
+"""Stacks that run twice: two lists of layers that share their parameters, such as an encoder and a decoder.
 
-FSDP2 has two ways to hold them.
+FSDP2 allows two ways to shard them.
 
-- *Shared unit*: both layers are one unit. It has one gathered copy and one gradient, which autograd hands over when both passes
-  are through. The unit reduces once, and the gradients of the whole stack wait meanwhile.
+- *Shared unit*: both layers are one unit. It has one gathered copy and one gradient, which autograd completes when both passes
+  have ended. The unit reduces once, and until then the gradients of the whole stack are held.
 - *Twin units*: each layer is a unit, and the two share one sharded parameter. Each gathers and reduces in its own pass, so that
-  one layer is held, and twice as much is sent.
+  only one layer is held at once, and twice as much is communicated.
 """
 
 from meshwright.plan.draft import Draft
@@ -16,7 +16,7 @@ __all__ = ["choose_twins", "pair_units", "twin_parameters"]
 
 
 def pair_units(draft: Draft) -> None:
-    """Find each unit of a second stack its twin in the first."""
+    """Find, for each unit of a second stack, its twin in the first."""
     names = list(draft.units)
     for pair in draft.spec.twins:
         firsts, seconds = match_names(pair.first, names), match_names(pair.second, names)
@@ -37,7 +37,7 @@ def pair_units(draft: Draft) -> None:
 
 
 def choose_twins(draft: Draft) -> None:
-    """Make the units of each pair twins, or one, once the bytes of the parameters are known."""
+    """Make the units of each pair twins, or one unit. The bytes of the parameters must be known."""
     options = draft.options
     if options.twin_units is not None and not draft.twins:
         draft.problems.append(
@@ -49,7 +49,7 @@ def choose_twins(draft: Draft) -> None:
         unit, partner = draft.units[name], draft.units[first]
         if twin:
             unit.twin_of = first
-            # Backward does not begin in the first stack, so its last layer has nothing to wait for.
+            # Backward does not begin in the first stack, so its last layer need not stay gathered after forward.
             partner.reshard_after_forward = partner.reshard_after_forward or options.reshard_after_forward is None
         else:
             unit.part_of = first
@@ -61,7 +61,7 @@ def choose_twins(draft: Draft) -> None:
 
 
 def twin_parameters(plan: ShardingPlan) -> tuple[tuple[str, str], ...]:
-    """Each parameter of twin units: its name in the first, and in the second."""
+    """Return the two names of each parameter of twin units: that in the first unit and that in the second."""
     first = {unit.name: unit.twin_of for unit in plan.units if unit.twin_of}
     units = {unit.name for unit in plan.units}
     found = []

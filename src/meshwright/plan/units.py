@@ -1,4 +1,4 @@
-"""Which modules are FSDP units, and how each behaves: reshard, dtypes, sync, what backward gathers."""
+"""Which modules are FSDP units, and how each behaves: resharding, dtypes, sync policy, gathers in backward."""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ __all__ = ["assign_sync", "draft_units", "unit_actions", "unit_rows"]
 
 
 def draft_units(draft: Draft) -> None:
-    """Name every unit, in the order of the model, and decide reshard and dtypes."""
+    """Draft every unit, in model order, and decide its resharding and dtypes."""
     spec, options = draft.spec, draft.options
     order = {name: index for index, name in enumerate(draft.model.modules)}
     explicit = options.reshard_after_forward
@@ -55,7 +55,7 @@ def draft_units(draft: Draft) -> None:
     for pattern in spec.fp32:
         for name in matched("fp32", pattern):
             if options.param_dtype in (None, "float32", "float64"):
-                continue  # no less precise anyway: no unit needed
+                continue  # no parameter is cast to a lower precision: no unit needed
             if name not in units:
                 claim(name, "fp32", f"fp32 pattern {pattern!r}", True)
             units[name] = replace(units[name], param_dtype="float32", output_dtype=options.param_dtype)
@@ -69,10 +69,10 @@ def draft_units(draft: Draft) -> None:
 
 
 def assign_sync(draft: Draft) -> None:
-    """The option's pattern wins over the spec, the spec over the default."""
+    """Set sync policies. Patterns of the options win over the spec, and the spec wins over the default of the options."""
     options = draft.options
     for unit in draft.units.values():
-        unit.sync = unit.sync or options.sync  # None still: decided once the bytes are known
+        unit.sync = unit.sync or options.sync  # if still None: decided when the bytes are known
     for pattern, policy in options.sync_units.items():
         for name in draft.match("sync_units", pattern, draft.units, "unit"):
             draft.units[name].sync = policy
@@ -85,11 +85,11 @@ def assign_sync(draft: Draft) -> None:
 
 
 def unit_rows(draft: Draft, modes: Mapping[str, ActivationCheckpointing]) -> tuple[UnitRow, ...]:
-    """The row of each unit, once those of the parameters are known.
+    """Return the row of each unit.
 
     Args:
-        draft: with the rows of the parameters.
-        modes: what the layers recompute.
+        draft: a draft that has the rows of the parameters.
+        modes: activation checkpointing mode of each layer.
     """
     options, rows = draft.options, draft.rows
     for unit in draft.units.values():
@@ -123,12 +123,15 @@ def unit_rows(draft: Draft, modes: Mapping[str, ActivationCheckpointing]) -> tup
 
 
 def _afford(draft: Draft) -> None:
-    """Policies that nobody chose: ``defer`` where all that it keeps unsharded through a step fits the budget, and gathering
-    anew is not asked for. Experts, which are most of a model, are the first to go without.
+    """Choose the sync policies that are still open.
+
+    A policy is ``defer`` if everything that ``defer`` keeps unsharded through a step fits the budget and no option asks to
+    gather again; otherwise it is ``reduce_each``. If not everything fits, experts, which are most of a model, are the first to
+    lose ``defer``.
     """
     options = draft.options
     undecided = {name: unit for name, unit in draft.units.items() if unit.sync is None}
-    copies: dict[str, list[str]] = {}  # of the parameters of a unit, by whom
+    copies: dict[str, list[str]] = {}  # unit that owns parameters -> units that gather a copy of them
     for name, unit in draft.units.items():
         if not unit.part_of:
             copies.setdefault(unit.twin_of or name, []).append(name)
@@ -148,14 +151,15 @@ def _afford(draft: Draft) -> None:
 
 
 def _gathered_in_backward(names: Sequence[str], rows: Sequence[ParameterRow], *, implicit: bool) -> set[str]:
-    """Units whose parameters backward gathers: a gradient flows through those that hold or follow something trainable.
+    """Return the units whose parameters backward gathers.
 
-    And one more, if it is left to FSDP (``implicit``): before it runs the backward of a unit, it prefetches the one that
+    These are the units that a gradient flows through: those that have trainable parameters or come after some. If prefetching
+    is left to FSDP2 (``implicit``), there is one more, because FSDP2 prefetches, before the backward of a unit, the unit that
     finished forward before it.
     """
     last_row = {row.unit: index for index, row in enumerate(rows)}
     first_trainable = next((index for index, row in enumerate(rows) if row.trainable), len(rows))
-    finishing: list[str] = []  # units as their forward ends: those inside a unit before the unit, the root last
+    finishing: list[str] = []  # units as their forwards end: inner units before the unit around them, the root last
     running: list[str] = []
     for name in names:
         while running and not inside(name, running[-1]):
@@ -168,7 +172,7 @@ def _gathered_in_backward(names: Sequence[str], rows: Sequence[ParameterRow], *,
 
 
 def _check_dtypes(draft: Draft, units: Sequence[UnitRow]) -> None:
-    """FSDP gathers a unit as one buffer, so its trainable parameters need one stored dtype."""
+    """Check that the trainable parameters of a unit have one stored dtype, because FSDP gathers them as one buffer."""
     for unit in units:
         by_dtype: dict[str, str] = {}
         for row in draft.rows:
@@ -182,12 +186,12 @@ def _check_dtypes(draft: Draft, units: Sequence[UnitRow]) -> None:
 
 
 def unit_actions(plan: ShardingPlan) -> Iterator[Action]:
-    """Wrap the units, inside out, the root last."""
+    """Yield the actions that wrap the units, from the inside out, the root last."""
     twins, pairs = twin_parameters(plan), tuple((unit.twin_of, unit.name) for unit in plan.units if unit.twin_of)
     if twins:
         yield PartTwins(twins)
     no_grad_runs = any(unit.forwards > 1 or unit.twin_of for unit in plan.units)
-    for unit in reversed(plan.fsdp_units):  # rows stand parents first
+    for unit in reversed(plan.fsdp_units):  # in the rows, parents come first
         yield _wrap(plan, unit, no_grad_runs)
     if pairs:
         yield JoinTwins(twins, pairs)
@@ -199,10 +203,11 @@ def _wrap(plan: ShardingPlan, unit: UnitRow, no_grad_runs: bool) -> Wrap:
     experts = axis == "ep_shard"
     divisor, plain_sum = None, False
     if plan.options.gradient_reduction is GradientReduction.SUM:
-        divisor, plain_sum = 1.0, True  # NCCL's and gloo's premultiplied sums have gaps
+        divisor, plain_sum = 1.0, True  # NCCL and gloo do not support premultiplied sums in all cases
     elif experts:
-        # An expert has the tokens of several data ranks, and its group is smaller than theirs. With one rank to scatter to,
-        # FSDP2 divides where it copies, and with a plain sum once more after it (foreach_reduce of torch 2.13).
+        # An expert gets tokens of more data ranks than are in its reduction group, so the divisor is that of all data ranks. If
+        # the reduce-scatter group has one rank, FSDP2 copies instead and divides in the copy. With a plain sum it would divide
+        # a second time afterwards (foreach_reduce of torch 2.13).
         divisor, plain_sum = float(replicas * layout.size("dp_shard_cp")), layout.size(axis) > 1
     parts = plan.parts(unit)
     return Wrap(
