@@ -1,24 +1,27 @@
 """What users of NeMo AutoModel do with its names, on gloo ranks: gradients are those of one process."""
 
 import dataclasses
+import pickle
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import pydantic
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from transformers import LlamaForCausalLM
 
 from meshwright.distributed import _torch_compat, parallelizer
-from meshwright.distributed.activation_checkpointing import is_checkpointed
+from meshwright.distributed.activation_checkpointing import checkpoint_forward, is_checkpointed
 from meshwright.distributed.fsdp import fsdp_units
 from meshwright.distributed.fsdp2 import FSDP2Manager
+from meshwright.distributed.loss_parallel import cross_entropy_sum
 from meshwright.distributed.parallelizer import (
     DefaultParallelizationStrategy,
     ParallelizationStrategy,
@@ -31,7 +34,7 @@ from meshwright.distributed.parallelizer import (
 )
 from meshwright.errors import LayoutError, MissingPlanError, ModelError, PlanError, UnsupportedError
 from tests.harness import run_ranks
-from tests.tiny import Plain, batches, make, summed_loss, tiny_config, whole
+from tests.tiny import Plain, batches, logits_of, make, summed_loss, tiny_config, whole
 
 FP32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
 
@@ -48,7 +51,12 @@ def same_gradients(model: nn.Module, alone: nn.Module) -> None:
 def compare(model: nn.Module, alone: nn.Module, data_rank: int, data_ranks: int) -> None:
     """One backward on each data rank, against the average in one process."""
     data = batches(data_ranks)
-    summed_loss(model, data[data_rank]).backward()
+    logits = logits_of(model, data[data_rank]["input_ids"])
+    if isinstance(logits, DTensor):  # sharded over the vocabulary
+        cross_entropy_sum(logits, data[data_rank]["labels"]).backward()
+    else:
+        labels = data[data_rank]["labels"].flatten()
+        nn.functional.cross_entropy(logits.float().flatten(0, 1), labels, reduction="sum").backward()
     (sum(summed_loss(alone, batch) for batch in data) / data_ranks).backward()
     same_gradients(model, alone)
 
@@ -80,7 +88,7 @@ class MineStrategy(DefaultParallelizationStrategy):
 
     def parallelize(self, model: nn.Module, device_mesh: Any, *args: Any, **kwargs: Any) -> nn.Module:
         CALLS.append((args, kwargs))
-        return super().parallelize(model, device_mesh, *args, **kwargs)
+        return super().parallelize(model, device_mesh, *args, **kwargs, use_hf_tp_plan=False)
 
 
 @register_parallel_strategy(name="Other")
@@ -102,9 +110,10 @@ class OtherStrategy(ParallelizationStrategy):
         tp_mesh_name: str = "tp",
     ) -> nn.Module:
         if device_mesh[tp_mesh_name].size() > 1:
-            plan = {"model.layers.*.mlp.up_proj": ColwiseParallel(), "model.layers.*.mlp.gate_proj": ColwiseParallel()}
-            plan["model.layers.*.mlp.down_proj"] = RowwiseParallel()
-            parallelize_module(model, device_mesh[tp_mesh_name], plan)
+            parallelizer.validate_tp_mesh(model, device_mesh[tp_mesh_name])
+            parallelize_module(model, device_mesh[tp_mesh_name], tp_shard_plan)
+        for layer in get_lm_ac_layers(model) if activation_checkpointing else ():
+            checkpoint_forward(layer)
         mesh = device_mesh[dp_replicate_mesh_name, dp_shard_cp_mesh_name]
         apply_fsdp2_sharding_recursively(model, mesh, mp_policy, offload_policy)
         return fully_shard(model, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=False)
@@ -126,8 +135,24 @@ def test_the_manager_calls_the_strategy_of_the_user(tp: int) -> None:
     run_ranks(on_rank, 2)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"dp_replicate_size": 2}, {"tp_size": 2}])
-def test_a_strategy_that_only_parallelizes(sizes: dict[str, int]) -> None:
+LLAMA = {f"model.layers.*.{name}": ColwiseParallel() for name in ("mlp.up_proj", "mlp.gate_proj")} | {
+    "model.layers.*.mlp.down_proj": RowwiseParallel()
+}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"activation_checkpointing": True},
+        {"dp_replicate_size": 2},
+        {"tp_size": 2},
+        {"tp_size": 2, "use_hf_tp_plan": True, "activation_checkpointing": True},
+        {"tp_size": 2, "custom_tp_plan": f"{__name__}.LLAMA"},
+    ],
+)
+def test_a_strategy_that_only_parallelizes(sizes: dict[str, Any]) -> None:
+    """It is given the plan that was chosen, in styles of torch, as in the reference."""
+
     def on_rank(rank: int) -> None:
         manager = FSDP2Manager(mp_policy=FP32, **sizes)
         model = manager.parallelize(of_class(Other))
@@ -135,11 +160,98 @@ def test_a_strategy_that_only_parallelizes(sizes: dict[str, int]) -> None:
         assert manager.plan is None
         tp = manager.tp_size
         compare(model, of_class(Other), rank // tp, 4 // tp)
+        with pytest.raises(PlanError, match=r"Other: already parallelized \(it is an FSDP unit\)"):
+            manager.parallelize(model)
 
     run_ranks(on_rank, 4)
+
+
+def test_helpers_ask_the_model_where_a_strategy_has_no_spec(monkeypatch: pytest.MonkeyPatch) -> None:
     model = of_class(Other)
-    with pytest.raises(ModelError, match=r"OtherStrategy, the strategy of Other, has no spec, only parallelize\(\)"):
-        get_lm_ac_layers(model)
+    assert get_lm_ac_layers(model) == list(model.model.layers)
+    assert get_hf_tp_shard_plan(model).keys() == parallelizer._get_parallel_plan(model, use_hf_tp_plan=True).keys()
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    FSDP2Manager(activation_checkpointing=True).parallelize(model)
+    assert all(is_checkpointed(layer) for layer in model.model.layers)
+
+
+class Parts(nn.Module):
+    """A language model, and something beside it that microbatches need not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm = of_class(LlamaForCausalLM)
+        self.spare, self.extra = nn.Linear(4, 4), nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.lm(ids).logits.float()
+
+
+@register_parallel_strategy(name="Parts")
+class PartsStrategy(DefaultParallelizationStrategy):
+    """Has a part sharded as always, and the rest by hand."""
+
+    def parallelize(self, model: nn.Module, device_mesh: Any, mp_policy: Any = None, **kwargs: Any) -> nn.Module:
+        mesh = device_mesh["dp_replicate", "dp_shard_cp"]
+        apply_fsdp2_sharding_recursively(model.extra, mesh, mp_policy)
+        super().parallelize(model.lm, device_mesh, mp_policy, **kwargs)
+        return fully_shard(model, mesh=mesh, mp_policy=mp_policy)
+
+
+def test_a_part_of_a_model_by_the_default_strategy() -> None:
+    """What its plan claims is not claimed of the rest."""
+
+    def on_rank(rank: int) -> None:
+        torch.manual_seed(0)
+        model, alone = Parts(), Parts()
+        alone.load_state_dict(model.state_dict())
+        manager = FSDP2Manager(mp_policy=FP32)
+        manager.parallelize(model)
+        assert manager.plan is None
+        data = batches(4)
+        with model.no_sync(), model.no_sync():  # nested: the outer one counts
+            summed_loss(model, data[rank]).backward()
+        summed_loss(model, data[2 + rank]).backward()
+        (sum(summed_loss(alone, batch) for batch in data) / 2).backward()
+        same_gradients(model, alone)
+
+    run_ranks(on_rank, 2)
+
+
+def test_tensor_parallel_by_hand() -> None:
+    def on_rank(rank: int) -> None:
+        manager = FSDP2Manager(tp_size=2, mp_policy=FP32)
+        model = of_class(LlamaForCausalLM)
+        parallelize_module(model, manager.device_mesh["tp"], LLAMA)
+        assert len(get_lm_ac_layers(model)) == 2
+        with pytest.raises(PlanError, match=r"'model.layers.0.mlp.gate_proj.weight' is a DTensor already"):
+            manager.parallelize(model)
+        with pytest.raises(LayoutError, match="device_mesh: has 2 of 4 ranks"):
+            fsdp2_strategy_parallelize(of_class(LlamaForCausalLM), manager.device_mesh["tp"], FP32)
+
+    run_ranks(on_rank, 4)
+
+
+def test_a_pattern_that_names_nothing_is_left_out_with_a_warning() -> None:
+    def on_rank(rank: int) -> None:
+        plan = {**LLAMA, "model.layers.*.self_attn.qkv_proj": "colwise"}
+        manager = FSDP2Manager(tp_size=2, custom_tp_plan=plan, mp_policy=FP32)
+        with pytest.warns(UserWarning, match="qkv_proj names nothing in LlamaForCausalLM; left out"):
+            model = manager.parallelize(of_class(LlamaForCausalLM))
+        compare(model, of_class(LlamaForCausalLM), 0, 1)
+
+    run_ranks(on_rank, 2)
+
+
+def test_heads_of_families_that_nobody_described_leave_their_logits_sharded() -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
+    for family in ("cohere", "granite", "starcoder2"):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, num_key_value_heads=4))
+        head = get_hf_tp_shard_plan(model)["lm_head"]
+        assert (head.output_layouts, head.use_local_output) == ((Shard(-1),), False), family
 
 
 def test_the_registry_can_be_read() -> None:
@@ -162,10 +274,11 @@ class TwoStacks(Plain):
         self.tail = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
         self.drops = nn.ModuleList(nn.Dropout(0.0) for _ in range(6))
         self.mixed = nn.ModuleList([nn.Linear(16, 16), nn.LayerNorm(16)])
+        self.heads = nn.ModuleDict({"left": nn.Linear(16, 16), "right": nn.Linear(16, 16)})  # by name: no stack
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(input_ids)
-        for layer in (*self.blocks, *self.tail, *self.mixed, *self.drops):
+        for layer in (*self.blocks, *self.tail, *self.mixed, *self.drops, *self.heads.values()):
             hidden = hidden + layer(hidden)
         return self.head(self.norm(hidden))
 
@@ -201,6 +314,8 @@ def test_questions_about_a_plain_module() -> None:
         parallelizer._get_parallel_plan(model)
     assert isinstance(caught.value, PlanError)
     assert isinstance(caught.value, AssertionError)
+    alike = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    assert get_lm_ac_layers(nn.Sequential(alike, nn.ModuleList([nn.Linear(2, 2), nn.LayerNorm(2)]))) == list(alike)
     with pytest.raises(ModelError, match="Linear: has no layers, which are entries of one class in a ModuleList"):
         get_lm_ac_layers(nn.Linear(2, 2))
 
@@ -320,6 +435,7 @@ def test_a_world_of_one_sets_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert not any(is_checkpointed(module) for module in model.modules())
     with model.no_sync():
         summed_loss(model, batches(1)[0]).backward()
+    assert torch.equal(pickle.loads(pickle.dumps(model)).lm_head.weight, model.lm_head.weight)
     with pytest.warns(UserWarning, match="FSDP2Manager\\(tp_size=2\\): there is one process, so nothing is set up"):
         manager = FSDP2Manager(tp_size=2, activation_checkpointing=True)
     other, _ = make("llama")
@@ -360,6 +476,37 @@ def test_a_configuration_and_meshes_of_later_versions() -> None:
         assert (manager.ep_size, manager.ep_shard_size) == (2, 2)
         model = manager.parallelize(make("mixtral")[0])
         compare(model, make("mixtral")[0], rank // 2, 2)
+
+        class Attributes:
+            mp_policy = FP32
+            activation_checkpointing = True
+            prefetch_depth = 2
+
+        class Slots:
+            __slots__ = ("mp_policy", "other")
+
+            def __init__(self) -> None:
+                self.mp_policy, self.other = FP32, None
+
+        class Model(pydantic.BaseModel):
+            sequence_parallel: bool = True
+            prefetch_depth: int = 2
+
+        for given, field, value in (
+            (Attributes(), "activation_checkpointing", True),
+            (Slots(), "mp_policy", FP32),
+            (Model(), "sequence_parallel", True),
+            ({"sequence_parallel": True}, "sequence_parallel", True),
+        ):
+            assert getattr(FSDP2Manager(given, mesh), field) == value
+        with pytest.raises(LayoutError, match="FSDP2Config is a class"):
+            FSDP2Manager(FSDP2Config, mesh)
+        with pytest.raises(LayoutError, match=r"dp_size='none'.*: legal are a number, None, or a configuration object"):
+            FSDP2Manager(dp_size="none")
+        with pytest.raises(UnsupportedError, match="prefetch_depth=3 of Model"):
+            FSDP2Manager(Model(prefetch_depth=3), mesh)
+        with pytest.raises(LayoutError, match="dp_replicate_size=2: device_mesh has 1"):
+            dataclasses.replace(FSDP2Manager(config, mesh), dp_replicate_size=2)
         with pytest.raises(UnsupportedError, match="enable_async_tensor_parallel=True of FSDP2Config"):
             FSDP2Manager(FSDP2Config(enable_async_tensor_parallel=True), device_mesh=mesh)
         with pytest.raises(LayoutError, match="needs device_mesh"):

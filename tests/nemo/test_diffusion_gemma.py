@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.fsdp import fsdp_units
@@ -77,6 +78,22 @@ def by_layers(model: nn.Module, mesh: Any) -> list[str]:
     return [f"{stack}.{index}{inner}" for stack in STACKS for index in range(2) for inner in ("", ".experts")]
 
 
+def by_parts(model: nn.Module, mesh: Any) -> list[str]:
+    """Experts first, then layers, the second stack first, and the inner model; then values are given to a model without any."""
+    values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    layers = layers_of(model)
+    for layer in (*layers[2:], *layers[:2]):
+        fully_shard_diffusion_gemma(layer.experts, mesh, FP32)
+    for layer in (*layers[2:], *layers[:2]):
+        fully_shard_diffusion_gemma(layer, mesh, FP32)
+    fully_shard_diffusion_gemma(model, mesh, FP32, reshard_after_forward=False)
+    model.to_empty(device="cpu")
+    for name, tensor in model.named_buffers():
+        tensor.copy_(values[name] if name in values else tiny_diffusion_gemma().get_buffer(name))
+    set_model_state_dict(model, values, options=StateDictOptions(full_state_dict=True))
+    return [f"{stack}.{index}{inner}" for stack in STACKS for index in range(2) for inner in ("", ".experts")]
+
+
 def at_once(model: nn.Module, mesh: Any) -> list[str]:
     """The plan makes one unit of both layers, because their gradients are small."""
     fully_shard_diffusion_gemma(model, mesh, FP32)
@@ -89,7 +106,7 @@ def by_recursion(model: nn.Module, mesh: Any) -> list[str]:
     return [f"{STACKS[0]}.{index}{inner}" for index in range(2) for inner in ("", ".experts")]
 
 
-@pytest.mark.parametrize("shard", [by_layers, at_once, by_recursion])
+@pytest.mark.parametrize("shard", [by_layers, by_parts, at_once, by_recursion])
 @pytest.mark.parametrize("whole_mesh", [(2,), (2, 2)])
 def test_the_model_of_transformers(shard: Any, whole_mesh: tuple[int, ...]) -> None:
     def on_rank(rank: int) -> None:
@@ -203,6 +220,18 @@ def test_a_layer_that_shares_only_some_parameters_is_refused() -> None:
         fully_shard_diffusion_gemma(first, mesh, FP32)
         with pytest.raises(UnsupportedError, match="Linear: shares 'weight' with a module that is sharded already"):
             fully_shard_diffusion_gemma(second, mesh, FP32)
+        model = tiny_diffusion_gemma()
+        for layer in layers_of(model):
+            fully_shard_diffusion_gemma(layer, mesh, FP32)
+        fully_shard(model, mesh=mesh, mp_policy=FP32)
+        ids = torch.zeros(1, 8, dtype=torch.long)
+        with pytest.raises(UnsupportedError, match="EncoderTextLayer: fully_shard_diffusion_gemma sharded it, and not"):
+            model(input_ids=ids, decoder_input_ids=ids)
+        whole = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+        for module in (whole[0][0], whole[0], whole):
+            fully_shard_diffusion_gemma(module, mesh, FP32)
+        whole.to_empty(device="cpu")
+        assert fully_shard_diffusion_gemma(tiny_diffusion_gemma(), init_device_mesh("cpu", (2,)), FP32) is not None
         with pytest.raises(UnsupportedError, match="ignored_params: of a whole model, legal is reshard_after_forward"):
             fully_shard_diffusion_gemma(tiny_diffusion_gemma(), mesh, FP32, ignored_params=set())
 

@@ -36,7 +36,7 @@ SIGNATURES = {
     "translate_to_torch_parallel_style": "style",
     "validate_tp_mesh": "model, tp_mesh",
     "get_lm_ac_layers": "model",
-    "_get_parallel_plan": "model, sequence_parallel=False, tp_shard_plan=None",
+    "_get_parallel_plan": "model, sequence_parallel=False, tp_shard_plan=None, use_hf_tp_plan=False",
     "fsdp2_strategy_parallelize": STRATEGY,
     "nvfsdp_strategy_parallelize": (
         "model, device_mesh, optimizer=None, nvfsdp_unit_modules=None, tp_shard_plan=None, "

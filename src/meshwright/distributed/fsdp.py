@@ -25,7 +25,17 @@ from meshwright.distributed.names import class_name
 from meshwright.errors import PlanError
 from meshwright.plan.program import Engine, Prefetch, Wrap
 
-__all__ = ["enter_by", "fsdp_units", "gathered", "move_buffers", "prefetch", "refuse_parallelized", "shard_unit", "wrap"]
+__all__ = [
+    "enter_by",
+    "fsdp_units",
+    "gathered",
+    "move_buffers",
+    "prefetch",
+    "refuse_parallelized",
+    "refuse_sliced",
+    "shard_unit",
+    "wrap",
+]
 
 
 def wrap(model: nn.Module, action: Wrap, mesh: ParallelMesh) -> None:
@@ -119,12 +129,27 @@ def refuse_parallelized(model: nn.Module) -> None:
     """Refuse a model that was parallelized before.
 
     Raises:
-        PlanError: it has FSDP units, or parameters that are DTensors.
+        PlanError: it has FSDP units.
     """
-    found = [f"{name or 'it'} is an FSDP unit" for name in fsdp_units(model)]
-    found += [f"{name} is a DTensor" for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
-    if found:
-        raise PlanError(f"{class_name(model)}: already parallelized ({found[0]}); ask before that, or build the model anew")
+    for name in fsdp_units(model):
+        raise PlanError(
+            f"{class_name(model)}: already parallelized ({name or 'it'} is an FSDP unit); ask before that, or build the model "
+            "anew"
+        )
+
+
+def refuse_sliced(model: nn.Module) -> None:
+    """Refuse a model whose parameters were sliced by hand.
+
+    Raises:
+        PlanError: it has parameters that are DTensors.
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise PlanError(
+                f"{class_name(model)}: {name!r} is a DTensor already, so parallelize_module was called; leave that to "
+                "tp_shard_plan, or shard all of the model by hand"
+            )
 
 
 def enter_by(unit: nn.Module, method: str) -> None:

@@ -127,6 +127,11 @@ def adopt_mesh(
         LayoutError: a mesh with further axes above 1, or without names.
     """
     names = device_mesh.mesh_dim_names or ()
+    world = dist.get_world_size()
+    if device_mesh.size() != world:  # its groups could not be made alike on all ranks
+        raise LayoutError(
+            f"device_mesh: has {device_mesh.size()} of {world} ranks; legal is a mesh over all of them, with names"
+        )
     _torch_compat.one_gloo_worker()
     if names == AXES and (replicate, shard, tp) == ("dp_replicate", "dp_shard_cp", "tp"):
         layout = Layout(**dict(zip(AXES, device_mesh.mesh.shape, strict=True)))

@@ -9,6 +9,7 @@ sharded parameters of the first unit, and before the first forward the second un
 from collections.abc import Callable
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.fsdp import fsdp_units
@@ -45,7 +46,7 @@ def shard_as_twin(first: nn.Module, second: nn.Module, shard: Callable[[nn.Modul
         second: its parameters are those of ``first`` before it was sharded, under the same names.
         shard: makes units of ``second``, under the same names as in ``first``.
     """
-    names = [name for name, _ in second.named_parameters()]
+    names = [name for name, parameter in second.named_parameters() if not isinstance(parameter, DTensor)]
     for name in names:
         parameter = second.get_parameter(name)
         _set(second, name, nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad))

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from meshwright.distributed.names import class_name
-from meshwright.plan.names import generalize
+from meshwright.plan.names import generalize, match_names
 from meshwright.plan.spec import ParallelSpec
 
 __all__ = ["inferred_spec"]
@@ -17,17 +17,20 @@ _SIZES = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "la
 def inferred_spec(model: nn.Module) -> ParallelSpec:
     """The spec of a module that is none of transformers.
 
-    Every list (or dict) of modules counts whose entries are all of one class and hold parameters: nothing is guessed from its
-    length or its name, and where there are several, all are layers. What is inside an entry belongs to it. All else belongs to
-    the root.
+    A list of modules counts if its entries are all of one class and hold parameters; so does a dict whose keys are 0, 1, ... .
+    Nothing is guessed from its length or its name: if there are several, the entries of all are layers. What is inside an
+    entry belongs to it. All else belongs to the root.
 
     Args:
         model: on any device.
     """
-    config = getattr(model, "config", None)
+    config, names = getattr(model, "config", None), list(_layers(model))
+    modules = [name for name, _ in model.named_modules()]
+    patterns = dict.fromkeys(generalize(name) for name in names)
+    exact = all(name in names for pattern in patterns for name in match_names(pattern, modules))
     return ParallelSpec(
         family=class_name(model),
-        layers=tuple(dict.fromkeys(generalize(name) for name in _layers(model))),
+        layers=tuple(patterns if exact else names),
         sizes={field: name for field, name in _SIZES.items() if isinstance(getattr(config, name, None), int)},
     )
 
@@ -42,6 +45,7 @@ def _layers(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    entries = list(module.children()) if isinstance(module, nn.ModuleList | nn.ModuleDict) else []
+    numbered = isinstance(module, nn.ModuleDict) and list(module) == [str(index) for index in range(len(module))]
+    entries = list(module.children()) if isinstance(module, nn.ModuleList) or numbered else []
     alike = len({type(entry) for entry in entries}) == 1 and not isinstance(entries[0], nn.ModuleList | nn.ModuleDict)
     return alike and all(any(True for _ in entry.parameters()) for entry in entries)

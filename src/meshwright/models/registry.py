@@ -118,7 +118,7 @@ def registered_strategies() -> dict[str, ParallelizationStrategy]:
 
 
 def spec_of(model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
-    """The spec of a model: what the strategy of its class says, which is derived unless its family has one of its own.
+    """The spec of a model: what the strategy of its class says. It is derived if the family has no strategy or no spec.
 
     Args:
         model: on any device.
@@ -127,4 +127,7 @@ def spec_of(model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelS
     Raises:
         ModelError: a model of which nothing is known; the message says what to declare.
     """
-    return get_parallelization_strategy(model).spec(model, param_dtype)
+    strategy = get_parallelization_strategy(model)
+    if type(strategy).spec is ParallelizationStrategy.spec:  # it only parallelizes
+        strategy = DefaultParallelizationStrategy()
+    return strategy.spec(model, param_dtype)

@@ -7,7 +7,8 @@ A strategy that was written for NeMo AutoModel overrides :meth:`ParallelizationS
 ``FSDP2Manager`` and ``fsdp2_strategy_parallelize`` call; a run of ``meshwright train`` needs a spec.
 """
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -18,13 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from meshwright.distributed.conductor import parallelize
-from meshwright.distributed.fsdp import refuse_parallelized
+from meshwright.distributed.fsdp import refuse_parallelized, refuse_sliced
 from meshwright.distributed.mesh import ParallelMesh, adopt_mesh
 from meshwright.distributed.names import class_name
 from meshwright.distributed.policies import options_of_policies
-from meshwright.errors import ModelError
-from meshwright.plan.given_styles import leaves_logits_sharded, shards_sequence
+from meshwright.errors import ModelError, PlanError
+from meshwright.plan.given_styles import declared_styles, leaves_logits_sharded, read_plan, shards_sequence
 from meshwright.plan.inspection import inspect_model
+from meshwright.plan.names import match_names
 from meshwright.plan.options import SyncPolicy
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
@@ -43,12 +45,17 @@ class Request:
         mesh: of a layout, where its root is the mesh that is passed.
         spec: in place of the strategy's.
         options: fields of :class:`~meshwright.plan.options.ParallelOptions`.
+        styles: the ``tp_shard_plan`` that the manager passes to a strategy of the user's, as the reference does, where nobody
+            gave a plan. If it comes back, it is as if none was given.
+        model: the model that the plan is of. It may be a part of what the manager was given.
         plan: that was carried out; ``None``: the strategy did it without one.
     """
 
     mesh: ParallelMesh | None = None
     spec: ParallelSpec | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    styles: Mapping[str, Any] | None = None
+    model: nn.Module | None = None
     plan: ShardingPlan | None = None
 
 
@@ -108,6 +115,8 @@ class ParallelizationStrategy:
         dp_replicate_mesh_name: str = "dp_replicate",
         dp_shard_cp_mesh_name: str = "dp_shard_cp",
         tp_mesh_name: str = "tp",
+        *,
+        use_hf_tp_plan: bool = False,
     ) -> nn.Module:
         """Resolve and carry out a plan over a mesh that is there: the interface of NeMo AutoModel.
 
@@ -124,10 +133,12 @@ class ParallelizationStrategy:
             activation_checkpointing: recompute every layer in backward.
             tp_shard_plan: tensor parallel styles that win over all others: a dict of module patterns to styles (of torch, or
                 names), or the import path of one or of a function that returns one. Where its style of the output head leaves
-                logits sharded (``Shard(-1)``, or ``colwise``), the model returns them as a DTensor; otherwise whole.
+                logits sharded (``Shard(-1)``, or ``colwise``), the model returns them as a DTensor; otherwise whole. A pattern
+                that names nothing here is left out with a warning, as torch does.
             dp_replicate_mesh_name: axis of the replicas.
             dp_shard_cp_mesh_name: axis that parameters are sharded over; a flattened one may be meant.
             tp_mesh_name: axis of tensor parallel.
+            use_hf_tp_plan: take the styles that the model declares, where no plan is given.
 
         Raises:
             LayoutError: a mesh whose axes have another meaning.
@@ -136,17 +147,22 @@ class ParallelizationStrategy:
             UnsupportedError: an axis or option that is not carried out.
         """
         refuse_parallelized(model)
+        refuse_sliced(model)
         request = _REQUEST.get(None) or Request()
         if request.mesh is not None and request.mesh.root is device_mesh:
             mesh = request.mesh
         else:
             mesh = adopt_mesh(device_mesh, dp_replicate_mesh_name, dp_shard_cp_mesh_name, tp_mesh_name)
         sliced = mesh.layout.size("tp") > 1
-        given = tp_shard_plan if sliced else None
+        given = None if tp_shard_plan is request.styles or not sliced else tp_shard_plan
         chosen: dict[str, Any] = {"sync": SyncPolicy.REDUCE_EACH, "loss_parallel": None, **request.options}
         options = options_of_policies(mp_policy, offload_policy, activation_checkpointing, mesh.device_type, **chosen)
         spec = request.spec or self.spec(model, options.param_dtype)
         facts = inspect_model(spec, model)
+        if given is not None:
+            given = _naming_something(read_plan(given), facts.modules, class_name(model))
+        elif use_hf_tp_plan and sliced:
+            given = declared_styles(spec)
         head = given is not None and leaves_logits_sharded(spec, given, facts)
         options = replace(
             options,
@@ -154,5 +170,21 @@ class ParallelizationStrategy:
             sequence_parallel=sliced and (sequence_parallel or (given is not None and shards_sequence(given))),
             loss_parallel=head if options.loss_parallel is None else options.loss_parallel,
         )
-        request.plan = resolve(spec, facts, mesh.layout, options)
-        return self.carry_out(model, request.plan, mesh)
+        plan = resolve(spec, facts, mesh.layout, options)
+        request.model, request.plan = model, plan
+        return self.carry_out(model, plan, mesh)
+
+
+def _naming_something(plan: dict[str, Any], modules: Iterable[str], family: str) -> dict[str, Any]:
+    """The entries of a plan that name a module. Plans are written for many families at once.
+
+    Raises:
+        PlanError: none of them names anything.
+    """
+    names = list(modules)
+    idle = [pattern for pattern in plan if not match_names(pattern, names)]
+    if len(idle) == len(plan):
+        raise PlanError(f"tp_plan pattern {pattern!r} matches no parameter" for pattern in idle)
+    if idle:
+        warnings.warn(f"tp_shard_plan: {', '.join(idle)} names nothing in {family}; left out", stacklevel=3)
+    return {pattern: style for pattern, style in plan.items() if pattern not in idle}

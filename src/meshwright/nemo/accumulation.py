@@ -4,7 +4,7 @@
         with nullcontext() if index == len(batches) - 1 else model.no_sync():
             loss(model, batch).backward()
 
-FSDP2 has no such method; FSDP1 and DDP have it, and loops are written so.
+FSDP2 has no such method. FSDP1 and DDP have it, and loops are written so.
 """
 
 from collections.abc import Iterator
@@ -17,45 +17,58 @@ from meshwright.distributed.grad_sync import GradSync
 from meshwright.plan.options import SyncPolicy
 from meshwright.plan.sharding_plan import ShardingPlan
 
-__all__ = ["give_no_sync"]
+__all__ = ["NoSync", "give_no_sync"]
 
 
-def give_no_sync(model: nn.Module, plan: ShardingPlan | None = None) -> nn.Module:
-    """Give a model a context manager ``no_sync()``, unless it has one; returns the model.
+class NoSync:
+    """The method ``no_sync`` of a model.
 
-    Inside, units reshard as always and reduce nothing. The next backward outside reduces what was kept, also of units and
-    parameters that only backwards inside used. Without units there is nothing to sync.
+    Inside its context, units reshard as always and reduce nothing. The next backward outside reduces what was kept, also of
+    units and parameters that only backwards inside used. Contexts may be nested; the outermost counts. FSDP2 keeps these
+    gradients itself, so ``zero_grad()`` does not drop them.
 
     Args:
-        model: with its units.
-        plan: that they were made by; ``None``: unknown, so ranks tell each other which parameters they used.
+        model: the model, with its units. Without units there is nothing to sync.
+        exchange_use: see :class:`~meshwright.distributed.grad_sync.GradSync`.
     """
-    if hasattr(model, "no_sync"):
-        return model
-    sync: GradSync | None = None
-    under_way = False  # an optimizer step, whose last backward is still to come
 
-    def end() -> None:
-        nonlocal under_way
-        under_way = False
+    def __init__(self, model: nn.Module, exchange_use: bool) -> None:
+        self._model, self._exchange_use = model, exchange_use
+        self._sync: GradSync | None = None
+        self._under_way = False  # an optimizer step, whose last backward is still to come
+        self._depth = 0
 
     @contextmanager
-    def no_sync() -> Iterator[None]:
-        nonlocal sync, under_way
-        if sync is None and fsdp_units(model):
-            sync = GradSync(model, default=SyncPolicy.RESHARD_EACH, exchange_use=plan is None or plan.flags_of_use)
-        if sync is None:
+    def __call__(self) -> Iterator[None]:
+        """The context."""
+        if self._sync is None and fsdp_units(self._model):
+            self._sync = GradSync(self._model, default=SyncPolicy.RESHARD_EACH, exchange_use=self._exchange_use)
+        if self._sync is None or self._depth:
             yield
             return
-        if not under_way:
-            sync.begin_step()
-            under_way = True
-        sync.begin_microbatch(last=False)
+        if not self._under_way:
+            self._sync.begin_step()
+            self._under_way = True
+        self._sync.begin_microbatch(last=False)
+        self._depth += 1
         try:
             yield
         finally:
-            sync.begin_microbatch(last=True)
-            sync.finish_after_backward(end)
+            self._depth -= 1
+            self._sync.begin_microbatch(last=True)
+            self._sync.finish_after_backward(self._end)
 
-    model.no_sync = no_sync  # type: ignore[assignment]
+    def _end(self) -> None:
+        self._under_way = False
+
+
+def give_no_sync(model: nn.Module, plan: ShardingPlan | None = None) -> nn.Module:
+    """Give a model a method ``no_sync()``, unless it has one; returns the model.
+
+    Args:
+        model: with its units.
+        plan: of the whole model; ``None``: unknown, so ranks tell each other which parameters they used.
+    """
+    if not hasattr(model, "no_sync"):
+        model.no_sync = NoSync(model, plan is None or plan.flags_of_use)  # type: ignore[assignment]
     return model

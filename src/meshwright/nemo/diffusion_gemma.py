@@ -7,10 +7,12 @@ that has the parameters of one that is sharded already becomes its twin.
 
 import weakref
 from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.distributed import _torch_compat
@@ -91,17 +93,35 @@ def fully_shard_diffusion_gemma(
                 _fully_shard_once(inside[experts], mesh, mp_policy, offload_policy, **fsdp_kwargs)
         _fully_shard_once(chosen, mesh, mp_policy, offload_policy, **fsdp_kwargs)
 
-    originals = {} if _has_fsdp_state(module) else dict(module.named_parameters())
+    originals = {name: parameter for name, parameter in module.named_parameters() if not isinstance(parameter, DTensor)}
     if (first := _sharded_before(module, originals)) is not None:
         shard_as_twin(first, module, shard)
     else:
         shard(module)
         for name, parameter in originals.items():
             _FIRST.setdefault(parameter, (weakref.ref(module), name))
+        if class_name(module) in _IN_NEED_OF_A_ROOT and originals:
+            _torch_compat.before_first_run(module, lambda: _check_root(module))
     if strategy is not None:
         dtype = mp_policy.output_dtype
         strategy.ready(module, None if dtype is None else str(dtype).removeprefix("torch."))
+        _READY.update(module.modules())
     return module
+
+
+_IN_NEED_OF_A_ROOT = ("DiffusionGemmaEncoderTextLayer",)
+"""Layers whose output may get no gradient, while the keys and values that they leave in the cache do. FSDP would then read
+memory that is freed, unless the root was readied for it."""
+
+_READY: WeakSet[nn.Module] = WeakSet()
+"""Modules of a root that was."""
+
+
+def _check_root(layer: nn.Module) -> None:
+    if layer not in _READY:
+        raise UnsupportedError(
+            f"{class_name(layer)}: fully_shard_diffusion_gemma sharded it, and not the root; call it for the whole model, too"
+        )
 
 
 def _sharded_before(module: nn.Module, originals: dict[str, nn.Parameter]) -> nn.Module | None:
@@ -130,7 +150,9 @@ def _by_plan(
         raise UnsupportedError(
             f"{', '.join(unknown)}: of a whole model, legal is reshard_after_forward; the rest is for its layers one by one"
         )
-    *replicas, shards = mesh.mesh_dim_names or ("dp_shard_cp",)
+    if mesh.mesh_dim_names is None:
+        mesh = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=("dp_replicate", "dp_shard_cp")[-mesh.ndim :])
+    *replicas, shards = mesh.mesh_dim_names or ()
     names = {"dp_shard_cp_mesh_name": shards, **({"dp_replicate_mesh_name": replicas[0]} if replicas else {})}
     with requested(Request(options=fsdp_kwargs)):
         return strategy.parallelize(model, mesh, mp_policy, offload_policy, **names)  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import torch
@@ -15,14 +15,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.activation_checkpointing import recompute
 from meshwright.distributed.conductor import check_supported
+from meshwright.distributed.fsdp import refuse_parallelized
 from meshwright.distributed.mesh import ParallelMesh, build_mesh, mesh_of
 from meshwright.distributed.slices import assign
-from meshwright.errors import LayoutError, UnsupportedError
+from meshwright.errors import LayoutError, MissingPlanError
 from meshwright.layout import Layout
-from meshwright.models.registry import get_parallelization_strategy
-from meshwright.models.strategy import Request, requested
+from meshwright.models.registry import get_parallelization_strategy, spec_of
+from meshwright.models.strategy import ParallelizationStrategy, Request, requested
 from meshwright.nemo.accumulation import give_no_sync
-from meshwright.nemo.parallelizer import declared_styles, fsdp2_strategy_parallelize
+from meshwright.nemo.choices import choices_of
+from meshwright.nemo.parallelizer import _get_parallel_plan, fsdp2_strategy_parallelize
+from meshwright.plan.given_styles import declared_styles
 from meshwright.plan.inspection import inspect_model
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
 from meshwright.plan.program import Assign, Recompute
@@ -112,9 +115,17 @@ class FSDP2Manager:
         """Check the sizes and build the meshes; starts the process group if torchrun's variables are there and none is."""
         if self.dp_size is not None and not isinstance(self.dp_size, int):
             self.config, self.dp_size = self.dp_size, None
+        for name in ("dp_replicate_size", "tp_size"):  # FSDP2Manager(config, device_mesh, moe_mesh)
+            if isinstance(found := getattr(self, name), DeviceMesh):
+                setattr(self, name, 1)
+                setattr(self, "device_mesh" if self.device_mesh is None else "moe_mesh", found)
         if self.config is not None:
-            self._take(self.config)
-        processes = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+            config, self.config = self.config, None
+            for name, value in choices_of(config, _CHOICES).items():
+                setattr(self, name, value)
+            if self.device_mesh is None and _processes() > 1:
+                raise LayoutError("FSDP2Manager(config): needs device_mesh, the mesh that the configuration is for")
+        processes = _processes()
         if self.world_size not in (None, processes):
             raise LayoutError(f"world_size={self.world_size}: there are {processes} processes; legal are {processes} and None")
         self.world_size = processes
@@ -133,24 +144,21 @@ class FSDP2Manager:
             self.mesh = build_mesh(layout, {"nccl": "cuda", "gloo": "cpu"}.get(self.backend or ""))
         else:
             self.mesh = mesh_of(self.device_mesh, self.moe_mesh)
+            self._check_sizes(self.mesh.layout)
             check_supported(self.mesh.layout)
         self._fill(self.mesh)
 
-    def _take(self, config: Any) -> None:
-        """The fields of a configuration object. What is not known here has to be as it is by default."""
-        for name in ("dp_replicate_size", "tp_size"):  # FSDP2Manager(config, device_mesh, moe_mesh)
-            if isinstance(found := getattr(self, name), DeviceMesh):
-                setattr(self, name, 1)
-                setattr(self, "device_mesh" if self.device_mesh is None else "moe_mesh", found)
-        if self.device_mesh is None:
-            raise LayoutError("FSDP2Manager(config): needs device_mesh, the mesh that the configuration is for")
-        known = {**{name: name for name in _CHOICES}, "tp_plan": "custom_tp_plan"}
-        defaults = {item.name: _default(item) for item in fields(config)} if is_dataclass(config) else {}
-        for name, value in vars(config).items():
-            if name in known:
-                setattr(self, known[name], value)
-            elif value and not name.startswith("_") and value != defaults.get(name, MISSING):
-                raise UnsupportedError(f"FSDP2Manager(config): {name}={value!r} of {type(config).__name__} is not carried out")
+    def _check_sizes(self, layout: Layout) -> None:
+        """Sizes beside a mesh have to be its own. 1 is the default of most, and says nothing."""
+        sizes = {"dp_size": "dp", "ep_size": "ep", **{f"{axis}_size": axis for axis in layout.sizes()}}
+        given = {name: getattr(self, name) for name in _SIZES}
+        problems = [
+            f"{name}={given[name]}: device_mesh has {layout.size(axis)}; leave the size out, or the mesh"
+            for name, axis in sizes.items()
+            if name in given and given[name] not in (None, 1, layout.size(axis))
+        ]
+        if problems:
+            raise LayoutError(problems)
 
     def _layout(self) -> Layout:
         def size(value: int | None) -> int:
@@ -177,7 +185,8 @@ class FSDP2Manager:
         layout = mesh.layout
         sizes = layout.sizes()
         self.pp_size, self.dp_replicate_size, self.dp_shard_size, self.cp_size, self.tp_size = sizes.values()
-        self.dp_size, self.ep_size, self.ep_shard_size = layout.size("dp"), layout.ep, layout.ep_shard
+        self.dp_size, self.ep_size = layout.size("dp"), layout.ep
+        self.ep_shard_size = layout.ep_shard if layout.ep > 1 else layout.size("dp_cp")  # as the reference counts
         self.device_mesh, self.moe_mesh = mesh.root, mesh.experts
         if mesh.experts is not None and layout.size("dp_replicate") == 1:
             self.moe_mesh = mesh.experts["pp", "ep_shard", "ep"]
@@ -199,11 +208,15 @@ class FSDP2Manager:
             if self.activation_checkpointing:
                 self._recompute(model, spec)
             return give_no_sync(model)
-        styles = self.custom_tp_plan
+        refuse_parallelized(model)
+        strategy = get_parallelization_strategy(model)
+        styles, made = self.custom_tp_plan, None
         if styles is None and self.use_hf_tp_plan and self.mesh.layout.tp != 1:
-            styles = declared_styles(model)
+            styles = declared_styles(spec or spec_of(model))
+        if type(strategy).parallelize is not ParallelizationStrategy.parallelize and self.mesh.layout.tp != 1:
+            styles, made = self._styles_of_torch(model)
         sync = SyncPolicy.RESHARD_EACH if self.defer_fsdp_grad_sync else SyncPolicy.REDUCE_EACH
-        request = Request(self.mesh, spec, {"sync": sync, "loss_parallel": self.loss_parallel})
+        request = Request(self.mesh, spec, {"sync": sync, "loss_parallel": self.loss_parallel}, made)
         with requested(request):
             found = fsdp2_strategy_parallelize(
                 model,
@@ -214,11 +227,20 @@ class FSDP2Manager:
                 activation_checkpointing=self.activation_checkpointing,  # type: ignore[arg-type]
                 tp_shard_plan=styles,
             )
-        self.plan = request.plan
+        self.plan = request.plan if request.model is model else None
         return give_no_sync(found, self.plan)
 
+    def _styles_of_torch(self, model: nn.Module) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """What the reference passes to a strategy: the plan that it chose, in styles of torch. And again, if nobody gave it."""
+        asked = {"sequence_parallel": self.sequence_parallel, "use_hf_tp_plan": self.use_hf_tp_plan}
+        try:
+            found = _get_parallel_plan(model, tp_shard_plan=self.custom_tp_plan, **asked)
+        except MissingPlanError:  # the strategy may have one
+            return None, None
+        return found, None if self.custom_tp_plan is not None or self.use_hf_tp_plan else found
+
     def _recompute(self, model: nn.Module, spec: ParallelSpec | None) -> None:
-        spec = spec or get_parallelization_strategy(model).spec(model)
+        spec = spec or spec_of(model)
         chosen = self.activation_checkpointing
         mode = ActivationCheckpointing.FULL if isinstance(chosen, bool) else chosen
         options = ParallelOptions(activation_checkpointing=mode)  # type: ignore[arg-type]
@@ -229,18 +251,25 @@ class FSDP2Manager:
                 recompute(model, action)
 
 
+def _processes() -> int:
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
 _SIZES = ("dp_size", "dp_replicate_size", "tp_size", "cp_size", "pp_size", "ep_size")
-_CHOICES = (
-    "sequence_parallel",
-    "use_hf_tp_plan",
-    "custom_tp_plan",
-    "mp_policy",
-    "offload_policy",
-    "backend",
-    "activation_checkpointing",
-    "defer_fsdp_grad_sync",
-)
-
-
-def _default(item: Any) -> Any:
-    return item.default_factory() if item.default_factory is not MISSING else item.default
+_CHOICES = {
+    **{
+        name: name
+        for name in (
+            "sequence_parallel",
+            "use_hf_tp_plan",
+            "custom_tp_plan",
+            "mp_policy",
+            "offload_policy",
+            "backend",
+            "activation_checkpointing",
+            "defer_fsdp_grad_sync",
+        )
+    },
+    "tp_plan": "custom_tp_plan",
+}
+"""Field of a configuration to the field of the manager."""

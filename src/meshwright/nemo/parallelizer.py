@@ -14,12 +14,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from meshwright.distributed.fsdp import gathered, refuse_parallelized, shard_unit
 from meshwright.distributed.names import class_name
-from meshwright.errors import LayoutError, MissingPlanError, ModelError, described
+from meshwright.errors import LayoutError, ModelError, PlanError, described
 from meshwright.layout import Layout
 from meshwright.models._transformers_compat import tp_style_names
-from meshwright.models.registry import get_parallelization_strategy
+from meshwright.models.registry import get_parallelization_strategy, spec_of
 from meshwright.plan.draft import Draft
-from meshwright.plan.given_styles import import_object, read_plan
+from meshwright.plan.given_styles import declared_styles, import_object, read_plan
 from meshwright.plan.inspection import inspect_model, model_sizes
 from meshwright.plan.names import generalize, match_names, within
 from meshwright.plan.options import ParallelOptions
@@ -30,7 +30,6 @@ from meshwright.plan.tp_styles import HEAD
 __all__ = [
     "_get_parallel_plan",
     "apply_fsdp2_sharding_recursively",
-    "declared_styles",
     "fsdp2_strategy_parallelize",
     "get_hf_tp_shard_plan",
     "get_lm_ac_layers",
@@ -120,7 +119,7 @@ def get_lm_ac_layers(model: nn.Module) -> list[nn.Module]:
         PlanError: a model that is parallelized already.
     """
     refuse_parallelized(model)
-    patterns = get_parallelization_strategy(model).spec(model).layers
+    patterns = spec_of(model).layers
     if not patterns:
         raise ModelError(
             f"{class_name(model)}: has no layers, which are entries of one class in a ModuleList or ModuleDict; register a "
@@ -162,19 +161,6 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
     return found[style]
 
 
-def declared_styles(model: nn.Module) -> dict[str, str]:
-    """The styles that a model of transformers declares, by name; its output head leaves its logits sharded.
-
-    Raises:
-        MissingPlanError: it declares none.
-    """
-    spec = get_parallelization_strategy(model).spec(model)
-    if not spec.tp_styles:
-        raise MissingPlanError(f"{class_name(model)}: declares no tensor parallel plan (base_model_tp_plan of its config)")
-    head = spec.structure.head if spec.structure else None
-    return {pattern: "colwise" if pattern == head and style in HEAD else style for pattern, style in spec.tp_styles.items()}
-
-
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """The tensor parallel plan that a model of transformers declares, its submodels included, as styles of torch.
 
@@ -187,7 +173,8 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
         ValueError: a style whose name nobody knows.
     """
     refuse_parallelized(model)
-    plan = _as_torch(get_parallelization_strategy(model).spec(model), declared_styles(model), sequence_parallel=False)
+    spec = spec_of(model)
+    plan = _as_torch(spec, declared_styles(spec), sequence_parallel=False)
     if unknown := [name for name in plan.values() if isinstance(name, str) and name not in tp_style_names()]:
         translate_to_torch_parallel_style(unknown[0])
     if lacking := {pattern: style for pattern, style in plan.items() if isinstance(style, str)}:
@@ -200,6 +187,7 @@ def _get_parallel_plan(
     model: nn.Module,
     sequence_parallel: bool = False,
     tp_shard_plan: Mapping[str, ParallelStyle | str] | str | None = None,
+    use_hf_tp_plan: bool = False,
 ) -> PlanOfStyles:
     """The plan that :func:`fsdp2_strategy_parallelize` would take: given > written for the family > the model's own > generic.
 
@@ -208,15 +196,21 @@ def _get_parallel_plan(
         sequence_parallel: say which hidden states are sharded over the sequence (``Shard(1)``), and name the norms between.
         tp_shard_plan: a plan to take instead, which is returned as it is; a dict, or an import path to one or to a function
             that returns one.
+        use_hf_tp_plan: take what the model declares, where no plan is given.
 
     Raises:
         MissingPlanError: no plan; it says why for each level.
-        PlanError: a given plan that cannot be read; a model that is parallelized already.
+        PlanError: a given plan that cannot be read; ``use_hf_tp_plan`` with sequence parallel; a model that is parallelized
+            already.
     """
     refuse_parallelized(model)
     if tp_shard_plan is not None:
         return read_plan(tp_shard_plan)
-    spec = get_parallelization_strategy(model).spec(model)
+    if use_hf_tp_plan:
+        if sequence_parallel:
+            raise PlanError("use_hf_tp_plan=True: what a model declares shards no sequence; legal is sequence_parallel=False")
+        return dict(get_hf_tp_shard_plan(model))
+    spec = spec_of(model)
     options = ParallelOptions(sequence_parallel=sequence_parallel)
     draft = Draft(spec, inspect_model(spec, model), Layout().resolve(1), options)
     _, styles, _ = choose_styles(draft)
@@ -235,7 +229,7 @@ def _as_torch(spec: ParallelSpec, styles: Mapping[str, str], sequence_parallel: 
     head = spec.structure.head if spec.structure else None
     found: PlanOfStyles = {}
     for pattern, style in styles.items():
-        if pattern == head and style in HEAD:
+        if (pattern == head or pattern.split(".")[-1] == "lm_head") and style in HEAD:
             entry = sharded if sequence_parallel else Replicate()
             found[pattern] = ColwiseParallel(input_layouts=entry, output_layouts=Shard(-1), use_local_output=False)
         elif sequence_parallel and style == "rowwise":
@@ -271,9 +265,7 @@ def validate_tp_mesh(model: nn.Module, tp_mesh: DeviceMesh) -> None:
     Raises:
         LayoutError: counts of heads that cannot, with the legal sizes.
     """
-    problems = model_sizes(get_parallelization_strategy(model).spec(model), model).problems(
-        Layout(dp_shard=1, tp=tp_mesh.size())
-    )
+    problems = model_sizes(spec_of(model), model).problems(Layout(dp_shard=1, tp=tp_mesh.size()))
     if problems:
         raise LayoutError(problems)
 

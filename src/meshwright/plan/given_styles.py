@@ -4,12 +4,21 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.errors import PlanError
+from meshwright.errors import MissingPlanError, PlanError
 from meshwright.plan.inspection import Inspection
 from meshwright.plan.names import match_names
 from meshwright.plan.spec import ParallelSpec
+from meshwright.plan.tp_styles import HEAD
 
-__all__ = ["import_object", "leaves_logits_sharded", "load_styles", "read_plan", "shards_sequence", "style_name"]
+__all__ = [
+    "declared_styles",
+    "import_object",
+    "leaves_logits_sharded",
+    "load_styles",
+    "read_plan",
+    "shards_sequence",
+    "style_name",
+]
 
 
 def import_object(path: str) -> Any:
@@ -85,6 +94,18 @@ def load_styles(given: Mapping[str, Any] | str, model: Inspection, sequence_para
     if problems:
         raise PlanError(problems)
     return found
+
+
+def declared_styles(spec: ParallelSpec) -> dict[str, str]:
+    """Return the styles that a model of transformers declares; its output head, if known, leaves its logits sharded.
+
+    Raises:
+        MissingPlanError: it declares none.
+    """
+    if not spec.tp_styles:
+        raise MissingPlanError(f"{spec.family}: declares no tensor parallel plan (base_model_tp_plan of its config)")
+    head = spec.structure.head if spec.structure else None
+    return {pattern: "colwise" if pattern == head and style in HEAD else style for pattern, style in spec.tp_styles.items()}
 
 
 def shards_sequence(given: Mapping[str, Any] | str) -> bool:

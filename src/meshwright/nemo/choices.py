@@ -1,0 +1,61 @@
+"""Configuration objects of other libraries: the fields that a manager takes from them."""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any
+
+from meshwright.errors import LayoutError, UnsupportedError
+
+__all__ = ["choices_of"]
+
+
+def choices_of(config: Any, known: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of a configuration under the names of the manager.
+
+    Args:
+        config: an instance of a dataclass or of another class (with attributes, slots or fields of pydantic), or a mapping.
+        known: field to the name that it has here.
+
+    Raises:
+        LayoutError: the object has none of these fields, so it is no configuration.
+        UnsupportedError: another field that is set, and is not as it is by default.
+    """
+    if isinstance(config, type):
+        raise LayoutError(f"FSDP2Manager: {config.__name__} is a class; legal is an instance of it")
+    values = dict(config) if isinstance(config, Mapping) else {name: getattr(config, name) for name in _names(config)}
+    if not known.keys() & values.keys():
+        raise LayoutError(f"FSDP2Manager(dp_size={config!r}): legal are a number, None, or a configuration object")
+    defaults = _defaults(config)
+    problems = [
+        f"FSDP2Manager(config): {name}={value!r} of {type(config).__name__} is not carried out"
+        for name, value in values.items()
+        if name not in known and value and not callable(value) and value != defaults.get(name, MISSING)
+    ]
+    if problems:
+        raise UnsupportedError(problems)
+    return {known[name]: value for name, value in values.items() if name in known}
+
+
+def _names(config: Any) -> list[str]:
+    """Names of the data of an object: of its own, of its slots, and of its classes."""
+    of_classes = [name for kind in type(config).__mro__ for name in (*vars(kind), *vars(kind).get("__annotations__", ()))]
+    return [name for name in dict.fromkeys([*getattr(config, "__dict__", ()), *of_classes]) if _is_field(config, name)]
+
+
+def _is_field(config: Any, name: str) -> bool:
+    """Whether a name is neither private, nor pydantic's own, nor a method or property."""
+    ours = getattr(type(config), name, None)
+    if name.startswith(("_", "model_")) or callable(ours) or isinstance(ours, property):
+        return False
+    return hasattr(config, name)
+
+
+def _defaults(config: Any) -> dict[str, Any]:
+    if is_dataclass(config):
+        made = {item.name: item.default_factory() for item in fields(config) if item.default_factory is not MISSING}
+        return {item.name: item.default for item in fields(config)} | made
+    if isinstance(config, Mapping):
+        return {}
+    of_pydantic = getattr(type(config), "model_fields", {})
+    found = {name: getattr(type(config), name, MISSING) for name in _names(config)}
+    return found | {name: item.get_default(call_default_factory=True) for name, item in of_pydantic.items()}
