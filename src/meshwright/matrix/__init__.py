@@ -1,1 +1,1 @@
-"""The support matrix: which family works on which layout, as audits say."""
+"""The support matrix: which family works on which layout, according to audits."""

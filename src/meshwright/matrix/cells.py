@@ -1,4 +1,4 @@
-"""The cells of the support matrix: families, layouts, options that cover all pairs, and the audit of one cell."""
+"""The cells of the support matrix: families, layouts, options in all pairs of values, and the audit of one cell."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -36,13 +36,13 @@ SEQUENCE_LENGTH = 32
 
 @dataclass(frozen=True)
 class Place:
-    """A layout of the matrix."""
+    """A layout of the matrix, with the sizes of its mesh axes."""
 
     label: str
     world_size: int
     sizes: Mapping[str, int]
     experts: bool = False
-    """Only for families that have experts."""
+    """Whether it is only for families that have experts."""
     sequence_parallel: bool = False
     """Whether the ranks of ``tp`` share the residual stream too."""
 
@@ -77,12 +77,12 @@ LAYOUTS = (
     Place("4 x shard 2", 8, {"dp_replicate": 4, "dp_shard": 2}),
     Place("shard 8", 8, {"dp_shard": 8}),
 )
-"""The columns. ``2 x shard 4``: two replicas of four shards each (HSDP). ``seq``: with sequence parallel."""
+"""The columns of the matrix. ``2 x shard 4``: two replicas of four shards each (HSDP). ``seq``: with sequence parallel."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Options that a cell is audited under."""
+    """The options of one audit of a cell."""
 
     sync: SyncPolicy
     dtype: str
@@ -90,12 +90,12 @@ class Variant:
     checkpointing: bool
     offload: bool
     loss_parallel: bool = False
-    """Where there is tensor parallel."""
+    """Only used with tensor parallel."""
     twin_units: bool = False
-    """Where a stack runs twice."""
+    """Only used for families whose stack runs twice."""
 
     def __str__(self) -> str:
-        """In words."""
+        """Return the options in words."""
         plural = "microbatch" if self.microbatches == 1 else "microbatches"
         options = (
             ("checkpointing", self.checkpointing),
@@ -118,15 +118,15 @@ VARIANTS = (
     Variant(SyncPolicy.REDUCE_EACH, "float32", 3, False, False, True),
     Variant(SyncPolicy.REDUCE_EACH, "bfloat16", 1, True, False, True),
 )
-"""Every value of every option meets every value of every other one (a test sees to it)."""
+"""The variants combine every value of each option with every value of every other option (a test checks this)."""
 
 
 ON_EIGHT = (VARIANTS[1], VARIANTS[2], VARIANTS[3], VARIANTS[8])
-"""Those of layouts of eight processes, which take long where there are few cores: every value of every option."""
+"""The variants for layouts of eight processes, which take long on few cores: they have every value of every option."""
 
 
 class Outcome(StrEnum):
-    """Of a family on a layout."""
+    """The outcome of a family on a layout."""
 
     WORKS = "works"
     REFUSED = "refused"
@@ -139,10 +139,10 @@ class Cell:
     """A family on a layout.
 
     Attributes:
-        outcome: of all its variants together.
-        worst: largest error of a gradient, by dtype.
+        outcome: the outcome of all variants together.
+        worst: dtype to the largest error of a gradient.
         note: what a user would be told, or the verdict of the variant that failed.
-        claims: that were audited, one for each variant that came to a verdict.
+        claims: the claims that were audited, one for each variant that came to a verdict.
     """
 
     outcome: Outcome
@@ -162,17 +162,17 @@ def family_case(
     moe: Mapping[str, Any] | None = None,
     **parallel: Any,
 ) -> Case:
-    """The case of a family, by its name in :data:`~meshwright.models.families.TINY_MODELS`, on drawn documents.
+    """Return the case of a family, on random documents.
 
     Args:
-        family: ``model_type``.
+        family: name of the family in :data:`~meshwright.models.families.TINY_MODELS`, which is its ``model_type``.
         place: the layout.
         variant: the options.
-        folder: for the documents.
-        packing: of documents.
-        model: what its config has otherwise.
-        moe: the section of that name.
-        parallel: further options of the section ``parallel``.
+        folder: where the documents are written.
+        packing: value of ``data.packing``.
+        model: values that replace those of the family's config.
+        moe: the section ``moe`` of the configuration.
+        parallel: further values of the section ``parallel``.
     """
     tiny = TINY_MODELS[family]
     config = {**tiny.config, **(model or {})}
@@ -205,7 +205,7 @@ def family_case(
 
 
 def run_cell(auditor: Auditor, family: str, place: Place, variants: Iterable[Variant], folder: Path) -> Cell:
-    """Audit a family on a layout under some options."""
+    """Audit a family on a layout with each of some variants, until one fails or is refused."""
     worst: dict[str, float] = {}
     notes: list[str] = []
     claims: list[Claim] = []
@@ -230,7 +230,7 @@ def run_cell(auditor: Auditor, family: str, place: Place, variants: Iterable[Var
         except UnsupportedError as error:
             return Cell(Outcome.NOT_YET, {}, error.problems[0])
         except MeshwrightError as error:
-            if error.exit_code != 2:  # a worker that failed, or a hang: no refusal
+            if error.exit_code != 2:  # a worker that failed, or a hang, is not a refusal
                 return Cell(Outcome.FAILS, {}, f"{variant}: {error}")
             return Cell(Outcome.REFUSED, {}, error.problems[0])
         claims.append(report.claim)
@@ -241,7 +241,7 @@ def run_cell(auditor: Auditor, family: str, place: Place, variants: Iterable[Var
 
 
 def slice_of_matrix() -> Iterator[tuple[str, Place, Variant]]:
-    """A part of the matrix that has every family, every layout and every variant at least once."""
+    """Yield a part of the matrix that has every family, every layout and every variant at least once."""
     families, left = list(TINY_MODELS), []
     sparse = cycle(family for family in families if TINY_MODELS[family].sparse)
     for index in range(max(len(families), len(LAYOUTS), len(VARIANTS))):

@@ -1,4 +1,4 @@
-"""The support matrix: every cell audited, its page for people, and its data for `plan` and `train`."""
+"""Writes the support matrix: audits every cell, and writes the page for people and the data for `plan` and `train`."""
 
 import json
 import math
@@ -27,21 +27,21 @@ def write_matrix(
     *,
     data: Path,
 ) -> bool:
-    """Run the matrix, and write its page and its data, from which `plan` and `train` know what is proven.
+    """Audit the matrix, and write its page and its data, from which `plan` and `train` read what is proven.
 
-    It takes an hour or more. The cells that are done lie in ``DATA.partial`` until all are; a matrix that was ended goes on
-    from them, under the same versions and variants. A cell that failed is audited again.
+    This takes an hour or more. The finished cells are kept in the file ``DATA.partial`` until all cells are finished. A matrix
+    that was interrupted continues from them, if versions and variants are the same. A cell that failed is audited again.
 
     Args:
-        output: the page.
-        data: JSON, see :func:`~meshwright.train.proof.matrix_data`.
-        say: takes a line for each layout.
-        families: rows.
-        places: columns.
-        variants: options of each cell.
+        output: path of the page.
+        say: called with a line for each layout.
+        families: the rows.
+        places: the columns.
+        variants: the options that each cell is audited with.
+        data: path of the data, JSON, see :func:`~meshwright.train.proof.matrix_data`.
 
     Returns:
-        Whether nothing failed. A refusal is no failure.
+        Whether no cell failed. A refusal is no failure.
     """
     begun = time.perf_counter()
     partial = data.with_name(f"{data.name}.partial")
@@ -61,14 +61,14 @@ def write_matrix(
             outcomes = [cell.outcome for (_, label), cell in cells.items() if label == place.label]
             counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in Outcome if outcome in outcomes)
             say(f"{place.label}: {counts} ({time.perf_counter() - begun:.0f} s)")
-            output.write_text(_page(cells, families, places, variants))  # what is known so far is there if this is ended
+            output.write_text(_page(cells, families, places, variants))  # if this is interrupted, the page has what is known
             data.write_text(_data(cells))
     partial.unlink()
     return all(cell.outcome is not Outcome.FAILS for cell in cells.values())
 
 
 def _audited_under(variants: Sequence[Variant]) -> dict[str, Any]:
-    """What the cells of two matrices must have in common."""
+    """Return what must be equal for two matrices to share cells: versions and variants."""
     return {"versions": versions(), "variants": [str(variant) for variant in variants]}
 
 
@@ -78,7 +78,7 @@ def _cells_as_json(cells: Mapping[tuple[str, str], Cell], variants: Sequence[Var
 
 
 def _read_cells(partial: Path, variants: Sequence[Variant]) -> dict[tuple[str, str], Cell]:
-    """Cells that an earlier matrix has audited under the same versions and variants."""
+    """Return the cells that an earlier, interrupted matrix audited with the same versions and variants."""
     content = json.loads(partial.read_text()) if partial.is_file() else {"cells": []}
     found: dict[tuple[str, str], Cell] = {}
     if any(content.get(key) != value for key, value in _audited_under(variants).items()):

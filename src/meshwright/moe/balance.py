@@ -1,20 +1,20 @@
-"""Load balance of routers: a loss of its own, a bias that needs none, and what each expert got.
+"""Load balance of routers: a balance loss, an update of the router's bias that needs no loss, and metrics of the load.
 
-A router gives N tokens scores [N, E] over E experts, and the weights [N, k] and numbers [N, k] of the k that it chose. Which
-modules are routers, what their scores are and which buffer is their bias says the plan (:class:`ExpertsRow`). A hook on each
-router does the rest, so that models, experts and their dispatch know nothing of balance.
+For N tokens and E experts, a router returns scores [N, E], and the weights [N, k] and indices [N, k] of the k experts that it
+chose for each token. The plan says which modules are routers, what their scores are, and which buffer is their bias
+(:class:`ExpertsRow`). A hook on each router does the rest, so models, experts and dispatch need no code for balance.
 
-The loss is the sequence-wise balance loss of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20), with the experts that were
-chosen in fact, groups and bias included. For a sequence b with T_b tokens that count, and coefficient a:
+The loss is the sequence-wise balance loss of DeepSeek-V3 (arXiv 2412.19437, equations 17 to 20). It uses the experts that the
+router chose in fact, with the effect of groups and bias. For a sequence b with T_b tokens that count, and coefficient a:
 
-    f_i = E / (k T_b) * tokens of b that chose expert i        P_i = mean over them of the normalised score of i
+    f_i = E / (k T_b) * tokens of b that chose expert i        P_i = mean over the T_b tokens of the normalised score of i
     L_b = a * sum_i f_i P_i                                    loss of a layer = sum_b T_b / T * L_b
 
-T counts the tokens of the whole optimizer step. No statistic leaves its sequence, so that the loss and its gradient are those
-of one process whatever the ranks, replicas and microbatches are; perfect balance gives ``a`` for each layer.
+T is the number of tokens that count in the whole optimizer step. No statistic is taken over several sequences, so the loss and
+its gradient are those of one process for any ranks, replicas and microbatches. Perfect balance gives ``a`` for each layer.
 
-Its gradient enters where the weights leave the router (:class:`_Joined`): backward of the training loss passes there once in
-every microbatch, in a recomputed layer too.
+The gradient of the loss enters where the weights leave the router (:class:`_Joined`). The backward of the training loss passes
+there once in every microbatch, in a recomputed layer too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,19 +40,19 @@ _DECLARE = f"declare it (scores of an ExpertsRule in a strategy, docs/adding-a-f
 
 
 def sequence_balance(scores: torch.Tensor, index: torch.Tensor, counts: torch.Tensor, kind: Scores) -> torch.Tensor:
-    """The balance loss of a router, each sequence times its tokens: sum_b T_b sum_i f_i P_i.
+    """Return the balance loss of a router, each sequence weighted by its tokens: sum_b T_b sum_i f_i P_i.
 
     Args:
-        scores: [B * S, E], as the router gives them.
+        scores: [B * S, E], as the router returns them.
         index: [B * S, k], the experts that were chosen.
-        counts: bool [B, S], the tokens that count.
+        counts: bool [B, S], which tokens count.
         kind: what the scores are.
 
     Returns:
         A scalar, in fp32 or better.
 
     Raises:
-        ModelError: if it is unknown what the scores are.
+        ModelError: it is unknown what the scores are.
     """
     if kind is Scores.UNKNOWN:
         raise ModelError(f"a balance loss is made of probabilities, and what the scores are is unknown; legal: {_KINDS}")
@@ -72,7 +72,7 @@ def sequence_balance(scores: torch.Tensor, index: torch.Tensor, counts: torch.Te
 
 
 class _Joined(torch.autograd.Function):
-    """The weights as they are; backward gives the loss a gradient of 1, as if it had been added to the training loss."""
+    """Returns the weights unchanged; backward gives the loss a gradient of 1, as if it were added to the training loss."""
 
     @staticmethod
     def forward(context: Any, weights: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
@@ -89,23 +89,23 @@ class _Router:
     row: ExpertsRow
     label: str
     loads: torch.Tensor
-    """int64 [E]: tokens of this step that chose each expert."""
+    """int64 [E]: number of tokens of this step that were routed to each expert."""
     fits: bool = True
 
 
 class Balance:
-    """Watches the routers of a model through the microbatches of optimizer steps.
+    """Balances the load of a model's routers through the microbatches of optimizer steps, and measures it.
 
     Args:
-        model: parallelized.
-        rows: its mixtures; those whose router is unknown are left out.
-        device: that it computes on.
-        aux_loss: coefficient of the balance loss; 0: none.
-        bias_update_rate: what biases move by after a step; 0: not at all.
-        load_metrics: whether loads are counted to be reported.
+        model: the parallelized model.
+        rows: rows of its mixtures; mixtures whose router is unknown are left out.
+        device: the device that the model computes on.
+        aux_loss: coefficient of the balance loss; 0: no loss.
+        bias_update_rate: what is added to or subtracted from biases after a step; 0: no update.
+        load_metrics: whether loads are reported as metrics.
 
     Raises:
-        ModelError: if a balance loss is wanted of a router whose scores are unknown.
+        ModelError: a balance loss is asked for, and it is unknown what the scores of a router are.
     """
 
     def __init__(
@@ -139,17 +139,21 @@ class Balance:
     # -- one optimizer step ------------------------------------------------------------------------------------------------
 
     def begin_step(self, tokens: torch.Tensor) -> None:
-        """Forget the step before; ``tokens``: those that count in this one, over all ranks and microbatches."""
+        """Begin a step, and reset what was counted in the last one.
+
+        Args:
+            tokens: integer scalar, number of tokens that count in this step, over all ranks and microbatches.
+        """
         self._all_loads.zero_()
         self._value = torch.zeros_like(self._value)
         self._tokens = tokens.clamp(min=1)
 
     @contextmanager
     def microbatch(self, counts: torch.Tensor | None) -> Iterator[None]:
-        """Around forward and backward of a microbatch.
+        """Switch the hooks of the routers on; use it around forward and backward of a microbatch.
 
         Args:
-            counts: bool [B, S], the tokens that count; ``None``: all that the routers are given.
+            counts: bool [B, S], which tokens count; ``None``: all that the routers get, and no balance loss.
         """
         self._open, self._counts = True, counts
         try:
@@ -158,26 +162,26 @@ class Balance:
             self._open, self._counts = False, None
 
     def take_told(self) -> list[str]:
-        """What was found of routers since the last call, and stops nothing: a line for each whose outputs cannot be read."""
+        """Return and reset the warnings since the last call: a line for each router whose outputs cannot be read."""
         told, self._told = self._told, []
         return told
 
     def losses(self) -> dict[str, torch.Tensor]:
-        """What this rank's tokens added to the loss in this step, by the name of its metric; nothing without a balance loss."""
+        """Return the balance loss of this rank's tokens in this step, by the name of its metric; empty without such a loss."""
         return {"moe/aux_loss": self._value} if self.aux_loss else {}
 
     def finish_step(
         self, add_up: Callable[[torch.Tensor], torch.Tensor], *, unless: torch.Tensor, logged: bool
     ) -> dict[str, torch.Tensor]:
-        """Move the biases, and say how the loads were. All ranks take part alike, and the host does not wait.
+        """Update the biases, and return the metrics of the load. All ranks call this, and the host does not wait.
 
         Args:
-            add_up: over the ranks that have other tokens.
-            unless: scalar; 1 where the optimizer changed nothing, so that no bias moves either, otherwise 0.
+            add_up: sums a tensor, in place, over the ranks that have different tokens.
+            unless: scalar; 1 if the optimizer changed nothing in this step, so that no bias changes either, otherwise 0.
             logged: whether the metrics of this step are written.
 
         Returns:
-            Metrics by name, fp64 scalars.
+            Name to metric, fp64 scalars.
         """
         logged = logged and self.reports
         if not self._routers or not (self.rate or logged):
@@ -189,14 +193,15 @@ class Balance:
 
     @torch.no_grad()
     def _move_biases(self, share: torch.Tensor) -> None:
-        """arXiv 2412.19437, section 2.1.2: up where an expert has less than the mean, down where it has more.
+        """Raise the bias of experts with less than the mean load, lower that of experts with more.
 
-        Loads are sums of integers, so that every rank moves its copy to the same bits.
+        The rule is that of arXiv 2412.19437, section 2.1.2. Loads are sums of integers, so the copies of all ranks stay equal
+        to the last bit.
         """
         for router in self._routers:
             if router.row.bias:
                 bias = self.model.get_buffer(router.row.bias)
-                # The mean times E: no rounding.
+                # Both sides of the comparison with the mean are multiplied by E, so nothing is rounded.
                 direction = (router.loads.sum() - router.loads * len(router.loads)).sign()
                 bias.add_((self.rate * share * direction).to(bias.dtype))
 
@@ -213,7 +218,7 @@ class Balance:
 
     def _hook(self, router: _Router) -> Callable[..., Any]:
         def after(module: nn.Module, args: Any, output: Any) -> Any:
-            # Neither evaluation, nor a draft without gradient.
+            # Neither evaluation nor a forward without gradient, such as that of a draft, counts.
             if not self._open or not module.training or not torch.is_grad_enabled():
                 return None
             problem = _misfit(output, router.row, self._counts)
@@ -225,7 +230,7 @@ class Balance:
                     self._told.append(f"router {router.row.router!r}: {problem}; its load is not reported (moe.load_metrics)")
                 return None
             scores, weights, index, *rest = output
-            first = not _torch_compat.in_backward()  # a recomputation was counted already
+            first = not _torch_compat.in_backward()  # the tokens of a recomputation were counted before
             if first:
                 with unwatched():
                     _count(router.loads, index, self._counts)
@@ -248,7 +253,7 @@ def _count(loads: torch.Tensor, index: torch.Tensor, counts: torch.Tensor | None
 
 
 def _misfit(output: Any, row: ExpertsRow, counts: torch.Tensor | None) -> str:
-    """Why the outputs of a router cannot be read; empty if they can."""
+    """Return why the outputs of a router cannot be read; empty if they can."""
     if not isinstance(output, tuple) or len(output) < 3 or not all(isinstance(item, torch.Tensor) for item in output[:3]):
         return "does not return scores, weights and numbers of experts"
     scores, weights, index = output[:3]
@@ -263,19 +268,19 @@ def _misfit(output: Any, row: ExpertsRow, counts: torch.Tensor | None) -> str:
 
 
 def _labels(rows: Sequence[ExpertsRow]) -> list[str]:
-    """The number of each layer, where it tells them apart; otherwise the names of the mixtures."""
+    """Return the layer number of each mixture if these numbers are unique, otherwise the names of the mixtures."""
     numbers = [next((part for part in row.module.split(".") if part.isdigit()), "") for row in rows]
     unique = len(set(numbers)) == len(numbers) and all(numbers)
     return numbers if unique else [row.module for row in rows]
 
 
 def refusals(plan: ShardingPlan, *, aux_loss: float, bias_update_rate: float, uncounted: str) -> list[str]:
-    """What of a balance cannot be done for a plan, a line each.
+    """Return why the balance that is asked for is impossible for a plan, one line for each reason.
 
     Args:
-        plan: of the run.
-        aux_loss: coefficient of the balance loss.
-        bias_update_rate: what biases move by.
+        plan: the plan of the run.
+        aux_loss: coefficient of the balance loss; 0: not asked for.
+        bias_update_rate: what is added to or subtracted from biases after a step; 0: not asked for.
         uncounted: why the objective does not say which tokens of a batch count; empty: it does.
     """
     found = []

@@ -1,15 +1,16 @@
 """Dispatch of tokens to the ranks that hold their experts, and combination of the results.
 
-One rank's part of a mixture, ``T`` tokens with ``k`` experts each, of ``E`` experts over ``R`` ranks:
+On one rank, with ``T`` tokens, ``k`` experts per token, and ``E`` experts in the mixture over ``R`` ranks:
 
-    pairs   [T * k]        (token, expert), sorted by expert, so that those for one rank are together
-    counts  [R, E / R + 1] pairs for each expert of each rank, and those for no expert that there is; exchanged, so that every
-                           receiver knows what it gets, and all ranks stop together where one cannot go on
-    rows    [pairs, H]     hidden states, all-to-all to the owners, who compute each with its one expert and weight 1
-    results [pairs, H]     all-to-all back, to the order of the pairs; weighted and added up by the rank that sent them
+    pairs   [T * k]        (token, expert), sorted by expert, so that the pairs for one rank are contiguous
+    counts  [R, E / R + 1] number of pairs for each expert of each rank, and of pairs whose expert does not exist; exchanged, so
+                           that every receiver knows what it gets, and all ranks stop together if one cannot go on
+    rows    [pairs, H]     hidden states, sent by all-to-all to the owners, which compute each row with its expert and weight 1
+    results [pairs, H]     sent back by all-to-all, in the order of the pairs; the sender multiplies them by the weights and
+                           adds them up
 
-Nothing is dropped and nothing padded: counts may be uneven and zero. A rank that gets no row computes one of zeros, so that its
-parameters have gradients (zeros) and it takes part in every collective, of the dispatch and of FSDP.
+Nothing is dropped or padded: counts may be uneven and zero. A rank that gets no rows computes one row of zeros, so that its
+parameters have gradients (zeros) and it takes part in every collective of the dispatch and of FSDP.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,9 +34,9 @@ _STATIC: ContextVar[bool] = ContextVar("static_splits", default=False)
 
 @contextmanager
 def static_splits() -> Iterator[None]:
-    """Inside, every rank sends the same number of rows to each rank, and every expert gets as many as any other.
+    """Inside, ignore the choice of the router: every rank divides its pairs evenly over the ranks and their experts.
 
-    For planning: shapes depend on no data, so that fake tensors go through. What is computed has no meaning.
+    This is for planning: no shape depends on data, so fake tensors can be used. The computed values have no meaning.
     """
     token = _STATIC.set(True)
     try:
@@ -46,13 +47,13 @@ def static_splits() -> Iterator[None]:
 
 class _Route(NamedTuple):
     order: torch.Tensor
-    """Place in ``index.flatten()`` of each pair that is sent."""
+    """[pairs]: position of each pair that is sent in ``index.flatten()``."""
     sent: list[int]
-    """Rows to each rank."""
+    """Number of rows sent to each rank."""
     received: list[int]
-    """Rows from each rank."""
+    """Number of rows received from each rank."""
     experts: torch.Tensor
-    """[rows received]: which of the own experts each is for."""
+    """[rows received]: the expert of this rank that each row is for, counted from 0."""
 
 
 def dispatch(
@@ -64,22 +65,24 @@ def dispatch(
     weights: torch.Tensor,
     token_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Compute a mixture whose experts are shared by the ranks of a group, in ranges of equal length.
+    """Compute a mixture whose experts are divided over the ranks of a group, in ranges of equal length.
 
     Args:
-        compute: this rank's experts, which count from 0.
-        experts: of the whole mixture.
-        group: of the ranks that share them.
-        hidden: [tokens, features].
-        index: [tokens, k]; experts, counted over all ranks.
-        weights: [tokens, k].
-        token_group: ranks that were given the same tokens; each sends its share.
+        compute: computes this rank's experts, which are counted from 0.
+        experts: number of experts of the whole mixture.
+        group: process group of the ranks that share the experts.
+        hidden: [tokens, features], hidden states.
+        index: [tokens, k], the experts of each token, counted over all ranks.
+        weights: [tokens, k], the weights of these experts.
+        token_group: process group of ranks that have the same tokens, so that each sends only its share; ``None``: there are
+            none.
 
     Returns:
-        [tokens, features]
+        The output of the mixture, [tokens, features].
 
     Raises:
-        ModelError: shapes that do not belong together; on all ranks of the group, an expert that there is not on one of them.
+        ModelError: the shapes do not match; or, on all ranks of the group, a router on one rank chose an expert that does not
+            exist.
     """
     if hidden.ndim != 2 or index.shape != weights.shape or index.shape[:1] != hidden.shape[:1]:
         shapes = ", ".join(str(tuple(item.shape)) for item in (hidden, index, weights))
@@ -108,14 +111,14 @@ def _route(index: torch.Tensor, experts: int, group: dist.ProcessGroup) -> _Rout
     ranks = dist.get_world_size(group)
     ids = index.flatten()
     order = torch.argsort(ids, stable=True)
-    # One place more than there are experts takes whatever is none, so that it is found here and not by a kernel.
+    # An additional slot after the experts counts indices that are no expert, so that they are found here and not by a kernel.
     within = ids.clamp(-1, experts) % (experts + 1)
     counts = ids.new_zeros(experts + 1).scatter_add_(0, within, torch.ones_like(ids))
     sent = torch.cat([counts[:experts].view(ranks, experts // ranks), counts[experts:].expand(ranks, 1)], dim=1)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     (sent, _), (received, strays) = sent.split([experts // ranks, 1], 1), received.split([experts // ranks, 1], 1)
-    # The one time that the host waits for the device.
+    # Only here the host waits for the device.
     totals = torch.cat([sent.sum(1), received.sum(1), strays.flatten()]).tolist()
     if any(totals[2 * ranks :]):
         where = zip(dist.get_process_group_ranks(group), totals[2 * ranks :], strict=True)

@@ -1,1 +1,1 @@
-"""Processes that are forked and reused, and where they wait when they hang: for the tests, the audit and a run."""
+"""Worker processes that are forked and reused, and reports of where ranks hang; for the tests, the audit and runs."""

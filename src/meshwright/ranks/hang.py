@@ -1,9 +1,9 @@
-"""Where every rank of a group that hangs is, and which rank left the others waiting.
+"""Finds out where every rank of a hanging job is, and which rank the others wait for.
 
-A collective hangs because ranks disagree: about its kind, its size, its group, or whether there is one. No rank alone
-can tell. So each rank looks at itself (:func:`look`: what torch's flight recorder holds, and its Python stack), and
-:func:`describe` compares, group by group and collective by collective. A report says what the backend runs: for gloo a
-reduce-scatter is an all-reduce, and messages (send, recv) are recorded by NCCL only.
+A collective hangs because ranks disagree about its kind, its size or its group, or because some rank never enters it. No rank
+alone can detect this. So each rank reports its own state (:func:`look`: the entries of torch's flight recorder, and its Python
+stack), and :func:`describe` compares the states, group by group and collective by collective. A report names what the backend
+runs: for gloo a reduce-scatter is an all-reduce, and only NCCL records messages (send, recv).
 """
 
 import os
@@ -41,9 +41,9 @@ __all__ = [
 
 SHOWN_FRAMES = 4
 BUSY = 0.05
-"""Share of the time that a thread computes, from which on it counts as going on."""
+"""A thread that computes more than this share of the time counts as making progress."""
 SIZES_MAY_DIFFER = ("all_to_all", "gather", "scatter")
-"""Collectives in which ranks may bring tensors of different sizes; in every other a difference is an error."""
+"""Collectives in which the ranks' tensors may differ in size; in every other collective a difference is an error."""
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _STANDARD = sysconfig.get_paths()["stdlib"]
@@ -55,7 +55,19 @@ _DTYPES |= {"Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "
 
 @dataclass(frozen=True)
 class Collective:
-    """One entry of the flight recorder: the collective with this number that a rank entered in a group."""
+    """One entry of the flight recorder: a collective that a rank entered in a group.
+
+    Attributes:
+        kind: such as ``all_reduce``.
+        number: sequence number of the collective in its group.
+        group: torch's name of the group.
+        description: torch's description of the group, which names its mesh axis.
+        ranks: the ranks of the group.
+        shapes: shape of each input tensor.
+        dtypes: dtype of each input tensor.
+        finished: whether the collective has finished.
+        time: when the entry was created, in ns.
+    """
 
     kind: str
     number: int
@@ -69,14 +81,14 @@ class Collective:
 
     @property
     def place(self) -> str:
-        """Its group, by the mesh axis where torch knows it. An axis over all ranks shares the default group."""
+        """The group in words, by its mesh axis if torch knows it. An axis over all ranks shares the default group."""
         axis = self.description.removeprefix("mesh_")
         known = {"default_pg": "the default group", "undefined": f"group {self.group}", "": f"group {self.group}"}
         return f"{known.get(axis, axis)} ({_ranks(self.ranks)})"
 
     @property
     def tensors(self) -> str:
-        """Shape and dtype of what this rank brought; empty for a barrier."""
+        """Shape and dtype of this rank's input tensors, in words; empty for a barrier."""
         if not self.shapes:
             return ""
         more = f" and {len(self.shapes) - 1} more" if len(self.shapes) > 1 else ""
@@ -85,7 +97,7 @@ class Collective:
 
     @property
     def agreement(self) -> tuple[Any, ...]:
-        """What must be equal on all ranks."""
+        """The values that must be equal on all ranks."""
         if self.kind in SIZES_MAY_DIFFER:
             return (self.kind,)
         return (self.kind, tuple(prod(shape) for shape in self.shapes), self.dtypes)
@@ -104,12 +116,12 @@ class Frame:
 
     @property
     def of_torch(self) -> bool:
-        """Whether it is code of torch."""
+        """Whether the code belongs to torch."""
         return self.file.startswith(_TORCH)
 
     @property
     def foreign(self) -> bool:
-        """Whether it is code of torch or of Python's own library, which tells the user little."""
+        """Whether the code belongs to torch or to Python's standard library, which tells the user little."""
         standard = self.file.startswith(_STANDARD) and "site-packages" not in self.file
         return self.of_torch or standard or self.file.startswith("<") or self.file.endswith("typing_extensions.py")
 
@@ -120,11 +132,11 @@ class RankState:
 
     Attributes:
         rank: its number.
-        collectives: those it entered, in order; ``None`` where torch recorded none.
-        stack: the useful frames, innermost first: the function of torch that it is in, then code that is not torch's.
-        ending: how its work ended, such as ``has returned``; ``None`` while it runs.
-        broken: it ended because a collective failed.
-        silent: why nothing is known of it; ``None`` where it answered.
+        collectives: the collectives that it entered, in order; ``None``: torch recorded none.
+        stack: the useful frames, innermost first: the function of torch that the rank is in, then code that is not torch's.
+        ending: how its job ended, such as ``has returned``; ``None``: the job still runs.
+        broken: whether the job ended because a collective failed.
+        silent: why nothing is known about the rank; ``None``: it answered.
     """
 
     rank: int
@@ -136,17 +148,17 @@ class RankState:
 
     @property
     def waits(self) -> Collective | None:
-        """The collective that it waits in: of several in flight the first."""
+        """The collective that the rank waits in; if several are in flight, the first."""
         return next((item for item in self.collectives or () if not item.finished), None)
 
     @property
     def last(self) -> Collective | None:
-        """The last collective that it finished."""
+        """The last collective that the rank finished."""
         return next((item for item in reversed(self.collectives or ()) if item.finished), None)
 
     @property
     def position(self) -> str:
-        """Its stack in a few words."""
+        """The stack of the rank in a few words."""
         code = [frame for frame in self.stack if not frame.of_torch]
         path = " <- ".join(f"{Path(item.file).name}:{item.line} {item.function}" for item in code[:SHOWN_FRAMES])
         inner = self.stack[0].function if self.stack and self.stack[0].of_torch else ""
@@ -165,11 +177,11 @@ class RankState:
 
 
 class HangError(WorkerError):
-    """Ranks that wait for each other. Its problems are the lines of :func:`describe`.
+    """Ranks wait for each other. The problems are the lines of :func:`describe`.
 
     Args:
         problems: the lines.
-        states: of the ranks.
+        states: the state of each rank.
     """
 
     def __init__(self, problems: str | Iterable[str], states: Sequence[RankState] = ()) -> None:
@@ -177,17 +189,17 @@ class HangError(WorkerError):
         self.states = tuple(states)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Keep the states too."""
+        """Pickle the states too."""
         return (type(self), (self.problems, self.states))
 
 
 def is_communication(error: BaseException) -> bool:
-    """Whether an error is that of a collective, which may be an echo of what another rank did, or did not do."""
+    """Whether an error comes from a collective. Another rank may then be the cause, by what it did or did not do."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
 
 
 def describe(states: Sequence[RankState]) -> list[str]:
-    """The disagreement in one line, then one line for each rank."""
+    """Describe a hang: the disagreement in one line, then one line for each rank."""
     silent = [state.rank for state in states if state.collectives is None and state.ending is None]
     unknown = "no rank goes on, and no recorded collective tells why (gloo does not record send and recv)"
     if 0 < len(silent) < len(states):
@@ -198,10 +210,10 @@ def describe(states: Sequence[RankState]) -> list[str]:
 
 
 def disagreement(states: Sequence[RankState]) -> str | None:
-    """What the ranks disagree about, or ``None`` if the recorded collectives do not tell.
+    """Return what the ranks disagree about, in words; ``None`` if the recorded collectives do not show it.
 
-    The first difference (:func:`mismatch`). Failing that, a rank that never entered a collective in which others wait; of
-    several such ranks one that waits in none itself, since the others may wait for it.
+    This is the first difference (:func:`mismatch`). If there is none, it is a rank that never entered a collective in which
+    others wait. Of several such ranks, it is one that waits in no collective itself, because the others may wait for it.
     """
     known = {state.rank: state for state in states}
     missing = [found for group in _by_group(states) for found in _never_entered(group, known)]
@@ -209,13 +221,13 @@ def disagreement(states: Sequence[RankState]) -> str | None:
 
 
 def mismatch(states: Sequence[RankState]) -> str | None:
-    """The first collective of a group that differs between its ranks, by kind, size or dtype."""
+    """Return, in words, the first collective whose kind, size or dtype differs between the ranks of its group."""
     found = [difference for group in _by_group(states) if (difference := _first_difference(group))]
     return min(found)[1] if found else None
 
 
 def _by_group(states: Sequence[RankState]) -> list[dict[int, dict[int, Collective]]]:
-    """For each group and each of its ranks that recorded, its collectives by number. NCCL numbers messages by themselves."""
+    """For each group: rank (if it recorded) to number to collective. Without messages, which NCCL numbers separately."""
     known = [state.rank for state in states if state.collectives is not None]
     table: dict[tuple[str, tuple[int, ...]], dict[int, dict[int, Collective]]] = {}
     for state in states:
@@ -242,12 +254,12 @@ def _first_difference(group: dict[int, dict[int, Collective]]) -> tuple[int, str
 
 
 def _never_entered(group: dict[int, dict[int, Collective]], known: dict[int, RankState]) -> list[tuple[bool, int, str]]:
-    """Ranks that others wait for: whether such a rank waits itself, since when it is missed, and the words."""
+    """Ranks that others wait for. For each: whether it waits itself, since when others wait for it, and the words."""
     found = []
     waiting: dict[int, list[Collective]] = {}
     for rank, entered in group.items():
         pending = [item for item in entered.values() if not item.finished]
-        if known[rank].broken and entered:  # the recorder calls the collective that failed finished
+        if known[rank].broken and entered:  # the recorder marks the collective that failed as finished
             pending.append(entered[max(entered)])
         if pending and (known[rank].ending is None or known[rank].broken):
             waiting[rank] = pending
@@ -267,19 +279,19 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def look(rank: int, thread: int, *, recorded: bool = True) -> RankState:
-    """The state of this process; asked by a thread other than ``thread``, whose stack is told.
+    """Return the state of this process. Another thread than ``thread`` calls this.
 
     Args:
-        rank: of this process.
-        thread: that is looked at.
-        recorded: read the flight recorder too, which wants that thread to stand still.
+        rank: rank of this process.
+        thread: the thread whose stack is read.
+        recorded: whether to read the flight recorder too; that thread must not make progress meanwhile.
     """
     if not recorded:
         return RankState(rank, (), _useful(_frames(thread)))
     records, ranks = _torch_compat.flight_records(), _torch_compat.group_ranks()
     entries = sorted((item for record in records or () for item in record.get("entries", ())), key=_created)
     collectives = tuple(_collective(entry, ranks) for entry in entries)
-    # The pool's workers begin with an all-reduce, so that none at all means that nothing was recorded.
+    # The pool's workers begin with an all-reduce, so no collective at all means that nothing was recorded.
     return RankState(rank, collectives or None, _useful(_frames(thread)))
 
 
@@ -303,13 +315,15 @@ def _collective(entry: dict[str, Any], ranks: dict[str, tuple[int, ...]]) -> Col
 
 
 def pulse() -> str:
-    """A value that changes while the main thread goes on: how often it has waited for something.
+    """Return a value that changes while the main thread makes progress: the number of times it has waited for something.
 
-    Where the system does not tell (it is not Linux), it always changes, and only the timeout of collectives ends a hang.
+    On systems other than Linux, which do not give this number, the value always changes, and only the timeout of collectives
+    ends a hang.
 
-    It is asked twice a second while that thread runs, so it must touch nothing that a running process changes. torch's recorder
-    keeps what it says of groups in maps that are read without a lock, and whoever walks Python's stacks (``faulthandler``
-    included) meets threads that are just being made or ended: either crashes a process once in some thousand times.
+    This is called twice a second while the main thread runs, so it must not read anything that a running process changes.
+    torch's recorder keeps its data about groups in maps that are read without a lock. Code that walks Python's stacks
+    (``faulthandler`` too) meets threads that are just being created or ended. Either crashes a process once in some thousand
+    calls.
     """
     try:
         status = Path("/proc/self/status").read_text()
@@ -319,11 +333,11 @@ def pulse() -> str:
 
 
 class Pace:
-    """Whether a thread of this process goes on: it waits, or it computes.
+    """Detects whether a thread of this process makes progress: it has waited for something new, or it computes.
 
     Args:
-        thread: by its number in Python; the main thread.
-        kind: ``cpu`` or ``cuda``. A wait for a GPU spins, so there computing says nothing.
+        thread: Python's identifier of the thread; the main thread.
+        kind: ``cpu`` or ``cuda``. A wait for a GPU spins, so on ``cuda`` computing is no sign of progress.
     """
 
     def __init__(self, thread: int, kind: str) -> None:
@@ -332,7 +346,7 @@ class Pace:
         self._pulse, self._spent, self._time = "", 0.0, time.monotonic()
 
     def moved(self) -> bool:
-        """Whether it went on since this was asked before."""
+        """Whether the thread made progress since the last call."""
         now, time_now = pulse(), time.monotonic()
         used = time.clock_gettime(self._clock) if self._clock is not None else 0.0
         computed = used > self._spent + BUSY * (time_now - self._time)
@@ -342,26 +356,26 @@ class Pace:
 
 
 def _frames(thread: int) -> list[Frame]:
-    """Where a thread is, innermost frame first. It should stand still: its frames must not end while they are followed."""
+    """The frames of a thread, innermost first. It must not make progress: its frames must not end while they are read."""
     found = []
     try:
         frame = sys._current_frames().get(thread)
         while frame is not None:
             found.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
             frame = frame.f_back
-    except AttributeError:  # in Python 3.11 f_back of a frame that has ended is no frame at times
+    except AttributeError:  # in Python 3.11 f_back of a frame that has ended is sometimes not a frame
         pass
     return found
 
 
 def stack_of_text(text: str) -> tuple[Frame, ...]:
-    """The useful frames of what ``faulthandler`` wrote of one thread."""
+    """Return the useful frames of the text that ``faulthandler`` wrote about one thread."""
     found = re.findall(r'File "(.+)", line (\d+) in (.+)', text)
     return _useful([Frame(file, int(line), function) for file, line, function in found])
 
 
 def _useful(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """From the innermost out to the worker's own: torch's frames reduced to the call that entered torch."""
+    """The frames inside the worker's own, innermost first, without foreign code except for the call that entered torch."""
     inside = list(takewhile(lambda frame: frame.file != _WORKER, frames))
     inner = list(takewhile(lambda frame: frame.foreign, inside))
     entrance = [frame for frame in inner if frame.of_torch and frame.function not in _WRAPPERS]

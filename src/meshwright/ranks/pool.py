@@ -1,9 +1,9 @@
-"""Worker processes that start once and run one function after another on every rank.
+"""A pool of worker processes that start once and run one function after another on every rank.
 
-The audit runs dozens of small steps, and starting costs more than a step. Each worker has a second thread that tells the
-parent whether its rank goes on, and on request where it is. So a step that hangs ends with a report of every rank.
+The audit runs dozens of small steps, and starting processes costs more than a step. Each worker has a second thread that tells
+the parent that its rank makes progress, and on request where the rank is. So a step that hangs ends with a report on all ranks.
 
-Two pipes join the parent to a worker: ``jobs`` for functions and how they ended, ``watch`` for the second thread.
+Two pipes connect the parent to a worker: ``jobs`` for functions and their outcomes, ``watch`` for the second thread.
 """
 
 import os
@@ -31,14 +31,14 @@ from meshwright.ranks.worker import BEAT, Ending, Seat, work
 __all__ = ["Pool"]
 
 GRACE = 3.0
-"""Seconds without progress after which ranks that have not failed are taken to wait for those that have."""
+"""Seconds without progress after which ranks that have not failed are assumed to wait for those that have."""
 START = 120.0
-"""Seconds that starting may take: with GPUs every worker imports torch anew."""
+"""Seconds that starting may take: with GPUs every worker imports torch again."""
 MOST_GROUPS = 24
-"""Process groups after which workers start afresh. Each has threads that wake a hundred times a second, and sockets; torch's
-caches keep old meshes in use, so that groups cannot be destroyed one by one."""
+"""Workers in more process groups than this are restarted. Each group has sockets, and threads that wake a hundred times a
+second. Groups cannot be destroyed one by one, because torch's caches keep old meshes in use."""
 MARGIN = 60.0
-"""Seconds that a collective may wait longer than the pool's patience, so that the report comes before torch's error."""
+"""Seconds by which the timeout of collectives exceeds the pool's patience, so that the report comes before torch's error."""
 
 
 @dataclass
@@ -50,19 +50,19 @@ class _Worker:
     state: RankState | None = None
 
     def listen(self) -> bool:
-        """Whether it reported progress, or its state."""
+        """Read the reports of the worker, and return whether there were any: of progress, or of its state."""
         heard = False
         try:
             while self.watch.poll():
                 self.state = self.watch.recv() or self.state
                 heard = True
         except (EOFError, OSError):
-            pass  # it died, which its ending tells
+            pass  # it died, which `ending` finds
         return heard
 
     def ending(self) -> Ending | None:
-        """How its job ended, if it has."""
-        alive = self.process.is_alive()  # asked first: what it sent before it died is still read
+        """Return how the job ended; ``None`` while it runs."""
+        alive = self.process.is_alive()  # checked first, so that what the worker sent before it died is still read
         try:
             if self.jobs.poll():
                 return pickle.loads(self.jobs.recv_bytes())
@@ -87,24 +87,24 @@ class _Worker:
         )
 
     def stack(self) -> str:
-        """What faulthandler wrote."""
+        """Return what ``faulthandler`` wrote."""
         return self.seat.stack_file.read_text() if self.seat.stack_file.exists() else ""
 
 
 class Pool:
-    """Processes that form one process group and wait for work. They start with the first job, and again after a failure.
+    """Processes that form one process group and wait for jobs. They start with the first job, and again after a failure.
 
-    Workers on the CPU are forked, so the process that makes a pool must not be in a process group itself, and they hold what
-    it held. A job starts no ``multiprocessing`` children, leaves the default group alone and returns tensors on the CPU.
-    Close the pool, or use it as a context manager.
+    Workers on the CPU are forked. So the process that makes a pool must not be in a process group itself, and the workers
+    inherit what it holds. A job must not start ``multiprocessing`` children or change the default group; it must return its
+    tensors on the CPU. Close the pool, or use it as a context manager.
 
     Args:
-        world_size: how many processes.
+        world_size: number of processes.
         kind: ``cpu`` for gloo, ``cuda`` for NCCL with a GPU for each rank.
-        patience: seconds without progress on any rank after which a job is taken to hang; that of one process never is.
+        patience: seconds without progress on any rank after which a job counts as hanging; a job on one process never does.
 
     Raises:
-        ConfigError: for no processes, or another kind.
+        ConfigError: ``world_size`` is below 1, or ``kind`` is another.
     """
 
     def __init__(self, world_size: int, kind: str = "cpu", patience: float = 30.0) -> None:
@@ -121,7 +121,7 @@ class Pool:
         self.close()
 
     def close(self) -> None:
-        """End the workers, whatever they do."""
+        """Kill the workers, whatever they do."""
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:
@@ -134,19 +134,20 @@ class Pool:
             self._folder = None
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call ``function(device, *args)`` on every rank, which is that of the default process group.
+        """Call ``function(device, *args)`` on every rank of the default process group.
 
         Args:
-            function: at the top level of a module.
-            args: for every rank, copied.
+            function: a function at the top level of a module.
+            args: arguments; every rank gets a copy.
 
         Returns:
-            The results by rank.
+            The results, ordered by rank.
 
         Raises:
-            MeshwrightError: that all ranks raise alike, as it is; that some raise, with the rank in front.
-            WorkerError: any other exception, or a worker that died. The worker's traceback is a note of the error.
-            HangError: ranks that wait for each other, or whose collectives do not fit together.
+            MeshwrightError: all ranks raised the same error, which is raised unchanged; or some raised one, which gets the rank
+                in front.
+            WorkerError: a rank raised any other exception, or a worker died. The worker's traceback is a note of the error.
+            HangError: ranks wait for each other, or their collectives do not match.
         """
         job = pickle.dumps((function, args))
         try:
@@ -155,7 +156,7 @@ class Pool:
             if not self._workers:
                 self._start()
             for worker in self._workers:
-                with suppress(OSError):  # it died just now, which is found below
+                with suppress(OSError):  # the worker has just died, which is found below
                     worker.jobs.send_bytes(job)
             endings = self._gather(self.patience if self.world_size > 1 else None)
             error = self._error(endings)
@@ -174,13 +175,13 @@ class Pool:
         if self.kind == "cpu":
             if dist.is_initialized():
                 raise UnsupportedError("a pool of forked workers cannot start in a process that is in a process group")
-            import torch._dynamo  # noqa: F401 (FSDP's hooks need it; every forked worker has it then)
+            import torch._dynamo  # noqa: F401 (FSDP's hooks need it; imported before the fork, every worker has it)
 
             end_openmp_threads()
         context: Any = get_context("fork" if self.kind == "cpu" else "spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-ranks-")
         timeout = timedelta(seconds=self.patience + MARGIN)
-        # Ctrl-C reaches every process of a terminal. This one answers it; its workers never hear it, not even as they start.
+        # Ctrl-C reaches every process of a terminal. This process handles it; the workers ignore it, even while they start.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for rank in range(self.world_size):
@@ -198,7 +199,7 @@ class Pool:
             raise error
 
     def _gather(self, patience: float | None) -> dict[int, Ending]:
-        """How the job ended on each rank, without those that still ran when nothing went on any more."""
+        """Wait for the job, and return how it ended on each rank, without ranks that still ran when progress had stopped."""
         endings: dict[int, Ending] = {}
         moved = time.monotonic()
         while len(endings) < self.world_size:
@@ -221,16 +222,16 @@ class Pool:
         return endings
 
     def _alike(self, endings: dict[int, Ending]) -> bool:
-        """Whether all ranks refused the job in the same words, so that none waits and their collectives still fit."""
+        """Whether all ranks raised the same error, so that no rank waits and their collectives still match."""
         errors = [ending.error for ending in endings.values() if ending.error and not (ending.dead or ending.communication)]
         return len(errors) == self.world_size and len({(type(error), error.problems) for error in errors}) == 1
 
     def _error(self, endings: dict[int, Ending]) -> MeshwrightError | None:
-        """What to say of a job that did not end well: the failure that came first, or where the ranks hang."""
+        """Return the error of a job: the failure that came first, or where the ranks hang; ``None``: all ranks returned."""
         failed = {rank: ending for rank, ending in endings.items() if ending.error}
         if not failed and len(endings) == self.world_size:
             return None
-        # Communication fails where another rank failed, or did something else. Any other failure goes before it.
+        # Communication fails because another rank failed or did something else. So any other failure is reported before it.
         order = sorted(failed, key=lambda rank: (failed[rank].communication, not failed[rank].dead, failed[rank].time))
         if not order or failed[order[0]].communication:
             states = self._states(endings)
@@ -246,12 +247,12 @@ class Pool:
         return error
 
     def _states(self, endings: dict[int, Ending]) -> list[RankState]:
-        """Where every rank is, in its own words, or by its Python stack if it does not answer."""
+        """Return where every rank is, as it reports itself, or by its Python stack if it does not answer."""
         for worker in self._workers:
             try:
                 worker.watch.send("where?")
             except OSError:
-                worker.listen()  # dead; it may have spoken before
+                worker.listen()  # dead; it may have reported its state before
         end = time.monotonic() + GRACE
         while (silent := self._silent()) and time.monotonic() < end:
             connection.wait([worker.watch for worker in silent], timeout=BEAT)

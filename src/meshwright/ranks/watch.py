@@ -1,7 +1,8 @@
-"""The report of a run that does not go on: which ranks wait, in which collective, and which never came.
+"""Reports a run that makes no progress: which ranks wait, in which collective, and which ranks never entered it.
 
-Each rank has a thread that looks whether its main thread goes on. Where it does not, the ranks tell each other where they are,
-through the store, and one of them says it. Nothing is ended: a collective that waits too long ends the run by its timeout.
+Each rank has a thread that checks whether its main thread makes progress. If it does not, the ranks exchange their states
+through the store, and one of them prints the report. The report ends nothing: a collective that waits too long ends the run by
+its timeout.
 """
 
 import pickle
@@ -19,25 +20,25 @@ from meshwright.ranks.hang import Pace, RankState, describe, look
 __all__ = ["Watch"]
 
 BEAT = 1.0
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 STANDS = 2 * BEAT
-"""Seconds without progress after which a rank that is asked counts as standing still, and its recorder can be read."""
+"""Seconds without progress after which a rank that is asked counts as standing still, so that its recorder can be read."""
 ANSWER = 6.0
-"""Seconds that a rank has to say where it is; one that does not is stopped, dead, or on a machine that is not reached."""
+"""Seconds that a rank has to answer; one that does not is stopped, dead, or on a machine that cannot be reached."""
 KEPT = 100
-"""Newest collectives that a rank tells of: with a thousand ranks, all of them would be gigabytes."""
+"""Number of newest collectives that a rank sends: with a thousand ranks, all of them would be gigabytes."""
 SHOWN = 24
-"""Lines of ranks in a report; ranks that are in the same place share one."""
+"""Most lines of ranks in a report; ranks that are in the same place share a line."""
 SILENT = "does not answer: it is stopped, or its machine cannot be reached"
 
 
 class Watch:
-    """Watches the thread that makes it. Use it as a context manager, in a process group of several ranks.
+    """Watches the thread that creates it. Use it as a context manager, in a process group of several ranks.
 
     Args:
-        seconds: without progress, after which the report is made, once for each time that ranks stand still.
-        kind: ``cpu`` or ``cuda``, where the main thread computes or waits.
-        say: given the lines of the report, on the one rank that speaks.
+        seconds: time without progress after which the report is made, once for each time that ranks stand still.
+        kind: ``cpu`` or ``cuda``, the device that the main thread computes on or waits for.
+        say: called with the lines of the report, on one rank only.
     """
 
     def __init__(self, seconds: float, kind: str, say: Callable[[list[str]], None]) -> None:
@@ -47,7 +48,7 @@ class Watch:
         self._store.set_timeout(timedelta(seconds=4 * ANSWER))
         self._main, self._pace = threading.get_ident(), Pace(threading.get_ident(), kind)
         self._what, self._ticks, self._round = "the start", 0, 0
-        self._told = -1  # the tick at which this rank told where it stands
+        self._told = -1  # the tick at which this rank answered while standing still; -1: none
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -60,13 +61,13 @@ class Watch:
         self._thread.join(2 * BEAT)
 
     def tick(self, what: str) -> None:
-        """Say that the main thread goes on, and with what, such as ``step 12``."""
+        """Record that the main thread makes progress, and what it does, such as ``step 12``."""
         self._what, self._ticks = what, self._ticks + 1
 
     def verdict(self) -> str | None:
-        """The first line of the report that was made while this rank stood where it is now, whichever rank made it.
+        """Return the first line of the last report, whichever rank made it, for the error that ends the run.
 
-        For the error that ends the run. ``None`` where this rank has gone on since it told where it is.
+        ``None`` if this rank has made progress since it answered, or there is no report.
         """
         try:
             told = self._told == self._ticks and self._store.check(["verdict"])
@@ -80,24 +81,25 @@ class Watch:
             if ticks != self._ticks or self._pace.moved():
                 still, ticks, reported = 0.0, self._ticks, False
             else:
-                still += BEAT  # beats, not time: a process that was stopped has missed some of both
+                still += BEAT  # beats, not clock time: while a process is stopped, time passes and no beats are counted
             try:
                 if still > self.seconds and not reported:
                     self._report()
                     reported = True
                 elif self._asked():
-                    # A rank that has just come to the collective says so, once it stands there; what goes on longer never came.
+                    # A rank that has just entered the collective answers as soon as it counts as standing still. A rank that
+                    # makes progress for longer never entered it.
                     stands, asked = still >= STANDS, asked + BEAT
                     if stands or asked >= STANDS + BEAT:
                         self._answer(standing=stands)
-                        reported, asked = stands, 0.0  # the report that is being made is of this stand
-            except RuntimeError as error:  # of the store, which is gone, or does not answer: nobody is left to ask
+                        reported, asked = stands, 0.0  # the report being made covers this standstill
+            except RuntimeError as error:  # the store is gone, or does not answer: the other ranks cannot be asked
                 if not reported:
                     self._alone(still, str(error).partition("\n")[0])
                 return
 
     def _alone(self, still: float, reason: str) -> None:
-        """Without a store: say once where this rank is, when it does not go on."""
+        """Without a store: report once where this rank is, when it makes no progress."""
         ticks = self._ticks
         while still <= self.seconds:
             if self._ended.wait(BEAT):
@@ -111,7 +113,7 @@ class Watch:
         return self._store.check([f"{self._round}/ask"])
 
     def _answer(self, *, standing: bool) -> None:
-        """Say where this rank is. Of one that goes on only its stack: the recorder is not to be read while it records."""
+        """Send the state of this rank; if it makes progress, only its stack: the recorder cannot be read while it records."""
         self._told = self._ticks if standing else -1
         state = look(self._rank, self._main, recorded=standing)
         if state.collectives is not None:
@@ -142,7 +144,7 @@ class Watch:
 
 
 def _together(lines: list[str]) -> list[str]:
-    """One line for all ranks that are in the same place, the rarest place first."""
+    """Merge the lines of ranks that are in the same place into one line each, the rarest place first."""
     places: dict[str, list[str]] = {}
     for line in lines:
         _, rank, where = line.split(" ", 2)

@@ -1,4 +1,4 @@
-"""What a worker process of :mod:`meshwright.ranks.pool` runs: jobs in the main thread, and a second thread that watches it."""
+"""A worker process of :mod:`meshwright.ranks.pool`: jobs run in the main thread, and a second thread watches that thread."""
 
 import ctypes
 import faulthandler
@@ -28,24 +28,24 @@ from meshwright.ranks.hang import Pace, RankState, is_communication, look
 __all__ = ["BEAT", "Ending", "Seat", "work"]
 
 BEAT = 0.5
-"""Seconds between two looks of a worker at itself."""
+"""Seconds between two checks of a worker on itself."""
 _KEPT: list[Any] = []
-"""What C code calls back."""
+"""Callbacks that C code calls; kept here so that they are not collected."""
 
 
 @dataclass
 class Ending:
-    """How the work of one rank ended: with a value, an error, or the death of its process.
+    """How the job of one rank ended: with a value, an error, or the death of its process.
 
     Attributes:
         value: what the job returned.
-        error: what it raised, in words of Meshwright.
-        own: the job itself raised a ``MeshwrightError``.
-        communication: a collective failed, which may be an echo of what another rank did, or did not do.
-        dead: the process ended.
+        error: what it raised, as a ``MeshwrightError``.
+        own: whether the job itself raised a ``MeshwrightError``.
+        communication: whether a collective failed; another rank may then be the cause, by what it did or did not do.
+        dead: whether the process ended.
         trace: the worker's traceback.
-        time: of the failure, on the clock that all processes of a machine share.
-        groups: process groups that the worker is in by now.
+        time: time of the failure, on the clock that all processes of a machine share.
+        groups: number of process groups that the worker is in by now.
     """
 
     value: Any = None
@@ -59,7 +59,7 @@ class Ending:
 
     @property
     def words(self) -> str:
-        """For a report, after the rank."""
+        """The ending in words, which follow the rank in a report."""
         if self.error is None:
             return "has returned"
         return str(self.error) if self.dead else f"failed: {str(self.error).partition(chr(10))[0][:160]}"
@@ -70,11 +70,11 @@ class Seat:
     """A worker's place in its group.
 
     Attributes:
-        rank: its number.
-        world_size: how many there are.
+        rank: its rank.
+        world_size: number of ranks.
         kind: ``cpu`` or ``cuda``.
-        timeout: of every collective.
-        folder: shared by all, for the rendezvous and for Python stacks.
+        timeout: timeout of every collective.
+        folder: a folder that all workers share, for the rendezvous and for Python stacks.
     """
 
     rank: int
@@ -90,18 +90,18 @@ class Seat:
 
     @property
     def stack_file(self) -> Path:
-        """Where the process writes its Python stack when it crashes, or on SIGUSR1, also while it holds the GIL."""
+        """The file to which the process writes its Python stack when it crashes, or on SIGUSR1, even while the GIL is held."""
         return self.folder / f"stack-{self.rank}"
 
 
 def work(seat: Seat, jobs: Connection, watch: Connection) -> None:
-    """Join the group, then carry out one job after another until the parent ends it all."""
+    """Join the group, then run one job after another until the parent ends the worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handlers came along in the fork
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked worker has inherited the parent's handlers
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     rank = str(seat.rank)
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(seat.world_size), TORCH_FR_BUFFER_SIZE=RECORDED)
-    torch.set_num_threads(1)  # of every pool alike: some kernels sum in another order with more
+    torch.set_num_threads(1)  # the same in every pool, because some kernels sum in another order with more threads
     stack_file = seat.stack_file.open("w")
     faulthandler.enable(stack_file)
     faulthandler.register(signal.SIGUSR1, stack_file, all_threads=False)
@@ -127,7 +127,7 @@ def _join(seat: Seat) -> None:
         if torch.cuda.device_count() == 0:
             raise UnsupportedError("workers on cuda: there is no GPU on this machine")
         torch.cuda.set_device(seat.device)
-    # torch warns of what an in-place operation on a unit's output would do to gradients. The audit compares these gradients.
+    # torch warns that in-place operations on a unit's output may break gradients. The audit compares these gradients anyway.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     _torch_compat.one_gloo_worker()
     dist.init_process_group(
@@ -137,7 +137,7 @@ def _join(seat: Seat) -> None:
         world_size=seat.world_size,
         timeout=seat.timeout,
     )
-    dist.all_reduce(torch.zeros(1))  # with gloo; the first entry of the recorder, if it records
+    dist.all_reduce(torch.zeros(1))  # with gloo; this is the first entry of the recorder, if it records
 
 
 def _call(seat: Seat, job: bytes) -> Any:
@@ -146,7 +146,7 @@ def _call(seat: Seat, job: bytes) -> Any:
 
 
 def _attempt(function: Callable[..., Any], *args: Any) -> bytes:
-    """An :class:`Ending`, pickled by value: torch's shared memory would end with this process."""
+    """Call a function, and return its :class:`Ending`, pickled by value: torch's shared memory would end with this process."""
     try:
         ending = Ending(value=function(*args))
     except BaseException as error:
@@ -168,7 +168,7 @@ def _attempt(function: Callable[..., Any], *args: Any) -> bytes:
 
 
 def _watch(seat: Seat, main: int, watch: Connection, say: Callable[[RankState | None], None], parent: int) -> None:
-    """Say nothing but ``None`` while the main thread goes on, and where it is when asked; die with the parent."""
+    """Send ``None`` while the main thread makes progress, and its state when asked. End the process when the parent ends."""
     pace = Pace(main, seat.kind)
     try:
         while os.getppid() == parent:
@@ -183,10 +183,10 @@ def _watch(seat: Seat, main: int, watch: Connection, say: Callable[[RankState | 
 
 
 def _on_abort(speak: Callable[[], None]) -> None:
-    """Have a process speak before it aborts.
+    """Make the process call ``speak`` before it aborts.
 
-    gloo aborts the process of a rank that receives more bytes than it asked for, from a thread of its own, and with it the
-    only record of what that rank had asked for. Python's own handlers run too late: they wait for the main thread.
+    gloo aborts the process of a rank that receives more bytes than it asked for. It does so from one of its own threads, and
+    the only record of what the rank asked for is lost. Python's signal handlers run too late: they wait for the main thread.
     """
     handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(lambda _: speak())
     _KEPT.append(handler)

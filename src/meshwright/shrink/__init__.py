@@ -1,1 +1,1 @@
-"""A small run that proves a large one: the same structure, smaller numbers."""
+"""Shrinks a large run to a small one whose audit proves it: the same structure, with smaller numbers."""

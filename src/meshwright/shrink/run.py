@@ -1,16 +1,17 @@
-"""shrink(): from any run that `train` takes to one that a few CPU processes hold, with what matters to a proof of its layout.
+"""shrink(): turns any run that `train` accepts into one for a few CPU processes, and keeps what a proof of its layout needs.
 
-The layout keeps which axes are above 1, the model its classes, its parameter names and every kind of layer in their order,
-the batch its gradient accumulation. Only sizes go down; nothing grows. What makes it hold for families unknown here:
+The layout keeps which axes are above 1. The model keeps its classes, its parameter names, and every kind of layer in their
+order. The batch keeps its gradient accumulation. Sizes only decrease. Three rules make this work for families that are unknown
+here:
 
-- A layer's *kind* is read from the built model, on the meta device: classes, names, shapes, flags, its entries in the
-  config's lists, and what the patterns of `parallel` (freeze, sync_units, activation_checkpointing_layers) and
-  `optimizer.no_decay` say of it. The first layer of each kind stays.
-- Numbers of the config become smaller by what their key means (`small_config.py`): heads, sizes, experts, windows, ids.
+- The *kind* of a layer is read from the built model, on the meta device: classes, names, shapes, flags, its entries in the
+  config's lists, and what the patterns of `parallel` (freeze, sync_units, activation_checkpointing_layers) and of
+  `optimizer.no_decay` decide about it. The first layer of each kind is kept.
+- Each number of the config is reduced by what its key means (`small_config.py`): heads, sizes, experts, windows, ids.
 - The small model is built too, and refused unless it has the classes, names, ties and kinds of layers of the large one.
 
-Patterns that number a layer ('model.layers.17.**') get the number of the layer of the same kind that stays. So every layer
-that stays is frozen, synchronised and recomputed exactly where it was; patterns for which that cannot be had are refused.
+In patterns that number a layer ('model.layers.17.**'), the number is replaced by that of the kept layer of the same kind. So
+every kept layer is frozen, synchronised and recomputed exactly as before; patterns for which this is impossible are refused.
 """
 
 import math
@@ -42,39 +43,39 @@ if TYPE_CHECKING:
 __all__ = ["MAX_PROCESSES", "Change", "shrink"]
 
 MAX_PROCESSES = 8
-"""The most that shrink() chooses by itself."""
+"""The largest number of processes that shrink() chooses itself."""
 
 SEQUENCE = 64
-"""Tokens in a sequence; a shorter original stays."""
+"""Number of tokens in a sequence; a shorter original is kept."""
 
 SMALL, LARGE = 1_000_000, 50_000_000
-"""Parameters of a model that stays as it is, and of one that is not small."""
+"""Most parameters of a model that is not shrunk, and most parameters of a small model."""
 
 MOST_KINDS = 12
-"""Of layers. If there are more, every layer has some number of its own, and kinds are told without numbers."""
+"""Most kinds of layers. If there are more, some number differs in every layer, and kinds are compared without numbers."""
 
 
 def shrink(config: RunConfig, world_size: int | None = None) -> tuple[RunConfig, int, tuple[Change, ...]]:
-    """A small run with the structure of a large one. Reads no weights.
+    """Return a small run with the structure of a large one. Reads no weights.
 
     Args:
-        config: of any size.
-        world_size: processes of the audit; ``None``: ``launch.nproc`` if the layout resolves for it, otherwise the fewest
-            that keep every axis that is above 1 above 1; at most 8.
+        config: configuration of a run of any size.
+        world_size: number of processes of the audit; ``None``: ``launch.nproc`` if the layout resolves for it, otherwise the
+            fewest with which every axis above 1 stays above 1; at most 8.
 
     Returns:
         The small configuration (its model has random weights), the number of processes, and what was changed.
 
     Raises:
-        LayoutError: a layout that the model or the number of processes does not allow.
-        ConfigError: batch sizes or numbered patterns that cannot be kept.
-        ModelError: a model that cannot be built, or would lose something.
+        LayoutError: the model or the number of processes does not allow the layout.
+        ConfigError: batch sizes or numbered patterns cannot be kept.
+        ModelError: the model cannot be built, or would lose something.
     """
     import_modules(config.imports)
     changes: list[Change] = []
 
     def change(section: str, old: Any, new: Mapping[str, Any], why: str = "") -> Any:
-        """A section with new values, noted."""
+        """Return a section with new values, and record the changes."""
         pairs = [(key, getattr(old, key), after) for key, after in new.items()]
         changes.extend(Change(f"{section}.{key}", before, after, why) for key, before, after in pairs if after != before)
         return old.model_copy(update=dict(new))
@@ -118,7 +119,7 @@ def shrink(config: RunConfig, world_size: int | None = None) -> tuple[RunConfig,
 
 
 def _shrink_layout(config: RunConfig, world_size: int | None, sizes: ModelSizes) -> tuple[Layout, int, int]:
-    """Sizes of the axes, number of processes, and microbatches in a step: at most 3, and above 1 if they were."""
+    """Return the layout, the number of processes, and the microbatches of a step: at most 3, and above 1 if they were."""
     original, nproc, training = config.layout.layout(), config.launch.nproc, config.training
     if world_size is not None and world_size < 2:
         raise LayoutError(f"--nproc={world_size}: an audit compares one process with at least 2")
@@ -128,7 +129,7 @@ def _shrink_layout(config: RunConfig, world_size: int | None, sizes: ModelSizes)
     if not free or len(free) > 1 or min(*known.values(), original.ep) < 1:
         whole = original.resolve(max(1, math.prod(known.values())), sizes)
     elif problems := sizes.problems(replace(original, **{free[0]: 1})):
-        raise LayoutError(problems)  # what the model does not allow is not shrunk into something that it does
+        raise LayoutError(problems)  # a layout that the model does not allow must not be shrunk to one that it allows
     whole = whole or _resolved(original, nproc, sizes)
     microbatches = microbatches_per_step(config, whole) if whole else None
 
@@ -137,7 +138,7 @@ def _shrink_layout(config: RunConfig, world_size: int | None, sizes: ModelSizes)
     if world_size is not None and _resolved(original, world_size, sizes):
         chosen = original
     else:
-        # An inferred axis counts as above 1, unless the processes of the run say that it is 1.
+        # An inferred axis counts as above 1, unless it is 1 with the run's number of processes.
         least = 1 if free and whole and whole.world_size > 1 and whole.size(free[0]) == 1 else 2
         tried = {*range(2, MAX_PROCESSES + 1), world_size or 2}
         fits = {count: fit for count in sorted(tried) if (fit := _fitting(original, known, free, least, count, sizes))}
@@ -166,7 +167,7 @@ def _resolved(layout: Layout, world_size: int | None, sizes: ModelSizes) -> Layo
 def _fitting(
     original: Layout, known: Mapping[str, int], free: Sequence[str], least: int, world_size: int, sizes: ModelSizes
 ) -> tuple[bool, Layout] | None:
-    """The best layout for a number of processes, and whether its experts lose FSDP (ep_shard is 1, and was more)."""
+    """Return the best layout for a number of processes, and whether its experts lose FSDP (ep_shard is 1, and was more)."""
     choices = {axis: _smaller(size, max(world_size, MAX_PROCESSES)) for axis, size in (*known.items(), ("ep", original.ep))}
     inside = math.prod(known.get(axis, 0) for axis in ("dp_shard", "cp", "tp"))
     found = []
@@ -183,7 +184,7 @@ def _fitting(
 
 
 def _smaller(size: int, most: int) -> list[int]:
-    """What a size above 1 may shrink to: its divisors above 1, so that what it divides stays divisible."""
+    """Return the sizes that an axis may shrink to: the divisors above 1, so that what the size divides stays divisible."""
     if size == 1:
         return [1]
     few = range(2, min(size, most) + 1)
@@ -209,7 +210,7 @@ def _shrink_model(
     source: ModelConfig, large: "PreTrainedModel", large_config: "PretrainedConfig", spec: ParallelSpec,
     defaults: Mapping[str, Any], needs: Needs, patterns: "_Patterns", changes: list[Change],
 ) -> tuple[ModelConfig, dict[str, Any]]:  # fmt: skip
-    """The config of a small model of the same structure, and the patterns of the run with its numbers."""
+    """Return the config of a small model of the same structure, and the run's patterns with the new numbers of layers."""
     path, count = _layers(large, spec.layers)
     everything = list(range(count))
     stays = sum(parameter.numel() for parameter in large.parameters()) <= SMALL
@@ -219,7 +220,7 @@ def _shrink_model(
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     more = [index for index in everything if index not in firsts]
     firsts = sorted([*firsts, *more[: max(0, max(2, needs.stages) - len(firsts))]])
-    # Where the config says "every fourth layer", those that stay have to stand where they stood: all up to the last of them.
+    # If the config says "every fourth layer", kept layers must keep their positions: then keep all layers up to the last one.
     for kept in (firsts, everything[: firsts[-1] + 1]):
         values, noted = small_config(source, large_config, defaults, needs, kept, count, ALWAYS if stays else RULES)
         model = source.model_copy(update={"path": None, "config": values})
@@ -240,7 +241,7 @@ def _shrink_model(
 
 
 def _layers(model: nn.Module, patterns: Iterable[str]) -> tuple[str, int]:
-    """The list of the language model's layers (the one with most parameters), and its length."""
+    """Return the path of the list of the language model's layers (the list with most parameters), and its length."""
     names = [name for name, _ in model.named_modules()]
     parents = [holder_of(name) for pattern in patterns for name in match_names(pattern, names)]
     path = max(dict.fromkeys(parents), key=lambda path: sum(item.numel() for item in model.get_submodule(path).parameters()))
@@ -248,7 +249,7 @@ def _layers(model: nn.Module, patterns: Iterable[str]) -> tuple[str, int]:
 
 
 def _lists(model: "PreTrainedModel", count: int) -> list[str]:
-    """Keys of the config that have an entry for each layer."""
+    """Return the keys of the config whose value is a list with an entry for each layer."""
     text = model.config.get_text_config().to_dict()
     return [key for key, value in text.items() if isinstance(value, list) and len(value) == count and "token" not in key]
 
@@ -256,7 +257,15 @@ def _lists(model: "PreTrainedModel", count: int) -> list[str]:
 def _kinds(
     model: "PreTrainedModel", path: str, indices: Sequence[int], lists: Sequence[str], marks: Sequence[Hashable] = ()
 ) -> list[Hashable]:
-    """What each layer is: with marks to tell the layers of a model apart, without to compare models of different sizes."""
+    """Return the kind of each layer: with marks to distinguish the layers of one model, without to compare models of two sizes.
+
+    Args:
+        model: the model.
+        path: path of its list of layers.
+        indices: numbers of the layers.
+        lists: keys of the config that have an entry for each layer.
+        marks: what the patterns decide about each layer; empty: compare kinds without marks and without sizes.
+    """
     text, sizes = model.config.get_text_config().to_dict(), bool(marks)
     kinds: list[Hashable] = []
     for index in indices:
@@ -274,18 +283,18 @@ def _kinds(
 
 
 _NO_KIND = r"^_|^training$|idx|index|layer_id|number"
-"""Attributes of modules that are no part of a layer's kind."""
+"""Pattern of the attributes of modules that are no part of a layer's kind."""
 
 
 def _flag(value: Any, sizes: bool) -> Hashable:
-    """A value as part of a kind. Without sizes a number says only whether it is 0."""
+    """Return a value as part of a kind. Without sizes, of a number only whether it is 0 counts."""
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return value if sizes else bool(value)
     return value if isinstance(value, (bool, str, type(None))) else repr(value)
 
 
 def _lost(large: "PreTrainedModel", small: "PreTrainedModel", spec: ParallelSpec, path: str, kept: Sequence[int]) -> list[str]:
-    """What the small model lacks, or has that the large one has not."""
+    """Return what the small model lacks of the large one, or has in addition, or why it is still too large."""
     models, found = (large, small), []
     classes = [{type(module).__name__ for module in model.modules()} for model in models]
     names = [{generalize(name) for name, _ in model.named_parameters()} for model in models]
@@ -304,20 +313,20 @@ def _lost(large: "PreTrainedModel", small: "PreTrainedModel", spec: ParallelSpec
     return found
 
 
-# -- patterns that number a layer -----------------------------------------------------------------------------------------
+# -- patterns with numbers of layers --------------------------------------------------------------------------------------
 
 _BY_MODULE = ("sync_units", "activation_checkpointing_layers")
 """Keys of `parallel` that map patterns of module names to choices."""
 
 _OF_PARAMETERS = ("freeze", "no_decay")
-"""Keys that are lists of patterns of parameter names."""
+"""Keys whose values are lists of patterns of parameter names."""
 
 _Patterns = Mapping[str, Any]
-"""The patterns of a run by these keys."""
+"""The patterns of a run, by these keys."""
 
 
 def _decided(patterns: _Patterns, model: nn.Module) -> dict[str, Hashable]:
-    """What the patterns say of a name: that of a frozen or excepted parameter, or of a module with a policy or a mode."""
+    """Return what the patterns decide, by name: of parameters that are frozen or not decayed, and of modules with a choice."""
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     modules = [name for name, _ in model.named_modules()]
     decided: dict[tuple[str, str], str] = {}  # of two patterns the later one wins
@@ -334,7 +343,7 @@ def _decided(patterns: _Patterns, model: nn.Module) -> dict[str, Hashable]:
 
 
 def _marks(patterns: _Patterns, model: nn.Module, path: str, count: int) -> list[Hashable]:
-    """What the patterns say of each layer, in names inside it."""
+    """Return what the patterns decide about each layer, by names relative to the layer."""
     decided = _decided(patterns, model)
     starts = [f"{path}.{index}." for index in range(count)]
     return [
@@ -346,7 +355,7 @@ def _marks(patterns: _Patterns, model: nn.Module, path: str, count: int) -> list
 def _renumbered(
     patterns: _Patterns, large: nn.Module, small: nn.Module, path: str, kept: Sequence[int], new_numbers: Sequence[int]
 ) -> dict[str, Any]:
-    """The patterns with new numbers of layers, checked to say of every layer that stays what they said of it."""
+    """Return the patterns with new numbers of layers, after a check that they decide the same about every kept layer."""
 
     def renumber(pattern: str) -> list[str]:
         parts = pattern.split(".")

@@ -1,7 +1,8 @@
-"""What the size of a model has decided in the run is decided so in its audit too.
+"""Gives the audit of a run the policies that the plan of the run chose by the size of its model.
 
-Left alone, a run keeps unsharded through a step what fits `parallel.sync_budget_gib`, which of a small model is everything. So
-the policy that the run's own model gets is written into the configuration of the small one.
+Without an explicit setting, a run keeps unsharded through a step what fits `parallel.sync_budget_gib`. Of a small model,
+everything fits. So the policies that the plan chooses for the run's own model are written into the configuration of the small
+one.
 """
 
 from math import prod
@@ -21,12 +22,12 @@ __all__ = ["settle"]
 
 
 def settle(config: RunConfig, small: RunConfig, setup: RunSetup) -> tuple[RunConfig, tuple[Change, ...]]:
-    """The small configuration with the policies of the large run, and what that changed.
+    """Return the small configuration with the policies of the large run, and what this changed.
 
     Args:
-        config: of the run.
-        small: of its audit.
-        setup: of the audit.
+        config: configuration of the run.
+        small: configuration of its audit.
+        setup: the resolved audit.
     """
     parallel = small.parallel
     if parallel.sync is not None and parallel.twin_units is not None:
@@ -55,7 +56,11 @@ def _policies(plan: ShardingPlan) -> dict[str, Any]:
 
 
 def _large_plan(config: RunConfig, setup: RunSetup) -> ShardingPlan | None:
-    """The plan of the run's own model, on the fewest ranks that give it the axes of the audit; ``None``: there are none."""
+    """Return the plan of the run's own model, with the axes above 1 that the audit has; ``None``: no world size gives them.
+
+    The world size is ``launch.nproc`` if it is set and gives these axes; otherwise the smallest multiple, of the product of the
+    configured sizes, that gives them.
+    """
     spec, model = describe_model(config)
     layout, sizes = config.layout.layout(), model_sizes(spec, model)
     least = prod(size for axis in AXES if (size := getattr(layout, axis)) not in (None, -1))

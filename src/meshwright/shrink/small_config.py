@@ -1,4 +1,4 @@
-"""The config of a small model from that of a large one: every number becomes smaller by what its key means (:data:`RULES`)."""
+"""Makes the config of a small model from that of a large one: each number is reduced by what its key means (:data:`RULES`)."""
 
 import math
 import re
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 __all__ = ["ALWAYS", "RULES", "Change", "Needs", "small_config"]
 
 HIDDEN, VOCABULARY, POSITIONS = 64, 320, 128
-"""Sizes aimed at; a smaller original stays."""
+"""Target sizes; a smaller original is kept."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """What was changed of the configuration.
+    """A change of the configuration.
 
     Args:
-        key: dotted, such as ``model.config.hidden_size``.
-        before: the value of the run.
-        after: the value of the audit.
-        why: short; may be empty.
+        key: the dotted key, such as ``model.config.hidden_size``.
+        before: the value in the run.
+        after: the value in the audit.
+        why: the reason in a few words; may be empty.
     """
 
     key: str
@@ -37,21 +37,33 @@ class Change:
 
 @dataclass(frozen=True)
 class Needs:
-    """What layout and batch ask of the small model."""
+    """What layout and batch require of the small model: sizes of axes, number of pipeline stages, tokens in a sequence."""
 
     tp: int
     ep: int
     stages: int
     sequence: int
     shares_heads: bool = False
-    """Whether several ranks of `tp` share a head of keys and of values, in the run and so in its audit."""
+    """Whether several ranks of `tp` share a key/value head, in the run and therefore in its audit."""
 
 
 def small_config(
     source: ModelConfig, large: "PretrainedConfig", defaults: Mapping[str, Any], needs: Needs, kept: Sequence[int],
     count: int, rules: "_Rules",
 ) -> tuple[dict[str, Any], list[Change]]:  # fmt: skip
-    """The run's model config, or that of its pretrained model, with smaller numbers. Only keys that the family knows."""
+    """Return the config of the run's model, or of its pretrained model, with smaller numbers, and the changes.
+
+    It has only keys that the family knows.
+
+    Args:
+        source: the ``model`` section of the run's configuration.
+        large: the config of the large model.
+        defaults: values for keys that the run's configuration leaves out.
+        needs: what layout and batch require.
+        kept: numbers of the layers that are kept.
+        count: number of layers of the large model.
+        rules: the rules for numbers.
+    """
     given = {**defaults, **source.config} if source.config is not None else large.to_diff_dict()
     values = {"model_type": large.model_type, **_legal(type(large), given)}
     text = large.get_text_config()
@@ -63,7 +75,7 @@ def small_config(
 def _rewrite(
     section: "PretrainedConfig", values: dict[str, Any], text: "_Numbers", rules: "_Rules", where: str, noted: list[Change]
 ) -> None:
-    """Put the new numbers of a section of the config into ``values``, and those of its sections into theirs."""
+    """Write the new numbers of a section of the config into ``values``, and those of inner sections into their values."""
     from transformers import PretrainedConfig
 
     complete = section.to_dict()
@@ -84,7 +96,7 @@ def _rewrite(
 
 
 def _legal(kind: "type[PretrainedConfig]", values: Mapping[str, Any]) -> dict[str, Any]:
-    """What of some values is legal in a config of a kind, spelled as it is there."""
+    """Return the values that are legal in a config of this class, under the names that it uses."""
     legal, spelled = legal_keys(kind), {}
     for key in sorted(legal):
         attribute = kind.attribute_map.get(key, key)
@@ -97,14 +109,14 @@ _INSIDE = {"model_type", "per_layer_config"}
 
 
 class _Numbers:
-    """New numbers of one section of a config (text, vision, ...), by what their keys mean.
+    """The new numbers of one section of a config (text, vision, ...), by what their keys mean.
 
     Args:
-        section: of the config.
-        needs: what the layout asks.
-        kept: numbers of the layers that stay; ``None``: the first two.
-        count: layers of the language model.
-        text: the numbers of the language model, where this is another section.
+        section: the section of the config.
+        needs: what layout and batch require.
+        kept: numbers of the layers that are kept; ``None``: the first two.
+        count: number of layers of the language model; 0: read it from the section.
+        text: the numbers of the language model, if this is another section.
     """
 
     def __init__(
@@ -132,13 +144,13 @@ class _Numbers:
         else:
             self.new_kv = _least(self.kv, 2, needs.tp)
             self.new_heads = min(self.heads, 2 * self.new_kv)
-        # Where the heads fill the hidden size (times Mamba's expansion) they go on doing so; elsewhere the two stay different.
+        # If heads x head size equals the hidden size (times Mamba's expansion), it stays so; otherwise the two stay different.
         self.hidden, expand = number("hidden_size", "embed_dim") or HIDDEN, number("expand") or 1
         self.head_dim = number("head_dim") or max(1, self.hidden // self.heads)
         fills = self.hidden * expand == self.heads * self.head_dim
         self.new_head_dim = min(self.head_dim, 16 if (self.new_heads <= 4) == fills else 8)
         self.new_hidden = self.new_heads * self.new_head_dim // expand if fills else min(self.hidden, HIDDEN)
-        # A group of experts has at least two of them; some groups, not all, are routed to.
+        # A group has at least two experts. If tokens are routed to some groups only, that stays so.
         self.groups, limit = number("n_group", "num_expert_group") or 1, number("topk_group") or 1
         self.new_limit = min(limit, 2)
         self.new_groups = min(self.groups, 2 * self.new_limit) if self.groups > limit else self.new_limit
@@ -147,10 +159,10 @@ class _Numbers:
         self.new_words: int = text.new_words if text else fewer if self.words > 2 * VOCABULARY else self.words
 
     def new(self, key: str, value: Any, rules: "_Rules") -> tuple[Any, str]:
-        """The new value of a key, and why."""
+        """Return the new value of a key, and the reason."""
         if isinstance(value, (list, tuple)) and rules is RULES:
             return self.listed(key, list(value))
-        if key == "per_layer_config" and rules is RULES:  # number of a layer, with leading zeros, to what differs there
+        if key == "per_layer_config" and rules is RULES:  # number of a layer, with leading zeros, to what differs in it
             entries = {str(self.kept.index(int(old))): entry for old, entry in value.items() if int(old) in self.kept}
             return {
                 new: {name: self.new(name, item, rules)[0] for name, item in entry.items()} for new, entry in entries.items()
@@ -175,10 +187,10 @@ class _Numbers:
         return [self.new(key, item, RULES)[0] for item in value] if numbers else value, ""
 
     def rope(self, key: str, value: Any) -> Any:
-        """Of rope_parameters, which may hold one dictionary for each type of layer."""
+        """Return the new value of a key of rope_parameters, which may hold one dictionary for each type of layer."""
         if isinstance(value, dict):
             return {name: self.rope(name, item) for name, item in value.items()}
-        if isinstance(value, list):  # by rotary frequency, of which there are fewer: factors, or counts that add up
+        if isinstance(value, list):  # one factor for each rotary frequency, or counts that add up to their number: now fewer
             if key.endswith("section"):
                 total = sum(value) * self.new_head_dim // self.head_dim
                 parts = [item * total // sum(value) for item in value]
@@ -189,7 +201,7 @@ class _Numbers:
             return max(2, rotated - 1) / self.new_head_dim
         return value
 
-    # Rules: of a key and its value, which is above 0, the new value.
+    # Rules: each returns the new value for a key and its value, which is above 0.
 
     def window(self, key: str, value: int) -> int:
         return value if self.text else min(value, max(2, self.needs.sequence // 4))
@@ -198,11 +210,11 @@ class _Numbers:
         return self.new_words if value == self.words else min(value, self.new_words)
 
     def token(self, key: str, value: int) -> int:
-        """The last ids, one each: equal ones stay equal, and others different."""
+        """Ids that are too large become the last ids of the small vocabulary: equal ones stay equal, others different."""
         return value if value < self.new_words else self.ids.setdefault(value, self.new_words - 1 - len(self.ids))
 
     def positions(self, key: str, value: int) -> int:
-        """A table of learned positions. Rotary ones are functions of the number, which stays."""
+        """The size of a table of learned positions is reduced. Rotary embeddings depend on the number, so there it is kept."""
         return value if self.rotary else min(value, POSITIONS)
 
     def all_layers(self, key: str, value: int) -> int:
@@ -231,7 +243,7 @@ class _Numbers:
         return max(1, value * self.new_heads // self.heads)
 
     def size(self, key: str, value: int) -> int:
-        """In proportion to the hidden size, and a multiple of 8 (grouped_mm wants strides of 16 bytes) and of tp."""
+        """Reduced in proportion to the hidden size, to a multiple of 8 (grouped_mm needs strides of 16 bytes) and of tp."""
         inner = re.search(r"intermediate|ffn|inner|ff", key)
         for numbers in (self, self.text):
             if numbers and value == numbers.hidden and not inner:
@@ -246,7 +258,7 @@ class _Numbers:
 
 
 def _least(value: int, at_least: int, unit: int) -> int:
-    """The smallest multiple of a unit that is at least something; the value itself if that is smaller."""
+    """Return the smallest multiple of ``unit`` that is at least ``at_least``, or ``value`` if that is smaller."""
     return min(value, max(1, math.ceil(at_least / unit)) * unit)
 
 
@@ -259,13 +271,13 @@ def _at_most(most: int) -> Callable[[_Numbers, str, int], int]:
 
 
 _Rules = tuple[tuple[str, Callable[[_Numbers, str, Any], Any], str], ...]
-"""Pattern of the key, rule, why. The first that matches counts."""
+"""Pattern of the key, rule, reason. The first pattern that matches counts."""
 
 ALWAYS: _Rules = (
     (r".*(dropout|pdrop|layerdrop|drop_path|jitter).*", _zero, "masks of one process cannot be those of N"),
     (r".*(sliding_window|window_size|local_attention|attention_chunk_size|index_topk)", _Numbers.window, "below the sequence"),
 )
-"""Of every model."""
+"""Rules for every model."""
 
 RULES: _Rules = (
     *ALWAYS,
@@ -285,4 +297,4 @@ RULES: _Rules = (
     (r"(hidden|intermediate|ffn|embed|shared_|moe_|expert).*|.*_(intermediate|ffn|hidden)_.*|.*(d_ff|dff|n_inner|d_inner|n_embd"
      r"|d_model|_dim|_width)", _Numbers.size, ""),
 )  # fmt: skip
-"""Of a model that is shrunk."""
+"""Rules for a model that is shrunk."""

@@ -1,1 +1,1 @@
-"""From a configuration to a trained, saved and exported model."""
+"""Training: from a configuration to a trained, saved and exported model."""

@@ -1,8 +1,8 @@
-"""Before a run starts: the line that says whether its layout is proven, and with `--audit` the audit of one that is not.
+"""Says before a run starts whether its layout is proven; with `--audit`, a layout that is not proven is audited first.
 
-Under torchrun and Slurm every rank is there from the beginning. Rank 0 has the audit made by a process of its own, forked while
-this one has no threads and no process group yet, which an audit could not start from; all others wait at the store of the
-rendezvous, and learn there how it went.
+Under torchrun and Slurm all ranks exist from the beginning. Rank 0 forks a process that makes the audit. It forks before it has
+threads or a process group, because an audit could not start from a process that has them. All other ranks wait at the store of
+the rendezvous, and read the outcome of the audit there.
 """
 
 import json
@@ -31,20 +31,20 @@ from meshwright.train.setup import RunSetup, make_setup
 __all__ = ["Outcome", "Prove", "assure", "assure_on_rank_0"]
 
 KEY = "audit"
-"""In the store: how it went."""
+"""The key of the store under which rank 0 writes the outcome of the audit."""
 
 PATIENCE = timedelta(days=2)
-"""How long ranks wait for an audit. Rank 0 tells them of its end, good or bad; if it dies, its launcher or its store does."""
+"""How long ranks wait for an audit. Rank 0 tells them its outcome; if it dies, its launcher ends them, or its store fails."""
 
 LOOK = 0.5
-"""Seconds between two looks at the store."""
+"""Seconds between two checks of the store."""
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
-"""What a launcher says to its ranks, and an audit is none of."""
+"""Environment variables that a launcher sets for its ranks. An audit is not one of these ranks, so they are removed for it."""
 
 
 class Outcome(Protocol):
-    """Of an audit."""
+    """The outcome of an audit."""
 
     @property
     def passed(self) -> bool:
@@ -52,26 +52,26 @@ class Outcome(Protocol):
 
     @property
     def verdict(self) -> str:
-        """One line."""
+        """The outcome in one line."""
 
 
 Prove = Callable[[RunSetup], Outcome]
-"""Audits the layout of a run and keeps its verdict on record. Who starts training gives it: `train` knows no audit."""
+"""Audits the layout of a run and records the verdict. The caller passes it in, because `train` does not import `audit`."""
 
 
 def assure(setup: RunSetup, source: Source | None, prove: Prove | None) -> None:
-    """Say whether the layout of a run is proven; audit it if it is not, and that is asked for.
+    """Print whether the layout of a run is proven; if it is not, and an audit is asked for, audit it.
 
     Args:
         setup: the resolved run.
-        source: of its configuration.
-        prove: ``None``: an unproven layout gets a line, and that is all.
+        source: where its configuration came from.
+        prove: makes the audit; ``None``: for an unproven layout, only print that it is unproven.
 
     Raises:
         NotProvenError: the audit failed.
-        MeshwrightError: it could not be made.
+        MeshwrightError: the audit could not be made.
     """
-    console = Console(soft_wrap=True)  # a command that is to be copied stays one line
+    console = Console(soft_wrap=True)  # a command to be copied must stay on one line
 
     def say(line: str, style: str = "") -> None:
         text = escape(line)
@@ -88,18 +88,18 @@ def assure(setup: RunSetup, source: Source | None, prove: Prove | None) -> None:
         raise NotProvenError("the layout does not compute what one process does; training is not started (--audit)")
 
 
-# -- one of the ranks of another launcher -------------------------------------------------------------------------------------
+# -- ranks that another launcher started --------------------------------------------------------------------------------------
 
 
 def assure_on_rank_0(config: RunConfig, source: Source | None, prove: Prove) -> dist.Store | None:
-    """As :func:`assure`, on rank 0, while the other ranks wait; to be called before the process group is there.
+    """Do what :func:`assure` does on rank 0, while the other ranks wait. Call it before the process group is created.
 
     Returns:
-        The store of the rendezvous, to be held until the process group has come to its own: where rank 0 serves it, the two
-        share one server, and it ends with the last that holds it.
+        The store of the rendezvous; ``None`` for a single process. Keep a reference to it until the process group has its own
+        store: where rank 0 serves the store, both share one server, which ends with the last reference.
 
     Raises:
-        MeshwrightError: what went wrong, on rank 0; and on the others if rank 0 is not there any more to say it.
+        MeshwrightError: what went wrong, on rank 0; on the other ranks only if rank 0 no longer exists to report it.
     """
     adopt_slurm()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -142,7 +142,7 @@ def _told(text: bytes) -> MeshwrightError | None:
 
 
 def _leave_together(store: dist.Store, rank: int, world_size: int) -> None:
-    """The store may be in the process of rank 0, which must not end before the others have read."""
+    """Wait on rank 0 until all ranks have read the outcome: rank 0 may serve the store, and must not end before."""
     store.add("read", 1)
     end = time.monotonic() + 60
     while rank == 0 and store.add("read", 0) < world_size and time.monotonic() < end:
@@ -150,7 +150,7 @@ def _leave_together(store: dist.Store, rank: int, world_size: int) -> None:
 
 
 class _Audit:
-    """The process that audits."""
+    """The process that makes the audit."""
 
     def __init__(self, config: RunConfig, world_size: int, source: Source | None, prove: Prove) -> None:
         context: Any = get_context("fork")
@@ -161,7 +161,7 @@ class _Audit:
         theirs.close()
 
     def end(self) -> MeshwrightError | None:
-        """Wait for it; what it failed with, or nothing."""
+        """Wait for the process, and return the error that it failed with, or ``None``."""
         try:
             told = self.ours.recv()
         except EOFError:
@@ -176,7 +176,7 @@ class _Audit:
 def _audit_alone(
     config: RunConfig, world_size: int, source: Source | None, prove: Prove, results: Connection, parent: int
 ) -> None:
-    """What that process runs."""
+    """Run the audit in its own process, and send the error, or ``None``, through ``results``."""
     for name in [name for name in os.environ if name in _LAUNCHED or name.startswith("TORCHELASTIC_")]:
         del os.environ[name]
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
@@ -185,14 +185,14 @@ def _audit_alone(
     try:
         assure(make_setup(config, world_size), source, prove)
     except MeshwrightError as found:
-        error = type(found)(found.problems)  # without what does not travel
-    except Exception as found:  # whatever it was, the ranks must not wait for it
+        error = type(found)(found.problems)  # without what cannot be pickled
+    except Exception as found:  # whatever it was, the ranks must not wait in vain
         error = WorkerError(f"the audit of the layout: {type(found).__name__}: {found}")
     results.send(error)
 
 
 def _end_with(parent: int) -> None:
-    """A rank that is killed takes its audit along."""
+    """End this process when its parent ends, so that the audit of a rank that is killed ends too."""
     while os.getppid() == parent:
         time.sleep(LOOK)
     os._exit(1)

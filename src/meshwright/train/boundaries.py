@@ -1,4 +1,4 @@
-"""Whether a model keeps packed documents apart. Some families ignore the positions that tell where a document begins."""
+"""Checks that a model keeps packed documents apart. Some families ignore the positions that mark where a document begins."""
 
 from collections.abc import Callable
 
@@ -25,20 +25,21 @@ def check_boundaries(
 ) -> None:
     """Refuse packing for a model in which one document of a sequence changes another.
 
-    Two documents share each sequence. Another first document must leave the logits of the second as they are, to the last
-    bit: what is masked has a weight of exactly zero, and all shapes are the same.
+    Each sequence holds two documents. When the first document is replaced by another, the logits of the second must stay the
+    same to the last bit: masked positions have a weight of exactly zero, and all shapes are the same.
 
     Args:
-        logits: of a batch, in evaluation mode; every rank takes part.
+        logits: returns the logits of a batch, in evaluation mode; every rank takes part.
         model: a causal language model of transformers, for its vocabulary and its name.
-        device: of its inputs.
-        rows: sequences in a batch; some attention kernels take packing only with one.
-        length: tokens in a sequence.
-        exact: ``False`` for mixtures of experts, whose matrix products take other shapes when tokens are routed elsewhere.
-        multiple: lengths that the model takes are multiples of it.
+        device: device of the inputs.
+        rows: number of sequences in a batch; some attention kernels support packing only with one.
+        length: number of tokens in a sequence.
+        exact: ``False`` for mixtures of experts: the shapes of their matrix products change when tokens are routed to other
+            experts, so a small difference is allowed.
+        multiple: sequence lengths must be multiples of it.
 
     Raises:
-        ConfigError: on all ranks alike; names what to change.
+        ConfigError: a document changes the next one; on all ranks. The error names what to change.
     """
     length = -(-min(length, 32) // multiple) * multiple
     half = length // 2
@@ -57,13 +58,13 @@ def check_boundaries(
 
 
 def _largest(logits: torch.Tensor) -> float:
-    """Of all entries, on all ranks alike."""
+    """The largest absolute value of all entries; the same on all ranks."""
     found = logits.abs().max()
     return float(found.full_tensor() if isinstance(found, DTensor) else found)
 
 
 def _refusal(model: nn.Module, rows: int) -> str:
-    """What is wrong, and what may help: smaller batches only where there are any."""
+    """The error message, with what may help; a smaller microbatch is proposed only if there are several rows."""
     smaller = ["training.microbatch_size=1"] if rows > 1 else []
     *others, last = ["data.packing=pad", "another model.attn_implementation", *smaller]
     size, comma = (" and microbatch size", ",") if smaller else ("", "")

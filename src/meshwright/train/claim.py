@@ -1,17 +1,18 @@
-"""What a proof of a run is a proof of: family x axes x choices x versions.
+"""The claim of a run, which is what an audit proves: family x axes x choices x versions.
 
-A family declares how it is parallelized; that is a claim. An audit proves it for a model, axes and options, and for no others.
-A :class:`Claim` holds what decides, and leaves out what does not:
+A family declares how it is parallelized; that is a claim. An audit proves it for one model, set of axes and set of options, and
+for no others. A :class:`Claim` holds what decides whether a proof applies to a run, and leaves out the rest:
 
-- **The model** counts by its class, the strategy that parallelizes it, its config and its parameters. Of the config count
-  flags, words (activation, kinds of layers, type of rotary embedding), and of a number whether it is there, and 0; not sizes,
-  names, token ids, dtypes, dropout. Of the parameters count names without the numbers of layers, the number of dimensions, the
-  class that holds them, ties, and whether there are as many key/value heads as heads, fewer, or one. Code that is no part of
-  torch, transformers or Meshwright counts by its text: of classes, of the strategy, and of what `imports` names.
-- **The axes** that are above 1 count, their sizes do not.
-- **The choices** that change what is computed, sent or kept, count as the plan has resolved them: `sync: null` counts as the
-  policies that it has come to. Dtypes are no part of it: a record says which arithmetic was audited.
-- Of the **versions**, those of torch, transformers and Meshwright count.
+- **The model**: its class, the strategy that parallelizes it, its config and its parameters. Of the config, these count: flags,
+  words (activation, kinds of layers, type of rotary embedding), and of each number whether it is there and whether it is 0.
+  Sizes, names, token ids, dtypes and dropout do not count. Of the parameters, these count: names without the numbers of layers,
+  numbers of dimensions, the classes that hold them, ties, and whether there are as many key/value heads as heads, fewer, or
+  one. Code outside of torch, transformers and Meshwright counts by its text: the files of the model's classes, of the
+  strategy, and of the modules that `imports` names.
+- **The axes** that are above 1. Their sizes do not count.
+- **The choices** that change what is computed, sent or kept, as the plan has resolved them: `sync: null` counts as the policies
+  that the plan chose for it. Dtypes do not count: a record says which arithmetic was audited.
+- **The versions** of torch, transformers and Meshwright.
 """
 
 import hashlib
@@ -40,22 +41,22 @@ _NOT_STRUCTURAL = (
     r"^_|token_(id|ids|index)$|vocab|dtype|version|^architectures$|label|dropout|pdrop|drop_path|layerdrop|jitter|initializer|"
     r"^use_cache$|^return_dict|^output_|^problem_type$|^head_dim$|position_embeddings$|_implementation$|^auto_map$|^keys_to_ignore"
 )
-"""Keys of a config that say nothing of how a model computes, or only how large it is."""
+"""Pattern of config keys that say nothing about how a model computes, or only how large it is."""
 
 _KNOWN_CODE = ("torch.", "transformers.", "meshwright.")
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What is to be proven, or was.
+    """What an audit has to prove, or has proven.
 
     Attributes:
-        family: class of the model, for people.
-        model: digest of its structure.
-        axes: that are above 1.
-        choices: name to value, each a word or a digest.
+        family: name of the model's class, for display.
+        model: digest of the model's structure.
+        axes: names of the mesh axes whose size is above 1.
+        choices: name to value; each value is a word or a digest.
         accumulates: whether an optimizer step has several microbatches.
-        versions: of the libraries.
+        versions: library to version.
     """
 
     family: str
@@ -67,17 +68,17 @@ class Claim:
 
     @property
     def key(self) -> str:
-        """Of a record."""
+        """The digest by which records of this claim are found."""
         return _digest(asdict(self))
 
     @property
     def with_several_microbatches(self) -> "Claim":
-        """The same with gradient accumulation. A proof of it holds for one microbatch too, which is the last of several."""
+        """The same claim with gradient accumulation. Its proof covers a single microbatch too: that is the last of several."""
         return replace(self, accumulates=True)
 
 
 def claim_of(setup: RunSetup) -> Claim:
-    """What a run relies on."""
+    """Return the claim that a run relies on."""
     plan, moe = setup.plan, setup.config.moe
     balance = [name for name, value in (("loss", moe.aux_loss), ("bias", moe.bias_update_rate)) if value]
     choices = {**_choices(plan), "balance": "+".join(balance) or "none", "objective": type(setup.objective).__name__}
@@ -92,14 +93,14 @@ def claim_of(setup: RunSetup) -> Claim:
 
 
 def axes_above_1(layout: Layout) -> tuple[str, ...]:
-    """Of the mesh, and where experts are parallel of theirs."""
+    """The names of the mesh axes above 1, and with expert parallelism also those of the experts' axes."""
     experts = {"ep_shard": layout.ep_shard, "ep": layout.ep} if layout.ep > 1 else {}
     sizes = {**{axis: layout.size(axis) for axis in AXES}, **experts}
     return tuple(axis for axis, size in sizes.items() if size > 1)
 
 
 def versions() -> dict[str, str]:
-    """Of what computes; the build (``+cpu``) does not count."""
+    """The versions of torch, transformers and Meshwright, without the build (``+cpu``)."""
     import torch
     import transformers
 
@@ -111,7 +112,7 @@ def versions() -> dict[str, str]:
 
 def _choices(plan: ShardingPlan) -> dict[str, str]:
     options = plan.options
-    # Units that keep fp32 are units only where the rest computes in 16 bits, and an audit may not.
+    # Modules that keep fp32 are units of their own only if the rest computes in 16 bits. An audit may compute otherwise.
     units = [unit for unit in plan.units if unit.kind != "fp32"]
     policies: dict[str, set[str]] = {}
     for unit in units:
@@ -149,12 +150,12 @@ def _choices(plan: ShardingPlan) -> dict[str, str]:
 
 
 def model_digest(spec: ParallelSpec, model: nn.Module, imports: Iterable[str] = (), *, with_heads: bool = True) -> str:
-    """Of the structure of a model, which its sizes do not change, and of who parallelizes it.
+    """Digest of the structure of a model, which does not depend on its sizes, and of the strategy that parallelizes it.
 
     Args:
-        spec: of the model.
+        spec: the spec of the model.
         model: on any device.
-        imports: modules that the run imports beside it, which may change what is computed.
+        imports: names of further modules that the run imports, which may change what is computed.
         with_heads: whether it counts that there are as many key/value heads as heads, fewer, or one.
     """
     strategy = type(get_parallelization_strategy(model))
@@ -183,14 +184,14 @@ def model_digest(spec: ParallelSpec, model: nn.Module, imports: Iterable[str] = 
 
 
 def _structure(value: Any) -> Any:
-    """A value of a config without what is only a size."""
+    """Return a value of a config without what is only a size."""
     if isinstance(value, Mapping):
         found: dict[str, Any] = {}
         for key, item in value.items():
             if not re.search(_NOT_STRUCTURAL, str(key)):
                 found.setdefault(re.sub(r"\d+", "*", str(key)), _structure(item))
         return found
-    if isinstance(value, (list, tuple, set)):  # the kinds that are in it; numbers of layers are sizes, 0 too
+    if isinstance(value, (list, tuple, set)):  # which kinds of items it has; integers in it are sizes, 0 too
         value = [1 if type(item) is int else item for item in value]
         return sorted({json.dumps(_structure(item), sort_keys=True) for item in value})
     if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -199,7 +200,7 @@ def _structure(value: Any) -> Any:
 
 
 def _foreign_code(modules: Iterable[str]) -> list[str]:
-    """Digests of the files of classes that no version says anything of."""
+    """Digests of the files of modules that belong to no library whose version counts."""
     found = []
     for name in sorted(modules):
         module = sys.modules.get(name)
@@ -207,7 +208,7 @@ def _foreign_code(modules: Iterable[str]) -> list[str]:
             continue
         try:
             found.append(hashlib.sha256(Path(inspect.getfile(module)).read_bytes()).hexdigest()[:16])
-        except (OSError, TypeError):  # of no file
+        except (OSError, TypeError):  # the module has no file
             found.append(name)
     return found
 

@@ -1,6 +1,6 @@
-"""The configuration of a run: one schema, all errors in one report, printable in full.
+"""The configuration of a run: one schema, which reports all errors together and can be printed in full.
 
-Light to import: pydantic and YAML only. Each section is one class; a field's description is its documentation.
+It is light to import (pydantic and YAML only). Each section is one class; a field's description is its documentation.
 """
 
 from collections.abc import Iterable
@@ -39,7 +39,7 @@ class LayoutConfig(_Section):
     ep: int = Field(default=1, description="Ranks that share the experts of a layer.")
 
     def layout(self) -> Layout:
-        """As a Layout, not resolved."""
+        """Return these sizes as a Layout that is not resolved yet."""
         return Layout(**self.model_dump())
 
 
@@ -130,7 +130,7 @@ class ParallelConfig(_Section):
     )
 
     def options(self, microbatches: int) -> ParallelOptions:
-        """As options of the plan."""
+        """Return these settings as options of the plan."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
         budget = int(values.pop("sync_budget_gib") * 2**30)
         return ParallelOptions(**values, sync_budget=budget, microbatches=microbatches)
@@ -323,7 +323,7 @@ class RunConfig(_Section):
         return self
 
     def warmup_problem(self, steps: int) -> str:
-        """What is wrong with the warmup of a run of so many steps; empty if nothing is."""
+        """Return what is wrong with the warmup in a run of ``steps`` optimizer steps; empty if nothing is."""
         warmup, training = self.schedule.warmup_steps, self.training
         if warmup < steps:
             return ""
@@ -335,7 +335,7 @@ class RunConfig(_Section):
         return f"schedule.warmup_steps={warmup}: must be below {said}, or the peak learning rate is never reached"
 
     def to_yaml(self) -> str:
-        """The complete configuration; loading it gives an equal one."""
+        """Return the complete configuration as YAML. Loading it gives an equal configuration."""
         return yaml.dump(self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
     @property

@@ -1,7 +1,7 @@
-"""How a run ends early and loses nothing: a signal, all ranks agree on a step, a complete checkpoint, exit code 75.
+"""Ends a run early without loss: on a signal, all ranks agree on a step, write a complete checkpoint and exit with code 75.
 
-A signal is taken by a thread of its own, so also while the main thread waits in a collective. The ranks agree through the
-store, on the CPU: no step waits for a device, and no collective is added.
+A separate thread handles signals, so they are handled even while the main thread waits in a collective. The ranks agree through
+the store, on the CPU: no step waits for a device, and no collective is added.
 """
 
 import os
@@ -24,15 +24,15 @@ from meshwright.errors import MeshwrightError
 __all__ = ["SIGNALS", "UNEXPORTED", "WISH", "Agreement", "Attendant", "Decision", "leave_to_rank_0", "tell"]
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""What Slurm, Kubernetes and spot machines send before they kill, and Ctrl-C."""
+"""The signals that Slurm, Kubernetes and spot machines send before they kill a process, and that of Ctrl-C."""
 BEAT = 0.2
-"""Seconds between two looks for what the launcher asks."""
+"""Seconds between two checks whether the launcher asks to end the run."""
 WITH_LAUNCHER = 1.0
-"""Seconds in which the launcher passes a signal on, that it got together with a worker."""
+"""Seconds that a worker waits for the launcher's file after a SIGTERM, in case the launcher got the signal too."""
 WISH = "the run ends after this step or the next, with a checkpoint; a second signal ends it now"
 UNEXPORTED = "ended after the last step; its checkpoint is complete, and the same command exports it"
 SAME = 2.0
-"""Seconds within which a second signal is the first once more: Ctrl-C reaches a worker from the terminal and from torchrun."""
+"""Seconds within which a second signal counts as the first: Ctrl-C reaches a worker from the terminal and from torchrun."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Decision:
     """What all ranks do after a step.
 
     Attributes:
-        save: a checkpoint is due.
-        end: why the run ends here, with a checkpoint; empty: it does not.
+        save: whether a checkpoint is due.
+        end: why the run ends here, with a checkpoint; empty: it goes on.
     """
 
     save: bool = False
@@ -49,39 +49,40 @@ class Decision:
 
 
 class Agreement:
-    """Has all ranks save, or end, after the same step.
+    """Makes all ranks save, or end, after the same step.
 
-    Rank 0 decides after step n what is done after step n + 1, and writes it into the store before it begins that step. No
-    rank completes step n + 1 without rank 0, whose gradient is in it. So every rank that looks after step n + 1 finds it.
+    After step n, rank 0 decides what all ranks do after step n + 1, and writes it into the store before it begins that step. No
+    rank completes step n + 1 without rank 0, because the step needs the gradient of rank 0. So every rank that reads the store
+    after step n + 1 finds the decision.
 
     Args:
-        minutes: between two checkpoints, by the clock of rank 0; ``None``: whatever the clock says.
+        minutes: time between two checkpoints, by the clock of rank 0; ``None``: no checkpoints by the clock.
     """
 
     def __init__(self, minutes: float | None = None) -> None:
         self._store, self._rank0 = _torch_compat.control_store("boundary"), dist.get_rank() == 0
-        self._wishes = _torch_compat.control_store("boundary")  # for other threads: a connection is one thread's at a time
+        self._wishes = _torch_compat.control_store("boundary")  # for other threads: one thread at a time may use a connection
         self._seconds = None if minutes is None else 60 * minutes
         self._saved = time.monotonic()
 
     def ask_to_end(self, reason: str) -> None:
-        """Have the run end after this step or the next one. From any rank and any thread.
+        """Ask for the run to end after this step or the next one. Any rank and any thread may call it.
 
         Args:
-            reason: for the last line of the run, such as ``SIGTERM``.
+            reason: printed in the last line of the run, such as ``SIGTERM``.
         """
-        with suppress(RuntimeError):  # a store that is gone ends the run sooner
+        with suppress(RuntimeError):  # if the store is gone, the run ends anyway, and sooner
             self._wishes.set("end", reason)
 
     def saved(self) -> None:
-        """A checkpoint was saved; the clock begins anew."""
+        """Restart the clock, because a checkpoint was saved."""
         self._saved = time.monotonic()
 
     def after(self, step: int) -> Decision:
-        """What is done after a step.
+        """Return what all ranks do after a step.
 
         Args:
-            step: optimizer steps done.
+            step: number of optimizer steps done.
         """
         found = Decision()
         if self._store.check([str(step)]):
@@ -99,20 +100,20 @@ class Agreement:
             word = "save"
         if word:
             self._store.set(str(step), word)
-            self._store.check([str(step)])  # answered: so the store has it before any rank begins the step
+            self._store.check([str(step)])  # waits for the store, so that it has the decision before any rank begins the step
 
 
 class Attendant:
-    """Takes the signals of this process, in a thread. Use it as a context manager, in the main thread.
+    """Handles the signals of this process in a thread. Use it as a context manager, in the main thread.
 
-    The first is a wish to end, the second, later than :data:`SAME`, ends the process at once.
+    The first signal asks the run to end. A second one, more than :data:`SAME` seconds later, ends the process at once.
 
     Args:
-        signals: to take.
-        ask: called once with the name of the signal that came first, in another thread.
-        asked: a file that appears when the launcher, which started this process, asks the same; it holds the reason. With it,
-            this process ends at once when the launcher is gone, and by a SIGTERM that the launcher did not get.
-        speaks: say that the signal was heard, where there is no launcher that says it.
+        signals: the signals to handle.
+        ask: called once, in the thread, with the name of the first signal.
+        asked: a file that the launcher, which started this process, creates to ask the same; it holds the reason. If given,
+            this process ends at once when the launcher is gone, or on a SIGTERM that the launcher did not get.
+        speaks: whether to print that the signal was received, if there is no launcher that prints it.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class Attendant:
         while True:
             ready, _, _ = select.select([self._read], [], [], None if self._file is None else BEAT)
             if self._file is not None and os.getppid() != self._parent:
-                os._exit(1)  # the launcher died; a SIGINT, which torch has sent then, is no wish
+                os._exit(1)  # the launcher died; torch then has a SIGINT sent, which does not ask the run to end
             if ready:
                 numbers = os.read(self._read, 64)
                 if not numbers:
@@ -169,7 +170,8 @@ class Attendant:
 
     def _take(self, number: signal.Signals) -> None:
         if self._first is None and self._file is not None and number is signal.SIGTERM:
-            # torch ends the others of a failed job by it. It is a wish where the launcher got it too, as from `timeout`.
+            # torch sends SIGTERM to end the other workers of a failed job. It asks the run to end only if the launcher got it
+            # too, as from `timeout`.
             end = time.monotonic() + WITH_LAUNCHER
             while not self._asked() and time.monotonic() < end and not any(self._file.parent.glob("rank-*")):
                 time.sleep(BEAT / 4)
@@ -183,28 +185,28 @@ class Attendant:
     def _begin(self, reason: str) -> None:
         self._first = time.monotonic()
         self._ask(reason)
-        if self._file is None and self._speaks:  # otherwise the launcher has said it
+        if self._file is None and self._speaks:  # otherwise the launcher has printed it
             tell(f"{reason}: {WISH}")
 
 
 def tell(line: str) -> None:
-    """Say a line at once, also from a handler: print may be what the signal came in. A terminal may be gone."""
+    """Write a line to stderr at once. Safe in a signal handler, which may interrupt a print; a closed terminal is ignored."""
     with suppress(OSError):
         os.write(2, f"{line}\n".encode())
 
 
 def leave_to_rank_0(error: MeshwrightError) -> NoReturn:
-    """End this rank without a word, for an error that rank 0 has too; a moment later, or rank 0 is stopped before it spoke."""
+    """End this rank silently on an error that rank 0 reports; a second later, so that rank 0 is not stopped before it does."""
     time.sleep(1)
-    os._exit(error.exit_code)  # the group is still there, and the end of the interpreter might wait for it
+    os._exit(error.exit_code)  # the process group still exists, and a regular exit of the interpreter might wait for it
 
 
 def _taken(number: int, frame: object) -> None:
-    """The thread has it already; this only keeps the signal from doing what it would do."""
+    """Do nothing: the thread gets the signal too. This handler only replaces the default action of the signal."""
 
 
 _ATTENDED: list[signal.Signals] = []
-"""Signals that a thread of this process takes."""
+"""The signals that a thread of this process handles."""
 
 
 def _hold() -> None:
@@ -216,7 +218,7 @@ def _release() -> None:
 
 
 def _forget() -> None:
-    """In a process that user code forks: it has no such thread, and its signals are its own."""
+    """Restore the default handlers in a process that user code forks: it has no such thread, and handles signals itself."""
     if _ATTENDED:
         signal.set_wakeup_fd(-1)
         for number in _ATTENDED:

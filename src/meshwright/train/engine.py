@@ -1,7 +1,7 @@
-"""Engines: what runs the microbatches of a step on this rank's part of the model.
+"""Engines, which run the microbatches of a step on this rank's part of the model.
 
-The trainer knows the order of a step; an engine knows in which order forwards and backwards run. :class:`Sequential` runs one
-microbatch after another through one model.
+The trainer defines the order of a step; an engine defines the order of the forwards and backwards in it. :class:`Sequential`
+runs one microbatch after another through one model.
 """
 
 from abc import ABC, abstractmethod
@@ -24,52 +24,55 @@ LOSS = "loss"
 
 
 class Sums:
-    """Numbers of a step by name, each summed over the microbatches of this rank."""
+    """Named numbers of a step, each summed over the microbatches of this rank."""
 
     def __init__(self) -> None:
         self.values: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, value: torch.Tensor) -> None:
-        """Add a scalar, without its graph. Not in place: of two dtypes the better one wins."""
+        """Add a scalar, detached from its graph. Not in place, so that the result has the more precise of the two dtypes."""
         self.values[name] = value.detach() + self.values[name] if name in self.values else value.detach()
 
     def over_ranks(self, mesh: ParallelMesh) -> dict[str, torch.Tensor]:
-        """The sums over all data ranks, in fp64: one all-reduce."""
+        """Return the sums over all data ranks, in fp64, by one all-reduce."""
         return dict(zip(self.values, mesh.sum(torch.stack(list(self.values.values()))).double(), strict=True))
 
 
 class Engine(ABC):
-    """Runs microbatches. Every method is called on all ranks."""
+    """Runs microbatches. All ranks call every method."""
 
     @abstractmethod
     def forward_backward(self, batches: list[Batch], counts: torch.Tensor) -> Sums:
-        """Forward and backward of every microbatch of a step; gradients are reduced when it returns.
+        """Run forward and backward of every microbatch of a step. The gradients are reduced when it returns.
 
         Args:
             batches: the microbatches of this rank, on its device.
-            counts: targets of each term of the loss in the whole step, over all ranks.
+            counts: [terms], number of targets of each term of the loss in the whole step, over all ranks.
 
         Returns:
-            This rank's shares of the loss, of its terms where there are several, and of what balances experts.
+            This rank's shares of the loss, of its terms if there are several, and of the balance loss of experts.
         """
 
     @abstractmethod
     def evaluate(self, batches: Iterable[Batch]) -> torch.Tensor:
-        """Each term of the loss, summed over the targets of some batches of this rank, fp64 [terms]. No gradient."""
+        """Return each term of the loss, summed over the targets of some batches of this rank, fp64 [terms]. No gradient."""
 
     @abstractmethod
     def logits(self, batch: Batch) -> torch.Tensor:
-        """Logits [batch, sequence, vocabulary] in evaluation mode, a DTensor where the vocabulary is sharded. No gradient."""
+        """Return logits [batch, sequence, vocabulary] in evaluation mode, without gradient.
+
+        They are a DTensor if the vocabulary is sharded.
+        """
 
 
 class Sequential(Engine):
-    """One microbatch after another, through one model.
+    """Runs one microbatch after another through one model.
 
     Args:
-        model: parallelized.
-        objective: what it is trained to do.
-        sync: when its units gather and reduce.
-        balance: of its experts.
+        model: the parallelized model.
+        objective: what the model is trained to do.
+        sync: decides when the units of the model gather and reduce.
+        balance: balance of the model's experts.
         progress: called before each microbatch.
     """
 

@@ -1,7 +1,7 @@
-"""The guard: a step whose loss or gradient norm is not finite changes nothing, and the host need not wait to know it.
+"""The guard: a step whose loss or gradient norm is not finite changes nothing, and the host need not wait to find that out.
 
-Its flag is a number on the device. A fused optimizer takes it as ``found_inf``, the name that torch's gradient scaler gave it,
-and leaves parameters, moments and step counts as they are where it is 1. The host reads how steps went when it logs.
+The flag of the guard is a number on the device. A fused optimizer takes it as ``found_inf`` (the name is from torch's gradient
+scaler), and leaves parameters, moments and step counts unchanged if it is 1. The host reads how steps went when it logs.
 """
 
 import math
@@ -13,7 +13,7 @@ from meshwright.train.config import RunConfig
 __all__ = ["Guard", "is_finite", "waits"]
 
 NAMES = ("loss", "gradient_norm")
-"""Metrics that have to be finite."""
+"""The metrics that must be finite."""
 
 
 def is_finite(values: dict[str, float]) -> bool:
@@ -22,7 +22,7 @@ def is_finite(values: dict[str, float]) -> bool:
 
 
 def waits(config: RunConfig) -> str:
-    """Why the host waits for the device in every step of a run, a line; empty: it waits when it logs."""
+    """Return in one line why the host waits for the device in every step of a run; empty: it waits only when it logs."""
     why = ""
     if config.parallel.cpu_offload:
         why = "the optimizer runs on the host (parallel.cpu_offload)"
@@ -32,15 +32,15 @@ def waits(config: RunConfig) -> str:
 
 
 class Guard:
-    """Stands before an optimizer. The same on all ranks, since loss and norm are.
+    """Makes an optimizer skip steps that are not finite. All ranks decide the same, since loss and norm are the same on all.
 
     Args:
-        optimizer: whose steps are left out.
-        device: of losses and norms.
-        most: bad steps in a row after which every later step changes nothing, too; ``None``: no number of them.
+        optimizer: the optimizer whose steps are skipped.
+        device: device of losses and norms.
+        most: number of bad steps in a row after which every later step changes nothing either; ``None``: no limit.
 
     Attributes:
-        flag: fp32 scalar on the device; 1 where the step that was judged last changes nothing, otherwise 0.
+        flag: fp32 scalar on the device; 1 if the step that was judged last changes nothing, otherwise 0.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device, most: int | None) -> None:
@@ -55,8 +55,8 @@ class Guard:
         """Set the flag for a step.
 
         Args:
-            loss: of the step, over all ranks.
-            norm: of its gradient.
+            loss: loss of the step, over all ranks.
+            norm: norm of its gradient.
         """
         bad = ~(loss.isfinite() & norm.isfinite())
         self._in_a_row = torch.where(bad, self._in_a_row + 1, 0)
@@ -65,12 +65,12 @@ class Guard:
         self.flag = (bad | self._ended).float()
 
     def step(self) -> None:
-        """The step of the optimizer, unless the flag is set."""
+        """Run the step of the optimizer, unless the flag is set."""
         if not self._fused:
             if not self.flag.item():
                 self._optimizer.step()
             return
-        # Parameters on the host: their kernels do not wait for a copy that is under way, so the host does.
+        # CPU kernels, for parameters on the host, do not wait for a copy of the flag that is under way, so the host waits.
         offloaded = self.flag.device.type != "cpu" and torch.device("cpu") in self._homes
         self._optimizer.found_inf = self.flag.cpu() if offloaded else self.flag  # type: ignore[attr-defined]
         try:

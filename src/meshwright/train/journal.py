@@ -1,4 +1,4 @@
-"""The journal: what steps found stays on the device until the host asks, so that the host waits only then."""
+"""The journal: the metrics of steps stay on the device until the host reads them, so that the host waits only then."""
 
 import time
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class _Entry:
 
 
 class Journal:
-    """Of the steps of a run, in order."""
+    """Records the steps of a run, in order."""
 
     def __init__(self) -> None:
         self._unread: list[_Entry] = []
@@ -26,18 +26,18 @@ class Journal:
         self._steps, self._seconds, self._tokens = 0, 0.0, 0.0
 
     def add(self, step: int, rate: float, found: dict[str, torch.Tensor], seconds: float) -> None:
-        """Note a step.
+        """Record a step.
 
         Args:
-            step: its number.
-            rate: of learning.
-            found: metrics, fp64 scalars on one device; ``tokens`` is among them.
-            seconds: of the host.
+            step: number of the step.
+            rate: learning rate.
+            found: name to metric, fp64 scalars on one device; ``tokens`` is among them.
+            seconds: time that the host spent on the step.
         """
         self._unread.append(_Entry(step, rate, found, seconds))
 
     def read(self) -> list[tuple[int, dict[str, float]]]:
-        """Wait for the device; number and metrics of each step that was not read yet."""
+        """Wait for the device, and return the number and the metrics of each step that was not read yet."""
         if not self._unread:
             return []
         begun = time.perf_counter()
@@ -51,7 +51,10 @@ class Journal:
         return read
 
     def summary(self) -> dict[str, Any]:
-        """The last step that was read; tokens a second and seconds of a step are means since the summary before."""
+        """Return the metrics of the step that was read last, with its learning rate.
+
+        Tokens per second and seconds per step are means since the last summary.
+        """
         found = {
             **self._last,
             "tokens": int(self._last["tokens"]),

@@ -1,4 +1,4 @@
-"""Starts a run: its own local workers through torch's elastic launcher, or this process as one of torchrun's or Slurm's."""
+"""Starts a run: local workers through torch's elastic launcher, or this process as a worker that torchrun or Slurm started."""
 
 import json
 import logging
@@ -27,14 +27,16 @@ from meshwright.train.proof import Source
 __all__ = ["device_kind", "launch", "local_processes", "planned_processes"]
 
 ASKED = "asked-to-end"
-"""The file that asks local workers to end; it holds the name of the signal."""
+"""Name of the file that asks local workers to end; it holds the name of the signal."""
 MONITOR_SECONDS = 0.1
-"""Between two looks of the launcher at its workers."""
+"""Seconds between two checks of the launcher on its workers."""
 
 
 def planned_processes(config: RunConfig) -> int:
-    """Ranks that a configuration speaks of: the product of its layout where it has every size, on one machine or several of
-    ``launch.nproc``; otherwise what ``train`` would start here.
+    """Return the number of ranks that a configuration describes.
+
+    That is the product of its layout's sizes, if it gives all of them and they fill one or several machines of ``launch.nproc``
+    processes. Otherwise it is the number of workers that ``train`` would start here.
     """
     sizes = [getattr(config.layout, axis) for axis in AXES]
     product = math.prod(size or 0 for size in sizes)
@@ -43,20 +45,20 @@ def planned_processes(config: RunConfig) -> int:
 
 
 def local_processes(config: RunConfig) -> int:
-    """Workers to start on this machine: as configured, or one for each GPU, or one."""
+    """Return the number of workers to start on this machine: as configured, otherwise one per GPU, or one on the CPU."""
     return config.launch.nproc or (1 if config.launch.device == "cpu" else max(1, _gpus()))
 
 
 def device_kind(config: RunConfig, processes: int, *, launched: bool = False) -> str:
-    """``cuda`` or ``cpu`` for the workers of this machine.
+    """Return the device of the workers on this machine: ``cuda`` or ``cpu``.
 
     Args:
-        config: of the run.
-        processes: workers on this machine.
-        launched: another launcher started them. It may have given each a GPU of its own, the only one that it sees.
+        config: configuration of the run.
+        processes: number of workers on this machine.
+        launched: whether another launcher started them. It may have given each worker one GPU, the only one that it sees.
 
     Raises:
-        ConfigError: fewer GPUs than processes, where GPUs are asked for or another launcher shares them out.
+        ConfigError: there are fewer GPUs than processes, and GPUs are asked for or another launcher started the workers.
     """
     wish, gpus = config.launch.device, _gpus()
     if wish == "cpu" or (wish == "auto" and gpus == 0):
@@ -86,15 +88,16 @@ def launch(
     """Run a configuration to its end.
 
     Args:
-        config: of the run.
-        debug: let tracebacks and torch's own reports through.
-        source: of the configuration, for the command that audits it.
-        prove: audits a layout that is not proven before it is started; ``None``: it gets a line, and is started.
-        nproc: processes that the command asks for; another launcher must have started as many here.
+        config: configuration of the run.
+        debug: whether to show tracebacks and torch's own reports.
+        source: where the configuration came from, for the command that audits it.
+        prove: audits a layout that is not proven before the run starts; ``None``: only print that it is unproven, and start.
+        nproc: number of processes that the command asks for; if another launcher started this process, it must have started as
+            many on this machine.
 
     Raises:
-        NotProvenError: that audit failed; nothing was trained.
-        MeshwrightError: what the run failed with. An error on one rank stops all, and names the rank.
+        NotProvenError: the audit failed; nothing was trained.
+        MeshwrightError: what the run failed with. An error on one rank stops all ranks, and names the rank.
     """
     from meshwright.distributed.process_group import distributed_environment
     from meshwright.train.prepare import introduce, locked, prepare_run
@@ -134,7 +137,7 @@ def launch(
 
 @contextmanager
 def _files_named(near: Path) -> Iterator[None]:
-    """Inside, an error of the system that names no file, as of a disk that is full, gets the directory that is written to."""
+    """Add the directory ``near`` to operating system errors inside that name no file, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -144,10 +147,12 @@ def _files_named(near: Path) -> Iterator[None]:
 
 
 def _local_world_size(config: RunConfig) -> int:
-    """Workers that another launcher started on this machine; ``launch.nproc``, which is for our own, does not count there.
+    """Return the number of workers that another launcher started on this machine, from its environment variables.
+
+    ``launch.nproc``, which is for local workers, is used only if the launcher does not give the number.
 
     Raises:
-        ConfigError: the launcher's variables are no numbers.
+        ConfigError: a variable of the launcher is not a number.
     """
     from meshwright.distributed.process_group import whole_number
 
@@ -176,14 +181,14 @@ def _check_port(port: int) -> None:
 
 
 def _as_one_of_many(work: Any, debug: bool, near: Path) -> None:
-    """Run as a worker of another launcher: the error of this rank goes to the terminal with its rank."""
+    """Run ``work`` as a worker of another launcher, and add the rank to the error of this rank."""
     try:
         work()
     except MeshwrightError as error:
         rank = os.environ.get("RANK", "0")
         if rank == "0":
             raise
-        if isinstance(error, NonFiniteError | StoppedError):  # seen by all ranks alike, and rank 0 says it
+        if isinstance(error, NonFiniteError | StoppedError):  # all ranks have this error, and rank 0 reports it
             leave_to_rank_0(error)
         raise type(error)([f"rank {rank}: {line}" for line in error.problems]) from error
     except Exception as error:
@@ -207,9 +212,9 @@ def _launch_local(config: RunConfig, processes: int, kind: str, prepared: tuple[
             "torch.distributed.elastic.multiprocessing",
         ):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the threads of tokenizers do not survive a fork
     if kind == "cpu":
-        import torch._dynamo  # noqa: F401 (FSDP's hooks need it; every forked worker has it then)
+        import torch._dynamo  # noqa: F401 (FSDP's hooks need it; imported before the fork, every worker has it)
 
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
         end_openmp_threads()
@@ -223,10 +228,10 @@ def _launch_local(config: RunConfig, processes: int, kind: str, prepared: tuple[
             rdzv_endpoint=f"localhost:{config.launch.port}",
             max_restarts=0,
             monitor_interval=MONITOR_SECONDS,
-            # Forked workers start with everything imported. CUDA does not survive a fork, so with GPUs they start afresh.
+            # Forked workers start with everything imported. CUDA does not survive a fork, so with GPUs workers are spawned.
             start_method="fork" if kind == "cpu" else "spawn",
             local_addr="localhost",
-            signals_to_handle="SIGHUP,SIGQUIT",  # the others are a wish to end, which the workers are asked for
+            signals_to_handle="SIGHUP,SIGQUIT",  # the other signals ask the run to end, and are passed on to the workers
         )
         try:
             with _wishes_to_end(Path(reports) / ASKED):
@@ -241,7 +246,7 @@ def _launch_local(config: RunConfig, processes: int, kind: str, prepared: tuple[
 
 @contextmanager
 def _wishes_to_end(asked: Path) -> Iterator[None]:
-    """Inside, a signal that ends a run is passed to the workers by a file. The second one ends them at once, as torch does."""
+    """Pass the first signal that comes inside on to the workers, by a file; a second one ends them at once, as torch does."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     first: list[float] = []
@@ -267,11 +272,11 @@ def _wishes_to_end(asked: Path) -> Iterator[None]:
 def _worker_entry(
     config: RunConfig, kind: str, prepared: tuple[str, Path | None], reports: str, debug: bool, launcher: int
 ) -> None:
-    """What a local worker runs. A failure is written down for the launcher, which speaks for all."""
-    # The launcher's own handlers came along in the fork.
+    """Run a local worker, and write its failure to a file for the launcher, which reports for all workers."""
+    # A forked worker has inherited the launcher's handlers.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-    # torch has SIGINT sent to a worker when the launcher dies; one that came before this line was not heeded.
+    # torch has SIGINT sent to a worker when the launcher dies; a SIGINT before this line had no effect.
     if os.getppid() != launcher:
         os._exit(1)
     import torch
@@ -293,14 +298,15 @@ def _worker_entry(
         path.with_suffix(".tmp").rename(path)
         if debug:
             traceback.print_exc()
-        # If a peer was killed, this is only its echo: the launcher, which sees one dead worker at a time, is to see the peer.
+        # If a peer was killed, this failure only follows from that. The launcher sees one dead worker at a time, so wait here
+        # until it has seen the peer.
         time.sleep(10 * MONITOR_SECONDS)
-        # Peers may wait in a collective; nothing here is worth waiting for.
+        # Exit without cleaning up, which could wait for peers that are in a collective.
         os._exit(error.exit_code if isinstance(error, StoppedError) else 1)
 
 
 def _first_failure(reports: Path, failed: Any) -> MeshwrightError:
-    """The failure that came first, with its rank: later ones are mostly peers that lost a connection."""
+    """Return the failure that came first, with its rank. Later failures are mostly peers that lost a connection."""
     found = {int(path.stem.removeprefix("rank-")): json.loads(path.read_text()) for path in reports.glob("rank-*.json")}
     silent = {rank: failure for rank, failure in failed.failures.items() if rank not in found}
     if not found and any(failure.exitcode == StoppedError.exit_code for failure in silent.values()):

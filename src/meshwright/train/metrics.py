@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: the terminal, a JSONL file, TensorBoard, Weights & Biases, MLflow. Only rank 0 has any."""
+"""Where the metrics of a run go: the terminal, a JSONL file, TensorBoard, Weights & Biases, MLflow. Only rank 0 writes them."""
 
 import json
 import math
@@ -26,17 +26,17 @@ Values = Mapping[str, float | int]
 
 
 class Sink(Protocol):
-    """Something that takes the metrics of a step."""
+    """A destination of the metrics of steps."""
 
     def write(self, step: int, values: Values) -> None:
-        """Take the values of a step."""
+        """Write the metrics of a step."""
 
     def close(self) -> None:
-        """Flush and end."""
+        """Flush and close."""
 
 
 def memory_in_use(device: "torch.device") -> int:
-    """Bytes: the peak of the GPU's allocator, or the resident memory of this process (0 where Linux does not tell it)."""
+    """Return bytes: the peak of the GPU's allocator, or the resident memory of this process (0 on systems other than Linux)."""
     import torch
 
     if device.type == "cuda":
@@ -46,7 +46,14 @@ def memory_in_use(device: "torch.device") -> int:
 
 
 class Jsonl:
-    """A line for every step that is logged. A run that resumes drops those after its checkpoint: it is about to repeat them."""
+    """A file with one line for each logged step.
+
+    A run that resumes drops the lines of steps after its checkpoint, because it repeats these steps.
+
+    Args:
+        path: the file.
+        resumed_step: the step of the checkpoint that the run resumes from; 0: start an empty file.
+    """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
         kept = []
@@ -56,12 +63,12 @@ class Jsonl:
                     if json.loads(line)["step"] <= resumed_step:
                         kept.append(line)
                 except (ValueError, KeyError, TypeError):
-                    continue  # cut off by a crash
+                    continue  # a line that was cut off by a crash
         path.write_text("".join(f"{line}\n" for line in kept))
         self.file = path.open("a")
 
     def write(self, step: int, values: Values) -> None:
-        """Append a line and flush it, so that it can be followed and survives a kill. NaN and infinity become null."""
+        """Append a line and flush it, so that others can read it and a kill does not lose it. NaN and infinity become null."""
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self.file.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         self.file.flush()
@@ -89,7 +96,7 @@ class _Wandb:
     def __init__(self, project: str, config: RunConfig) -> None:
         import wandb
 
-        # The run's own name there, so that a run that resumes goes on in the same place.
+        # The id of this run at Weights & Biases is kept in a file, so that a resumed run continues the same record there.
         name = Path(config.output).expanduser() / "wandb-id"
         if not name.exists():
             name.write_text(uuid.uuid4().hex[:12])
@@ -120,16 +127,19 @@ class _MLflow:
 
 
 class StepTimes:
-    """Seconds of a step as the last ones say, from which the time that is left is estimated.
+    """Estimates the remaining time of a run from the seconds of its last steps.
 
-    The mean of the middle half of them: one step that waited for a disk, or was compiled, says nothing of the rest.
+    The estimate is the mean of their middle half: a single step that waited for a disk, or was compiled, does not change it.
+
+    Args:
+        window: number of last steps to use.
     """
 
     def __init__(self, window: int = 32) -> None:
         self.seconds: deque[float] = deque(maxlen=window)
 
     def left(self, steps: int, seconds: float) -> float:
-        """Seconds that so many steps will take, after one that took ``seconds``."""
+        """Record a step that took ``seconds``, and return the seconds that ``steps`` further steps will take."""
         self.seconds.append(seconds)
         ordered = sorted(self.seconds)
         aside = (len(ordered) + 1) // 4
@@ -138,13 +148,13 @@ class StepTimes:
 
 
 class Recorder:
-    """All sinks of a run, and its line in the terminal.
+    """Writes the metrics of a run to all its sinks, and to the terminal.
 
     Args:
-        config: of the run.
-        speaks: whether this is rank 0; every other rank's recorder does nothing.
-        steps: optimizer steps in all; ``None``: ``training.steps``.
-        resumed_step: optimizer steps that a resumed run has behind it.
+        config: configuration of the run.
+        speaks: whether this is rank 0; the recorder of every other rank writes nothing.
+        steps: number of optimizer steps in all; ``None``: ``training.steps``.
+        resumed_step: number of optimizer steps done before the run was resumed.
     """
 
     def __init__(self, config: RunConfig, *, speaks: bool, steps: int | None = None, resumed_step: int = 0) -> None:
@@ -173,11 +183,11 @@ class Recorder:
             self._progress.start()
 
     def logs(self, step: int) -> bool:
-        """Whether the metrics of a step are written; every rank says the same."""
+        """Whether the metrics of a step are written. The answer is the same on all ranks."""
         return step % self.every == 0 or step in (1, self.steps)
 
     def step(self, step: int, values: dict[str, Any]) -> None:
-        """Metrics of a training step that is logged, counted from 1."""
+        """Write the metrics of a logged training step, counted from 1."""
         if not self.speaks:
             return
         line = (
@@ -194,12 +204,12 @@ class Recorder:
             sink.write(step, values)
 
     def advance(self, step: int) -> None:
-        """A step was done, and its metrics are not known."""
+        """Advance the progress bar to a step whose metrics are not read."""
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 
     def event(self, step: int, values: Values, message: str) -> None:
-        """Metrics that are not of a training step (an evaluation), and a line about them."""
+        """Write metrics that are not those of a training step, such as an evaluation's, and print a line about them."""
         if not self.speaks:
             return
         for sink in self.sinks:
@@ -207,12 +217,12 @@ class Recorder:
         self.say(message)
 
     def say(self, message: Any) -> None:
-        """A line in the terminal, from rank 0 only."""
+        """Print a line in the terminal, on rank 0 only."""
         if self.speaks:
             self.console.print(message, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """End all sinks."""
+        """Stop the progress bar, and close all sinks."""
         if self._progress is not None:
             self._progress.stop()
         for sink in self.sinks:

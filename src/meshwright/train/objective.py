@@ -1,4 +1,4 @@
-"""The objective of a run: that of its model's family, with the options that the run's configuration gives it."""
+"""The objective of a run: the objective of its model's family, with the options from the configuration."""
 
 from typing import TYPE_CHECKING
 
@@ -15,14 +15,15 @@ __all__ = ["make_objective"]
 
 
 def make_objective(config: RunConfig, model: "PreTrainedModel") -> Objective:
-    """The objective of a run.
+    """Return the objective of a run.
 
     Args:
-        config: of the run.
-        model: on any device.
+        config: configuration of the run.
+        model: the model, on any device.
 
     Raises:
-        ConfigError: an objective that the model is not made for, or settings that the objective has no use for.
+        ConfigError: the configuration names an objective that the model is not made for, sets options of another objective, or
+            has settings that this objective refuses.
     """
     kind, name, wish = family_of(model).objective(), class_name(model), config.training.objective
     parallel = config.parallel

@@ -14,15 +14,15 @@ __all__ = ["build_optimizer", "learning_rate", "set_learning_rate"]
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, rows: Iterable[ParameterRow]) -> torch.optim.AdamW:
-    """AdamW over the trained parameters of a model; which of them are decayed is in the plan.
+    """Return AdamW over the trained parameters of a model. The plan says which of them are decayed.
 
     Args:
-        model: parallelized or not; its parameters have the names of the plan.
-        config: of the optimizer.
-        rows: of the plan's parameters.
+        model: the model, parallelized or not; its parameters have the names of the plan.
+        config: settings of the optimizer.
+        rows: rows of the plan, one for each parameter.
 
     Raises:
-        PlanError: a trained parameter that the plan does not know.
+        PlanError: the plan has no row for a trained parameter.
     """
     decayed = {name: row.decayed for row in rows for name in (row.name, *row.aliases)}
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -45,10 +45,10 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, rows: Iterable[Pa
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
-    """Learning rate of a step, counted from 0, of ``steps`` in all.
+    """Return the learning rate of a step, counted from 0, in a run of ``steps`` steps.
 
-    Warmup is linear and reaches the peak in its last step; the decay reaches ``final_ratio * peak`` in the last step.
-    Cosine after Loshchilov and Hutter 2017 (arXiv 1608.03983), without restarts.
+    Warmup is linear and reaches the peak in its last step. The decay reaches ``final_ratio * peak`` in the run's last step.
+    The cosine decay is that of Loshchilov and Hutter 2017 (arXiv 1608.03983), without restarts.
     """
     if step < schedule.warmup_steps:
         return peak * (step + 1) / schedule.warmup_steps
@@ -61,6 +61,6 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the rate of every group."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = rate

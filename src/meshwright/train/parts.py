@@ -1,4 +1,4 @@
-"""What a trainer is made of. A run has these parts; an audit gives some others, and the order of a step stays that of a run."""
+"""The parts of a trainer. An audit replaces some of a run's parts by others; the order of a step stays that of a run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ __all__ = ["PARTS", "Made", "Parts", "clip", "fill", "sequential", "train_loader
 
 
 class Made(Protocol):
-    """A trainer as far as it is made."""
+    """A trainer under construction: the attributes that its parts may read. Each is set before the parts that need it."""
 
     setup: RunSetup
     config: RunConfig
@@ -43,34 +43,34 @@ class Made(Protocol):
 
 
 def mesh_of_layout(trainer: Made) -> ParallelMesh:
-    """The mesh of the layout, over all ranks."""
+    """Build the mesh of the layout, over all ranks."""
     return build_mesh(trainer.setup.layout, trainer.device.type)
 
 
 def carry_out(trainer: Made) -> nn.Module:
-    """The model, which has no values yet, as the plan has it."""
+    """Carry out the plan on the model, which has no values yet, and return the model."""
     model = trainer.setup.model
     return get_parallelization_strategy(model).carry_out(model, trainer.setup.plan, trainer.mesh)
 
 
 def fill(trainer: Made, device: torch.device) -> None:
-    """Give parameters and buffers their first values, on the device that shards live on."""
+    """Give parameters and buffers their first values, on the device that holds the shards."""
     config, setup = trainer.config, trainer.setup
     materialize(setup.model, config.model, device, config.training.seed, setup.plan.layers)
 
 
 def optimizer_of_plan(trainer: Made) -> torch.optim.Optimizer:
-    """AdamW; which parameters are trained, and which of them are decayed, is in the plan."""
+    """Build AdamW. The plan says which parameters are trained, and which of them are decayed."""
     return build_optimizer(trainer.model, trainer.config.optimizer, trainer.setup.plan.parameters)
 
 
 def sync_of_plan(trainer: Made) -> GradSync:
-    """When the units of the model gather and reduce."""
+    """Build what decides when the units of the model gather and reduce."""
     return GradSync.from_plan(trainer.model, trainer.setup.plan)
 
 
 def train_loader(trainer: Made, store: TokenStore, kind: type[Loader] = TrainLoader) -> Loader:  # type: ignore[assignment]
-    """The training data of this rank."""
+    """Build the loader of this rank's training data."""
     training, data = trainer.config.training, trainer.config.data
     return kind(
         store,
@@ -87,7 +87,7 @@ def train_loader(trainer: Made, store: TokenStore, kind: type[Loader] = TrainLoa
 
 
 def sequential(trainer: Made, kind: type[Runs] = Sequential) -> Runs:  # type: ignore[assignment]
-    """One microbatch after another."""
+    """Build the engine that runs one microbatch after another."""
 
     def progress() -> None:
         trainer.progress(f"step {trainer.step + 1}")
@@ -96,23 +96,23 @@ def sequential(trainer: Made, kind: type[Runs] = Sequential) -> Runs:  # type: i
 
 
 def clip(trainer: Made) -> torch.Tensor:
-    """Clip the gradient of the whole model; returns its norm before that."""
+    """Clip the gradient of the whole model, and return its norm before clipping."""
     return clip_grad_norm_(trainer.model.parameters(), trainer.config.training.clip_norm)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What makes the parts of a trainer, in this order; each is given the trainer as far as it is made.
+    """The functions that make the parts of a trainer, in this order. Each gets the trainer as far as it is made.
 
     Attributes:
-        mesh: the mesh.
-        distribute: the model with the plan carried out, without values.
-        fill: gives it values on a device.
-        optimizer: of its parameters.
-        sync: of its units.
-        loader: its training data, from a token store.
-        engine: what runs microbatches.
-        clip: clips the gradient after them, and returns its norm before that.
+        mesh: makes the mesh.
+        distribute: carries the plan out on the model, without values, and returns the model.
+        fill: gives the model values on a device.
+        optimizer: makes the optimizer of the model's parameters.
+        sync: makes what decides when the model's units gather and reduce.
+        loader: makes the loader of training data, from a token store.
+        engine: makes what runs microbatches.
+        clip: clips the gradient after the microbatches, and returns its norm before clipping.
     """
 
     mesh: Callable[[Made], ParallelMesh] = mesh_of_layout
@@ -126,4 +126,4 @@ class Parts:
 
 
 PARTS = Parts()
-"""Those of a run."""
+"""The parts of a run."""

@@ -1,4 +1,4 @@
-"""YAML as people write it in configurations."""
+"""Reads and writes YAML as people write it in configurations."""
 
 import re
 from typing import Any
@@ -9,12 +9,13 @@ __all__ = ["Dumper", "Loader"]
 
 
 class Loader(yaml.SafeLoader):
-    """YAML 1.1 as PyYAML reads it, but 1e-5 is a number (in `model.config` no schema is there to convert it), and a key that
-    stands twice is an error.
+    """Reads YAML 1.1 as PyYAML does, with two differences.
+
+    1e-5 is a number, because `model.config` has no schema that would convert it. A key that occurs twice is an error.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Refuse a key that stands twice: PyYAML would drop the first without a word."""
+        """Refuse a key that occurs twice, because PyYAML would silently drop the first."""
         merge = "tag:yaml.org,2002:merge"
         keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != merge]
         for key in keys:
@@ -24,7 +25,7 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes the strings that :class:`Loader` would take for numbers."""
+    """Writes YAML, with quotes around strings that :class:`Loader` would read as numbers."""
 
 
 for _side in (Loader, Dumper):

@@ -1,6 +1,6 @@
-"""What one process does before the others train: check everything that can be checked, then tokenizer and tokens.
+"""The preparation of a run by one process: it checks all that can be checked, then makes the tokenizer and the tokens.
 
-The launcher does it before it starts workers; under torchrun or Slurm rank 0 does.
+The launcher does it before it starts workers; under torchrun or Slurm rank 0 does it.
 """
 
 import fcntl
@@ -33,13 +33,13 @@ __all__ = ["describe_data", "introduce", "load_run_tokenizer", "locked", "prepar
 
 
 def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrainedTokenizerBase, TokenStore]":
-    """Check a run and prepare what its workers read.
+    """Check a run, and prepare the files that its workers read.
 
     Returns:
         The resolved run, its tokenizer and its tokens. The tokenizer is saved with the run.
 
     Raises:
-        MeshwrightError: everything that would fail later and can be known now.
+        MeshwrightError: something would fail later, as far as this can be known now.
     """
     from meshwright.data.store import prepare
     from meshwright.distributed import _torch_compat
@@ -47,7 +47,7 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
     from meshwright.models.build import check_files, weight_files
     from meshwright.models.source import facts
 
-    # Before the tokenizer: layout, model and plan need only the size of its vocabulary, and are quicker to check.
+    # Layout, model and plan are quicker to check than the tokenizer, and need only the size of its vocabulary: they come first.
     draft = _checked_draft(config, world_size)
     for line in (_torch_compat.untested(), _transformers_compat.untested()):
         if line:
@@ -56,7 +56,7 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
     check_writable(paths.root)
     pass_over_damaged(config, warn)
     resume = checkpoint_to_resume(config)
-    # Steps that epochs give are known once the data are: until then a single checkpoint is counted.
+    # If the run is given in epochs, its steps are known only after the data are read; until then count a single checkpoint.
     check_writable(paths.root, _checkpoint_bytes(draft, config, resume, config.training.steps))
     if resume is not None:
         check_same_model(resume, {row.name: row.shape for row in draft.plan.parameters})
@@ -76,7 +76,7 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
         raise DataError("data: no documents left to train on")
     loader = _loader(config, store)
     if resume is not None:
-        # The checks of every rank, here before there are any.
+        # The checks that every rank will make again; here they fail before ranks are started.
         shapes = {row.name: row.shape for row in setup.plan.parameters}
         check_same_model(resume, shapes, plain_config(setup.model))
         loader.check_state(read_meta(resume)["loader"])
@@ -91,12 +91,12 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
 
 
 def warn(line: str) -> None:
-    """Say in the terminal what the user has to know, and what stops nothing."""
+    """Print a warning in the terminal; the run goes on."""
     Console().print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
 def _checked_draft(config: RunConfig, world_size: int) -> RunSetup:
-    """The resolved run, once data files, extras, layout, model and plan are all found good; all problems in one report."""
+    """Check data files, extras, layout, model and plan, and return the resolved run; raise all problems as one error."""
     from importlib.util import find_spec
 
     found: list[MeshwrightError] = []
@@ -120,14 +120,14 @@ def _checked_draft(config: RunConfig, world_size: int) -> RunSetup:
 
 
 def load_run_tokenizer(config: RunConfig) -> "PreTrainedTokenizerBase":
-    """The tokenizer that :func:`prepare_run` saved with the run."""
+    """Load the tokenizer that :func:`prepare_run` saved with the run."""
     from meshwright.data.tokenizer import load_tokenizer
 
     return load_tokenizer(Paths(config.directory).tokenizer, config.model.trust_remote_code)
 
 
 def _tokenizer(config: RunConfig, paths: Paths) -> "PreTrainedTokenizerBase":
-    """The run's tokenizer: the one it saved, if it resumes; otherwise as configured."""
+    """Return the run's tokenizer: the saved one if the output directory has a checkpoint, otherwise as configured."""
     from meshwright.data.tokenizer import build_tokenizer
 
     resuming = latest(paths.checkpoints) is not None
@@ -145,7 +145,7 @@ def _tokenizer(config: RunConfig, paths: Paths) -> "PreTrainedTokenizerBase":
 
 
 def _refuse_another_tokenizer(config: RunConfig, paths: Paths) -> None:
-    """A run that resumes goes on with its own tokenizer, so it must not be asked for another."""
+    """Raise an error if a run that resumes, and so keeps its tokenizer, is configured with another one."""
     if not paths.config.is_file():
         return
     earlier = load_config(paths.config).tokenizer
@@ -158,10 +158,10 @@ def _refuse_another_tokenizer(config: RunConfig, paths: Paths) -> None:
 
 @contextmanager
 def locked(config: RunConfig) -> Iterator[None]:
-    """Inside, the output directory belongs to this run; workers forked from here hold it too.
+    """Inside, hold the lock of the output directory for this run; workers that are forked inside hold it too.
 
     Raises:
-        CheckpointError: another run has it.
+        CheckpointError: another run holds the lock.
     """
     directory = config.directory
     check_writable(directory)
@@ -190,7 +190,7 @@ def _loader(config: RunConfig, store: "TokenStore") -> "TrainLoader":
 
 
 def introduce(setup: RunSetup, config: RunConfig, store: "TokenStore") -> None:
-    """Print what a run is about to do: the plan without its parameters, when the host waits, and the data."""
+    """Print what a run will do: the plan without its parameters, why the host waits in each step (if it does), and the data."""
     console = Console()
     console.print(explain(setup.plan, parameters=False))
     for line in filter(None, (waits(config), describe_data(config, store))):
@@ -198,10 +198,10 @@ def introduce(setup: RunSetup, config: RunConfig, store: "TokenStore") -> None:
 
 
 def describe_data(config: RunConfig, store: "TokenStore") -> str:
-    """What became of the data, and how often a run sees them, in a few lines.
+    """Describe in a few lines what became of the data, and how many epochs a run trains on them.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         store: its tokens.
     """
     index, loader = store.index, _loader(config, store)
@@ -223,13 +223,15 @@ def describe_data(config: RunConfig, store: "TokenStore") -> str:
 
 
 def _checkpoint_bytes(setup: RunSetup, config: RunConfig, resume: Path | None, steps: int | None) -> int:
-    """Bytes that the checkpoints of a run will take beyond those that are there: those kept, and the one being written.
+    """Return the bytes that a run will write beyond its existing checkpoints.
+
+    These are the checkpoints that are kept, the one that is being written, and the exported model, if there is one.
 
     Args:
         setup: the run.
-        config: of the run.
-        resume: the checkpoint that it goes on from.
-        steps: optimizer steps in all; ``None``: not known yet, and at least one.
+        config: configuration of the run.
+        resume: the checkpoint that it resumes from; ``None``: none.
+        steps: number of optimizer steps in all; ``None``: not known yet, and at least one.
     """
     stored = [row.numel * itemsize(row.dtype) * (3 if row.trainable else 1) for row in setup.plan.parameters]
     done = read_meta(resume)["step"] if resume is not None else 0
@@ -237,7 +239,7 @@ def _checkpoint_bytes(setup: RunSetup, config: RunConfig, resume: Path | None, s
     every, minutes, keep = config.checkpoint.every, config.checkpoint.every_minutes, config.checkpoint.keep
     saves = min(left, 1) if every == 0 else -(-left // every)
     if minutes is not None and keep is not None and left > 1:
-        saves = max(saves, min(left, keep + 1))  # how many the clock will ask for is not known
+        saves = max(saves, min(left, keep + 1))  # the number of checkpoints by the clock is not known
     if config.checkpoint.keep is not None:
         there = len(complete(Paths(config.directory).checkpoints))
         saves = min(saves, config.checkpoint.keep + 1 - min(there, config.checkpoint.keep))

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in our words: where, what is legal, and what a name of another trainer is called here."""
+"""Messages about a wrong configuration: where, what is wrong, what is legal, and the key here for another trainer's name."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -64,11 +64,11 @@ FOREIGN = {
 
 
 def message(item: Mapping[str, Any], schema: type[BaseModel]) -> str:
-    """One problem of pydantic in our words: where, what is wrong, what is legal.
+    """Return the message for one of pydantic's errors: where, what is wrong, what is legal.
 
     Args:
-        item: of pydantic's errors.
-        schema: of the whole configuration.
+        item: an entry of the list of errors that pydantic gives.
+        schema: the class of the whole configuration.
     """
     location = [str(part) for part in item["loc"]]
     where = ".".join(location)

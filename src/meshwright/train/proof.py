@@ -1,7 +1,7 @@
-"""Whether a run's layout is proven: by the support matrix, which comes with the package, or by an audit of the user's own.
+"""Finds out whether a run's layout is proven: by the support matrix, which comes with the package, or by the user's own audit.
 
-Records of audits are files of the user's cache directory, one for each claim and arithmetic; the last audit counts. A record is
-a help, and nothing depends on it: where one cannot be read or written, that is said and passed over.
+Records of audits are files in the user's cache directory, one for each claim and arithmetic; the last audit counts. No run
+depends on a record: if one cannot be read or written, a line says so, and the run goes on.
 """
 
 import json
@@ -41,16 +41,16 @@ __all__ = [
 ]
 
 MATRIX = "proofs.json"
-"""Beside this file: the support matrix as data, written by the run that writes its page."""
+"""Name of the file, in this file's directory, with the support matrix as data. The run that writes the page writes it too."""
 
 MOST_PROCESSES = 8
-"""An audit takes as many processes as the run if they are no more; otherwise it chooses."""
+"""An audit uses as many processes as the run if the run has at most this many; otherwise the audit chooses the number."""
 
 ARITHMETICS = ("float64", "float32", "bfloat16")
 
 
 class State(StrEnum):
-    """What is known of a layout."""
+    """What is known about a layout."""
 
     ALONE = "one process"
     PROVEN = "proven"
@@ -60,20 +60,20 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Standing:
-    """What is known of a layout, and the line that says it."""
+    """What is known about a layout, and the words that say it."""
 
     state: State
     words: str
 
     @property
     def line(self) -> str:
-        """For people."""
+        """The line that is printed."""
         return f"{self.state}: {self.words}"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a configuration came from, for the command that audits it."""
+    """Where a configuration came from (a file and overrides), for the command that audits it."""
 
     path: str
     overrides: tuple[str, ...] = ()
@@ -85,13 +85,13 @@ class Record:
 
     Attributes:
         passed: whether the layout computes what one process does.
-        verdict: its last line.
-        date: of the day, ``YYYY-MM-DD``.
-        dtype: of the arithmetic.
-        layout: that was audited, in words, with ``world_size`` processes.
+        verdict: last line of the audit's report.
+        date: the day, as ``YYYY-MM-DD``.
+        dtype: dtype of the arithmetic.
+        layout: the layout that was audited, in words, with ``world_size`` processes.
         world_size: number of processes.
-        steps: optimizer steps that were compared.
-        worst: error of a gradient, relative to its largest entry; ``None``: none that is a number.
+        steps: number of optimizer steps that were compared.
+        worst: largest error of a gradient, relative to the gradient's largest entry; ``None``: no error was a number.
     """
 
     passed: bool
@@ -105,12 +105,12 @@ class Record:
 
     @property
     def extent(self) -> str:
-        """How much was audited, in words."""
+        """What was audited, in words: dtype, steps and layout."""
         return f"{self.dtype}, {self.steps} step{'s' if self.steps > 1 else ''}, {self.layout}"
 
 
 def today() -> str:
-    """As records have it."""
+    """Return today's date in the format of records."""
     return f"{datetime.now():%Y-%m-%d}"
 
 
@@ -118,24 +118,27 @@ def today() -> str:
 
 
 def _directory() -> Path:
-    """In the user's cache directory (freedesktop.org, XDG Base Directory Specification: only an absolute path counts)."""
+    """The directory of records in the user's cache directory.
+
+    By the XDG Base Directory Specification (freedesktop.org), ``XDG_CACHE_HOME`` counts only if it is an absolute path.
+    """
     given = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(given) if given.startswith("/") else Path.home() / ".cache") / "meshwright" / "audits"
 
 
 def record(claim: Claim, entry: Record, say: Callable[[str], None]) -> None:
-    """Keep the outcome of an audit, instead of an earlier one of the same claim and arithmetic.
+    """Write the outcome of an audit. It replaces an earlier record of the same claim and arithmetic.
 
     Args:
-        claim: that was audited.
-        entry: its outcome.
-        say: takes a line if it cannot be written.
+        claim: the claim that was audited.
+        entry: the outcome.
+        say: called with a line if the record cannot be written.
     """
     content = json.dumps({**asdict(entry), "claim": asdict(claim)}, indent=1)
     try:
         directory = _directory()
         directory.mkdir(parents=True, exist_ok=True)
-        # A name of its own and a rename: two audits that end at once leave one of the two, whole.
+        # Written to a unique file and renamed: of two audits that end at the same time, one record remains, complete.
         handle, name = tempfile.mkstemp(dir=directory, suffix=".tmp")
         try:
             with os.fdopen(handle, "w") as file:
@@ -152,15 +155,15 @@ def record(claim: Claim, entry: Record, say: Callable[[str], None]) -> None:
 _KINDS: dict[str, Any] = {
     "passed": bool, "verdict": str, "date": str, "dtype": str, "layout": str, "steps": int, "worst": float | int | None,
 }  # fmt: skip
-"""Types of what is used of a record."""
+"""Types of the values of a record that are used."""
 
 
 def read_records(claim: Claim, say: Callable[[str], None]) -> list[Record]:
-    """What audits said of a claim, one for each arithmetic at most.
+    """Return the records of audits of a claim, at most one for each arithmetic.
 
     Args:
-        claim: in question.
-        say: takes a line for each record that is damaged.
+        claim: the claim.
+        say: called with a line for each record that cannot be read or is damaged.
     """
     found = []
     names = {item.name for item in fields(Record)}
@@ -187,10 +190,10 @@ class CellProof:
     """A cell of the support matrix.
 
     Attributes:
-        family: name in the matrix.
-        layout: name in the matrix.
-        failed: the verdict, where it failed.
-        claims: that were audited, at least one; they differ in their choices.
+        family: name of the family in the matrix.
+        layout: name of the layout in the matrix.
+        failed: the verdict if the audit failed, otherwise empty.
+        claims: the claims that were audited, at least one; they differ in their choices.
     """
 
     family: str
@@ -200,7 +203,7 @@ class CellProof:
 
 
 def matrix_data(cells: Sequence[CellProof]) -> str:
-    """The matrix as JSON: versions, date, and a line for each cell with its model, its axes and the values of each choice."""
+    """Return the matrix as JSON: date, versions, and a line for each cell with its model, axes and values of each choice."""
     lines = []
     for cell in cells:
         first = cell.claims[0]
@@ -218,10 +221,10 @@ def _matrix() -> Mapping[str, Any]:
 
 
 def _in_matrix(claim: Claim, matrix: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The cell that answers a claim; if several do, one that failed.
+    """Return the cell of the matrix that covers a claim; if there are several, one that failed.
 
-    It has the same model and axes, and was audited under each of the claim's choices. Of the options of a cell every value
-    meets every value of every other one, so each pair of choices was together in an audit.
+    The cell has the same model and axes, and each of the claim's choices was audited in it. The audits of a cell combine every
+    value of each option with every value of every other option, so each pair of choices occurred together in an audit.
     """
     if dict(claim.versions) != matrix["versions"]:
         return None
@@ -236,12 +239,12 @@ def _in_matrix(claim: Claim, matrix: Mapping[str, Any]) -> dict[str, Any] | None
 
 
 def standing_of(setup: RunSetup, source: Source | None, say: Callable[[str], None]) -> Standing:
-    """What is known of the layout of a run.
+    """Return what is known about the layout of a run.
 
     Args:
         setup: the resolved run.
-        source: of its configuration, for the command that would audit it.
-        say: takes a line for what was passed over on the way.
+        source: where its configuration came from, for the command that would audit it.
+        say: called with a line for each record, or matrix, that cannot be read and is ignored.
     """
     if setup.layout.world_size == 1:
         return Standing(State.ALONE, "nothing to prove")
@@ -275,9 +278,10 @@ def standing_of(setup: RunSetup, source: Source | None, say: Callable[[str], Non
 
 
 def audit_arguments(setup: RunSetup) -> tuple[RunConfig, int | None]:
-    """The configuration, and the number of processes, with which an audit keeps the axes of a run; ``None``: it chooses.
+    """Return the configuration and the number of processes with which an audit has the same axes above 1 as a run.
 
-    An axis that the run infers to be 1 is not inferred again, where the number of processes is another.
+    The number is ``None`` where the audit chooses it. Then an axis that the run infers to be 1 is set to 1, so that it is not
+    inferred again from another number of processes.
     """
     config, world_size = setup.config, setup.layout.world_size
     if world_size <= MOST_PROCESSES:
@@ -299,5 +303,5 @@ def _command(setup: RunSetup, source: Source | None) -> str:
         parts += [f"layout.{axis}=1" for axis in AXES if getattr(before.layout, axis) != getattr(config.layout, axis)]
         parts += ["launch.nproc=null"] if before.launch.nproc is not None else []
     parts += ["--nproc", str(nproc)] if nproc else []
-    parts += ["--dtype", "float32"] if setup.plan.options.compile else []  # in float64 nothing is compiled
+    parts += ["--dtype", "float32"] if setup.plan.options.compile else []  # an audit in float64 compiles nothing
     return shlex.join(parts)

@@ -1,4 +1,4 @@
-"""The reference of the configuration, made from the schema.
+"""The reference page of the configuration, made from the schema.
 
 ``python -m meshwright.train.reference > docs/configuration.md`` writes it.
 """
@@ -22,7 +22,7 @@ complete configuration of a run.
 
 
 def reference() -> str:
-    """The whole page as Markdown."""
+    """Return the whole page as Markdown."""
     plain, sections = [], []
     for name, field in RunConfig.model_fields.items():
         kind = field.annotation
@@ -61,7 +61,7 @@ def _type(annotation: Any) -> str:
     if not arguments:
         return getattr(annotation, "__name__", str(annotation))
     origin = get_origin(annotation)
-    if origin is Annotated:  # a type, and what its values are held to
+    if origin is Annotated:  # a type, and the constraints of its values
         return _type(arguments[0])
     if origin is tuple:
         return f"[{', '.join(map(_type, arguments))}]"

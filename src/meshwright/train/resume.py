@@ -1,4 +1,7 @@
-"""Which checkpoint a run goes on from. A damaged one is named, set aside and passed over, or refused where it was asked for."""
+"""Chooses the checkpoint that a run resumes from.
+
+A damaged checkpoint is reported, set aside and skipped; if the configuration names it by its path, it is refused.
+"""
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -18,11 +21,11 @@ Say = Callable[[str], None]
 
 
 def checkpoint_to_resume(config: RunConfig) -> Path | None:
-    """The checkpoint that ``checkpoint.resume`` means.
+    """Return the checkpoint that ``checkpoint.resume`` selects; ``None``: the run starts anew.
 
     Raises:
-        CheckpointError: a path without a complete checkpoint, or of an earlier step than the output directory has; or
-            ``never`` in a directory that has some.
+        CheckpointError: the path has no complete checkpoint, or one of an earlier step than the latest in the output directory;
+            or it is ``never``, and the output directory has checkpoints.
     """
     last = latest(Paths(config.directory).checkpoints)
     wish = config.checkpoint.resume
@@ -37,7 +40,7 @@ def checkpoint_to_resume(config: RunConfig) -> Path | None:
     path = Path(wish).expanduser()
     meta = read_meta(path)
     if last is not None and read_meta(last)["step"] > meta["step"]:
-        # What is saved from here on would be older than what is there: it would be dropped, and not resumed from.
+        # The next checkpoints would be older than those in the directory: they would be removed, and not resumed from.
         raise CheckpointError(
             f"checkpoint.resume={wish}: {config.output} holds the later {last.name}; choose another output, resume=auto, or "
             f"remove what is later than step {meta['step']}"
@@ -46,14 +49,14 @@ def checkpoint_to_resume(config: RunConfig) -> Path | None:
 
 
 def pass_over_damaged(config: RunConfig, say: Say) -> None:
-    """Set damaged checkpoints aside, newest first, until one is sound as far as one process sees at once. On one process.
+    """Set damaged checkpoints aside, newest first, until one passes the quick check of one process. Only one process calls it.
 
     Args:
-        config: of the run, whose output directory this process has for itself.
-        say: tells what was set aside.
+        config: configuration of the run, whose output directory this process has locked.
+        say: called with a line about each checkpoint that is set aside.
 
     Raises:
-        CheckpointError: a damaged one that was asked for by its path, or that is the only one.
+        CheckpointError: a damaged checkpoint was asked for by its path, or is the only one.
     """
     wish, directory = config.checkpoint.resume, Paths(config.directory).checkpoints
     if wish != "auto":
@@ -65,21 +68,21 @@ def pass_over_damaged(config: RunConfig, say: Say) -> None:
 
 
 def verified(config: RunConfig, checkpoint: Path | None, say: Say) -> Path | None:
-    """A checkpoint every file of which is as it was written: the given one, or an earlier one. Collective over all ranks.
+    """Return a checkpoint whose files are all as they were written: the given one, or an earlier one.
 
-    The ranks share the reading, and come to one decision.
+    Collective over all ranks. The ranks share the reading, and all return the same checkpoint.
 
     Args:
-        config: of the run.
-        checkpoint: the same on all ranks; ``None``: there is none to go on from.
-        say: tells on rank 0 what was set aside.
+        config: configuration of the run.
+        checkpoint: the same on all ranks; ``None``: there is none to resume from.
+        say: called on rank 0 with a line about each checkpoint that is set aside.
 
     Raises:
-        CheckpointError: on all ranks, a damaged one that was asked for by its path, or that is the only one.
+        CheckpointError: a damaged checkpoint was asked for by its path, or is the only one; on all ranks.
     """
     if checkpoint is None:
         return None
-    # A large file is read by one rank, for longer than a collective of training may wait.
+    # One rank may read a large file for longer than a collective of training may wait.
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=2))
     while checkpoint is not None and (found := damage(checkpoint, patient)):
         _refuse(checkpoint, config.checkpoint.resume, found)
@@ -91,7 +94,7 @@ def verified(config: RunConfig, checkpoint: Path | None, say: Say) -> Path | Non
                 outcome = [checkpoint_to_resume(config)]
             except CheckpointError as error:
                 outcome = [error]
-            except Exception as error:  # whatever it was, the others must not wait for it
+            except Exception as error:  # whatever it was, the other ranks must not wait in vain
                 outcome = [CheckpointError(f"{checkpoint}: {described(error)}")]
         dist.broadcast_object_list(outcome, src=0, group=patient)
         if isinstance(outcome[0], CheckpointError):
@@ -117,19 +120,19 @@ def _set_aside(checkpoint: Path, found: list[str], say: Say) -> None:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What of optimizer, rate and schedule differs from the configuration that a checkpoint was written with.
+    """List the settings that decide updates and differ from the configuration that a checkpoint was written with.
 
     Args:
-        before: the configuration in the checkpoint.
-        now: of this run, both as plain values.
+        before: the configuration in the checkpoint, as plain values.
+        now: the configuration of this run, as plain values.
 
     Returns:
-        A line for each key, as ``optimizer.lr: 0.0003 in the checkpoint, 0.0001 now``.
+        A line for each such key, such as ``optimizer.lr: 0.0003 in the checkpoint, 0.0001 now``.
     """
     found = []
     for section, keys in _DECIDE_UPDATES.items():
         held, given = before.get(section) or {}, now.get(section) or {}
-        for key in keys or sorted(held.keys() & given.keys()):  # a key that one of two versions knows has no value to compare
+        for key in keys or sorted(held.keys() & given.keys()):  # a key that only one of two versions has cannot be compared
             if key in held and key in given and held[key] != given[key]:
                 found.append(f"{section}.{key}: {held[key]} in the checkpoint, {given[key]} now")
     return found
@@ -142,4 +145,4 @@ _DECIDE_UPDATES: dict[str, tuple[str, ...]] = {
     "parallel": ("freeze", "param_dtype", "reduce_dtype"),
     "moe": ("aux_loss", "bias_update_rate"),
 }
-"""Sections, and keys of them (none: all), that decide how a step changes the parameters."""
+"""Section to the keys in it that decide how a step changes the parameters; no keys: all keys of the section."""

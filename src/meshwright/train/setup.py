@@ -1,6 +1,6 @@
-"""Everything about a run that is known before a process starts: layout, model on meta, spec, plan, and whether it can work.
+"""Resolves everything that is known about a run before a process starts: layout, model on meta, spec, plan, and all problems.
 
-``plan``, ``train`` and every worker take this one road, so they cannot differ.
+``plan``, ``train`` and every worker call the same functions, so they cannot differ.
 """
 
 import json
@@ -34,13 +34,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Paths:
-    """Where a run keeps what."""
+    """Where a run keeps its files, under its output directory ``root``."""
 
     root: Path
 
     @property
     def checkpoints(self) -> Path:
-        """Complete checkpoints, one directory each."""
+        """The complete checkpoints, one directory each."""
         return self.root / "checkpoints"
 
     @property
@@ -50,12 +50,12 @@ class Paths:
 
     @property
     def tokens(self) -> Path:
-        """Tokenized documents."""
+        """The tokenized documents."""
         return self.root / "tokens"
 
     @property
     def source(self) -> Path:
-        """What an export gives back of the model that training began with."""
+        """Facts about the model that training began with, which an export restores, and the kind of data."""
         return self.root / "source.json"
 
     @property
@@ -65,12 +65,12 @@ class Paths:
 
     @property
     def metrics(self) -> Path:
-        """A line of metrics a step."""
+        """The metrics, one line for each logged step."""
         return self.root / "metrics.jsonl"
 
     @property
     def tensorboard(self) -> Path:
-        """Event files."""
+        """The event files of TensorBoard."""
         return self.root / "tensorboard"
 
     @property
@@ -81,13 +81,13 @@ class Paths:
 
 @dataclass(frozen=True)
 class RunSetup:
-    """A run, resolved for a world size.
+    """A run that is resolved for a world size.
 
     Attributes:
         config: the configuration.
-        layout: resolved sizes.
-        model: on the meta device.
-        spec: what it declares of itself.
+        layout: the layout, with resolved sizes.
+        model: the model on the meta device.
+        spec: what the model declares about itself.
         plan: what every rank will hold and send.
         objective: what the model is trained to do.
     """
@@ -101,15 +101,15 @@ class RunSetup:
 
     @property
     def paths(self) -> Paths:
-        """Where the run keeps what."""
+        """Where the run keeps its files."""
         return Paths(self.config.directory)
 
 
 def microbatches_per_step(config: RunConfig, layout: Layout) -> int:
-    """Forward-backward passes of a rank in an optimizer step.
+    """Return the number of forward-backward passes of a rank in an optimizer step.
 
     Raises:
-        ConfigError: batch sizes that the data ranks do not divide, with the legal values.
+        ConfigError: the data ranks do not divide the batch sizes; the error names the legal values.
     """
     from meshwright.data.loader import check_batch_sizes
 
@@ -120,16 +120,16 @@ def microbatches_per_step(config: RunConfig, layout: Layout) -> int:
 
 
 def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokenizerBase | None" = None) -> RunSetup:
-    """Resolve a configuration for a world size; starts nothing and reads no weights.
+    """Resolve a configuration for a world size. This starts no process and reads no weights.
 
     Args:
         config: the configuration.
         world_size: number of ranks.
-        tokenizer: fills vocabulary and special tokens of a new model's config where it leaves them out; ``None``: the
+        tokenizer: gives vocabulary size and special tokens to a new model's config that leaves them out; ``None``: the
             vocabulary size comes from the configuration.
 
     Raises:
-        MeshwrightError: all problems of layout, batch sizes, model and plan that can be found without each other.
+        MeshwrightError: all problems of layout, batch sizes, model and plan that can be found independently of each other.
     """
     from meshwright.models.objective import NextToken
     from meshwright.moe.balance import refusals
@@ -189,10 +189,10 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
 def describe_model(
     config: RunConfig, tokenizer: "PreTrainedTokenizerBase | None" = None
 ) -> "tuple[ParallelSpec, PreTrainedModel]":
-    """The model of a run on the meta device, and what it declares of itself.
+    """Return the spec of a run's model, and the model on the meta device.
 
     Raises:
-        MeshwrightError: a model that cannot be built, or declares too little.
+        MeshwrightError: the model cannot be built, or declares too little.
     """
     from meshwright.models.build import build_on_meta, pretrained_config
     from meshwright.models.imports import import_modules
@@ -201,7 +201,7 @@ def describe_model(
     from meshwright.models.strategy import ParallelizationStrategy
 
     import_modules(config.imports)
-    if tokenizer is None:  # nothing is prepared yet; what has a tokenizer has passed
+    if tokenizer is None:  # nothing is prepared yet; a run that has its tokenizer passed this check before
         refuse_untrainable(config.model)
     hf_config = pretrained_config(config.model, vocabulary_defaults(config, tokenizer))
     model = build_on_meta(config.model, hf_config)
@@ -215,7 +215,7 @@ def describe_model(
 
 
 def _tokens(config: RunConfig, layout: Layout, model: "PreTrainedModel") -> tuple[int, int | None]:
-    """Tokens of a microbatch, and experts that each goes to: what the bytes of activations depend on."""
+    """Return the tokens of a microbatch, and the experts per token; the bytes of activations depend on both."""
     multiple = layout.size("tp") if config.parallel.sequence_parallel else 1
     length = -(-config.data.sequence_length // multiple) * multiple
     text = model.config.get_text_config()
@@ -225,7 +225,7 @@ def _tokens(config: RunConfig, layout: Layout, model: "PreTrainedModel") -> tupl
 
 
 def vocabulary_defaults(config: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
-    """What a new model's config takes from the tokenizer where it does not say it."""
+    """Return the values for a new model's config that come from the tokenizer where the config does not give them."""
     if tokenizer is not None:
         special = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         return {"vocab_size": len(tokenizer), **special}
@@ -236,7 +236,7 @@ def vocabulary_defaults(config: RunConfig, tokenizer: "PreTrainedTokenizerBase |
 
         return vocabulary_defaults(config, load_tokenizer(config.tokenizer.path, config.model.trust_remote_code))
     if config.tokenizer.vocab_size is not None:
-        # The ids that a tokenizer trained here gives its special tokens; the plan depends on none of them.
+        # A tokenizer that is trained here gives its special tokens these ids; the plan does not depend on them.
         return {"vocab_size": config.tokenizer.vocab_size, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     if config.model.config is not None:
         raise ConfigError("model.config.vocab_size: is required where neither tokenizer.path nor tokenizer.vocab_size says it")
@@ -268,16 +268,16 @@ def _vocabulary_problems(config: RunConfig, model: "PreTrainedModel", tokens: in
 
 
 def plain_config(model: "PreTrainedModel") -> dict[str, Any]:
-    """A model's config as plain values that JSON keeps."""
+    """Return a model's config as plain values that JSON can represent."""
     return json.loads(model.config.to_json_string(use_diff=False))
 
 
 def source_facts(paths: Paths) -> dict[str, Any]:
-    """What was written down when the run was prepared: see :func:`meshwright.models.source.facts`, and the kind of data."""
+    """Return the facts written when the run was prepared (:func:`meshwright.models.source.facts`), and the kind of data."""
     return json.loads(paths.source.read_text()) if paths.source.is_file() else {}
 
 
 def together(problems: list[MeshwrightError]) -> MeshwrightError:
-    """One error that holds the problems of several."""
+    """Return one error that holds the problems of several errors."""
     kind = type(problems[0]) if len({type(problem) for problem in problems}) == 1 else ConfigError
     return kind([line for problem in problems for line in problem.problems])

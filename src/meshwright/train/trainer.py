@@ -1,4 +1,4 @@
-"""The trainer: loop(microbatches, sync, clip, step), with evaluation and checkpoints. One object on every rank."""
+"""The trainer: loop(microbatches, sync, clip, step), with evaluation and checkpoints. Every rank has one trainer."""
 
 import math
 import time
@@ -40,33 +40,33 @@ def _due(step: int, every: int) -> bool:
 
 
 def _stacked(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Rows of several microbatches, with zeros behind those that are shorter."""
+    """Concatenate the rows of several microbatches; shorter rows are padded with zeros at their end."""
     columns = max(tensor.shape[1] for tensor in tensors)
     return torch.cat([nn.functional.pad(tensor, (0, columns - tensor.shape[1])) for tensor in tensors])
 
 
 class Trainer:
-    """Trains the model of a run; every method is called on all ranks.
+    """Trains the model of a run. All ranks call every method.
 
     Args:
-        setup: the resolved run; its model is parallelized and given its values here.
+        setup: the resolved run; its model is parallelized and gets its values here.
         store: the run's tokens.
-        device: of this rank.
-        resume: checkpoint to go on from.
-        parts: what it is made of.
+        device: device of this rank.
+        resume: checkpoint to resume from; ``None``: none.
+        parts: the functions that make the parts of the trainer.
 
     Attributes:
-        model: parallelized.
-        mesh: of the layout.
-        engine: what runs microbatches.
-        clip: clips the gradient, and returns its norm before that.
-        guard: has steps that are not finite change nothing.
-        step: optimizer steps done.
-        skipped: steps skipped in a row, of those that the host knows of.
-        unevaluated: an evaluation is due after the last step that was done, and a signal had it left out.
-        progress: told of each microbatch, evaluation and save, in words such as ``step 12``.
-        agreement: on what all ranks do after a step; ``None``: one of this run's own, which nobody asks to end.
-        steps: optimizer steps in all.
+        model: the parallelized model.
+        mesh: the mesh of the layout.
+        engine: runs the microbatches.
+        clip: clips the gradient, and returns its norm before clipping.
+        guard: makes steps that are not finite change nothing.
+        step: number of optimizer steps done.
+        skipped: number of steps skipped in a row, among those that the host has read.
+        unevaluated: whether an evaluation is due after the last step, and was left out because a signal ended the run.
+        progress: called before each microbatch, evaluation and save with words such as ``step 12``.
+        agreement: decides what all ranks do after a step; ``None``: :meth:`run` makes one, which no signal asks to end.
+        steps: number of optimizer steps in all.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Trainer:
         torch.manual_seed(derive_seed(training.seed, "dropout", data_rank))
         if resume is not None:
             self.load(resume)
-        if data.packing == "pack":  # only now: without weights there is nothing to see
+        if data.packing == "pack":  # only now, because the check needs the weights
             dense, multiple = not model_sizes(setup.spec, setup.model).experts, setup.plan.sequence_multiple
             rows, length = training.microbatch_size, data.sequence_length
             check_boundaries(self.engine.logits, setup.model, device, rows, length, exact=dense, multiple=multiple)
@@ -138,8 +138,8 @@ class Trainer:
         """Train to the last step, evaluate, and save.
 
         Raises:
-            NonFiniteError: a NaN or infinite loss or gradient norm, unless such steps are to be skipped; or too many skipped.
-            StoppedError: it was asked to end; there is a checkpoint of the last step.
+            NonFiniteError: a loss or gradient norm was NaN or infinite, and the step is not skipped or too many were.
+            StoppedError: the run was asked to end; there is a checkpoint of the last step.
         """
         steps, training = self.steps, self.config.training
         agreement = self.agreement or Agreement(self.config.checkpoint.every_minutes)
@@ -158,7 +158,7 @@ class Trainer:
                 else:
                     self.recorder.advance(self.step)
                 decision, last = agreement.after(self.step), self.step == steps
-                ends = bool(decision.end) and not last  # which ends anyway, and has its evaluation
+                ends = bool(decision.end) and not last  # after the last step the run ends anyway, with its evaluation
                 self.unevaluated = last or _due(self.step, training.eval_every)
                 if self.unevaluated and not ends:
                     self.evaluate()
@@ -179,10 +179,10 @@ class Trainer:
             self.recorder.close()
 
     def train_step(self) -> None:
-        """One optimizer step. The host does not wait for it; :meth:`metrics` says how it went."""
+        """Run one optimizer step. The host does not wait for it; :meth:`metrics` returns how it went."""
         begun = time.perf_counter()
         on_host = self._microbatches(self.step)
-        # Counted before backward: the loss is divided by all tokens of the step, so no factor depends on the layout.
+        # Tokens are counted before backward: the loss is divided by all tokens of the step, so no factor depends on the layout.
         counts = torch.tensor([*self.objective.counts(on_host), self._routed(on_host)])
         *batches, counted = [self._to_device(batch) for batch in (*on_host, {"counts": counts})]
         counts = self.mesh.sum(counted["counts"])
@@ -206,7 +206,7 @@ class Trainer:
         self.journal.add(self.step, rate, found, time.perf_counter() - begun)
 
     def metrics(self) -> dict[str, Any]:
-        """How the last step went; the host waits for it.
+        """Wait for the last step, and return its metrics.
 
         Times are means since the last call, and ``skipped`` counts the steps since then that changed nothing.
 
@@ -223,10 +223,10 @@ class Trainer:
         }
 
     def learn(self) -> None:
-        """Wait for the device, and look how the steps went that the host knows nothing of yet.
+        """Wait for the device, and read how the steps went that the host has not read yet.
 
         Raises:
-            NonFiniteError: one was not finite, unless such steps are to be skipped; or too many in a row were not.
+            NonFiniteError: a step was not finite and such steps are not skipped, or too many in a row were skipped.
         """
         for step, values in self.journal.read():
             if is_finite(values):
@@ -237,11 +237,11 @@ class Trainer:
                 self._not_finite(step, values)
 
     def _microbatches(self, step: int) -> list[Batch]:
-        """What this rank trains on in a step, on the host; the same whenever it is asked for."""
+        """Return the microbatches of this rank in a step, on the host. They are the same in every call."""
         return self.objective.training(self.loader.microbatches(step), self.loader.numbers(step))
 
     def _routed(self, batches: list[Batch]) -> int:
-        """Tokens that count for the balance of experts."""
+        """Return the number of tokens that count for the balance of experts."""
         return sum(int(mask.sum()) for batch in batches if (mask := self.objective.routed(batch)) is not None)
 
     def _to_device(self, batch: Batch) -> Batch:
@@ -250,7 +250,7 @@ class Trainer:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
 
     def _not_finite(self, step: int, values: dict[str, float]) -> None:
-        """End the run with the step and the batch, or say that the step was skipped. All ranks know the same numbers."""
+        """Save the batch and end the run, or print that the step was skipped. All ranks have the same numbers."""
         share = self.config.training.global_batch_size
         numbers = f"loss {values['loss']}, gradient norm {values['gradient_norm']}"
         what = f"step {step + 1}: {numbers}; sequences {step * share} to {(step + 1) * share - 1}"
@@ -277,7 +277,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
-        """Mean loss in nats over the held-out tokens, the same on all ranks; ``None`` without any.
+        """Return the mean loss in nats over the held-out tokens, the same on all ranks; ``None``: nothing is held out.
 
         Raises:
             NonFiniteError: see :meth:`learn`.
@@ -317,10 +317,10 @@ class Trainer:
         return {**state.model_tensors(self.model), **state.optimizer_tensors(self.model, self.optimizer)}
 
     def save(self) -> Path:
-        """Save everything that resuming needs.
+        """Save a checkpoint with everything that resuming needs, and return its path.
 
         Raises:
-            NonFiniteError: see :meth:`learn`; nothing is saved then.
+            NonFiniteError: see :meth:`learn`; then nothing is saved.
         """
         self.learn()
         self.progress(f"the checkpoint of step {self.step}")
@@ -342,10 +342,10 @@ class Trainer:
         return path
 
     def load(self, checkpoint: Path) -> None:
-        """Go on from a checkpoint of the same model, written on this or another layout.
+        """Load a checkpoint of the same model, written on this or another layout, and continue after its step.
 
         Raises:
-            CheckpointError: a checkpoint of another model, optimizer or data; nothing was changed then.
+            CheckpointError: it is a checkpoint of another model, optimizer or data; then nothing was changed.
         """
         shapes = {row.name: row.shape for row in self.setup.plan.parameters}
         check_same_model(checkpoint, shapes, plain_config(self.setup.model))
@@ -363,6 +363,6 @@ class Trainer:
         if same_ranks:
             state.set_rng(tensors, self.rank, self.device)
         else:
-            # Other ranks, other streams: each starts one of its own, which does not repeat what was drawn before.
+            # Other ranks wrote it. Each rank seeds a new random stream, which does not repeat the numbers drawn before.
             torch.manual_seed(derive_seed(self.config.training.seed, "dropout", self.mesh.rank("dp"), meta["step"]))
         self.step, self.unevaluated = int(meta["step"]), bool(meta.get("unevaluated", False))

@@ -1,4 +1,4 @@
-"""One worker process of a run, whoever started it."""
+"""One worker process of a run, whichever launcher started it."""
 
 import os
 import socket
@@ -32,7 +32,7 @@ from meshwright.train.setup import Paths, make_setup
 __all__ = ["run_worker"]
 
 MARK = ".shared"
-"""A file of the output directory, from which every rank learns that it is rank 0's directory."""
+"""A file in the output directory, by which every rank checks that it sees the same directory as rank 0."""
 
 ATTEMPTS, SECONDS_BETWEEN = 20, 0.5
 
@@ -45,29 +45,29 @@ def run_worker(
     source: Source | None = None,
     asked: Path | None = None,
 ) -> None:
-    """Train as one rank; collective over all ranks of the job.
+    """Train as one rank. Collective over all ranks of the job.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         device_kind: ``cpu`` or ``cuda``.
-        prepared: the token store and the checkpoint to resume from, where the launcher prepared the run; ``None``: rank 0
+        prepared: the token store and the checkpoint to resume from, if the launcher prepared the run; ``None``: rank 0
             prepares it.
-        source: of the configuration, for the line that says whether the layout is proven, where rank 0 says it.
-        asked: a file by which the launcher asks to end the run.
+        source: where the configuration came from, for the line about the layout's proof, which rank 0 prints if it prepares.
+        asked: a file that the launcher creates to ask the run to end.
 
     Raises:
-        StoppedError: the run was ended so.
-        MeshwrightError: what it failed with.
+        StoppedError: a signal ended the run.
+        MeshwrightError: what the run failed with.
     """
     with ExitStack() as held:
         device = held.enter_context(process_group(timedelta(minutes=config.launch.timeout_minutes), device_kind))
         agreement = Agreement(config.checkpoint.every_minutes)
         held.enter_context(Attendant(SIGNALS, agreement.ask_to_end, asked, speaks=dist.get_rank() == 0))
-        # One process decides which checkpoint it is: on a shared file system ranks may see different ones.
+        # One process chooses the checkpoint: on a shared file system ranks may see different ones.
         store, resume = prepared or _prepare_on_rank_0(config, held, source)
         resume = verified(config, resume, warn)
-        watch = held.enter_context(_watch(config, device_kind))  # not before: that one rank prepares, or reads, is no hang
-        import_modules(config.imports)  # before the tokenizer, which one of them may register
+        watch = held.enter_context(_watch(config, device_kind))  # only now: waiting while one rank prepares or reads is no hang
+        import_modules(config.imports)  # before the tokenizer, whose class one of them may register
         tokenizer = load_run_tokenizer(config)
         setup = make_setup(config, dist.get_world_size(), tokenizer)
         from meshwright.train.trainer import Trainer
@@ -98,13 +98,13 @@ def run_worker(
 
 
 def _leave_unexported(reason: str) -> None:
-    """What a signal does once the last checkpoint is saved. An export appears when it is complete, or not at all."""
+    """End the process on a signal after the last checkpoint is saved. An export appears when it is complete, or not at all."""
     tell(f"{reason}: {UNEXPORTED}")
     os._exit(StoppedError.exit_code)
 
 
 def _watch(config: RunConfig, device_kind: str) -> AbstractContextManager[Watch | None]:
-    """What reports where ranks wait for each other, if there are several, and the report is wanted."""
+    """Make the watch that reports where ranks wait for each other; nothing for a single rank, or if the report is off."""
     seconds = config.launch.hang_report_seconds
     if seconds is None or dist.get_world_size() == 1:
         return nullcontext()
@@ -118,7 +118,7 @@ def _report(lines: list[str]) -> None:
 
 
 def _prepare_on_rank_0(config: RunConfig, held: ExitStack, source: Source | None) -> tuple[str, Path | None]:
-    """Prepare the run on one rank; its failure is the failure of all, known to all."""
+    """Prepare the run on rank 0, and return the token store and the checkpoint on all ranks. If it fails, all ranks fail."""
     outcome: list[Any] = [None]
     mark = Paths(config.directory).root / MARK
     if dist.get_rank() == 0:
@@ -132,7 +132,7 @@ def _prepare_on_rank_0(config: RunConfig, held: ExitStack, source: Source | None
             outcome[0] = (str(store.directory), checkpoint_to_resume(config), mark.read_text(), socket.gethostname())
         except MeshwrightError as error:
             outcome[0] = error
-        except Exception as error:  # whatever it was, the others must not wait for it
+        except Exception as error:  # whatever it was, the other ranks must not wait in vain
             outcome[0] = WorkerError(f"rank 0: {described(error, config.directory)}")
     # A download or a large corpus takes longer than a collective of training may.
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=2))
@@ -147,10 +147,11 @@ def _prepare_on_rank_0(config: RunConfig, held: ExitStack, source: Source | None
 
 
 def _check_shared(config: RunConfig, mark: Path, written: str, host: str, group: Any) -> None:
-    """Find out whether every rank sees what rank 0 has just written; collective.
+    """Check that every rank sees what rank 0 has just written. Collective.
 
     Raises:
-        ConfigError: on all ranks, if one does not: its machine has another directory of that name, or none.
+        ConfigError: a rank does not see it: its machine has another directory of that name, or none. Rank 0 raises it, and the
+            other ranks end silently.
     """
     seen = _reads(mark, written)
     blind: list[str | None] = [None] * dist.get_world_size()
@@ -169,10 +170,10 @@ def _check_shared(config: RunConfig, mark: Path, written: str, host: str, group:
 
 
 def _reads(mark: Path, written: str) -> bool:
-    """Whether a file has this content; a shared file system may take some seconds to show it."""
+    """Whether the file has this content; waits some seconds for it, because a shared file system may show it late."""
     for _ in range(ATTEMPTS):
         try:
-            os.scandir(mark.parent).close()  # makes NFS look anew
+            os.scandir(mark.parent).close()  # makes NFS refresh its cache
             if mark.read_text() == written:
                 return True
         except OSError:
@@ -182,7 +183,7 @@ def _reads(mark: Path, written: str) -> bool:
 
 
 def finish_run(config: RunConfig) -> None:
-    """Export the last checkpoint and sample from it, if the run asks for it. On one rank, without a process group."""
+    """Export the last checkpoint and sample from it, if the configuration asks for it. On one rank, without a process group."""
     from meshwright.checkpoint.directory import latest
     from meshwright.checkpoint.export import export_checkpoint, generate
 
