@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from meshwright.data.columns import FORMATS
 from meshwright.data.formats import SPEAKERS
 from meshwright.models.imports import import_modules
-from meshwright.train.config import RunConfig
+from meshwright.train.config import RunConfig, load_config
 from tests.cli.conftest import meshwright, start, warm
 from tests.harness import run_ranks
 from tests.train.conftest import corpus
@@ -35,6 +35,19 @@ def test_the_sections_of_the_page_on_data_are_legal() -> None:
     for block in blocks:
         found = {"output": "runs/x", "model": {"path": "x"}, **needed, **yaml.safe_load(block)}
         assert RunConfig.model_validate(found)
+
+
+def test_the_guide_has_legal_keys_and_links(tmp_path: Path) -> None:
+    guide = PAGE.with_name("guide.md")
+    text = guide.read_text()
+    (block,) = re.findall(r"^```yaml\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "run.yaml").write_text(block)
+    overrides = re.findall(r"`((?:layout|parallel|training)\.\w+(?:=|: )\w+)`", text)
+    assert len(overrides) >= 9
+    for override in overrides:
+        load_config(tmp_path / "run.yaml", [override.replace(": ", "=")])
+    for link in re.findall(r"\]\(([\w./-]+\.md)", text):
+        assert (guide.parent / link).is_file(), link
 
 
 def test_the_page_on_data_has_every_format_and_its_columns() -> None:
