@@ -50,6 +50,16 @@ def test_the_guide_has_legal_keys_and_links(tmp_path: Path) -> None:
         assert (guide.parent / link).is_file(), link
 
 
+def test_the_pictures_are_those_of_their_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = runpy.run_path(str(PAGE.parent / "pictures" / "make.py"))
+    monkeypatch.setitem(script["picture"].__globals__, "HERE", tmp_path)
+    script["main"]()
+    made = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert made == {file.name: file.read_text() for file in (PAGE.parent / "pictures").glob("*.svg")}
+    pages = "".join(file.read_text() for file in PAGE.parent.glob("*.md"))
+    assert all(f"(pictures/{name})" in pages for name in made)
+
+
 def test_the_page_on_data_has_every_format_and_its_columns() -> None:
     page = PAGE.with_name("data.md").read_text()
     for name, layout in FORMATS.items():

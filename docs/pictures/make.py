@@ -1,0 +1,169 @@
+"""Make the pictures of the documentation: ``python docs/pictures/make.py`` writes SVG files beside this one."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+HERE = Path(__file__).parent
+COLOURS = {"shard": "#cfe3f7", "whole": "#1f6fb2", "gradient": "#e8a33d", "line": "#444", "text": "#222", "other": "#f3d9d9"}
+FONT = "font-family='sans-serif' font-size='13'"
+
+
+def text(x: float, y: float, words: str, *, anchor: str = "start", colour: str = COLOURS["text"], size: int = 13) -> str:
+    """A line of words."""
+    return (
+        f"<text x='{x}' y='{y}' text-anchor='{anchor}' fill='{colour}' font-family='sans-serif' font-size='{size}'>"
+        f"{escape(words)}</text>"
+    )
+
+
+def box(x: float, y: float, width: float, height: float, fill: str, stroke: str = COLOURS["line"]) -> str:
+    """A rectangle."""
+    return f"<rect x='{x}' y='{y}' width='{width}' height='{height}' rx='3' fill='{fill}' stroke='{stroke}'/>"
+
+
+def line(x1: float, y1: float, x2: float, y2: float, colour: str, more: str = "stroke-width='3'") -> str:
+    """A straight line."""
+    return f"<line x1='{x1}' y1='{y1}' x2='{x2}' y2='{y2}' stroke='{colour}' {more}/>"
+
+
+def picture(name: str, width: int, height: int, parts: Iterator[str]) -> None:
+    """Write an SVG file on a white ground."""
+    head = f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' height='{height}'>"
+    body = "\n".join([head, box(0, 0, width, height, "white", "white"), *parts, "</svg>"])
+    (HERE / name).write_text(body + "\n")
+
+
+def mesh() -> Iterator[str]:
+    """Eight ranks as dp_replicate 2 x dp_shard 2 x tp 2, and the groups of each axis."""
+    yield text(20, 28, "8 ranks: dp_replicate=2, dp_shard=2, tp=2", size=15)
+    places: dict[tuple[int, int, int], tuple[float, float]] = {}
+    for replica in range(2):
+        x = 40 + 330 * replica
+        yield box(x - 15, 50, 300, 190, "#fafafa", "#bbb")
+        yield text(x, 70, f"replica {replica}: holds the whole model")
+        for shard in range(2):
+            for slice_ in range(2):
+                rank = 4 * replica + 2 * shard + slice_
+                left, top = x + 140 * slice_, 85 + 75 * shard
+                places[replica, shard, slice_] = (left, top)
+                yield box(left, top, 115, 55, COLOURS["shard"])
+                yield text(left + 57, top + 22, f"rank {rank}", anchor="middle")
+                yield text(left + 57, top + 42, f"shard {shard}, slice {slice_}", anchor="middle", size=11)
+    for replica in range(2):
+        for index in range(2):
+            left, top = places[replica, index, 0]
+            yield line(left + 115, top + 27, left + 140, top + 27, "#b5342c")
+            left, top = places[replica, 0, index]
+            yield line(left + 57, top + 55, left + 57, top + 75, "#1f6fb2")
+    (first, top), (second, _) = places[0, 0, 0], places[1, 0, 0]
+    yield f"<path d='M {first + 57} {top} V {top - 8} H {second + 57} V {top}' stroke='#3c8d40' stroke-width='3' fill='none'/>"
+    for index, (colour, words) in enumerate(
+        (
+            ("#b5342c", "tp: ranks that share the matrices of a layer, and the same tokens (all-reduce of activations)"),
+            ("#1f6fb2", "dp_shard: ranks that share the parameters, with other tokens (all-gather, reduce-scatter)"),
+            ("#3c8d40", "dp_replicate: the same part of each replica (all-reduce of gradients; one of four groups is shown)"),
+        )
+    ):
+        yield line(30, 262 + 22 * index, 60, 262 + 22 * index, colour)
+        yield text(70, 266 + 22 * index, words, size=12)
+
+
+POLICIES = {
+    "defer": ((1, 0), (1, 0), (1, 0), (1, 1)),
+    "reshard_each": ((2, 0), (2, 0), (2, 0), (2, 1)),
+    "reduce_each": ((2, 1), (2, 1), (2, 1), (2, 1)),
+}
+"""For each of four microbatches, how often a unit is unsharded (1: all the time), and whether it reduces."""
+
+
+def sync() -> Iterator[str]:
+    """The life of a unit in a step of four microbatches, under each policy."""
+    yield text(20, 28, "A unit in an optimizer step of four microbatches", size=15)
+    width = 150
+    for index in range(4):
+        x = 130 + width * index
+        yield text(x + width / 2, 52, f"microbatch {index}", anchor="middle")
+        yield text(x + width / 4, 68, "forward", anchor="middle", size=11)
+        yield text(x + 3 * width / 4, 68, "backward", anchor="middle", size=11)
+        yield line(x, 40, x, 272, "#ddd", "")
+    for row, (policy, steps) in enumerate(POLICIES.items()):
+        y = 82 + 66 * row
+        yield text(20, y + 20, policy)
+        for index, (gathers, reduces) in enumerate(steps):
+            x = 130 + width * index
+            if gathers == 1:
+                yield box(x, y, width, 24, COLOURS["whole"], COLOURS["whole"])
+            else:
+                yield box(x, y, width, 24, COLOURS["shard"], COLOURS["shard"])
+                yield box(x + 22, y, 40, 24, COLOURS["whole"])
+                yield box(x + 90, y, 44, 24, COLOURS["whole"])
+            kept = not reduces and policy != "reduce_each"
+            if kept or (index and policy != "reduce_each"):
+                begin = x if index else x + 100
+                length = x + width - begin - (12 if reduces else 0)
+                yield box(begin, y + 30, length, 10, COLOURS["gradient"], COLOURS["gradient"])
+            elif policy == "reduce_each":
+                yield box(x + 100, y + 30, 38, 10, COLOURS["gradient"], COLOURS["gradient"])
+            if reduces:
+                yield text(x + width - 12, y + 40, "R", anchor="start", colour="#b5342c", size=14)
+    for index, (colour, words) in enumerate(
+        (("whole", "parameters unsharded"), ("shard", "parameters sharded"), ("gradient", "unsharded gradient kept"))
+    ):
+        yield box(130 + 190 * index, 284, 22, 12, COLOURS[colour])
+        yield text(158 + 190 * index, 295, words, size=12)
+    yield text(700, 295, "R: reduced", colour="#b5342c", size=12)
+
+
+def twins() -> Iterator[str]:
+    """A layer that two stacks share: as one unit, and as twin units."""
+    title = "A stack that runs twice: layer i of the encoder and layer i of the decoder have the same parameters"
+    yield text(20, 28, title, size=15)
+    for index, (title, lines) in enumerate(
+        (
+            (
+                "one unit of both layers",
+                (
+                    "one unsharded copy for each pass",
+                    "one gradient, complete after both backwards",
+                    "one reduction; the gradients of the whole",
+                    "stack wait for it",
+                ),
+            ),
+            (
+                "twin units",
+                (
+                    "each layer is a unit",
+                    "each pass unshards and reduces for itself",
+                    "both reductions add to one sharded gradient",
+                    "one layer's gradients are held; twice the traffic",
+                ),
+            ),
+        )
+    ):
+        x = 30 + 400 * index
+        yield text(x, 58, title, size=14)
+        if index == 0:
+            yield box(x, 70, 340, 66, "white", "#1f6fb2")
+        for position, layer in enumerate(("encoder layer i", "decoder layer i")):
+            left = x + 15 + 165 * position
+            if index == 1:
+                yield box(left - 7, 70, 160, 66, "white", "#1f6fb2")
+            yield box(left, 84, 145, 38, COLOURS["whole"])
+            yield text(left + 72, 108, layer, anchor="middle", colour="white")
+            yield line(left + 72, 136, x + 170, 170, "#444", "stroke-dasharray='4 3'")
+        yield box(x + 95, 170, 150, 34, COLOURS["shard"])
+        yield text(x + 170, 191, "sharded parameters", anchor="middle")
+        for number, line in enumerate(lines):
+            yield text(x, 232 + 18 * number, line, size=12)
+
+
+def main() -> None:
+    """Write all pictures."""
+    picture("mesh.svg", 690, 320, mesh())
+    picture("sync.svg", 790, 310, sync())
+    picture("twins.svg", 800, 300, twins())
+
+
+if __name__ == "__main__":
+    main()
