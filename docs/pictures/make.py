@@ -154,8 +154,8 @@ def twins() -> Iterator[str]:
             yield line(left + 72, 136, x + 170, 170, "#444", "stroke-dasharray='4 3'")
         yield box(x + 95, 170, 150, 34, COLOURS["shard"])
         yield text(x + 170, 191, "sharded parameters", anchor="middle")
-        for number, line in enumerate(lines):
-            yield text(x, 232 + 18 * number, line, size=12)
+        for number, words in enumerate(lines):
+            yield text(x, 232 + 18 * number, words, size=12)
 
 
 def main() -> None:
