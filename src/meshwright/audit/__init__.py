@@ -1,4 +1,4 @@
-"""One process against many, parameter by parameter.
+"""Compare many processes with one process, parameter by parameter.
 
 Names are imported on first use.
 """

@@ -1,8 +1,9 @@
-"""What goes into modules and comes out of them, and the gradient of both: recorded on either side of an audit, and compared.
+"""Records the inputs and outputs of modules, and their gradients, on both sides of an audit, and compares them.
 
-One microbatch of each data rank is recorded: its first one. Hooks copy what they see, send nothing, and are silent where
-activation checkpointing runs a module again. A gradient of an input is that through this module alone: each module is given a
-view of its input, so that a residual that goes past it is not in it. A module that runs several times has a record of each run.
+One microbatch of each data rank is recorded, its first one. Hooks copy what passes them, send nothing, and ignore the modules
+that activation checkpointing recomputes. The gradient of an input is that through this module alone: each module gets a view of
+its input, so the gradient of a residual connection around it is not included. A module that runs several times has a record of
+each run.
 """
 
 from collections import Counter
@@ -32,10 +33,10 @@ __all__ = [
 ]
 
 MOST_BYTES_OF_BORDERS = 2**28
-"""Recorded on each side, over all microbatches that are; what comes later is left out, and counted."""
+"""Largest number of bytes recorded on each side, over all recorded microbatches. Later tensors are left out, and counted."""
 
 MASKED = 1e30
-"""A value this large is that of a mask, and no scale."""
+"""Values from this size on are those of masks, and are ignored when scales are determined."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +44,11 @@ class Point:
     """A tensor at a border.
 
     Attributes:
-        module: its name.
-        run: of the module in the microbatch, counted from 0.
-        side: of the module.
-        place: of the tensor among the arguments, or in what is returned.
-        gradient: whether it is the gradient of the tensor.
+        module: name of the module.
+        run: run of the module in the microbatch, counted from 0.
+        side: side of the module.
+        place: place of the tensor among the arguments, or in what is returned.
+        gradient: whether it is the gradient of this tensor.
     """
 
     module: str
@@ -62,13 +63,13 @@ class Point:
 
 @dataclass(frozen=True)
 class BorderRow:
-    """A tensor at a border of a rank against that of one process.
+    """The comparison of a tensor at a border of a rank with that of one process.
 
     Attributes:
-        point: what it is.
+        point: which tensor it is.
         error: largest difference of an entry, relative to the largest entry of the reference.
         tolerance: largest error that passes.
-        rank: that holds it.
+        rank: the rank.
     """
 
     point: Point
@@ -78,22 +79,22 @@ class BorderRow:
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within the tolerance."""
+        """Return whether the error is within the tolerance."""
         return self.error <= self.tolerance
 
 
 class BorderRecorder:
-    """Hooks the modules of a model, and keeps what passes their borders.
+    """Hooks the modules of a model, and keeps the tensors that pass their borders.
 
     Args:
-        model: parallelized, or plain.
-        names: of the modules.
-        microbatches: to record, counted by forwards of the model from now on.
-        limit: bytes of each microbatch.
+        model: the model, parallelized or plain.
+        names: names of the modules.
+        microbatches: the microbatches to record, counted by forwards of the model from now on.
+        limit: largest number of bytes kept of each microbatch.
 
     Attributes:
-        tensors: microbatch to point to tensor, in the order in which they came.
-        left_out: tensors that were not kept because of the limit.
+        tensors: microbatch to point to tensor, in the order of recording.
+        left_out: number of tensors that were not kept because of the limit.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str], microbatches: Collection[int], limit: int) -> None:
@@ -108,7 +109,7 @@ class BorderRecorder:
             self._handles.append(module.register_forward_hook(partial(self._leave, name)))
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -161,7 +162,7 @@ class BorderRecorder:
 
 
 def _mapped(value: Any, place: str, do: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
-    """Plain tuples, lists and dicts with something done to the tensors in them; anything else as it is."""
+    """Apply a function to the tensors in plain tuples, lists and dicts; return anything else unchanged."""
     if isinstance(value, torch.Tensor):
         return do(place, value)
     if type(value) in (tuple, list):
@@ -191,16 +192,16 @@ def compare_borders(
     share: float,
     rank: int = 0,
 ) -> list[BorderRow]:
-    """A row for each tensor that both sides have, in the order in which the rank recorded them.
+    """Return a row for each tensor that both sides have, in the order in which the rank recorded them.
 
     Args:
-        recorded: by the rank.
-        truth_of: what one process recorded.
-        hold: what the rank holds at a border whose tensor has so many features.
+        recorded: what the rank recorded.
+        truth_of: returns what one process recorded at a point.
+        hold: returns what the rank has at a border, for a tensor with this number of features.
         tolerance: largest error that passes.
-        share: of the largest entry of all gradients, or of all values: no tensor has a smaller scale, for some are zero but for
-            rounding.
-        rank: for the rows.
+        share: smallest scale of a tensor, as a share of the largest entry of all gradients, or of all values. Some tensors are
+            zero except for rounding.
+        rank: the rank, for the rows.
     """
     pairs: dict[Point, tuple[torch.Tensor, torch.Tensor]] = {}
     largest = {False: 0.0, True: 0.0}
@@ -220,7 +221,7 @@ def compare_borders(
 
 
 def worst_of_ranks(rows: Iterable[BorderRow]) -> tuple[BorderRow, ...]:
-    """For each tensor the row with the largest error, in the order in which they first came."""
+    """Return for each tensor the row with the largest error, in the order in which the tensors first occur."""
     found: dict[Point, BorderRow] = {}
     for row in rows:
         if row.point not in found or row.error > found[row.point].error:
@@ -229,15 +230,16 @@ def worst_of_ranks(rows: Iterable[BorderRow]) -> tuple[BorderRow, ...]:
 
 
 def part_of(truth: torch.Tensor, found: torch.Tensor, held: Held) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """What can be compared of a tensor of one process and that of a rank: tokens that both have.
+    """Return the parts of a tensor of one process and of that of a rank that can be compared: the tokens that both have.
 
     Args:
-        truth: [rows, length, ...], or of all tokens one after another; or of any shape, if it is no tensor of tokens.
-        found: of the rank, its part of the positions, with padding behind ``length``.
-        held: by the rank.
+        truth: the tensor of one process: [rows, length, ...], or [rows * length, ...] with all tokens one after another, or of
+            any shape if it has no tokens.
+        found: the tensor of the rank, with its part of the positions, and padding after ``length``.
+        held: what the rank has of the tensor.
 
     Returns:
-        ``None`` where the shapes do not belong together.
+        The two parts; ``None`` if the shapes do not match.
     """
     if held.words is not None and truth.shape[:-1] == found.shape[:-1] and found.shape[-1] == len(held.words):
         return truth[..., held.words.start : held.words.stop], found
@@ -259,9 +261,9 @@ def part_of(truth: torch.Tensor, found: torch.Tensor, held: Held) -> tuple[torch
 
 
 def border_error(found: torch.Tensor, truth: torch.Tensor, floor: float) -> float:
-    """The largest difference of an entry, relative to the largest entry of the reference, or to ``floor`` if that is more.
+    """Return the largest difference of an entry, relative to the largest entry of the reference, or to ``floor`` if larger.
 
-    Entries that are infinite, or no number, on both sides alike are equal: those of masks, and of rows that are masked whole.
+    Entries that are infinite or NaN on both sides alike are equal: those of masks, and of rows that are masked as a whole.
     """
     value, reference = found.double().flatten(), truth.double().flatten()
     same = (value == reference) | (value.isnan() & reference.isnan())

@@ -1,4 +1,4 @@
-"""What is audited, and the trainer that both sides share: the one that `train` uses, on the audit's data."""
+"""What is audited, and the trainer that both sides share: the trainer of `train`, on the data of the audit."""
 
 import functools
 import re
@@ -29,23 +29,23 @@ from meshwright.train.trainer import Trainer
 __all__ = ["AuditTrainer", "Case", "NotingEngine", "in_dtype", "local_part", "modules_in_evaluation"]
 
 DROPOUT = r"dropout|pdrop|layerdrop|drop_path|jitter"
-"""Of names of probabilities."""
+"""Pattern of attributes that hold a probability of dropout, or the strength of noise."""
 
 NO_TEXT = r"^(image|video|audio|vision|speech|bo[iav]|eo[iav]).*_token_(id|index)$"
-"""Of keys of words that stand for an image or a sound, which are not there."""
+"""Pattern of config keys of token ids that stand for an image or a sound. The data contain neither."""
 
 JITTER = 0.02
-"""Added to every drawn parameter, times a standard normal."""
+"""Standard deviation of the normal noise that is added to every parameter of a newly initialized model."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One audit: a configuration that is ready to run, and where its data are.
+    """One audit: a configuration that is ready to run, and its data.
 
     Attributes:
-        config: of the run; small enough for this machine.
+        config: configuration of the run; small enough for this machine.
         store: directory of the token store.
-        steps: optimizer steps.
+        steps: number of optimizer steps.
     """
 
     config: RunConfig
@@ -54,22 +54,22 @@ class Case:
 
     @property
     def dtype(self) -> str:
-        """Of compute."""
+        """The dtype of compute."""
         return self.config.parallel.param_dtype or self.config.model.dtype
 
     def on_one_process(self) -> "Case":
-        """The same model, data and arithmetic in one process, without any of the options that carry a layout out."""
+        """Return the same model, data and arithmetic for one process, without any of the options that carry out a layout."""
         kept = {name: getattr(self.config.parallel, name) for name in ("param_dtype", "output_dtype", "freeze")}
         changed = {"layout": LayoutConfig(dp_shard=1), "parallel": ParallelConfig(**kept, reduce_dtype=None)}
         return Case(self.config.model_copy(update=changed), self.store, self.steps)
 
     def with_steps(self, steps: int) -> "Case":
-        """The same, of so many steps."""
+        """Return the same case with another number of steps."""
         training = self.config.training.model_copy(update={"steps": steps})
         return Case(self.config.model_copy(update={"training": training}), self.store, steps)
 
     def more_precise(self) -> "Case | None":
-        """The same in the next better arithmetic; ``None`` for float64."""
+        """Return the same case in the next more precise dtype; ``None`` for float64."""
         better = {"bfloat16": "float32", "float32": "float64"}.get(self.dtype)
         if better is None:
             return None
@@ -77,7 +77,7 @@ class Case:
 
 
 def in_dtype(config: RunConfig, compute: str, store: str | None = None) -> RunConfig:
-    """A configuration that computes in a dtype, and stores in another if it is given."""
+    """Return a configuration that computes in one dtype, and stores parameters in the dtype ``store`` if that is given."""
     parallel = config.parallel
     reduce = parallel.reduce_dtype if compute == "bfloat16" else compute
     wider = compute == "bfloat16" and parallel.output_dtype in ("float32", "float64")
@@ -86,25 +86,26 @@ def in_dtype(config: RunConfig, compute: str, store: str | None = None) -> RunCo
         "parallel": parallel.model_copy(update={"param_dtype": compute, "reduce_dtype": reduce, "output_dtype": output})
     }
     if store is not None:
-        # The kernels for many experts at once have no float64.
+        # The kernels that compute many experts at once do not support float64.
         experts = "eager" if compute == "float64" else config.model.experts_implementation
         changed["model"] = config.model.model_copy(update={"dtype": store, "experts_implementation": experts})
     return config.model_copy(update=changed)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
+    """Return the part of a tensor that this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def modules_in_evaluation(model: nn.Module) -> list[str]:
-    """Names of the modules that are in evaluation mode."""
+    """Return the names of the modules that are in evaluation mode."""
     return [name for name, module in model.named_modules() if not module.training]
 
 
 def silence_dropout(model: nn.Module) -> None:
-    """Set every probability of dropout to 0, in modules and in the configs that they read: masks of one process cannot be those
-    of several. A model that was shrunk has none any more.
+    """Set every probability of dropout to 0, in modules and in the configs that they read.
+
+    The dropout masks of one process cannot be those of several. A model that was shrunk has no such probability left.
     """
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -116,12 +117,12 @@ def silence_dropout(model: nn.Module) -> None:
 
 
 class NotingEngine(Sequential):
-    """Runs microbatches as a run does, with the data noted."""
+    """Runs microbatches as a run does, and records which sequences it was fed."""
 
     trainer: "AuditTrainer"
 
     def forward_backward(self, batches: list[Batch], counts: torch.Tensor) -> Sums:
-        """In the arithmetic of the case."""
+        """Run the microbatches of a step in the arithmetic of the case."""
         trainer = self.trainer
         trainer.sequences.append(sequence_digests(batches, trainer.config.data.sequence_length))
         with KeepFloat64() if trainer.case.dtype == "float64" else nullcontext():
@@ -132,10 +133,10 @@ class AuditTrainer(Trainer):
     """The trainer of a case on this rank.
 
     Args:
-        case: to run.
-        device: to compute on.
-        engine: what runs its microbatches.
-        parts: that are others than those of an audit.
+        case: the case.
+        device: the device to compute on.
+        engine: class of the engine that runs its microbatches.
+        parts: replacements for parts of an audit, by the names of the fields of :class:`~meshwright.train.parts.Parts`.
 
     Attributes:
         sequences: for each step, the digests of the sequences that this rank was fed.
@@ -152,13 +153,13 @@ class AuditTrainer(Trainer):
             made.trainer = self
             return made
 
-        # One mesh for all cases of a layout: the groups of a mesh have threads, and cannot be taken back.
+        # All cases of a layout share one mesh: its process groups have threads, and cannot be destroyed one by one.
         own = {"mesh": lambda trainer: _mesh(setup.layout, device.type), "loader": _loader, "fill": _fill, "engine": noting}
         super().__init__(setup, TokenStore.open(case.store), device, parts=Parts(**{**own, **parts}))
 
 
 def _loader(trainer: Made, store: TokenStore) -> TrainLoader:
-    """That of the audit; experts are to be left without a token now and then, and what hurts is to be fed."""
+    """Build the loader of the audit. Some microbatches leave experts without a token, and the difficult cases are fed."""
     loader = train_loader(trainer, store, UnevenLoader)
     setup, training = trainer.setup, trainer.config.training
     loader.starves = bool(model_sizes(setup.spec, setup.model).experts)
@@ -171,9 +172,9 @@ def _loader(trainer: Made, store: TokenStore) -> TrainLoader:
 
 
 def _fill(trainer: Made, device: torch.device) -> None:
-    """As a run does; a drawn model is jittered.
+    """Initialize the model as a run does. If its weights were not loaded, add noise to them.
 
-    Biases that begin as zero, and norms that begin as one, would hide what is wrong with them and behind them.
+    Biases that begin as zero, and norms that begin as one, would hide errors in them and behind them.
     """
     fill(trainer, device)
     if trainer.config.model.path is None:
@@ -187,12 +188,15 @@ def _mesh(layout: Layout, device_type: str) -> ParallelMesh:
 
 @torch.no_grad()
 def _jitter(model: nn.Module, seed: int) -> None:
-    """Each parameter is drawn whole from a stream of its own, so that values do not depend on the layout."""
+    """Add noise to each parameter.
+
+    The noise is generated for the whole parameter, from a random stream of its own, so it does not depend on the layout.
+    """
     for name, parameter in model.named_parameters():
         generator = torch.Generator().manual_seed(derive_seed(seed, "jitter", name))
         noise = (JITTER * torch.randn(parameter.shape, generator=generator)).to(parameter.device, parameter.dtype)
         value = parameter.data
         if isinstance(value, DTensor):
-            # src_data_rank=None: each rank slices its own copy; nothing is sent
+            # src_data_rank=None: each rank slices its own copy, and nothing is sent
             noise = local_part(distribute_tensor(noise, value.device_mesh, value.placements, src_data_rank=None))
         local_part(value).add_(noise)

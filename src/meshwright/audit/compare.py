@@ -1,13 +1,13 @@
-"""One tensor against its reference: how far off, by which factor, and which parts of the batch are in it.
+"""One tensor against its reference: its error, its factor, and the parts of the batch that it contains.
 
-Three numbers tell most bugs apart. With g the tensor, r the reference, and all sums over entries:
+Three numbers distinguish most bugs. With g the tensor, r the reference, and all sums over entries:
 
-- *error*: ``max |g - r| / max |r|``. Small against the tolerance: right.
+- *error*: ``max |g - r| / max |r|``. If it is within the tolerance, the tensor is right.
 - *ratio*: ``sum(g r) / sum(r r)``, the factor c for which ``c r`` is nearest to g (least squares). 2.000: counted twice.
 - *residual*: ``|g - ratio r| / |r|``. Near 0: nothing is wrong but the factor. Not near 0: something is missing or foreign.
 
-And where the reference keeps the gradient of every microbatch apart, ``g = sum_i w_i r_i`` is solved for the *weights* w: all 1
-where it is right, 0 for a microbatch whose gradient got lost, 0.5 for one that was divided by two ranks once too often.
+If the reference has the gradient r_i of every microbatch, ``g = sum_i w_i r_i`` is solved for the *weights* w. They are all 1
+if g is right. A weight is 0 if the gradient of a microbatch was lost, and 0.5 if it was divided by two ranks once too often.
 """
 
 import math
@@ -20,31 +20,32 @@ __all__ = ["Row", "compare", "weights_of_parts"]
 
 
 ROUNDING = 1e-9
-"""A part that is no larger than this share of the largest one is taken for zero."""
+"""A part whose norm is at most this share of the largest norm counts as zero."""
 
 MOST_CONDITION = 1e4
-"""Largest condition number of some parts for which weights are solved: what is foreign in a gradient comes out of it that many
-times as large."""
+"""Largest condition number of some parts for which weights are solved. An error of the gradient may appear in the weights this
+many times as large."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A tensor against its reference.
+    """The comparison of a tensor with its reference.
 
     Attributes:
-        what: ``gradient``, ``parameter``, ``buffer``, or the name of an optimizer state.
-        name: of the parameter or buffer.
-        unit: that gathers and reduces it; for people.
-        placements: as planned; for people.
-        error: see the module; infinite where the tensor is missing or not finite.
-        ratio: see the module; NaN where the reference is zero.
+        what: ``initial value``, ``gradient``, ``parameter``, ``buffer``, or the name of an optimizer state.
+        name: name of the parameter or buffer.
+        unit: label of the unit that gathers and reduces it, for people.
+        placements: its planned placements, for people.
+        error: see the module; infinite if the tensor is missing or not finite.
+        ratio: see the module; NaN if the reference is zero.
         residual: see the module.
         tolerance: largest error that passes.
-        scale: largest entry of the reference.
-        missing: whether there was nothing to compare.
-        weights: of the microbatches, in the order of the reference, for a gradient that failed; empty otherwise. NaN: cannot be
-            told.
-        step: of a buffer that failed: after which it did first, counted from 1; otherwise 0.
+        scale: what the error is relative to: the largest entry of the reference, or the floor of :func:`compare` if that is
+            more.
+        missing: whether one of the two tensors was missing.
+        weights: weights of the microbatches, in the order of the reference, for a gradient that failed; otherwise empty. NaN:
+            unknown.
+        step: for a buffer that failed, the first step after which it did, counted from 1; otherwise 0.
     """
 
     what: str
@@ -62,25 +63,25 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within the tolerance."""
+        """Return whether the error is within the tolerance."""
         return self.error <= self.tolerance
 
     @property
     def severity(self) -> float:
-        """The error in units of the tolerance."""
+        """Return the error in units of the tolerance."""
         return self.error / self.tolerance if self.tolerance else math.inf
 
 
 def compare(
     found: torch.Tensor | None, reference: torch.Tensor, floor: float = 0.0, slack: torch.Tensor | None = None
 ) -> tuple[float, float, float, float]:
-    """Error, ratio, residual and scale of a tensor.
+    """Return the error, ratio, residual and scale of a tensor; the module says what they are.
 
     Args:
         found: the tensor; ``None``: it is missing.
-        reference: of the same shape.
-        floor: the scale is at least this, so that the noise of an entry that ought to be zero is not measured by itself.
-        slack: added to the scale, entry by entry, where an entry is known to be ill-conditioned.
+        reference: the reference, of the same shape.
+        floor: smallest scale, so that noise in a tensor that should be zero is not compared with itself.
+        slack: added to the scale, entry by entry, for entries that are known to be ill-conditioned.
     """
     truth = reference.detach().double().flatten().cpu()
     largest = float(truth.abs().max()) if truth.numel() else 0.0
@@ -105,10 +106,10 @@ def compare(
 
 
 def weights_of_parts(found: torch.Tensor, parts: Sequence[torch.Tensor]) -> tuple[float, ...]:
-    """The weights w for which ``sum_i w_i parts_i`` is nearest to a tensor; empty where it is not made of them.
+    """Return the weights w for which ``sum_i w_i parts_i`` is nearest to a tensor; empty if the tensor is no such sum.
 
-    Parts that are zero, or nothing but rounding (a microbatch that does not touch the parameter), cannot be told; they get NaN.
-    So does every part where parts are so much alike that a small error of the tensor is a large one of the weights.
+    The weight of a part that is zero, or only rounding, is unknown: its microbatch does not touch the parameter. Such a part
+    gets NaN. All parts get NaN if they are so similar that a small error of the tensor is a large error of the weights.
     """
     matrix = torch.stack([part.detach().double().flatten().cpu() for part in parts], dim=1)
     value = found.detach().double().flatten().cpu()

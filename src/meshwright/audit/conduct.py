@@ -1,4 +1,4 @@
-"""Runs audits: a configuration made ready, one process for the reference, many for the layout, and the report."""
+"""Runs audits: makes a configuration ready, runs one process for the reference and many for the layout, and reports."""
 
 import json
 import math
@@ -36,12 +36,11 @@ from meshwright.train.setup import RunSetup, describe_model, make_setup
 __all__ = ["Auditor", "audit"]
 
 LEAST_RATE = 1e-3
-"""Learning rate of an audit, at least: a step has to be seen in the parameters."""
+"""Smallest learning rate of an audit: a step has to be visible in the parameters."""
 
 SMOOTH_EPS = 1e-3
-"""Adam's eps in float32 and bfloat16, at least. It divides a gradient by its own size: with a small eps the sign of what is
-nothing but rounding moves a weight by the whole learning rate, which the next gradient feels.
-"""
+"""Smallest eps of Adam in float32 and bfloat16. Adam divides a gradient by its own size. With a small eps, the sign of a
+gradient that is only rounding moves a weight by the whole learning rate, and the next gradient depends on that."""
 
 
 def audit(
@@ -55,21 +54,21 @@ def audit(
     patience: float = 30.0,
     say: Callable[[str], None] = lambda _: None,
 ) -> AuditReport:
-    """Audit a configuration: its layout on many processes against one process. The verdict is kept on record.
+    """Audit a configuration: compare its layout on many processes with one process. The verdict is recorded.
 
     Args:
-        config: that `train` would take.
-        nproc: processes; ``None``: ``launch.nproc``, or as few as the layout needs.
-        steps: optimizer steps.
-        dtype: of compute: ``float64``, ``float32`` or ``bfloat16``.
+        config: the configuration, as for `train`.
+        nproc: number of processes; ``None``: ``launch.nproc``, or as few as the layout needs.
+        steps: number of optimizer steps.
+        dtype: dtype of compute: ``float64``, ``float32`` or ``bfloat16``.
         full: audit the model as it is; otherwise a small one of the same kind.
-        drawn: feed drawn tokens, not documents of the run's source.
-        patience: seconds without progress on any rank that are a hang.
-        say: takes a line if the verdict cannot be kept.
+        drawn: feed random tokens instead of documents of the run's source.
+        patience: number of seconds without progress on any rank after which the ranks count as hanging.
+        say: is called with a line if the verdict cannot be recorded.
 
     Raises:
         HangError: the ranks wait for each other.
-        MeshwrightError: a configuration, or a layout, that `train` would refuse too.
+        MeshwrightError: `train` would refuse the configuration or the layout too.
     """
     if dtype not in TOLERANCES:
         raise ConfigError(f"dtype={dtype!r}: legal are {', '.join(TOLERANCES)}")
@@ -97,9 +96,10 @@ def audit(
 
 
 def _keep(config: RunConfig, setup: RunSetup, report: AuditReport, say: Callable[[str], None]) -> None:
-    """Put a verdict on record for the run's own model, where the one that was audited has its structure.
+    """Record a verdict for the run's own model, if the audited model has the same structure.
 
-    Of key/value heads that ranks share, the small model may have one where the run's has some.
+    The comparison of structures ignores key/value heads: where ranks share them, the small model may have one while the run's
+    model has several.
     """
     spec, model = describe_model(config)
     large, small = (model_digest(*of, config.imports, with_heads=False) for of in ((spec, model), (setup.spec, setup.model)))
@@ -112,18 +112,18 @@ def _keep(config: RunConfig, setup: RunSetup, report: AuditReport, say: Callable
 
 
 def _fewest(config: RunConfig) -> int:
-    """The fewest processes that the layout of a run resolves for, at least 2."""
+    """Return the smallest number of processes, at least 2, for which the layout of a run resolves."""
     for count in range(2, MAX_PROCESSES + 1):
         try:
             config.layout.layout().resolve(count)
         except LayoutError:
             continue
         return count
-    return 2  # whose refusal says what is legal
+    return 2  # its refusal says what is legal
 
 
 def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple[RunConfig, tuple[Change, ...]]:
-    """A configuration that runs some steps in a dtype and writes nothing outside a folder; and what that changed."""
+    """Return a configuration that runs some steps in a dtype and writes only inside a folder, and the changes made for it."""
     changed = in_dtype(config, dtype, store=None if dtype == "bfloat16" else dtype)
     parallel, model, optimizer = changed.parallel, changed.model, config.optimizer
     if dtype == "float64" and parallel.compile:
@@ -176,7 +176,7 @@ def _store(config: RunConfig, setup: RunSetup, folder: Path, steps: int, drawn: 
     vocabulary: int = setup.model.config.get_text_config().vocab_size
     data, training = setup.config.data, setup.config.training
     if drawn:
-        # Documents are about two fifths of a sequence long, so these last for all steps.
+        # A document has about two fifths of a sequence's tokens, so these last for all steps.
         count = 4 * training.global_batch_size * steps
         return draw_documents(vocabulary, data.sequence_length, count, training.seed, folder / "documents").directory
     if problems := config.data.problems():
@@ -185,11 +185,11 @@ def _store(config: RunConfig, setup: RunSetup, folder: Path, steps: int, drawn: 
 
 
 class Auditor:
-    """Runs case after case on processes that are started once; a reference is computed once for all layouts of a model.
+    """Runs cases on processes that are started once. A reference is computed once for all layouts of a model.
 
     Args:
-        kind: of device, ``cpu`` or ``cuda``.
-        patience: seconds without progress on any rank that are a hang.
+        kind: kind of device, ``cpu`` or ``cuda``.
+        patience: number of seconds without progress on any rank after which the ranks count as hanging.
     """
 
     def __init__(self, kind: str = "cpu", patience: float = 30.0) -> None:
@@ -209,9 +209,9 @@ class Auditor:
         """Audit one case.
 
         Args:
-            case: to run.
-            world_size: processes.
-            changes: to be reported.
+            case: the case.
+            world_size: number of processes.
+            changes: changes of the configuration, for the report.
             plants: see :func:`~meshwright.audit.ranks.audit_on_rank`.
         """
         begun = time.perf_counter()
@@ -255,7 +255,7 @@ class Auditor:
     def _reference(self, case: Case, readers: int) -> tuple[Path, dict[str, float]]:
         alone = case.on_one_process()
         content = {**alone.config.model_dump(mode="json"), "output": "", "store": str(case.store), "steps": case.steps}
-        content["readers"] = readers  # whose first microbatches are recorded border by border
+        content["readers"] = readers  # the borders of their first microbatches are recorded
         key = sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
         if key not in self._references:
             folder = self._folder / key
@@ -265,7 +265,7 @@ class Auditor:
         return self._references[key]
 
     def _drift(self, case: Case, folder: Path, tolerances: Tolerances) -> str:
-        """Why steps after the first tell nothing: one process does not come to the same end either. Or nothing."""
+        """Return why later steps prove nothing: one process does not reproduce its own result either. Empty if it does."""
         drift: dict[str, tuple[float, float]] = self._pool(1).run(measure_drift, case, folder)[0]
         for name, (error, scale) in drift.items():
             if error > tolerances.state(name, tolerances.gradient(name, scale)):
@@ -273,7 +273,10 @@ class Auditor:
         return ""
 
     def _pool(self, world_size: int) -> Pool:
-        """Processes of a world size; those of another, but the one for references, end: waiting costs gloo processor time."""
+        """Return the processes of a world size.
+
+        Those of other sizes end, except the single process of references: while they wait, gloo uses CPU time.
+        """
         for other in [size for size in self._pools if size not in (1, world_size) and world_size != 1]:
             self._pools.pop(other).close()
         if world_size not in self._pools:
@@ -281,7 +284,7 @@ class Auditor:
         return self._pools[world_size]
 
     def close(self) -> None:
-        """End all processes and remove the references."""
+        """End all processes, and remove the references."""
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
@@ -297,7 +300,7 @@ class Auditor:
 def _checks(
     plan: ShardingPlan, reference: Reference, ranks: Sequence[RankResult], findings: Sequence[Finding]
 ) -> Iterator[Check]:
-    """The lines of the summary that are no comparisons of tensors."""
+    """Yield the lines of the summary that do not compare tensors."""
     wrong = {finding.kind for finding in findings}
 
     def relative(value: float, truth: float) -> float:
@@ -346,7 +349,7 @@ def _checks(
 
 
 def _border_check(reference: Reference, ranks: Sequence[RankResult], passed: bool) -> Check:
-    """How many tensors at borders of modules were compared."""
+    """Return the line of the summary that says how many tensors at borders of modules were compared."""
     rows = [row for result in ranks for row in result.borders]
     left_out = reference.borders_left_out + sum(result.borders_left_out for result in ranks)
     compared = f"{len(rows)} tensors at borders of {len({row.point.module for row in rows})} modules"

@@ -1,13 +1,13 @@
-"""What both sides of an audit are fed: real documents of the run, or drawn ones, packed so that documents meet in a sequence
-and with uneven numbers of valid tokens.
+"""The data of an audit, which both sides get: real documents of the run, or random ones.
 
-How many labels of a sequence count depends on its number in the global stream, not on who reads it. So one process and many
-see the same, and a loss that is averaged over ranks or microbatches, instead of over tokens, cannot pass for right.
+Documents are packed so that several meet in a sequence, and sequences have different numbers of valid tokens. How many labels
+of a sequence count depends on its number in the global stream, not on the rank that reads it. So one process and many get the
+same data, and a loss that is averaged over ranks or microbatches, instead of over tokens, cannot pass for right.
 
-Two things that hurt are put in. The words at the edges of every rank's slice of the vocabulary, and the padding, stand in the
-first step as inputs and as labels, for any `tp` that a few processes can have. And one microbatch has no valid token at all:
-the last one of the second step, so that in the first one every rank has something to be judged by; of the only one, where there
-is no second.
+Two difficult cases are added. First, the token ids at the edges of every rank's slice of the vocabulary, and the padding, are
+inputs and labels in the first step, for any `tp` that a few processes can have. Second, one microbatch has no valid token at
+all: the last one of the second step, so that in the first step every rank has valid tokens; if there is only one step, the last
+one of that.
 """
 
 import hashlib
@@ -36,38 +36,40 @@ __all__ = [
 ]
 
 DOCUMENTS = 64
-"""Documents of a run's source that an audit reads, at most."""
+"""Largest number of documents that an audit reads from a run's source."""
 
 _GOLDEN = 0.6180339887  # its multiples modulo 1 are spread evenly, and never repeat
 
 
 RANKS = (2, 4, 8, 3, 5, 6, 7)
-"""Of `tp`, in the order in which their edges are fed: the most usual ones first, for a first step may be too short for all."""
+"""Sizes of `tp`, in the order in which their edges are fed. The most usual sizes come first, for the first step may be too
+short for all."""
 
 
 def edge_words(vocabulary: int, ranks: int) -> list[int]:
-    """The first and the last word of every rank's slice of a vocabulary, as ``torch.chunk`` cuts it."""
+    """Return the first and the last token id of every rank's slice of a vocabulary, as ``torch.chunk`` cuts it."""
     width = -(-vocabulary // ranks)
     edges = [(begin, min(begin + width, vocabulary) - 1) for begin in range(0, vocabulary, width)]
     return [word for edge in edges for word in edge]
 
 
 def words_to_feed(vocabulary: int, pads: Iterable[int | None], never: Container[int] = ()) -> tuple[int, ...]:
-    """The words that hurt: padding, and the edges of slices. The same for every layout.
+    """Return the token ids that are difficult: padding, and the edges of slices. They are the same for every layout.
 
     Args:
-        vocabulary: words in all.
-        pads: words that are padding somewhere.
-        never: words that stand for something else than text.
+        vocabulary: number of token ids.
+        pads: token ids that are used as padding somewhere.
+        never: token ids that stand for something other than text; they are left out.
     """
     words = [*pads, *(word for ranks in RANKS for word in edge_words(vocabulary, ranks))]
     return tuple(dict.fromkeys(word for word in words if word is not None and 0 <= word < vocabulary and word not in never))
 
 
 def unlabelled_microbatch(global_batch_size: int, microbatch_size: int, steps: int) -> range:
-    """Numbers of the sequences of the microbatch without a valid token: the last of the second step, or of the only one.
+    """Return the numbers of the sequences of the microbatch without a valid token.
 
-    None, where a step is one microbatch of one rank.
+    It is the last microbatch of the second step, or of the only step. The range is empty if a step is one microbatch of one
+    rank.
     """
     if global_batch_size == microbatch_size:
         return range(0)
@@ -76,12 +78,12 @@ def unlabelled_microbatch(global_batch_size: int, microbatch_size: int, steps: i
 
 
 class UnevenLoader(TrainLoader):
-    """The loader of a run, with the last labels of each sequence taken away: none of one, up to two thirds of another.
+    """The loader of a run, but with the last labels of each sequence removed: between none and two thirds of them.
 
     Attributes:
-        starves: every third microbatch repeats one token, which goes to the same few experts at every position, so that the
-            others have nothing to do.
-        words: that are put into the first step, as inputs and as labels, while there is room.
+        starves: whether in every third microbatch each sequence repeats its first token. Then all its positions are routed to
+            the same few experts, and other experts get no token.
+        words: token ids that are put into the first step, as inputs and as labels, as far as there is room.
         unlabelled: numbers of the sequences that have no label.
     """
 
@@ -107,8 +109,8 @@ class UnevenLoader(TrainLoader):
 
     @cached_property
     def _words_by_sequence(self) -> dict[int, tuple[int, ...]]:
-        """The words of each sequence of the first step: as many as fit, in their order."""
-        words, self.words = self.words, ()  # the sequences as they are without
+        """The token ids that are put into each sequence of the first step: as many as fit, in their order."""
+        words, self.words = self.words, ()  # `_sequence` below must not insert them
         found, begin = {}, 0
         for number in range(self.global_batch_size):
             starved = self.starves and number // self.microbatch_size % 3 == 1
@@ -120,13 +122,13 @@ class UnevenLoader(TrainLoader):
 
 
 def _places(labels: Integers) -> npt.NDArray[np.intp]:
-    """Positions of the tokens that are a label, and that something is said after: as inputs they have a gradient."""
+    """Return the positions of the tokens that are a label and that have a valid label: as inputs they get a gradient."""
     counts = labels != IGNORE
     return np.flatnonzero(counts[:-1] & counts[1:]) + 1
 
 
 def sequence_digests(batches: list[dict[str, torch.Tensor]], length: int) -> list[str]:
-    """A digest of each sequence in some microbatches, of all that the model is given of it but padding behind ``length``."""
+    """Return a digest of each sequence in some microbatches, over all inputs of the model except padding after ``length``."""
     digests = []
     for batch in batches:
         for row in range(len(batch["input_ids"])):
@@ -136,19 +138,19 @@ def sequence_digests(batches: list[dict[str, torch.Tensor]], length: int) -> lis
 
 
 def documents_of_run(config: RunConfig, vocabulary: int, sequence_length: int, directory: Path) -> TokenStore:
-    """The first documents of a run's source, tokenized as the run does, cut to uneven lengths.
+    """Return the first documents of a run's source, tokenized as in the run and cut to different lengths.
 
     Args:
-        config: of the run, as it is.
-        vocabulary: of the model that is audited; ids beyond it, where the model was shrunk, start again from 0.
-        sequence_length: of the audit.
-        directory: to write in.
+        config: the original configuration of the run.
+        vocabulary: vocabulary size of the audited model; if the model was shrunk, larger ids are taken modulo this size.
+        sequence_length: number of tokens in a sequence of the audit.
+        directory: directory to write in.
 
     Raises:
-        MeshwrightError: what `train` would say of the source and of the tokenizer.
+        MeshwrightError: the errors of the source and of the tokenizer that `train` would raise.
     """
     limit = min(config.data.max_documents or DOCUMENTS, DOCUMENTS)
-    # The first rows may have a larger share of bad ones than all: a run that skips them is judged by all.
+    # The share of bad rows may be larger among the first rows than among all. A run that skips bad rows is judged by all.
     lenient = {"bad_rows_limit": 1.0} if config.data.bad_rows == "skip" else {}
     few = config.data.model_copy(update={"max_documents": limit, "eval_fraction": 0.0, "eval_files": [], **lenient})
     tokenizer = build_tokenizer(
@@ -178,7 +180,7 @@ def documents_of_run(config: RunConfig, vocabulary: int, sequence_length: int, d
 
 
 def draw_documents(vocabulary: int, sequence_length: int, count: int, seed: int, directory: Path) -> TokenStore:
-    """Documents of random tokens, of uneven lengths."""
+    """Return documents of random tokens, of different lengths."""
     draw = np.random.default_rng(seed)
     lengths = _uneven_lengths(sequence_length, seed)
     tokens = [draw.integers(0, vocabulary, next(lengths), dtype=np.int64) for _ in range(count)]
@@ -186,7 +188,7 @@ def draw_documents(vocabulary: int, sequence_length: int, count: int, seed: int,
 
 
 def _uneven_lengths(sequence_length: int, seed: int) -> Iterator[int]:
-    """Most documents are shorter than a sequence, so that they meet in it; some flow over into the next."""
+    """Yield lengths of documents. Most are below a sequence, so that several meet in it; some continue in the next one."""
     draw = np.random.default_rng([seed, 1])
     while True:
         yield int(draw.integers(2, max(3, sequence_length * 4 // 5)))

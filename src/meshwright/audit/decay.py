@@ -1,7 +1,8 @@
-"""Which parameters are to be decayed, stated once more for the reference, from the words of the configuration alone.
+"""Which parameters are to be decayed, derived once more for the reference, from the words of the configuration alone.
 
-"Matrices; vectors (norms, biases, also those of experts, which lie behind each other in one tensor) are never decayed." The
-plan decides from a spec; here no spec and no plan is read, only the model: names, shapes, how many experts its config has.
+The words are: "Matrices; vectors (norms, biases, also those of experts, which lie behind each other in one tensor) are never
+decayed." The plan decides from a spec. This module reads neither spec nor plan, only the model: names, shapes, and the number
+of experts in its config.
 """
 
 from collections.abc import Iterable
@@ -16,12 +17,12 @@ __all__ = ["decayed_by_optimizer", "plain_optimizer", "to_be_decayed"]
 
 
 def to_be_decayed(model: nn.Module, experts: int, no_decay: Iterable[str]) -> list[str]:
-    """Names of the trained parameters that the words mean.
+    """Return the names of the trained parameters that the words mean.
 
     Args:
-        model: the plain one, in one process.
-        experts: of a layer, as its config has it; 0: it does not say.
-        no_decay: patterns of names that the user excepts.
+        model: the plain model, in one process.
+        experts: number of experts of a layer, from the model's config; 0: unknown.
+        no_decay: patterns of the names that the user excepts.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -47,7 +48,7 @@ def _is_vector(model: nn.Module, name: str, parameter: nn.Parameter, experts: in
 
 
 def plain_optimizer(model: nn.Module, settings: OptimizerConfig, decayed: Iterable[str]) -> torch.optim.AdamW:
-    """AdamW of one process, a group for what is decayed and one for what is not."""
+    """Return AdamW for one process, with one group of parameters that are decayed and one of those that are not."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     wanted = set(decayed)
     groups = [
@@ -59,6 +60,6 @@ def plain_optimizer(model: nn.Module, settings: OptimizerConfig, decayed: Iterab
 
 
 def decayed_by_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Names of the parameters that an optimizer decays."""
+    """Return the names of the parameters that an optimizer decays."""
     held = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
     return [name for name, parameter in model.named_parameters() if id(parameter) in held]

@@ -1,4 +1,4 @@
-"""From numbers to words: what is wrong, in the order of causes. The first finding is the verdict."""
+"""From numbers to words: what is wrong, causes first. The first finding is the verdict."""
 
 import math
 from collections import Counter
@@ -21,7 +21,7 @@ __all__ = ["Finding", "Kind", "diagnose"]
 
 
 def diagnose(plan: ShardingPlan, reference: Reference, ranks: Sequence[RankResult], tolerances: Tolerances) -> list[Finding]:
-    """What is wrong, causes first and without what follows from them; empty if the layout computes what one process does."""
+    """Return what is wrong, causes first and without their consequences; empty if the layout computes what one process does."""
     rows = ranks[0].rows
     found = [
         *_values(plan, rows, ranks),
@@ -138,7 +138,7 @@ def _frozen(ranks: Sequence[RankResult]) -> Iterator[Finding]:
 
 
 def _origin(rows: Sequence[Row], ranks: Sequence[RankResult], tolerances: Tolerances) -> Iterator[Finding]:
-    """Where it begins. In float64 the borders are judges; elsewhere they explain what is wrong with gradients."""
+    """Yield where the difference begins. In float64 borders alone can fail an audit; else they only explain wrong gradients."""
     if tolerances.dtype == "float64" or not all(row.passed for row in rows if row.what == "gradient"):
         yield from origin_findings(ranks)
 
@@ -180,7 +180,8 @@ def _loss(layout: Layout, reference: Reference, ranks: Sequence[RankResult], tol
 def _norms(reference: Reference, ranks: Sequence[RankResult], rows: Sequence[Row], tolerances: Tolerances) -> Iterator[Finding]:
     right = all(row.passed for row in rows if row.what == "gradient")
     compared = [(0, "after clipping", [result.clipped_norm for result in ranks], reference.clipped_norm)]
-    # Where rounding is not that of one process, the norm should be that of the layout's own gradients, which were compared.
+    # If the ranks do not round as one process does, the norm is compared with that of the layout's own gradients, which were
+    # compared themselves.
     own = tolerances.rounded()
     for step, truth in enumerate([ranks[0].gathered_norm, *reference.norms[1:]] if own else reference.norms):
         compared.insert(step, (step, "before clipping", [result.norms[step] for result in ranks], truth))
@@ -203,7 +204,7 @@ def _norms(reference: Reference, ranks: Sequence[RankResult], rows: Sequence[Row
 
 
 def _unlabelled(reference: Reference, step: int) -> str:
-    """What a number that is not finite may come from."""
+    """Return a possible cause of a number that is not finite, as the end of a sentence."""
     return "; a microbatch of that step has no valid token" if step == reference.unlabelled_step else ""
 
 
@@ -212,7 +213,7 @@ def _near(value: float, truth: float, tolerance: float) -> bool:
 
 
 def _state(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Only where the gradient of the parameter is right: otherwise it follows from that."""
+    """Yield what is wrong after the steps, for parameters whose gradient is right. Otherwise it follows from the gradient."""
     blamed = {row.name for row in rows if row.what in ("gradient", "initial value") and not row.passed}
     wrong: dict[str, list[Row]] = {}
     for row in rows:
@@ -240,13 +241,13 @@ def _collectives(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Fi
     due["tp"] = tensor_parallel_counts(plan)
     for axis, more in expert_parallel_counts(plan).items():
         due.setdefault(axis, Counter()).update(more)
-    # What recomputation repeats, and what no gradient flows through, is not in the counts of the model's own axes.
+    # The planned counts of tensor and expert parallel assume that nothing is recomputed, and that gradients flow everywhere.
     frozen = any(not row.trainable and plan.unit(row.unit).forwards for row in plan.parameters)
     exact = not frozen and not any(unit.activation_checkpointing for unit in plan.units)
     for step, result in [(step, of_rank) for of_rank in ranks for step in range(len(of_rank.counts))]:
         wrong = []
         counts, sizes_made = result.counts[step], result.bytes[step]
-        narrower = plan.layout.coordinates(result.rank)["tp"] > 0  # the plan is that of the rank with the widest slices
+        narrower = plan.layout.coordinates(result.rank)["tp"] > 0  # the plan describes the rank with the widest slices
         for axes in _together([*due, *axis_names(plan.layout, result.rank).values(), *counts]):
             names = [name for name in counts if set(name.split("+")) <= axes]
             made, made_bytes = _added(counts, names), _added(sizes_made, names)
@@ -272,7 +273,7 @@ def _added(counts: Mapping[str, Counter[str]], names: Iterable[str]) -> Counter[
 
 
 def _together(names: Iterable[str]) -> list[set[str]]:
-    """Axes that are over the same ranks somewhere, so that their collectives cannot be told apart."""
+    """Return the axes in groups. Axes of one group have the same ranks somewhere: their collectives cannot be distinguished."""
     found: list[set[str]] = []
     for name in names:
         axes = set(name.split("+"))

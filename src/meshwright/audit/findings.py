@@ -1,4 +1,4 @@
-"""What an audit can find, causes before their consequences, and the words in which findings speak of parameters and ranks."""
+"""The kinds of errors that an audit can find, and the words in which findings speak of parameters and ranks."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ __all__ = ["CONSEQUENCES", "Finding", "Kind", "described", "in_ranks", "listed"]
 
 
 class Kind(StrEnum):
-    """What can be wrong, causes before their consequences."""
+    """What can be wrong. Causes come before their consequences."""
 
     VALUES = "values"
-    """The ranks began with other parameters than one process."""
+    """The initial parameters of the ranks are not those of one process, or not the same on all ranks."""
 
     DATA = "data"
     """A rank was fed other sequences than its share."""
 
     RANDOM = "random"
-    """Random numbers were drawn in the step: dropout, or routing with noise."""
+    """Random numbers were generated in the step: dropout, or routing with noise."""
 
     MODE = "mode"
-    """Modules are in evaluation mode where one process trains, or the reverse."""
+    """Modules are in evaluation mode that are in training mode in one process, or the reverse."""
 
     TIES = "ties"
     """Parameters that are one in the plan are several in the model."""
@@ -31,7 +31,7 @@ class Kind(StrEnum):
     """Parameters or buffers that only one side has."""
 
     FROZEN = "frozen"
-    """A parameter that is not trained got a gradient or another value."""
+    """A parameter that is not trained got a gradient, or its value changed."""
 
     FORWARD = "forward"
     """A module computes something else: its inputs agree, its output does not."""
@@ -40,31 +40,31 @@ class Kind(StrEnum):
     """A module's own backward is wrong: the gradient of its output agrees, that of its input does not."""
 
     UNREDUCED = "unreduced"
-    """A gradient was not summed over the ranks: each rank has only its own, or none has any."""
+    """A gradient was not summed over the ranks: each rank has only its own gradient, or none has any."""
 
     GRADIENT = "gradient"
-    """A gradient is wrong otherwise: a factor, a lost microbatch, a foreign part."""
+    """A gradient is wrong in another way: a factor, a lost microbatch, a foreign part."""
 
     REPLICAS = "replicas"
-    """Ranks that hold the same tensor hold different values."""
+    """Ranks that should hold the same tensor have different values."""
 
     LOSS = "loss"
-    """The loss that is reported is not that of one process."""
+    """The reported loss is not that of one process."""
 
     NORM = "norm"
-    """The norm of the gradient, or what clipping made of it."""
+    """The norm of the gradient is wrong, before or after clipping."""
 
     DECAY = "decay"
-    """Weight decay is for other parameters than the configuration says."""
+    """Weight decay applies to other parameters than the configuration says."""
 
     STATE = "state"
-    """Parameters, optimizer state or buffers after the steps, though the gradients are right."""
+    """Parameters, optimizer state or buffers are wrong after the steps, though the gradients are right."""
 
     LATER = "later"
-    """The loss or the norm of a later step, though everything else is right."""
+    """The loss or the norm of a later step is wrong, though everything else is right."""
 
     COLLECTIVES = "collectives"
-    """Other collectives, or other bytes, than the plan promised."""
+    """The collectives, or their bytes, are not those of the plan."""
 
 
 _AFTER_GRADIENTS = (Kind.REPLICAS, Kind.NORM, Kind.STATE, Kind.LATER)
@@ -84,7 +84,8 @@ CONSEQUENCES = {
     Kind.DECAY: (Kind.STATE, Kind.LATER),
     Kind.STATE: (Kind.LATER,),
 }
-"""What is bound to be wrong too, and is not worth words. The rows of the report still have all numbers."""
+"""Kind of a cause to the kinds that must then be wrong too. Findings of these kinds are not reported. The rows of the report
+still have all numbers."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,9 @@ class Finding:
     """Something that is wrong.
 
     Attributes:
-        kind: of cause.
+        kind: the kind of the error.
         message: one sentence for people.
-        names: parameters, buffers or ranks that it is about.
+        names: the parameters, buffers, modules or ranks that it is about.
     """
 
     kind: Kind
@@ -103,7 +104,7 @@ class Finding:
 
 
 def described(plan: ShardingPlan, names: Sequence[str]) -> str:
-    """Parameters by their units, where those are wholly meant. Other names, of buffers, as they are."""
+    """Describe parameters by their units, if these are meant as a whole. Other names, such as buffers, are listed."""
     if not set(names) <= {row.name for row in plan.parameters}:
         return listed(names)
     if len(names) == 1:

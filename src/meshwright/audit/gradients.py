@@ -1,4 +1,4 @@
-"""How a gradient is wrong: a factor, a lost microbatch, an average over ranks, or none of these."""
+"""In which way a gradient is wrong: a factor, a lost microbatch, an average over ranks, or none of these."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,13 +14,13 @@ from meshwright.plan.sharding_plan import ShardingPlan
 __all__ = ["averages", "gradient_findings"]
 
 EXACT = 0.01
-"""A weight or ratio is said to be a number if it is this near to it."""
+"""A weight or ratio counts as equal to a number if it is this near to it."""
 
 
 def gradient_findings(
     plan: ShardingPlan, reference: Reference, rows: Sequence[Row], ranks: Sequence[RankResult]
 ) -> Iterator[Finding]:
-    """One finding for each way in which gradients are wrong, with all parameters that are wrong in that way."""
+    """Yield one finding for each way in which gradients are wrong, with all parameters that are wrong in this way."""
     lacking = tuple(dict.fromkeys(name for result in ranks for name in result.without_gradient))
     wrong = [row for row in rows if row.what == "gradient" and not row.passed]
     arrived = [row for row in wrong if row.name not in lacking]
@@ -39,7 +39,7 @@ def gradient_findings(
         way = (Kind.UNREDUCED, apart(plan.layout, pairs)) if pairs else _way(plan, reference, row)
         ways.setdefault(way, []).append(row)
     agree = any(result.borders for result in ranks) and all(row.passed for result in ranks for row in result.borders)
-    # The largest error first: nearer to the cause, and not what the cause leaves behind elsewhere.
+    # The largest error comes first: it is nearer to the cause than the errors that the cause leaves elsewhere.
     for (kind, words), of_way in sorted(ways.items(), key=lambda item: -max(row.error for row in item[1])):
         names, worst = [row.name for row in of_way], max(of_way, key=lambda row: row.error)
         more = ""
@@ -61,7 +61,7 @@ _UNEXPLAINED = (_FOREIGN, _ALIKE)
 
 
 def _way(plan: ShardingPlan, reference: Reference, row: Row) -> tuple[Kind, str]:
-    """How one gradient is wrong."""
+    """Return the way in which one gradient is wrong."""
     if math.isinf(row.error):
         return Kind.GRADIENT, "is not finite" if not row.missing else "is missing"
     weights = [weight for weight in row.weights if not math.isnan(weight)]
@@ -78,7 +78,7 @@ def _way(plan: ShardingPlan, reference: Reference, row: Row) -> tuple[Kind, str]
 
 
 def _weighed(readers: int, reference: Reference, row: Row) -> tuple[Kind, str]:
-    """A gradient that is made of those of the microbatches, in parts that are not alike."""
+    """Describe a gradient that is a sum of those of the microbatches, with weights that are not all equal."""
     by_rank = _by_rank(row.weights, readers)
     if (one := _only(by_rank)) is not None:
         return Kind.UNREDUCED, f"is that of data rank {one} alone: it is not summed over the ranks"
@@ -97,17 +97,17 @@ def _weighed(readers: int, reference: Reference, row: Row) -> tuple[Kind, str]:
 
 
 def _is_one(factor: float) -> bool:
-    """Whether a factor would be printed as 1, and so is none."""
+    """Return whether a factor would be printed as 1, so that it explains nothing."""
     return f"{factor:.4g}" == "1"
 
 
 def _is_lost(group: Sequence[float]) -> bool:
-    """Whether the weights of some microbatches are there and all 0."""
+    """Return whether there are weights of some microbatches, and all are 0."""
     return bool(group) and all(abs(weight) < EXACT for weight in group)
 
 
 def _factor(layout: Layout, microbatches: int, factor: float) -> str:
-    """A factor, and which number of the layout it is."""
+    """Describe a factor, and which number of the layout it is."""
     sizes = {**{axis: layout.size(axis) for axis in (*AXES, "ep")}, "the number of microbatches": microbatches}
     products = {name: layout.size(name) for name in FLATTENED}
     said = f"is {factor:.4g} times that of one process, and right otherwise"
@@ -119,7 +119,7 @@ def _factor(layout: Layout, microbatches: int, factor: float) -> str:
 
 
 def averages(reference: Reference, readers: int) -> Iterator[tuple[str, list[float]]]:
-    """Weights that the microbatches would have if the loss were an average of averages."""
+    """Yield the weights that microbatches would have if the loss were an average of averages, and what it is averaged over."""
     tokens = reference.microbatch_tokens
     total, count = sum(tokens), len(tokens)
     each = count // readers
@@ -147,7 +147,7 @@ def _transposed(count: int, readers: int) -> list[int]:
 
 
 def _only(groups: Sequence[Sequence[float]]) -> int | None:
-    """The one group of weights that is there, where all others are 0."""
+    """Return the index of the only group of weights that is not 0; ``None`` if there is not exactly one."""
     known = [index for index, group in enumerate(groups) if group]
     there = [index for index in known if any(abs(weight) >= EXACT for weight in groups[index])]
     return there[0] if len(there) == 1 and len(known) > 1 else None

@@ -1,4 +1,4 @@
-"""Where a layout begins to part from one process: the first module whose inputs agree and whose outputs do not."""
+"""Where a layout begins to differ from one process: the first module whose inputs agree and whose outputs do not."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,10 +11,10 @@ __all__ = ["origin_findings"]
 
 
 def origin_findings(ranks: Sequence[RankResult]) -> Iterator[Finding]:
-    """One finding: of forward, or where all of that agrees of backward. Nothing where the borders agree.
+    """Yield at most one finding: for forward, or for backward if all of forward agrees. If all borders agree, there is none.
 
-    Of backward nothing is said where it is wrong from its beginning, the gradient of the last output: then the loss is scaled
-    or computed otherwise, and the gradients of parameters tell how.
+    There is none either if backward is wrong from its beginning, the gradient of the last output. Then the loss has another
+    scale or another formula, and the gradients of parameters show which.
     """
     for gradient, find in ((False, _forward), (True, _backward)):
         rows_of = {result.rank: [row for row in result.borders if row.point.gradient is gradient] for result in ranks}
@@ -37,7 +37,7 @@ def _first(rows: Sequence[BorderRow]) -> int | None:
 
 
 def _same_border(rows: Sequence[BorderRow], index: int) -> list[BorderRow]:
-    """What is wrong at the border of a row: several tensors may pass it."""
+    """Return the wrong rows at the border of a row: several tensors may pass one border."""
     here = rows[index].point
     return [
         row for row in rows
@@ -51,7 +51,7 @@ def _run(rows: Sequence[BorderRow], point: Point) -> str:
 
 
 def _knows(rows: Sequence[BorderRow], point: Point, side: Side) -> bool:
-    """Whether the other border of a run of a module was compared."""
+    """Return whether the given side of a module was compared in the same run of the module."""
     return any((row.point.module, row.point.run, row.point.side) == (point.module, point.run, side) for row in rows)
 
 

@@ -1,4 +1,4 @@
-"""The many: the same steps under the layout, and on every rank what there is to compare."""
+"""The other side of an audit: the same steps under the layout, on many ranks, and what each rank compares and records."""
 
 import hashlib
 import math
@@ -34,29 +34,32 @@ __all__ = ["RankResult", "RankTrainer", "audit_on_rank", "axis_names"]
 
 @dataclass
 class RankResult:
-    """What one rank saw.
+    """What one rank recorded.
 
     Attributes:
         rows: comparisons with the reference; on rank 0 only.
-        losses: of each step, over all ranks, as this rank reports it, and ``norms`` before clipping.
-        gathered_norm: of the first step's gradients, as they were gathered to be compared; known on rank 0.
-        clipped_norm: of the whole gradient after clipping, in the first step.
+        losses: loss of each step, over all ranks, as this rank reports it.
+        norms: norm of the gradient in each step, before clipping, as this rank reports it.
+        gathered_norm: norm of the first step's gradients that were gathered to be compared; on rank 0 only.
+        clipped_norm: norm of the whole gradient in the first step, after clipping.
         sequences: for each step, the digests of the sequences that this rank was fed.
-        digests: ``initial value``, ``gradient``, ``parameter``, an optimizer state or ``buffer`` to name to digest of what this
-            rank holds.
-        without_gradient: trained parameters that got none in the first step.
-        frozen_moved: parameters that are not trained, and yet have a gradient or another value.
-        decayed: parameters that its optimizer decays.
-        come_apart: groups of names that are one parameter in the plan, and several in the model after the steps.
-        lost: parameters and buffers that one side has and the other has not, after the steps.
-        evaluating: modules that were in evaluation mode in the first step.
-        drew: whether forward or backward drew random numbers.
-        counts: for each step, axis to collectives of the microbatches by kind, and ``bytes`` alike. FSDP's axes are one,
-            ``dp``; axes over the same ranks are one, as in ``dp+ep``; a group that is no axis has its ranks for a name. Empty
-            where layers are compiled.
-        borders: of modules, compared in the first microbatch, in the order in which this rank came by; empty where layers are
-            compiled, and where rounding is not that of one process. ``borders_left_out``: that were too many to be kept.
-        seconds: that the steps took, comparisons included.
+        digests: ``initial value``, ``gradient``, ``parameter``, ``buffer`` or an optimizer state to a dict of names to the
+            digest of the part that this rank holds.
+        without_gradient: names of the trained parameters that got no gradient in the first step.
+        frozen_moved: names of the parameters that are not trained, but have a gradient or another value.
+        decayed: names of the parameters that the optimizer of this rank decays.
+        come_apart: groups of names that are one parameter in the plan, but several in the model after the steps.
+        lost: names of the parameters and buffers that only one side has after the steps.
+        evaluating: names of the modules that were in evaluation mode in the first step.
+        drew: whether forward or backward generated random numbers.
+        counts: for each step, axis to the number of collectives of the microbatches by kind. FSDP's axes are counted as one,
+            ``dp``. Axes over the same ranks are counted as one, such as ``dp+ep``. A group that is no axis has its ranks as its
+            name. Empty if layers are compiled.
+        bytes: the bytes of these collectives, in the same form.
+        borders: comparisons at the borders of modules in the first microbatch, in the order of recording. Empty if layers are
+            compiled, or if rounding is not that of one process.
+        borders_left_out: number of tensors at borders that were not kept, because there were too many.
+        seconds: duration of the steps, with the comparisons.
     """
 
     rank: int
@@ -82,18 +85,18 @@ class RankResult:
 
 
 class ComparingEngine(NotingEngine):
-    """Runs microbatches as a run does; collectives are counted, and in the first step gradients compared."""
+    """Runs microbatches as a run does. It counts collectives, and compares gradients in the first step."""
 
     trainer: "RankTrainer"
 
     def forward_backward(self, batches: list[Batch], counts: torch.Tensor) -> Sums:
-        """As a run does."""
+        """Run the microbatches of a step, as a run does."""
         trainer = self.trainer
         generators = trainer.generators()
         if trainer.step == 0:
             trainer.result.evaluating = modules_in_evaluation(self.model)
         if trainer.compiled:
-            sums = super().forward_backward(batches, counts)  # under the counter's mode nothing would be compiled
+            sums = super().forward_backward(batches, counts)  # inside the counter nothing would be compiled
         else:
             with CommCounter() as counter:
                 sums = super().forward_backward(batches, counts)
@@ -105,13 +108,13 @@ class ComparingEngine(NotingEngine):
 
 
 class RankTrainer(AuditTrainer):
-    """Trains under the layout, and compares with the reference on the way.
+    """Trains under the layout, and compares with the reference.
 
     Args:
-        case: to run.
-        device: of this rank.
-        reference: of the case.
-        noise: of each gradient, from :func:`~meshwright.audit.reference.measure_noise`.
+        case: the case.
+        device: the device of this rank.
+        reference: the reference of the case.
+        noise: the noise of each gradient, from :func:`~meshwright.audit.reference.measure_noise`.
     """
 
     def __init__(self, case: Case, device: torch.device, reference: Reference, noise: dict[str, float]) -> None:
@@ -127,7 +130,7 @@ class RankTrainer(AuditTrainer):
         self.config = self.config.model_copy(update={"training": training})
 
     def run(self) -> None:
-        """All steps, and everything that is compared after them."""
+        """Run all steps, and compare after them."""
         begun = time.perf_counter()
         for name, parameter in self.named.items():
             self._row("initial value", name, parameter, self.reference.get(f"initial.{name}"), tolerance=0.0)
@@ -159,18 +162,21 @@ class RankTrainer(AuditTrainer):
         self.result.seconds = time.perf_counter() - begun
 
     def count(self, counter: CommCounter) -> None:
-        """Note the collectives of a step."""
+        """Record the collectives of a step."""
         self.result.counts.append(self._by_axis(counter.counts_of))
         self.result.bytes.append(self._by_axis(counter.bytes_of))
 
     def compare_first_step(self, batch: Batch) -> None:
-        """Borders of its first microbatch, and gradients."""
+        """Compare the borders of the first step's first microbatch, and the gradients."""
         self.at_borders.close()
         self._compare_borders(batch)
         self._compare_gradients()
 
     def _border_recorder(self) -> BorderRecorder:
-        """Of the first microbatch; of nothing, where hooks would break a compiled graph or rounding hides what they see."""
+        """Return a recorder of the first microbatch. It records nothing if layers are compiled or rounding hides differences.
+
+        Hooks would break a compiled graph.
+        """
         names = () if self.compiled or self.tolerances.rounded() else borders(self.setup.plan, self.model)
         return BorderRecorder(self.model, names, (0,), MOST_BYTES_OF_BORDERS // self.setup.layout.size("dp"))
 
@@ -196,13 +202,13 @@ class RankTrainer(AuditTrainer):
         return found
 
     def _clip(self) -> torch.Tensor:
-        """As a run does, and measured again afterwards."""
+        """Clip the gradient as a run does, and measure its norm again afterwards."""
         norm = clip(self)
         if self.step == 0:
             self.result.clipped_norm = float(total_grad_norm(self.model.parameters()))
         return norm
 
-    # -- comparisons; all ranks take part in the gathering, rank 0 compares ---------------------------------------------------
+    # -- comparisons; all ranks take part in gathering, and rank 0 compares ---------------------------------------------------
 
     @torch.no_grad()
     def _compare_gradients(self) -> None:
@@ -219,7 +225,7 @@ class RankTrainer(AuditTrainer):
         floor = FLOORS[self.case.dtype] * self.reference.largest_gradient
         for name in trained:
             truth = self.reference.get(f"gradient.{name}")
-            if truth is None:  # it takes no part in the loss
+            if truth is None:  # the loss does not depend on it
                 truth = torch.zeros(self.planned[name].shape)
             self.scales[name] = max(float(truth.abs().max()) if truth.numel() else 0.0, floor)
             tolerance = self.tolerances.gradient(name, self.scales[name])
@@ -229,7 +235,7 @@ class RankTrainer(AuditTrainer):
     def _compare_after_steps(self) -> None:
         states, settings = self._optimizer_states(), self.config.optimizer
         share = {"exp_avg": 1 - settings.betas[0], "exp_avg_sq": 1 - settings.betas[1]}
-        # What the optimizer saw was clipped.
+        # The optimizer got the clipped gradient.
         clipped = min(1.0, self.reference.clipped_norm / self.reference.norms[0]) if self.reference.norms[0] else 1.0
         for name, parameter in self.named.items():
             if not self.planned[name].trainable:
@@ -250,7 +256,7 @@ class RankTrainer(AuditTrainer):
 
     @torch.no_grad()
     def _compare_buffers(self) -> None:
-        """After each step: a row for each buffer that is wrong for the first time, and in the end for those that never were.
+        """After each step, add a row for each buffer that is wrong for the first time; after the last step, for all others too.
 
         The digest of a buffer is that of its values after every step so far.
         """
@@ -269,11 +275,11 @@ class RankTrainer(AuditTrainer):
                 self.result.rows.append(row if row.passed else replace(row, step=self.step))
 
     def _compare_movement(self, name: str, parameter: torch.Tensor, tolerance: float, off: float) -> None:
-        """A parameter after the steps, relative to how far it moved in one process.
+        """Compare how far a parameter moved in all steps with how far it moved in one process.
 
-        Adam divides a gradient by its own size: where that is not far above rounding, the update is any number up to the
-        learning rate, in one process too. So an entry may also be off by what a gradient that is ``off`` can move it, and by
-        what storing it rounds.
+        Adam divides a gradient by its own size. If that is not far above rounding, the update may be any number up to the
+        learning rate, in one process too. So an entry may also differ by the movement that a difference of ``off`` in its
+        gradient can cause, and by the rounding of its stored value.
         """
         before, after = self.reference.get(f"initial.{name}"), self.reference.get(f"final.{name}")
         variance, settings, steps = self.reference.get(f"optimizer.{name}.exp_avg_sq"), self.config.optimizer, self.case.steps
@@ -327,12 +333,12 @@ class RankTrainer(AuditTrainer):
         self.result.rows.append(Row(what, name, unit, placed, *numbers[:3], tolerance, numbers[3], missing, weights))
 
     def generators(self) -> list[bytes]:
-        """States of the random number generators of this rank."""
+        """Return the states of the random number generators of this rank."""
         return [value.cpu().numpy().tobytes() for value in state.rng_tensors(self.rank, self.device).values()]
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The global values of a tensor; all ranks take part."""
+    """Return the global values of a tensor; all ranks take part."""
     value = tensor.detach()
     return whole_tensor(value) if isinstance(value, DTensor) else value
 
@@ -342,13 +348,13 @@ def _placements(row: ParameterRow) -> str:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Of the bytes that this rank holds."""
+    """Return a digest of the bytes that this rank holds of a tensor."""
     local = local_part(tensor.detach()).cpu().contiguous()
     return hashlib.sha256(local.reshape(-1).view(torch.uint8).numpy().tobytes() if local.numel() else b"").hexdigest()[:16]
 
 
 def axis_names(layout: Layout, rank: int) -> dict[tuple[int, ...], str]:
-    """Ranks of each group that a rank is in to the name of its axes."""
+    """Return, for each group of ranks that a rank is in, the name of its axes, by the ranks of the group."""
     found: dict[tuple[int, ...], list[str]] = {}
     data = ("dp_replicate", "dp_shard", "dp_shard_cp", "dp_cp", "ep_shard")
     axes = {**dict.fromkeys(data, "dp"), "ep": "ep", "tp": "tp"}
@@ -366,14 +372,14 @@ def audit_on_rank(
     noise: dict[str, float],
     plants: Iterable[Callable[[RankTrainer], None]] = (),
 ) -> RankResult:
-    """Job of each rank: run a case and compare it with the reference in a folder.
+    """Run a case and compare it with the reference in a folder. This is the job of each rank.
 
     Args:
-        device: of this rank.
-        case: to run.
-        folder: that the reference was written to.
-        noise: of each gradient.
-        plants: change the trainer before its first step; this is how the tests of the audit plant bugs.
+        device: the device of this rank.
+        case: the case.
+        folder: the folder that the reference was written to.
+        noise: the noise of each gradient.
+        plants: functions that change the trainer before its first step. The tests of the audit plant bugs with them.
     """
     trainer = RankTrainer(case, device, Reference(folder), noise)
     for plant in plants:

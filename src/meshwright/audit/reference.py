@@ -1,5 +1,7 @@
-"""The reference: the same step in one process, of the plain model. No FSDP unit, no mesh to speak of, no sync policy, no
-recomputation, no offload; mixed precision is stated here once more, in plain torch.
+"""The reference: the same step of the plain model in one process.
+
+It has no FSDP units, no mesh of more than one rank, no sync policy, no recomputation and no offload. Mixed precision is
+implemented here once more, in plain torch.
 """
 
 import json
@@ -32,35 +34,36 @@ from meshwright.train.parts import Made, clip
 __all__ = ["LOSS", "Reference", "measure_drift", "measure_noise", "record_reference"]
 
 LOSS = "the loss"
-"""Beside names of parameters."""
+"""Key of the loss, among keys that are names of parameters."""
 
 SHAKES = 4
-"""Times that drift is looked for."""
+"""Number of tries to measure drift."""
 
 MOST_BYTES_OF_PARTS = 2**30
-"""The gradient of each microbatch is kept apart where all of them are no more than this."""
+"""The gradient of each microbatch is kept separately if all of them together have at most this many bytes."""
 
 
 class Reference:
     """What one process computed, read from disk tensor by tensor.
 
     Attributes:
-        losses: of each step.
-        norms: of the gradient, before clipping, of each step.
-        clipped_norm: of the gradient after clipping, in the first step.
-        clip_norm: that it was clipped to; ``None`` where the run does not clip.
-        microbatch_losses: in the first step, summed over tokens and not divided by anything, and ``microbatch_tokens``.
+        losses: loss of each step.
+        norms: norm of the gradient in each step, before clipping.
+        clipped_norm: norm of the gradient in the first step, after clipping.
+        clip_norm: the norm that the gradient of the first step was clipped to; ``None`` if the run does not clip.
+        microbatch_losses: loss of each microbatch of the first step, a sum over tokens that is not divided by anything.
+        microbatch_tokens: number of valid tokens of each microbatch of the first step.
         sequences: for each step, the digests of its sequences.
         largest_gradient: largest entry of all gradients of the first step.
-        evaluating: modules that were in evaluation mode in the first step.
-        boundaries: documents of the first step that begin within a sequence.
-        decayed: parameters that weight decay is for, by the words of the configuration.
-        idle_experts: experts of a layer that got no token of a microbatch of the first step, counted over both, of
-            ``experts`` in all; 0 of 0 for a dense model.
-        words: at edges of slices of the vocabulary, and padding, that were to be fed in the first step, and ``words_fed``: that
-            were, as inputs and as labels.
-        unlabelled_step: that has a microbatch without a valid token, counted from 0; ``None``: none has.
-        borders_left_out: tensors at borders that were not kept, for there were too many.
+        evaluating: names of the modules that were in evaluation mode in the first step.
+        boundaries: number of documents of the first step that begin within a sequence.
+        decayed: names of the parameters that the words of the configuration apply weight decay to.
+        idle_experts: how often, in the first step, an expert of a layer got no token of a microbatch.
+        experts: number of combinations of expert, layer and microbatch that ``idle_experts`` is out of; 0 for a dense model.
+        words: number of token ids (edges of slices of the vocabulary, and padding) that were to be fed in the first step.
+        words_fed: number of them that were fed, as inputs and as labels.
+        unlabelled_step: step that has a microbatch without a valid token, counted from 0; ``None``: no step has.
+        borders_left_out: number of tensors at borders that were not kept, because there were too many.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -86,28 +89,30 @@ class Reference:
         self._names = set(self._file.keys())
 
     def names(self, kind: str) -> list[str]:
-        """Names of the tensors of a kind, such as ``optimizer`` or ``buffer``, as in their keys."""
+        """Return the names of the tensors of a kind, such as ``optimizer`` or ``buffer``, as in their keys."""
         return sorted(key.removeprefix(f"{kind}.") for key in self._names if key.startswith(f"{kind}."))
 
     def get(self, key: str) -> torch.Tensor | None:
-        """A tensor by key: ``initial.NAME``, ``gradient.NAME``, ``part.I.NAME``, ``final.NAME``, ``optimizer.NAME.STATE``,
-        ``buffer.NAME``, ``buffer_after.STEP.NAME``, ``border.I.POINT``. ``None`` where there is none.
+        """Return a tensor by its key, or ``None`` if there is none.
+
+        Keys are ``initial.NAME``, ``gradient.NAME``, ``part.I.NAME``, ``final.NAME``, ``optimizer.NAME.STATE``,
+        ``buffer.NAME``, ``buffer_after.STEP.NAME`` and ``border.I.POINT``. I is the index of a microbatch.
         """
         return self._file.get_tensor(key) if key in self._names else None
 
     def parts(self, name: str) -> list[torch.Tensor]:
-        """The gradient of each microbatch, or nothing where they were not kept."""
+        """Return the gradient of each microbatch for a parameter; empty if they were not kept."""
         parts = [self.get(f"part.{index}.{name}") for index in range(len(self.microbatch_losses))]
         return [part for part in parts if part is not None] if all(part is not None for part in parts) else []
 
 
 class ReferenceEngine(NotingEngine):
-    """One microbatch after another; in the first step the gradient of each is kept apart too."""
+    """Runs one microbatch after another. In the first step, it also keeps the gradient of each microbatch separately."""
 
     trainer: "ReferenceTrainer"
 
     def forward_backward(self, batches: list[Batch], counts: torch.Tensor) -> Sums:
-        """The gradient is the sum over microbatches, as in a run."""
+        """Run the microbatches of a step. The gradient is their sum, as in a run."""
         trainer = self.trainer
         if trainer.step > 0:
             return super().forward_backward(batches, counts)
@@ -121,7 +126,7 @@ class ReferenceEngine(NotingEngine):
                 parameter.grad = None
             sums = super().forward_backward([batch], counts)
             for name, value in sums.values.items():
-                if name in self.balance.losses():  # which are those of the step so far
+                if name in self.balance.losses():  # these already include the microbatches before
                     total.values[name] = value
                 else:
                     total.add(name, value)
@@ -144,10 +149,10 @@ class ReferenceTrainer(AuditTrainer):
     """Trains the plain model in one process, and keeps what it computes.
 
     Args:
-        case: to run.
-        device: to compute on.
-        readers: data ranks of the layouts that it is the reference of; the first microbatch of each is recorded border by
-            border. 0: none is.
+        case: the case.
+        device: the device to compute on.
+        readers: number of data ranks of the layouts that are compared with this reference. The borders of the first microbatch
+            of each data rank are recorded. 0: no borders are recorded.
     """
 
     def __init__(self, case: Case, device: torch.device, readers: int = 0) -> None:
@@ -161,21 +166,21 @@ class ReferenceTrainer(AuditTrainer):
             ReferenceEngine,
             distribute=_plain_model,
             optimizer=lambda trainer: self._plain_optimizer(),
-            sync=lambda trainer: GradSync(trainer.model),  # nothing to sync
+            sync=lambda trainer: GradSync(trainer.model),  # there is nothing to sync
             clip=lambda trainer: self._clip(),
         )
         copies = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         self.keeps_parts = copies * self.loader.accumulation <= MOST_BYTES_OF_PARTS
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
-        """What is decayed is stated here once more, not read from the plan."""
+        """Build AdamW. Which parameters it decays is derived here once more, and not read from the plan."""
         experts = model_sizes(self.setup.spec, self.setup.model).experts or 0
         settings = self.config.optimizer
         self.decayed = to_be_decayed(self.model, experts, settings.no_decay)
         return plain_optimizer(self.model, settings, self.decayed)
 
     def note(self, batches: list[Batch]) -> None:
-        """What of the first step is to be known besides numbers: modules in evaluation, documents, words that were fed."""
+        """Record facts of the first step that are not results: modules in evaluation, documents, token ids that were fed."""
         loader = self.loader
         assert isinstance(loader, UnevenLoader)
         self.meta["evaluating"] = modules_in_evaluation(self.model)
@@ -186,7 +191,7 @@ class ReferenceTrainer(AuditTrainer):
         self.meta["unlabelled_step"] = None if begin is None else begin // loader.global_batch_size
 
     def _clip(self) -> torch.Tensor:
-        """A run that clips is to clip in its first step here, or clipping would not be compared."""
+        """Clip the gradient. If the run clips, the limit is lowered in the first step so that it takes effect there."""
         limit = self.config.training.clip_norm
         if self.step == 0 and limit is not None:
             limit = min(limit, float(total_grad_norm(self.model.parameters())) / 2)
@@ -199,11 +204,11 @@ class ReferenceTrainer(AuditTrainer):
         return norm
 
     def keep(self, key: str, tensor: torch.Tensor) -> None:
-        """A copy of a tensor as it is now."""
+        """Keep a copy of a tensor as it is now."""
         self.tensors[key] = tensor.detach().cpu().clone().contiguous()
 
     def _idle(self, key: str, gradient: torch.Tensor) -> list[bool]:
-        """For a matrix of all experts of a layer, whether each got no gradient from a microbatch; otherwise nothing."""
+        """For a matrix of all experts of a layer, return which got no gradient from a microbatch; otherwise an empty list."""
         experts = model_sizes(self.setup.spec, self.setup.model).experts
         if not experts or gradient.ndim != 3 or len(gradient) != experts or not key.endswith("down_proj"):
             return []
@@ -215,7 +220,7 @@ class ReferenceTrainer(AuditTrainer):
         return BorderRecorder(self.model, names, microbatches, MOST_BYTES_OF_BORDERS // max(1, self.readers))
 
     def record(self, folder: Path) -> None:
-        """Run all steps and write what they computed."""
+        """Run all steps, and write what they computed."""
         for name, parameter in self.model.named_parameters():
             self.keep(f"initial.{name}", parameter)
         recorder = self._border_recorder()
@@ -249,16 +254,17 @@ class ReferenceTrainer(AuditTrainer):
 
 
 def record_reference(device: torch.device, case: Case, folder: Path, readers: int) -> None:
-    """Job of the one process: compute the reference of a case, for layouts of some number of data ranks, and write it."""
+    """Compute the reference of a case, for layouts with ``readers`` data ranks, and write it. Job of the one process."""
     ReferenceTrainer(case.on_one_process(), device, readers).record(folder)
 
 
 def measure_noise(device: torch.device, case: Case, folder: Path) -> dict[str, float]:
-    """Job of the one process: how far the gradients and the loss of a reference are from those of the next better arithmetic.
+    """Measure how far gradients and loss of a reference are from those in the next more precise dtype. Job of the one process.
 
     Returns:
-        Parameter name to the error of :func:`~meshwright.audit.compare.compare`, at least that of the median parameter, for
-        a small tensor may be lucky; and :data:`LOSS` to the relative error of the loss. Empty for float64.
+        Parameter name to the error of :func:`~meshwright.audit.compare.compare`, but at least that of the median parameter,
+        because the error of a small tensor may be small by chance; and :data:`LOSS` to the relative error of the loss. Empty
+        for float64.
     """
     better = case.more_precise()
     if better is None:
@@ -284,7 +290,7 @@ def measure_noise(device: torch.device, case: Case, folder: Path) -> dict[str, f
 
 
 def _shake(trainer: ReferenceTrainer, seed: int, bits: int) -> None:
-    """Have the last bits of each trained weight moved after each step, up or down."""
+    """After each step, change the last bits of each trained weight, up or down at random."""
     generator = torch.Generator().manual_seed(seed)
 
     def move(*_: Any) -> None:
@@ -297,20 +303,21 @@ def _shake(trainer: ReferenceTrainer, seed: int, bits: int) -> None:
 
 
 def measure_drift(device: torch.device, case: Case, folder: Path, bits: int = 1) -> dict[str, tuple[float, float]]:
-    """Job of the one process: how far it comes from its own reference if the last bits of its weights are others.
+    """Measure how far one process is from its own reference if the last bits of its weights change. Job of the one process.
 
-    No layout can promise these: sums in another order differ by as much. But in bfloat16 a weight near the middle between two
-    numbers is cast to the other one, a router sends a token elsewhere, and the next gradient is another one. AdamW's first
-    moment shows it: it is a sum of gradients, which nothing was divided by.
+    No layout can reproduce these bits: sums in another order differ by as much. But in bfloat16 a weight near the middle
+    between two numbers is then cast to the other one, a router sends a token to another expert, and the next gradient is
+    different. The first moment of AdamW shows this, for it is a sum of gradients that is not divided by their size.
 
     Args:
-        device: to compute on.
-        case: of the reference.
-        folder: that the reference was written to.
-        bits: how far weights are moved, in units of their relative rounding.
+        device: the device to compute on.
+        case: the case of the reference.
+        folder: the folder that the reference was written to.
+        bits: how far weights are changed, in units of their relative rounding.
 
     Returns:
-        Parameter name to the largest error of its first moment after the steps, of some tries, and the scale of its gradient.
+        Parameter name to the largest error of its first moment after the steps, over several tries, and the scale of its
+        gradient.
     """
     reference = Reference(folder)
     floor = FLOORS[case.dtype] * reference.largest_gradient
@@ -331,11 +338,11 @@ def measure_drift(device: torch.device, case: Case, folder: Path, bits: int = 1)
     return found
 
 
-# -- the plain model, and mixed precision as the plan states it ----------------------------------------------------------------
+# -- the plain model, and the mixed precision of the plan ---------------------------------------------------------------------
 
 
 def _plain_model(trainer: Made) -> nn.Module:
-    """Only what is trained, and the dtypes, as the plan says."""
+    """Return the model, with only the trainability of the parameters and the dtypes set as in the plan."""
     model, plan = trainer.setup.model, trainer.setup.plan
     for row in plan.parameters:
         model.get_parameter(row.name).requires_grad_(row.trainable)
@@ -344,9 +351,10 @@ def _plain_model(trainer: Made) -> nn.Module:
 
 
 def _compute_in_dtypes(model: nn.Module, plan: ShardingPlan) -> None:
-    """Let the model compute with copies of its parameters in the dtypes of their units; gradients come back as stored.
+    """Make the model compute with copies of its parameters in the dtypes of their units, and cast the inputs of units.
 
-    And let every unit cast its floating inputs and outputs, which is what FSDP2's mixed precision does.
+    Gradients have the dtype of the stored parameters. Every unit casts its floating-point inputs and outputs, as FSDP2's mixed
+    precision does.
     """
     wanted = {name: plan.unit(row.unit).param_dtype for row in plan.parameters for name in (row.name, *row.aliases)}
     places = [

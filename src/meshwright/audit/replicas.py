@@ -1,4 +1,4 @@
-"""Ranks that should hold the same, and do not: found by digests of what each rank holds."""
+"""Ranks that should hold the same values, and do not: found by digests of what each rank holds."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,9 +11,9 @@ __all__ = ["apart", "differing", "replica_findings", "sharded_over"]
 
 
 def replica_findings(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Finding]:
-    """Ranks that differ only on axes that a tensor is not sharded over must hold the same bits."""
+    """Yield a finding for ranks that differ only on axes that do not shard a tensor, and do not hold the same bits of it."""
     sharded = sharded_over(plan)
-    # Where a gradient was not summed over replicas, that is said already, and all that follows from it needs no words.
+    # A gradient that was not summed over replicas is reported already, and its consequences are not reported.
     wrong = (row.name for row in ranks[0].rows if row.what == "gradient" and not row.passed)
     reported = {name for name in wrong if differing(plan.layout, sharded[name], name, "gradient", ranks)}
     for what in dict.fromkeys(kind for result in ranks for kind in result.digests if kind != "initial value"):
@@ -35,12 +35,12 @@ def replica_findings(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterato
 
 
 def sharded_over(plan: ShardingPlan) -> dict[str, set[str]]:
-    """Parameter name to the axes that shard it."""
+    """Return parameter name to the axes that shard it."""
     return {row.name: {axis for axis, placement in row.placements if "Shard" in placement} for row in plan.parameters}
 
 
 def apart(layout: Layout, pairs: Sequence[Sequence[int]]) -> str:
-    """That some ranks hold different values of what should be the same, and over which axes it was not summed."""
+    """Return words for ranks that hold different values where these should be equal, and the axes between these ranks."""
     axes = dict.fromkeys(axis for pair in pairs for axis in _axes_between(layout, pair))
     shown = " and ".join(f"ranks {pair[0]} and {pair[1]}" for pair in pairs[:2])
     return f"differs between {shown}, which should hold the same: it is not summed, or not kept in step, over {', '.join(axes)}"
@@ -49,7 +49,7 @@ def apart(layout: Layout, pairs: Sequence[Sequence[int]]) -> str:
 def differing(
     layout: Layout, sharded: set[str], name: str, what: str, ranks: Sequence[RankResult]
 ) -> tuple[tuple[int, ...], ...]:
-    """Pairs of ranks that should hold the same of a tensor, and do not."""
+    """Return pairs of ranks that should hold the same values of a tensor, and do not."""
     holders: dict[tuple[int, ...], list[RankResult]] = {}
     for result in ranks:
         holders.setdefault(_share(layout, result.rank, sharded), []).append(result)
@@ -63,7 +63,7 @@ def differing(
 
 
 def _share(layout: Layout, rank: int, sharded: set[str]) -> tuple[int, ...]:
-    """Which part of a tensor a rank holds: its coordinates on the axes that shard it, and its pipeline stage."""
+    """Return which part of a tensor a rank holds: its coordinates on the axes that shard it, and its pipeline stage."""
     place = {**layout.coordinates(rank), **layout.coordinates(rank, experts=True)}
     place["dp_shard_cp"] = place["dp_shard"] * layout.size("cp") + place["cp"]
     return (place["pp"], *(place[axis] for axis in sorted(sharded)))

@@ -1,4 +1,4 @@
-"""What an audit found: for people a table and a verdict, for programs JSON."""
+"""The outcome of an audit: for people a table and a verdict, for programs JSON."""
 
 import json
 import math
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 __all__ = ["AuditReport", "Check"]
 
 WORST = 8
-"""Rows of the table of parameters."""
+"""Number of rows in the table of parameters."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the summary: what was compared, how many of it, and how it went."""
+    """One line of the summary: what was compared, how much of it, and the result."""
 
     what: str
     compared: str
@@ -37,21 +37,24 @@ class AuditReport:
     """The outcome of an audit.
 
     Attributes:
-        family: of the model.
-        layout: in words, and ``world_size``.
-        dtype: of compute.
-        steps: optimizer steps that were compared.
-        microbatches: of a rank, in a step.
-        changes: what the audit changed of the configuration.
-        losses: that rank 0 reports, of each step, and ``norms`` of the gradient before clipping.
-        counts: axis (``dp``: those of FSDP) to collectives of rank 0 in the microbatches of the first step, by kind, and
-            ``bytes`` alike.
-        rows: every comparison.
-        borders: of what goes into modules and comes out of them, and the gradients of both, on the rank that is furthest off.
-        checks: the summary.
+        family: name of the model's family.
+        layout: the layout, in words.
+        world_size: number of ranks.
+        dtype: dtype of compute.
+        steps: number of optimizer steps that were compared.
+        microbatches: number of microbatches of a rank in a step.
+        changes: changes that the audit made to the configuration.
+        losses: loss of each step, as rank 0 reports it.
+        norms: norm of the gradient in each step, before clipping, as rank 0 reports it.
+        counts: axis (``dp``: the axes of FSDP) to the number of collectives by kind, of rank 0 in the microbatches of the first
+            step.
+        bytes: the bytes of these collectives, in the same form.
+        rows: all comparisons.
+        borders: comparisons of inputs and outputs of modules and of their gradients, each on the rank with the largest error.
+        checks: the lines of the summary.
         findings: what is wrong, causes first; empty: nothing.
-        seconds: that it took.
-        claim: what it is a proof of, if it passed.
+        seconds: duration.
+        claim: what the report is a proof of, if the audit passed.
     """
 
     family: str
@@ -74,17 +77,17 @@ class AuditReport:
 
     @property
     def passed(self) -> bool:
-        """Whether the layout computes what one process does."""
+        """Return whether the layout computes what one process does."""
         return not self.findings
 
     @property
     def worst_gradient(self) -> float:
-        """The largest error of a gradient."""
+        """Return the largest error of a gradient."""
         return max((row.error for row in self.rows if row.what == "gradient"), default=math.inf)
 
     @property
     def verdict(self) -> str:
-        """One line."""
+        """Return the verdict in one line."""
         where = f"{self.family}, {self.world_size} ranks ({self.layout}), {self.dtype}"
         if self.findings:
             more = f" (and {len(self.findings) - 1} more)" if len(self.findings) > 1 else ""
@@ -93,7 +96,7 @@ class AuditReport:
         return f"PASS: {where}: {gradients} gradients as in one process, the worst off by {self.worst_gradient:.1e}"
 
     def to_json(self) -> str:
-        """Everything; numbers that are not finite become null."""
+        """Return everything as JSON. Numbers that are not finite become null."""
         content = {"passed": self.passed, "verdict": self.verdict, "worst_gradient": self.worst_gradient, **asdict(self)}
         passed = [*(row.passed for row in self.rows), *(row.passed for row in self.borders)]
         for item, fine in zip([*content["rows"], *content["borders"]], passed, strict=True):
@@ -101,7 +104,7 @@ class AuditReport:
         return json.dumps(_finite(content), indent=1, default=str)
 
     def explain(self) -> "Group":
-        """Changes, the worst parameters, the summary and what was found; the verdict is the caller's to print."""
+        """Return the changes, the worst comparisons, the summary and the findings for rich to print; without the verdict."""
         from rich.console import Group
 
         parts: list[Any] = []
@@ -152,7 +155,7 @@ def _short(value: Any, most: int = 40) -> str:
 
 
 def _worst(rows: Sequence[Row]) -> "Table":
-    """The comparisons nearest to their tolerance, or furthest beyond it."""
+    """Return a table of the comparisons nearest to their tolerance, or furthest beyond it."""
     table = _table("Worst comparisons", ["", "what", "name", "unit", "placements", "error", "ratio", "tolerance"])
     judged = [row for row in rows if row.what not in ("initial value", "step") or not row.passed]
     for row in sorted(judged, key=lambda row: (row.passed, -_sortable(row.severity)))[:WORST]:
@@ -165,7 +168,7 @@ def _worst(rows: Sequence[Row]) -> "Table":
 
 
 def _borders(rows: Sequence[BorderRow]) -> "Table":
-    """What was compared around the first border that is wrong."""
+    """Return a table of the comparisons around the first border that is wrong."""
     table = _table(
         "Borders of modules, around the first that is wrong", ["", "what", "of", "module", "rank", "error", "tolerance"]
     )
@@ -191,7 +194,7 @@ def _checks(report: AuditReport) -> "Table":
 
 
 def row_checks(rows: Sequence[Row], steps: int) -> Iterator[Check]:
-    """A line for each kind of comparison."""
+    """Yield a line of the summary for each kind of comparison."""
     plural = {
         "initial value": "values before the first step",
         "gradient": "gradients of the first step",

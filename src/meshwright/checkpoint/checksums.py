@@ -1,6 +1,6 @@
-"""The SHA-256 of every file of a checkpoint: summed while it is written, compared before anything is loaded.
+"""SHA-256 checksums of all files of a checkpoint: computed while a file is written, compared before anything is loaded.
 
-They lie beside the files, as ``sha256sum --check SHA256SUMS`` reads them.
+They are in a file of the checkpoint, in the format of ``sha256sum --check SHA256SUMS``.
 """
 
 import hashlib
@@ -19,23 +19,23 @@ NAME = "SHA256SUMS"
 
 
 class _SummingFile(io.BufferedWriter):
-    """A new file that knows the SHA-256 of what was written to it, whatever the disk made of it."""
+    """A new file that computes the SHA-256 of what is written to it, independent of what the disk stores."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(io.FileIO(path, "w"))
         self.sum = hashlib.sha256()
 
     def write(self, content: Any) -> int:
-        """Write behind what is there, which is all that DCP does."""
+        """Append to the file, which is the only way in which DCP writes."""
         self.sum.update(content)
         return super().write(content)
 
 
 class SummingFiles(FileSystem):
-    """DCP's file system. It keeps the sums of the files that were written through it.
+    """DCP's file system, which also keeps the checksums of the files that were written through it.
 
     Attributes:
-        sums: name to SHA-256 in hexadecimal.
+        sums: file name to SHA-256 in hexadecimal.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class SummingFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
-        """Open a file, to be summed if it is written."""
+        """Open a file. If it is opened for writing, its checksum is computed."""
         if mode != "wb":
             with super().create_stream(path, mode) as stream:
                 yield stream
@@ -55,17 +55,22 @@ class SummingFiles(FileSystem):
 
 
 def sum_of(path: Path) -> str:
-    """SHA-256 of a file.
+    """Return the SHA-256 of a file.
 
     Raises:
-        OSError: if it cannot be read.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def append(checkpoint: Path, sums: Mapping[str, str]) -> None:
-    """Add the sums of some files of a checkpoint, by their paths in it, and have them on the disk."""
+    """Append the checksums of some files of a checkpoint to its list, and wait until they are on disk.
+
+    Args:
+        checkpoint: the checkpoint.
+        sums: path in the checkpoint to SHA-256.
+    """
     with (checkpoint / NAME).open("a") as file:
         file.writelines(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
         file.flush()
@@ -73,11 +78,11 @@ def append(checkpoint: Path, sums: Mapping[str, str]) -> None:
 
 
 def listed(checkpoint: Path) -> dict[str, str]:
-    """Path in the checkpoint to SHA-256 of each of its files.
+    """Return path in the checkpoint to SHA-256, of all files in its list.
 
     Raises:
-        ValueError: a list with a line that is none.
-        OSError: there is none, or it cannot be read.
+        ValueError: a line of the list is no checksum of a file.
+        OSError: there is no list, or it cannot be read.
     """
     found = {}
     for number, line in enumerate((checkpoint / NAME).read_text().splitlines(), start=1):
@@ -90,10 +95,11 @@ def listed(checkpoint: Path) -> dict[str, str]:
 
 
 def damage(checkpoint: Path, sums: Mapping[str, str]) -> list[str]:
-    """What is wrong with some files of a checkpoint, a line for each that is missing or is not what was written.
+    """Return what is wrong with some files of a checkpoint: one line for each file that is missing or not what was written.
 
     Raises:
-        OSError: a file that cannot be read, which says nothing of its bytes: the mount may be broken, or a right missing.
+        OSError: a file cannot be read. This does not say whether its bytes are right: the mount may be broken, or a permission
+            missing.
     """
     found = []
     for name, expected in sums.items():
@@ -106,10 +112,10 @@ def damage(checkpoint: Path, sums: Mapping[str, str]) -> list[str]:
 
 
 def sizes(checkpoint: Path, names: Iterable[str]) -> dict[str, int]:
-    """Bytes of some files of a checkpoint, 0 for those that are missing.
+    """Return the sizes of some files of a checkpoint in bytes, 0 for missing files.
 
     Raises:
-        OSError: where the system cannot tell.
+        OSError: the system cannot get the size of a file.
     """
     found = {}
     for name in names:
@@ -121,12 +127,12 @@ def sizes(checkpoint: Path, names: Iterable[str]) -> dict[str, int]:
 
 
 def share(sizes: Mapping[str, int], rank: int, ranks: int) -> list[str]:
-    """The files that one of several ranks verifies, so that all have about as many bytes to read.
+    """Return the files that one of several ranks verifies, so that all ranks read about the same number of bytes.
 
     Args:
-        sizes: the same on all ranks, or a file might be nobody's.
-        rank: whose share.
-        ranks: how many share.
+        sizes: file name to bytes; the same on all ranks, otherwise a file might be in no rank's share.
+        rank: the rank.
+        ranks: number of ranks.
     """
     loads, mine = [0] * ranks, []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):

@@ -1,4 +1,4 @@
-"""A run's directory of checkpoints: which are there, which are sound, and where a damaged one goes.
+"""The directory of a run's checkpoints: which checkpoints exist, which are undamaged, and where a damaged one is moved.
 
 checkpoints/
   step-00000100/            complete
@@ -24,11 +24,11 @@ __all__ = ["FORMAT", "complete", "damage", "damage_in_brief", "latest", "newest"
 _NAME = re.compile(r"step-(\d+)")
 FORMAT = 2
 WITHOUT_SUMS = 1
-"""A format that is read too: the same, before files had checksums."""
+"""An earlier format that is read too: the same, but without checksums of files."""
 
 
 def _named(directory: Path) -> list[Path]:
-    """Checkpoints by their names, oldest first."""
+    """Return checkpoints by their names, oldest first."""
     if not directory.is_dir():
         return []
     found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
@@ -36,25 +36,25 @@ def _named(directory: Path) -> list[Path]:
 
 
 def complete(directory: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
+    """Return the complete checkpoints of a directory, oldest first."""
     return [path for path in _named(directory) if (path / "meta.json").is_file()]
 
 
 def newest(directory: Path) -> Path | None:
-    """The newest checkpoint of a directory, in whatever state."""
+    """Return the newest checkpoint of a directory, complete or not; ``None`` if there is none."""
     return next(reversed(_named(directory)), None)
 
 
 def latest(directory: Path) -> Path | None:
-    """The newest complete checkpoint of a directory."""
+    """Return the newest complete checkpoint of a directory; ``None`` if there is none."""
     return next(reversed(complete(directory)), None)
 
 
 def read_meta(checkpoint: Path) -> dict[str, Any]:
-    """What was saved beside the tensors.
+    """Return what was saved besides the tensors.
 
     Raises:
-        CheckpointError: if it is no complete checkpoint of a format that is read.
+        CheckpointError: it is no complete checkpoint of a known format.
     """
     try:
         meta = json.loads((checkpoint / "meta.json").read_text())
@@ -68,10 +68,10 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
 
 
 def _sums(checkpoint: Path) -> tuple[dict[str, str], list[str]]:
-    """The checkpoint's list of sums, and what is wrong with it.
+    """Return the checksums in a checkpoint's list, and what is wrong with the list.
 
     Raises:
-        OSError: a list that is there and cannot be read.
+        OSError: there is a list, but it cannot be read.
     """
     if not (checkpoint / "meta.json").is_file():
         return {}, ["meta.json is missing"]
@@ -90,13 +90,13 @@ def _sums(checkpoint: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def damage_in_brief(checkpoint: Path) -> list[str]:
-    """What is wrong with a checkpoint, as far as one process can tell at once: all but the bytes of the tensors.
+    """Return the damage of a checkpoint that one process can find at once: everything except wrong bytes of the tensors.
 
     Returns:
-        A line for each file; none for a checkpoint of the format that had no checksums.
+        One line for each damaged file; none for a checkpoint of the format without checksums.
 
     Raises:
-        CheckpointError: files that cannot be read, which says nothing of what is in them.
+        CheckpointError: files cannot be read, so it is unknown whether they are damaged.
     """
     try:
         sums, found = _sums(checkpoint)
@@ -108,21 +108,21 @@ def damage_in_brief(checkpoint: Path) -> list[str]:
 
 
 def damage(checkpoint: Path, group: dist.ProcessGroup | None = None) -> list[str]:
-    """What is wrong with a checkpoint: every file is compared, by one of several ranks.
+    """Return the damage of a checkpoint: the checksum of every file is compared, by one of several ranks.
 
     Args:
-        checkpoint: the same on all ranks.
-        group: whose ranks share the work, each in this call; ``None``: this process does all of it.
+        checkpoint: the checkpoint, the same on all ranks.
+        group: the ranks that share the work; all of them make this call. ``None``: this process does all of it.
 
     Returns:
-        A line for each file, the same on all ranks.
+        One line for each damaged file, the same on all ranks.
 
     Raises:
-        CheckpointError: on all ranks, files that cannot be read, which says nothing of what is in them.
+        CheckpointError: on all ranks, if files cannot be read, so it is unknown whether they are damaged.
     """
     outcome: list[Any] = [_table(checkpoint)]
     if group is not None:
-        dist.broadcast_object_list(outcome, src=0, group=group)  # a shared file system may not show all ranks the same
+        dist.broadcast_object_list(outcome, src=0, group=group)  # a shared file system may not show the same to all ranks
     sums, sizes, found, refused = outcome[0]
     rank, ranks = (group.rank(), group.size()) if group is not None else (0, 1)
     try:
@@ -138,7 +138,7 @@ def damage(checkpoint: Path, group: dist.ProcessGroup | None = None) -> list[str
 
 
 def _table(checkpoint: Path) -> tuple[dict[str, str], dict[str, int], list[str], str]:
-    """Sums and sizes by name, what is wrong with the list itself, and why nothing can be said."""
+    """Return checksums and sizes by file name, what is wrong with the list itself, and why nothing is known, if so."""
     try:
         sums, found = _sums(checkpoint)
         return sums, checksums.sizes(checkpoint, sums), found, ""
@@ -151,7 +151,11 @@ def _unreadable(checkpoint: Path, error: OSError) -> str:
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Give a damaged checkpoint another name, under which it is neither read, nor counted, nor removed."""
+    """Rename a damaged checkpoint, so that it is neither read, nor counted, nor removed; return its new path.
+
+    Raises:
+        CheckpointError: it cannot be renamed.
+    """
     place, number = checkpoint.with_suffix(".damaged"), 2
     while place.exists():
         place, number = checkpoint.with_suffix(f".damaged-{number}"), number + 1

@@ -1,4 +1,4 @@
-"""From a checkpoint to a Hugging Face directory, and text from such a directory."""
+"""Exports a checkpoint as a Hugging Face directory, and generates text with such a directory."""
 
 import json
 import shutil
@@ -15,23 +15,24 @@ from meshwright.errors import CheckpointError, ModelError, described
 __all__ = ["export_checkpoint", "generate"]
 
 MARK = ".meshwright-export"
-"""A file in every export, which names its checkpoint. Only a directory that has it is replaced by another export."""
+"""A file in every export, which names its checkpoint. Another export replaces only a directory that has this file."""
 
 
 def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = None) -> None:
     """Write a checkpoint as a directory that ``from_pretrained`` of transformers loads.
 
-    It holds safetensors under the names of the hub, each tied weight once, the config and the tokenizer. The whole model is
-    held in memory once, in this process. The directory appears when it is complete; an earlier export in its place goes.
+    The directory has safetensors under the names of the hub, each tied weight once, the config and the tokenizer. This process
+    holds the whole model in memory once. The directory appears when it is complete, and replaces an earlier export.
 
     Args:
-        checkpoint: a complete checkpoint of a run, wherever it was copied to.
-        directory: to write; it must be absent, empty, or an earlier export of this function.
-        dtype: of the exported weights; ``None``: ``export_dtype`` of the run, or else that of the files which it began with,
-            tensor by tensor where they had several; as stored for a new model.
+        checkpoint: a complete checkpoint of a run; it may have been copied elsewhere.
+        directory: directory to write. It must not exist, or be empty or an earlier export of this function.
+        dtype: dtype of the exported weights. ``None``: ``export_dtype`` of the run; if that is not set, the dtype of the files
+            that the run began with, for each tensor its own if there were several; for a new model, the dtype of the stored
+            parameters.
 
     Raises:
-        CheckpointError: no such checkpoint, or a directory that holds something else or cannot be written.
+        CheckpointError: there is no such checkpoint, it is damaged, or the directory holds something else or cannot be written.
     """
     import torch
 
@@ -48,10 +49,10 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
     if directory.exists() and (not directory.is_dir() or (any(directory.iterdir()) and not (directory / MARK).is_file())):
         raise CheckpointError(f"{directory}: holds something that is no export of Meshwright; choose another directory")
     check_writable(directory.parent)
-    import_modules(meta["config"].get("imports", []))  # the run's, which may have the model
+    import_modules(meta["config"].get("imports", []))  # the run's imports, which may define the model
     config = ModelConfig.model_validate(meta["config"]["model"])
     tokenizer = load_tokenizer(checkpoint / "tokenizer", config.trust_remote_code)
-    if not config.trust_remote_code:  # what was trained, whatever has become of model.path
+    if not config.trust_remote_code:  # what was trained, even if model.path changed since
         config = config.model_copy(update={"path": None, "config": {**meta["model_config"], "use_cache": True}})
     source = meta.get("source", {})
     model = build_on_meta(config, pretrained_config(config, strict=False))
@@ -78,7 +79,7 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
             model.save_pretrained(temporary)
         if exceptions:
             _cast_files(temporary, str(dtype), exceptions)
-        if generation is not None:  # as it was written: transformers would refuse, or leave out, some of it
+        if generation is not None:  # as it was written: transformers would refuse or drop some keys
             (temporary / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         tokenizer.save_pretrained(temporary)
         (temporary / MARK).write_text(f"{checkpoint.resolve()}\n")
@@ -95,11 +96,11 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
 
 
 def _cast_files(folder: Path, dtype: str, exceptions: Mapping[str, str]) -> None:
-    """Give the tensors of safetensors files the dtypes that their originals had; one file is in memory at once.
+    """Cast the tensors of safetensors files to the dtypes of the original files. Only one file is in memory at once.
 
     Args:
-        folder: an export, as stored.
-        dtype: of all but the exceptions.
+        folder: the export, in the dtype of the stored parameters.
+        dtype: dtype of all tensors except the exceptions.
         exceptions: tensor name, as in the files, to dtype.
     """
     import torch
@@ -122,13 +123,13 @@ def _cast_files(folder: Path, dtype: str, exceptions: Mapping[str, str]) -> None
 
 
 def _ends(tokenizer: Any, known: int | list[int] | None) -> int | list[int] | None:
-    """Ids that end a text or, as the chat template writes it, a turn of the assistant."""
+    """Return the token ids that end a text, or a turn of the assistant as the chat template writes it."""
     ids = [known] if isinstance(known, int) else list(known or ())
     if tokenizer.chat_template:
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         try:
             written = tokenizer.apply_chat_template(chat, tokenize=False).rstrip()
-        except Exception:  # templates are programs of others; one that refuses this chat tells nothing
+        except Exception:  # templates are programs of others; if one refuses this chat, nothing is known
             written = ""
         last = [number for token, number in tokenizer.added_tokens_encoder.items() if written.endswith(token)]
         ids += [number for number in last if number not in ids]
@@ -137,7 +138,7 @@ def _ends(tokenizer: Any, known: int | list[int] | None) -> int | list[int] | No
 
 @contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """Inside, transformers draws none on stderr."""
+    """Inside this context, transformers draws no progress bars on stderr."""
     from transformers.utils import logging
 
     enabled = logging.is_progress_bar_enabled()
@@ -161,29 +162,29 @@ def generate(
     show: Callable[[str], None] | None = None,
     raw: bool = False,
 ) -> str:
-    """Continue a prompt with the model of a Hugging Face directory, in the way of its family: token by token, if not otherwise.
+    """Continue a prompt with the model of a Hugging Face directory, in the way of its family; by default token by token.
 
-    Where its tokenizer has a chat template, the prompt is a user's turn, and the model answers it.
+    If its tokenizer has a chat template, the prompt is a user's turn, and the model answers it.
 
     Args:
-        directory: what :func:`export_checkpoint` wrote, or any model that Meshwright trains.
-        prompt: text.
-        max_new_tokens: at most so many tokens.
-        temperature: 0 takes the likeliest token each time; ``None``: the lowest that makes sense, which is 0 but for a model
-            that denoises and so draws.
+        directory: a directory that :func:`export_checkpoint` wrote, or any model that Meshwright trains.
+        prompt: the text.
+        max_new_tokens: largest number of new tokens.
+        temperature: 0 takes the most likely token each time. ``None``: the lowest that makes sense, which is 0, except for a
+            model that denoises, which has to sample.
         top_p: nucleus of the distribution to sample from.
-        seed: of sampling.
+        seed: seed of sampling.
         trust_remote_code: run model code that comes with the directory.
-        steps: of denoising a canvas, at most; for block diffusion.
-        show: is given a line about each step of denoising; for block diffusion.
-        raw: continue the prompt as it stands, also where there is a chat template.
+        steps: largest number of denoising steps of a canvas; for block diffusion.
+        show: is called with a line about each denoising step; for block diffusion.
+        raw: continue the prompt as it is, even if there is a chat template.
 
     Returns:
-        What comes after the prompt: its continuation or, on a line of its own, the answer.
+        The text after the prompt: its continuation or, on a new line, the answer.
 
     Raises:
-        ModelError: no model in the directory, or a chat template that refuses the prompt.
-        ConfigError: a setting that this kind of model has no use for.
+        ModelError: the directory has no model, or the chat template refuses the prompt.
+        ConfigError: a setting that this kind of model does not use.
     """
     import torch
     from transformers import AutoConfig, AutoTokenizer
@@ -215,7 +216,7 @@ def generate(
 
 
 def _asked(tokenizer: Any, prompt: str) -> Any:
-    """The ids of a chat in which a user said the prompt and the assistant is to speak, and their mask."""
+    """Return the token ids and the mask of a chat in which a user has said the prompt, and the assistant is to answer."""
     turn = [{"role": "user", "content": prompt}]
     try:
         return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)

@@ -1,4 +1,4 @@
-"""CheckpointManager: the checkpoints of a run. Each is written under a temporary name and renamed when it is complete."""
+"""CheckpointManager: the checkpoints of a run. Each is written under a temporary name, and renamed when it is complete."""
 
 import json
 import os
@@ -23,11 +23,11 @@ COSMETIC = {
     "output_hidden_states", "output_attentions", "attn_implementation", "_attn_implementation",
     "attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop",
 }  # fmt: skip
-"""Keys of a model's config that change no parameter's meaning."""
+"""Keys of a model's config that change the meaning of no parameter."""
 
 
 def _plain(value: Any) -> Any:
-    """A config's value without cosmetic keys in its sections."""
+    """Return a config's value without cosmetic keys in its sections."""
     return {key: _plain(item) for key, item in value.items() if key not in COSMETIC} if isinstance(value, dict) else value
 
 
@@ -42,8 +42,8 @@ def check_same_model(
     Args:
         checkpoint: a complete checkpoint.
         expected: name to global shape of every parameter of the model.
-        model_config: the model's config as plain values: equal shapes may have other heads, or other positions.
-        limit: names listed of each kind of difference.
+        model_config: the model's config as plain values. Models of equal shapes may differ in heads or positions.
+        limit: largest number of names listed for each kind of difference.
 
     Raises:
         CheckpointError: lists the names and shapes that differ.
@@ -54,7 +54,7 @@ def check_same_model(
         if name.startswith("model.")
     }
     absent = [f"{name} {shape}: not in the checkpoint" for name, shape in expected.items() if name not in held]
-    # What the checkpoint holds beyond parameters (buffers) is compared when it is read.
+    # Other tensors of the checkpoint (buffers) are compared when it is read.
     known_parameters = set(read_meta(checkpoint).get("parameters", held))
     excess = [f"{name} {held[name]}: only in the checkpoint" for name in held if name in known_parameters - set(expected)]
     shapes = [
@@ -67,7 +67,7 @@ def check_same_model(
     if held_config is not None and given is not None:
         settings = [
             f"{key}: {held_config.get(key)!r} in the checkpoint, {given.get(key)!r} in the model"
-            # Only what both know: another release of transformers may have keys of its own.
+            # Only keys of both are compared: another release of transformers may have keys of its own.
             for key in sorted((held_config.keys() & given.keys()) - COSMETIC)
             if _plain(held_config[key]) != _plain(given[key])
         ]
@@ -79,14 +79,14 @@ def check_same_model(
 
 
 def check_writable(directory: Path, needed: int = 0) -> None:
-    """Find out before training whether a directory can be written and has room.
+    """Check before training whether a directory can be written and has enough space.
 
     Args:
-        directory: made if it is not there.
-        needed: bytes that checkpoints will take.
+        directory: the directory; created if it does not exist.
+        needed: number of bytes that checkpoints will take.
 
     Raises:
-        CheckpointError: with the path, and the bytes needed and free.
+        CheckpointError: names the path, and the bytes needed and free.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -104,11 +104,11 @@ def check_writable(directory: Path, needed: int = 0) -> None:
 
 
 class CheckpointManager:
-    """Saves the checkpoints of a run; every method is called on all ranks.
+    """Saves the checkpoints of a run. Every method is called on all ranks.
 
     Args:
-        directory: where they are.
-        keep: complete ones to keep; ``None``: all.
+        directory: directory of the checkpoints.
+        keep: number of complete checkpoints to keep; ``None``: all.
         asynchronous: write in the background.
         attached: directory that is copied into each checkpoint (the tokenizer).
     """
@@ -119,7 +119,7 @@ class CheckpointManager:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._group = None
         if asynchronous and dist.is_initialized():
-            self._group = dist.new_group(backend="gloo")  # its own: it runs beside the step's collectives
+            self._group = dist.new_group(backend="gloo")  # its own, used in parallel with the step's collectives
         if self._rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
             for left in directory.glob("step-*.tmp"):
@@ -127,12 +127,12 @@ class CheckpointManager:
         _barrier()
 
     def save(self, step: int, tensors: dict[str, torch.Tensor], meta: Mapping[str, Any]) -> Path:
-        """Save a checkpoint. With ``asynchronous`` this returns before it is complete, and it completes by itself.
+        """Save a checkpoint, and return its path. With ``asynchronous``, it is completed in the background after this returns.
 
         Args:
-            step: optimizer steps done.
+            step: number of optimizer steps done.
             tensors: see :mod:`meshwright.checkpoint.state`.
-            meta: plain values to keep beside them.
+            meta: plain values to save besides the tensors.
 
         Raises:
             CheckpointError: on all ranks, if it could not be written; earlier checkpoints stay.
@@ -156,7 +156,7 @@ class CheckpointManager:
         return final
 
     def _commit_when_written(self, written: Future[Any], temporary: Path, content: Mapping[str, Any]) -> Future[None]:
-        """A future that is done when a checkpoint is complete. DCP is done on rank 0 when it is on all ranks."""
+        """Return a future that is done when a checkpoint is complete. When DCP is done on rank 0, it is done on all ranks."""
         complete: Future[None] = Future()
 
         def commit(done: Future[Any]) -> None:
@@ -165,7 +165,7 @@ class CheckpointManager:
                 if self._rank == 0:
                     self._commit(temporary, content)
                 complete.set_result(None)
-            except BaseException as error:  # handed on to whoever waits
+            except BaseException as error:  # passed on to the waiting caller
                 complete.set_exception(error)
 
         written.add_done_callback(commit)
@@ -184,17 +184,17 @@ class CheckpointManager:
         failure = ""
         try:
             complete.result()
-        except (Exception, CheckpointException) as error:  # whatever the thread met is why there is no checkpoint
+        except (Exception, CheckpointException) as error:  # any error of the thread is the reason why there is no checkpoint
             failure = f"{temporary}: not written: {storage.reason(error)}"
         self._raise_everywhere(failure, temporary)
 
     def settle(self, seconds: float = 30.0) -> None:
-        """After a failure: let a save in the background complete, alone and for a while at most; never raises."""
+        """After a failure, wait at most this long for a save in the background, without the other ranks; never raises."""
         if self._pending is not None:
             wait([self._pending[0]], timeout=seconds)
 
     def _commit(self, temporary: Path, content: Mapping[str, Any]) -> None:
-        """On rank 0: make a written checkpoint complete, and drop the oldest."""
+        """On rank 0, make a written checkpoint complete, and remove the oldest ones."""
         final = temporary.with_suffix("")
         others = [temporary / "meta.json"]
         if self.attached is not None:
@@ -225,7 +225,7 @@ class CheckpointManager:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, under a temporary name: cut off half way, it must not look complete."""
+    """Remove a checkpoint under a temporary name: if removal is interrupted, the rest must not look complete."""
     doomed = checkpoint.with_suffix(".old.tmp")
     checkpoint.rename(doomed)
     shutil.rmtree(doomed)

@@ -1,7 +1,7 @@
 """The tensors of a checkpoint by name: parameters, buffers, optimizer state and random number generators.
 
-Names do not depend on the layout: ``model.NAME``, ``optimizer.NAME.KEY``, ``rng.RANK.KIND``. Values may be DTensors; DCP
-writes each element once and reads what each rank needs.
+Names do not depend on the layout: ``model.NAME``, ``optimizer.NAME.KEY``, ``rng.RANK.KIND``. Values may be DTensors. DCP writes
+each element once, and each rank reads the elements that it needs.
 """
 
 import torch
@@ -11,7 +11,7 @@ __all__ = ["initialize_optimizer", "model_tensors", "optimizer_tensors", "rng_te
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters, each tied one once, and the buffers that belong to the state dict."""
+    """Return the parameters, each tied one once, and the buffers that are in the state dict."""
     found: dict[str, torch.Tensor] = {f"model.{name}": parameter.data for name, parameter in model.named_parameters()}
     persistent = model.state_dict().keys()
     found.update((f"model.{name}", buffer) for name, buffer in model.named_buffers() if name in persistent)
@@ -19,7 +19,7 @@ def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The state of every trained parameter, under the parameter's name."""
+    """Return the optimizer state of every trained parameter, under the parameter's name."""
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return {
         f"optimizer.{names[parameter]}.{key}": value
@@ -30,10 +30,10 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def initialize_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Give every trained parameter of an optimizer that never stepped its initial state: zeros, as Adam's kin have it.
+    """Give an optimizer that has never stepped its initial state of every trained parameter: zeros, as for variants of Adam.
 
-    So a checkpoint holds the state of every trained parameter, also of one that no gradient has reached yet, and can be
-    read into any optimizer. It takes one step with zero gradients and a zero learning rate, which changes no parameter.
+    So a checkpoint has the state of every trained parameter, also of one that has had no gradient yet, and can be read into any
+    optimizer. The function takes one step with zero gradients and a zero learning rate, which changes no parameter.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -52,7 +52,7 @@ def initialize_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def rng_tensors(rank: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """The state of this rank's generators (dropout draws from them)."""
+    """Return the states of this rank's random number generators (dropout uses them)."""
     found = {f"rng.{rank}.cpu": torch.get_rng_state()}
     if device.type == "cuda":
         found[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state(device)
@@ -60,7 +60,7 @@ def rng_tensors(rank: int, device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def set_rng(tensors: dict[str, torch.Tensor], rank: int, device: torch.device) -> None:
-    """Put this rank's generators back to where :func:`rng_tensors` found them."""
+    """Restore the states of this rank's generators that :func:`rng_tensors` returned."""
     torch.set_rng_state(tensors[f"rng.{rank}.cpu"].cpu())
     if device.type == "cuda":
         torch.cuda.set_rng_state(tensors[f"rng.{rank}.cuda"].cpu(), device)

@@ -1,8 +1,7 @@
-"""Reading and writing one checkpoint directory with DCP (torch.distributed.checkpoint).
+"""Reads and writes one checkpoint directory with DCP (torch.distributed.checkpoint).
 
-DCP pickles its table of contents. It is read here by an unpickler that knows only the classes of such a table, so that a
-checkpoint from elsewhere cannot run code. Tensors are read with ``weights_only``; what is no tensor DCP would unpickle, so
-nothing else is read.
+DCP pickles its table of contents. Here an unpickler reads it that knows only the classes of such a table, so a checkpoint from
+elsewhere cannot run code. Tensors are read with ``weights_only``. DCP would unpickle everything else, so nothing else is read.
 """
 
 import io
@@ -40,7 +39,7 @@ _TABLE_CLASSES = {
 
 class _TableUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Only the classes of a table of contents, and torch's dtypes and layouts, by their exact names."""
+        """Return a class of a table of contents, or a dtype or layout of torch, by its exact name; refuse everything else."""
         if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle a member of an enum by its name
             return _member
         values = (torch.dtype, torch.layout, torch.memory_format)
@@ -66,16 +65,16 @@ class _Reader(dcp.FileSystemReader):
 
 
 def contents(directory: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Name to (global shape, dtype) of every tensor in a checkpoint.
+    """Return name to (global shape, dtype) of every tensor in a checkpoint.
 
     Raises:
-        CheckpointError: if there is no readable table of contents.
+        CheckpointError: there is no readable table of contents.
     """
     try:
         metadata = _Reader(directory).read_metadata()
     except CheckpointError as error:
         raise CheckpointError(f"{directory}: {error}") from error
-    except Exception as error:  # damaged pickles fail in every way there is
+    except Exception as error:  # damaged pickles raise errors of all kinds
         raise CheckpointError(f"{directory}: its table of contents cannot be read: {described(error)}") from error
     return {
         name: (tuple(item.size), str(item.properties.dtype).removeprefix("torch."))
@@ -85,7 +84,7 @@ def contents(directory: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def write(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write tensors; collective over all ranks.
+    """Write tensors. This is collective over all ranks.
 
     Raises:
         CheckpointError: on all ranks, if one could not write.
@@ -97,17 +96,17 @@ def write(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def write_in_background(directory: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> Any:
-    """Copy tensors aside and write them in a thread; returns a future. Collective over ``group`` (gloo)."""
+    """Copy tensors and write the copies in a thread; return a future. This is collective over ``group`` (gloo)."""
     return dcp.async_save(
         _plain(tensors), storage_writer=_Writer(directory), process_group=group, no_dist=not dist.is_initialized()
     )
 
 
 def read(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Read into tensors, in place; every rank reads what it holds. Collective over all ranks.
+    """Read into tensors, in place. Every rank reads the part that it holds. This is collective over all ranks.
 
     Raises:
-        CheckpointError: files that are missing or damaged, or that do not hold these tensors.
+        CheckpointError: files are missing or damaged, or do not hold these tensors.
     """
     held = contents(directory)
     if missing := [name for name in tensors if name not in held]:
@@ -115,7 +114,7 @@ def read(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
         raise CheckpointError(f"{directory}: holds no tensor {shown}")
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is to be here
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended here
             plain = _plain(tensors)
             dcp.load(plain, storage_reader=_Reader(directory), no_dist=not dist.is_initialized())
             for name, tensor in tensors.items():
@@ -129,19 +128,19 @@ def read(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors that DCP can describe: a packed matrix under tensor parallel is laid out anew, the rest is as it was."""
+    """Return tensors that DCP can describe. A packed matrix under tensor parallel is redistributed, others are unchanged."""
     found = dict(tensors)
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and (placements := _torch_compat.plain_placements(tensor)) is not None:
             mesh = tensor.device_mesh
             with torch.no_grad():
                 found[name] = distribute_tensor(whole_tensor(tensor), mesh, placements, src_data_rank=None)
-                _torch_compat.own_memory(found[name])  # not the whole one's, which would wait with it to be written
+                _torch_compat.own_memory(found[name])  # else it would keep the whole tensor's memory until it is written
     return found
 
 
 class _Written(list[Any]):
-    """What DCP knows of the tensors that a rank wrote, and the sums of its files, which travel with it to rank 0."""
+    """What DCP knows of the tensors that a rank wrote, with the checksums of its files. Both are sent to rank 0 together."""
 
     def __init__(self, results: Iterable[Any] = (), sums: Mapping[str, str] | None = None) -> None:
         super().__init__(results)
@@ -149,18 +148,18 @@ class _Written(list[Any]):
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes the sums of the files with them."""
+    """Writes the files of a checkpoint, and their checksums."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, thread_count=1, sync_files=True)
         self.fs: checksums.SummingFiles = checksums.SummingFiles()
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        """On every rank. With one thread it is done when it returns."""
+        """Write the files of this rank. With one thread, they are complete when this returns."""
         return super().write_data(*args, **kwargs).then(lambda done: _Written(done.value(), self.fs.sums))
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
-        """On rank 0, with what all ranks wrote."""
+        """Complete the checkpoint on rank 0, with the results of all ranks."""
         super().finish(metadata, results)
         sums = {name: digest for written in results for name, digest in written.sums.items()}
         sums[".metadata"] = self.fs.sums[".metadata.tmp"]
@@ -168,7 +167,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def reason(error: BaseException) -> str:
-    """The first cause in DCP's report of all ranks, without its traceback."""
+    """Return the first cause in DCP's report of all ranks, without its traceback."""
     failures = getattr(error, "failures", None)
     if failures:
         rank, (cause, _) = next(iter(failures.items()))

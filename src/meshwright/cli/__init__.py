@@ -1,1 +1,1 @@
-"""The command line: plan, train, export, generate, doctor."""
+"""The command line: plan, audit, train, export, generate, doctor."""

@@ -1,4 +1,4 @@
-"""`meshwright`: one command, a verb each. Heavy libraries are imported by the verb that needs them, so help is instant."""
+"""`meshwright`: one command with subcommands. Each of them imports the heavy libraries that it needs, so help is instant."""
 
 import json
 import os
@@ -22,7 +22,7 @@ __all__ = ["app", "main"]
 
 class _Verbs(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
-        """Run a verb. An end of file that nobody expected is an error like any other: click would say no more than Aborted."""
+        """Run a subcommand. An unexpected end of file is an error like any other: click would print only Aborted."""
         try:
             return super().invoke(ctx)
         except EOFError as error:
@@ -312,7 +312,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 
 
 def _prove(setup: "RunSetup") -> "AuditReport":
-    """The audit of `train --audit`: that of the command which an unproven layout's line gives."""
+    """Run the audit of `train --audit`, which is that of the command that is printed for an unproven layout."""
     from rich.console import Console
 
     from meshwright.audit.conduct import audit as run_audit
@@ -336,7 +336,7 @@ def _read(path: Path) -> str:
 
 
 def _end(code: int) -> NoReturn:
-    """Exit; at once where a failure left a process group, which the end of the interpreter would wait for or trip on."""
+    """Exit; at once if a failure left a process group, because the interpreter's shutdown would wait for it or crash."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         sys.stdout.flush()
@@ -346,7 +346,7 @@ def _end(code: int) -> NoReturn:
 
 
 def main() -> None:
-    """Entry point: errors of the user's are one clear message and an exit code, without a traceback."""
+    """Entry point: an error of the user gives one clear message and an exit code, without a traceback."""
     debug = "--debug" in sys.argv
     try:
         app()

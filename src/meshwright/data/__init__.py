@@ -1,6 +1,6 @@
-"""Documents to microbatches: corpora, tokenizers, packing, resumable loaders.
+"""From documents to microbatches: corpora, tokenizers, packing, resumable loaders.
 
-Importing this package is light. Public names are loaded from their files when first used.
+Importing this package is light. Public names are loaded from their files on first use.
 """
 
 from importlib import import_module

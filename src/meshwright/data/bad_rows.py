@@ -1,4 +1,4 @@
-"""Rows that cannot be used: gathered while a source is read, and judged together at its end, by `data.bad_rows`."""
+"""Rows that cannot be used: collected while a source is read, and judged together at its end, by `data.bad_rows`."""
 
 from collections.abc import Sequence
 
@@ -8,19 +8,19 @@ from meshwright.errors import DataError
 __all__ = ["BadRows", "judge"]
 
 SHOWN = 20
-"""Bad rows that are listed; the others are counted."""
+"""Largest number of bad rows that are listed; the others are only counted."""
 
 LONGEST = 400
-"""Characters of a listed problem."""
+"""Largest number of characters of a listed problem."""
 
 
 class BadRows:
-    """Counts the rows of a source, and keeps what is wrong with the first bad ones.
+    """Counts the rows of a source, and keeps the problems of the first bad ones.
 
     Attributes:
-        rows: read so far, bad ones included; a file of text is one.
-        bad: how many of them cannot be used.
-        shown: what is wrong with the first of these, with file and line.
+        rows: number of rows read so far, with bad ones; a text file counts as one row.
+        bad: number of rows that cannot be used.
+        shown: problems of the first bad rows, with file and line.
     """
 
     def __init__(self) -> None:
@@ -28,26 +28,26 @@ class BadRows:
         self.shown: list[str] = []
 
     def add(self, error: DataError) -> None:
-        """Note a bad row; its error names file and line."""
+        """Record a bad row; its error names file and line."""
         self.bad += 1
         if len(self.shown) < SHOWN:
-            # What is quoted from the row must be printable: no line breaks, no half of a character.
+            # Quotations of the row must be printable: no line breaks, no half of a character.
             line = " ".join(str(error).split()).encode("utf-8", "backslashreplace").decode()
             self.shown.append(line if len(line) <= LONGEST else f"{line[:LONGEST]} ...")
 
     def judge(self, config: DataConfig) -> None:
-        """As :func:`judge`, of what was found."""
+        """Call :func:`judge` with what was recorded."""
         judge(config, self.rows, self.bad, self.shown)
 
 
 def judge(config: DataConfig, rows: int, bad: int, shown: Sequence[str]) -> None:
-    """Let bad rows pass, or stop the run.
+    """Accept bad rows, or stop the run.
 
     Args:
         config: its `bad_rows` and `bad_rows_limit` decide.
-        rows: read in all.
-        bad: of them.
-        shown: what is wrong with the first bad ones.
+        rows: total number of rows that were read.
+        bad: number of bad rows among them.
+        shown: problems of the first bad rows.
 
     Raises:
         DataError: one problem that counts the bad rows, and one for each that is shown.

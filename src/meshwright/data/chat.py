@@ -1,11 +1,11 @@
-"""Chats to tokens, with the loss on what the assistant says.
+"""From chats to tokens, with the loss on the assistant's words.
 
-The tokenizer's own template writes the chat. Where that template marks the assistant's words (`{% generation %}`), the
-marks decide. Otherwise the words are found by growing the conversation turn by turn: what a turn adds to the text,
-after the generation prompt, is what the assistant must learn to say.
+The tokenizer's own template writes the chat. If the template marks the assistant's words (`{% generation %}`), the marks
+decide. Otherwise the words are found by extending the conversation turn by turn: the text that a turn adds after the generation
+prompt is what the assistant must learn to say.
 
-A template may leave out what it does not know, such as a call of a tool, without a word. So each answer is looked for in
-what is learned; where it is not found as it stands (templates trim), another answer must give another text to learn.
+A template may silently leave out what it does not know, such as a call of a tool. So each answer is searched for in the text
+that is learned. If it is not found literally (templates strip whitespace), another answer must give another text to learn.
 """
 
 import copy
@@ -24,17 +24,17 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _REMEDY = "set tokenizer.chat_template to a template that marks the assistant's words with {% generation %}"
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-"""Roles that templates know by convention; others are legal where the template names them."""
+"""Roles that templates know by convention; other roles are legal if the template names them."""
 
 Messages = list[dict[str, Any]]
 Spans = list[tuple[int, int]]
 
 
 def check_chat_tokenizer(tokenizer: "PreTrainedTokenizerBase", source: str = "data") -> None:
-    """Refuse a tokenizer that can write no chat.
+    """Refuse a tokenizer that cannot write chats.
 
     Raises:
-        DataError: it has no template, or does not tell which text a token stands for.
+        DataError: it has no template, or does not give the text that a token stands for.
     """
     if not tokenizer.chat_template:
         raise DataError(f"{source}: the tokenizer has no chat template; set tokenizer.chat_template (jinja or a file)")
@@ -45,19 +45,20 @@ def check_chat_tokenizer(tokenizer: "PreTrainedTokenizerBase", source: str = "da
 def encode_chat(
     tokenizer: "PreTrainedTokenizerBase", messages: Messages, source: str = "this chat"
 ) -> tuple[list[int], list[bool]]:
-    """Token ids of a chat, and for each token whether the model is to learn it.
+    """Return the token ids of a chat, and for each token whether the model is to learn it.
 
     Args:
         tokenizer: a fast tokenizer with a chat template.
         messages: turns with `role` and `content`.
-        source: where the chat comes from, for messages.
+        source: origin of the chat, for messages.
 
     Returns:
-        ids and loss mask, of one length. The mask is true on the assistant's turns, their end-of-turn token included.
+        The token ids, and a loss mask of the same length. The mask is true on the assistant's turns, with their end-of-turn
+        tokens.
 
     Raises:
-        DataError: no template; no assistant's turn, or one without an answer; a role that nobody knows; a template whose turns
-            cannot be told apart, or that leaves an answer out.
+        DataError: there is no template; there is no turn of the assistant, or one without an answer; a role is unknown; or the
+            template has turns that cannot be distinguished, or leaves an answer out.
     """
     check_chat_tokenizer(tokenizer, source)
     template = tokenizer.get_chat_template()
@@ -85,7 +86,7 @@ def encode_chat(
 
 
 def _said(message: dict[str, Any]) -> str:
-    """The text of a message; parts of text are put together."""
+    """Return the text of a message; several parts of text are joined."""
     content = message.get("content")
     if isinstance(content, list):
         return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
@@ -93,7 +94,7 @@ def _said(message: dict[str, Any]) -> str:
 
 
 def _check_turns(messages: Messages, template: str, source: str) -> None:
-    """Refuse roles that nobody knows, turns without content, and a chat without an answer."""
+    """Refuse unknown roles, turns without content, and a chat without an answer."""
     roles = [message.get("role") for message in messages]
     if "assistant" not in roles:
         shown = ", ".join(str(role) for role in roles[:8]) or "none"
@@ -110,7 +111,7 @@ def _check_turns(messages: Messages, template: str, source: str) -> None:
 
 
 def _calls(message: dict[str, Any]) -> list[Any]:
-    """Calls of tools in a message, also of the older key for a single one."""
+    """Return the tool calls in a message, also that of the older key for a single one."""
     calls = message.get("tool_calls") or []
     return [
         *(calls if isinstance(calls, list) else [calls]),
@@ -119,7 +120,7 @@ def _calls(message: dict[str, Any]) -> list[Any]:
 
 
 def _other_answers(message: dict[str, Any], answer_found: bool) -> list[tuple[str, dict[str, Any]]]:
-    """The message with another answer, or another call, for each that it is not known to be learned."""
+    """Return the message with another answer, or another tool call, one for each part that is not known to be learned."""
     found = []
     if not answer_found:
         found.append(("answer", {**message, "content": f"{_said(message)} (otherwise)"}))
@@ -136,7 +137,7 @@ def _other_answers(message: dict[str, Any], answer_found: bool) -> list[tuple[st
 
 
 def _learned_of(tokenizer: "PreTrainedTokenizerBase", messages: Messages, marked: bool, source: str) -> str | None:
-    """The text that would be learned; ``None`` if the template, which took the chat as it is, refuses this one."""
+    """Return the text that would be learned; ``None`` if the template, which accepts the original chat, refuses this one."""
     try:
         return _encode(tokenizer, messages, marked, source)[2]
     except DataError:
@@ -154,7 +155,7 @@ def _apply(tokenizer: "PreTrainedTokenizerBase", messages: Messages, source: str
 def _encode(
     tokenizer: "PreTrainedTokenizerBase", messages: Messages, marked: bool, source: str
 ) -> tuple[list[int], list[bool], str]:
-    """Token ids, loss mask, and the text of the tokens that are learned."""
+    """Return token ids, loss mask, and the text of the tokens that are learned."""
     whole: str = _apply(tokenizer, messages, source, tokenize=False)
     if marked:
         kwargs = {"return_dict": True, "return_assistant_tokens_mask": True}
@@ -162,7 +163,7 @@ def _encode(
         mask = [bool(bit) for bit in out["assistant_masks"]]
     else:
         spans = [_span(tokenizer, messages, turn, whole, source) for turn, m in enumerate(messages) if m["role"] == "assistant"]
-        # Text is compared, and the whole is tokenized once: tokens of a prefix need not be a prefix of the tokens.
+        # Texts are compared, and the whole text is tokenized once: tokens of a prefix need not be a prefix of the tokens.
         out = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         mask = [any(start < last and end > first for first, last in spans) for start, end in out["offset_mapping"]]
     learned, at = [], 0
@@ -174,7 +175,7 @@ def _encode(
 
 
 def _span(tokenizer: "PreTrainedTokenizerBase", messages: Messages, turn: int, whole: str, source: str) -> tuple[int, int]:
-    """Where in `whole` the assistant's words of one turn begin and end, in characters."""
+    """Return where in `whole` the assistant's words of one turn begin and end, in characters."""
     if turn == 0:
         raise DataError(f"{source}: begins with the assistant's turn, and the template does not mark it; {_REMEDY}")
     before: str = _apply(tokenizer, messages[:turn], source, tokenize=False, add_generation_prompt=True)
@@ -184,7 +185,7 @@ def _span(tokenizer: "PreTrainedTokenizerBase", messages: Messages, turn: int, w
             f"{source}: the chat template writes turn {turn + 1} differently when other turns follow, so the "
             f"assistant's words cannot be told from the rest; {_REMEDY}"
         )
-    # Whitespace after the token that ends the turn belongs to the layout of the chat, not to what the assistant says.
+    # Whitespace after the token that ends the turn belongs to the layout of the chat, not to the assistant's words.
     trimmed = after.rstrip()
     if any(trimmed.endswith(token) for token in tokenizer.added_tokens_encoder):
         after = trimmed

@@ -1,4 +1,4 @@
-"""The columns that the formats of rows have; `formats.py` reads them."""
+"""The columns of the formats of rows. `formats.py` reads them."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class Format:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All that may be mapped."""
+        """All names that may be mapped."""
         return self.required + self.optional + self.within
 
 

@@ -1,4 +1,4 @@
-"""What to train on, as a schema. Light to import: pydantic only, no torch, no transformers."""
+"""The data to train on, as a schema. It is light to import: pydantic only, no torch, no transformers."""
 
 import glob
 import os
@@ -13,10 +13,10 @@ from meshwright.paths import PathText
 __all__ = ["EXTENSIONS", "ROW_EXTENSIONS", "TEXT_EXTENSIONS", "DataConfig", "TokenizerConfig", "expand_files"]
 
 TEXT_EXTENSIONS = (".txt", ".md", ".py")
-"""Files that are one text document each."""
+"""Extensions of files that are one text document each."""
 
 ROW_EXTENSIONS = (".jsonl", ".json", ".parquet")
-"""Files that hold a document in every row."""
+"""Extensions of files that have a document in every row."""
 
 EXTENSIONS = TEXT_EXTENSIONS + ROW_EXTENSIONS
 
@@ -25,10 +25,10 @@ DEFAULT_BAD_ROWS_LIMIT = 0.1
 
 
 def expand_files(patterns: list[str]) -> list[Path]:
-    """Files that the patterns name: sorted within a pattern, patterns in their order, each file once.
+    """Return the files that patterns name: sorted within a pattern, patterns in their order, each file once.
 
-    A pattern that is itself an existing file wins over its meaning as a glob. What matches nothing adds nothing here;
-    :meth:`DataConfig.problems` reports it.
+    A pattern that is itself an existing file stands for this file, not for a glob. A pattern that matches nothing adds nothing
+    here; :meth:`DataConfig.problems` reports it.
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
@@ -39,7 +39,7 @@ def expand_files(patterns: list[str]) -> list[Path]:
 
 
 def _file_problems(knob: str, patterns: list[str]) -> list[str]:
-    """What is wrong with a list of files, as far as names and sizes tell."""
+    """Return what is wrong with a list of files, as far as names and sizes show."""
     problems = []
     for pattern in patterns:
         expanded = os.path.expanduser(pattern)
@@ -177,7 +177,7 @@ class DataConfig(BaseModel):
         return self
 
     def _format_problems(self) -> list[str]:
-        """What contradicts each other of format, kind and columns."""
+        """Return the contradictions between format, kind and columns."""
         problems = []
         said = f"data.format={self.format!r}"
         if self.corpus and (self.format not in ("auto", "text") or self.columns):
@@ -210,15 +210,15 @@ class DataConfig(BaseModel):
 
     @property
     def held_out(self) -> float:
-        """Share of the documents held out, after defaults."""
+        """Share of the documents that is held out, after defaults."""
         if self.eval_fraction is not None:
             return self.eval_fraction
         return 0.0 if self.eval_files else DEFAULT_EVAL_FRACTION
 
     def problems(self) -> list[str]:
-        """What is wrong on this machine's disk: missing or empty files, globs without a match, unknown extensions.
+        """Return what is wrong on this machine's disk: missing or empty files, globs without a match, unknown extensions.
 
-        Looks at names and sizes only, so it is cheap and may run before any process exists. Empty if all is well.
+        Only names and sizes are read, so this is cheap and may run before any process is started. Empty if all is well.
         """
         problems = _file_problems("files", self.files) + _file_problems("eval_files", self.eval_files)
         if self.wants_chat:

@@ -1,7 +1,7 @@
-"""Where documents come from: Python's own library, files, a data set of the hub.
+"""The sources of documents: Python's own library, files, a data set of the hub.
 
-Every source is a stream of :class:`Document` in an order that depends on nothing but the source, and each document can
-say where it came from, so that an error names a file and a row.
+Every source is a stream of :class:`Document` in an order that depends only on the source. Each document has its origin, so that
+an error can name a file and a row.
 """
 
 import hashlib
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
 
 __all__ = ["documents", "eval_documents", "source_digest", "training_texts"]
 
-# Packages that some installations lack (Linux distributions package them apart), or that are tests and tools.
+# Packages that some installations lack (Linux distributions package them separately), or that are tests and tools.
 _STDLIB_SKIPPED = {"test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "distutils", "venv"}
 
 
 def documents(config: DataConfig, cache_dir: str | Path | None = None, bad: BadRows | None = None) -> Iterator[Document]:
-    """Documents of the source, `config.max_documents` at most.
+    """Yield the documents of the source, at most `config.max_documents`.
 
     Args:
-        config: the source, and how its rows are to be read.
-        cache_dir: where `datasets` keeps its copy of a hub data set and its lock files; its own default if None.
-        bad: takes the rows that give no document; whoever gives it judges them. None: they are judged here, at the end.
+        config: the source, and how to read its rows.
+        cache_dir: where `datasets` keeps its copy of a hub data set and its lock files; None: its own default.
+        bad: collects the rows that give no document; the caller judges them. None: they are judged here, at the end.
 
     Raises:
-        DataError: nothing to read, an unreadable file, text and chat mixed, bad rows that `config` does not let pass.
+        DataError: nothing to read, an unreadable file, a mixture of text and chat, or bad rows that `config` does not allow.
     """
     stream = islice(_source_documents(config, cache_dir, gathered := bad or BadRows()), config.max_documents)
     yield from _checked(config, stream, _source_name(config), gathered, judged=bad is None)
 
 
 def eval_documents(config: DataConfig, cache_dir: str | Path | None = None, bad: BadRows | None = None) -> Iterator[Document]:
-    """Documents of `config.eval_files`; none if there are no such files.
+    """Yield the documents of `config.eval_files`, if there are such files.
 
     Raises:
         DataError: as for :func:`documents`.
@@ -67,7 +67,7 @@ def _checked(config: DataConfig, stream: Iterator[Document], name: str, bad: Bad
 
 
 def training_texts(config: DataConfig, cache_dir: str | Path | None = None, bad: BadRows | None = None) -> Iterator[str]:
-    """Plain text of the source, to train a tokenizer on: documents, or the contents of the messages."""
+    """Yield plain text of the source, to train a tokenizer on: documents, or the contents of the messages."""
     for document in documents(config, cache_dir, bad):
         if document.text is not None:
             yield document.text
@@ -77,10 +77,10 @@ def training_texts(config: DataConfig, cache_dir: str | Path | None = None, bad:
 
 
 def source_digest(config: DataConfig, cache_dir: str | Path | None = None) -> str:
-    """A hash of the contents of every file that is read. Paths do not count: data may move between runs."""
+    """Return a hash of the contents of every file that is read. Paths are not included: data may move between runs."""
     digest = hashlib.sha256()
     if config.hub is not None:
-        # datasets' own fingerprint: a hash of the data files' revision and of the builder's configuration
+        # datasets' own fingerprint: a hash of the revision of the data files and of the builder's configuration
         digest.update(_load_hub(config, cache_dir)._fingerprint.encode())
     paths = _stdlib_files() if config.corpus else expand_files(config.files)
     for path in [*paths, None, *expand_files(config.eval_files)]:
@@ -94,7 +94,7 @@ def source_digest(config: DataConfig, cache_dir: str | Path | None = None) -> st
 
 
 def _source_name(config: DataConfig) -> str:
-    """The source as the user wrote it."""
+    """Return the source as the user wrote it."""
     if config.corpus:
         return f"corpus={config.corpus!r}"
     return f"hub={config.hub!r}" if config.hub else f"files={config.files}"
@@ -109,7 +109,7 @@ def _source_documents(config: DataConfig, cache_dir: str | Path | None, bad: Bad
 
 
 def _refuse_mixture(stream: Iterator[Document]) -> Iterator[Document]:
-    """Pass documents on as long as all are texts, or all are chats: the loss is defined for one of them at a time."""
+    """Yield documents as long as all are texts, or all are chats: the loss is defined for only one of them at a time."""
     first: Document | None = None
     for document in stream:
         first = first or document
@@ -129,12 +129,12 @@ def _kind(document: Document) -> str:
 
 
 def _stdlib_files() -> list[Path]:
-    """Source files of the standard library that every installation of this Python version has, in a fixed order."""
+    """Return the source files of the standard library that every installation of this Python version has, in a fixed order."""
     root = Path(sysconfig.get_path("stdlib"))
     found: list[tuple[tuple[str, ...], Path]] = []
     for folder, subfolders, names in os.walk(root):
         inside = Path(folder).relative_to(root).parts
-        # The top level also holds site-packages, files of the distribution and of this build.
+        # The top level also has site-packages, files of the distribution and files of this build.
         subfolders[:] = [name for name in subfolders if name not in _STDLIB_SKIPPED and (inside or _in_stdlib(name))]
         for name in names:
             if name.endswith(".py") and (inside or _in_stdlib(name.removesuffix(".py"))):
@@ -173,7 +173,7 @@ def _file_documents(
                 yield from _text_file(config, path, bad)
             else:
                 yield from _row_documents(RowReader(config, seen), file_rows(path, bad, cache_dir), bad)
-        except DataError as error:  # the others are read on, so that one report has what is wrong with all
+        except DataError as error:  # the other files are read too, so that one report has the problems of all
             broken.extend(error.problems)
     try:
         check_columns(config, seen, f"{knob}={patterns}")
@@ -201,7 +201,7 @@ def _text_file(config: DataConfig, path: Path, bad: BadRows) -> Iterator[Documen
 
 
 def _load_hub(config: DataConfig, cache_dir: str | Path | None) -> "Dataset":
-    """The data set itself, memory-mapped."""
+    """Return the data set itself, memory-mapped."""
     from datasets import load_dataset
 
     try:

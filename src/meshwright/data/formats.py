@@ -1,6 +1,6 @@
-"""What a row means: a text, or a chat as messages, ShareGPT, Alpaca or prompt and completion write it.
+"""What a row means: a text, or a chat in the format of messages, ShareGPT, Alpaca, or prompt and completion.
 
-Every chat becomes a list of messages with `role` and `content`; `chat.py` says whether it can be learned.
+Every chat becomes a list of messages with `role` and `content`; `chat.py` decides whether it can be learned.
 """
 
 import json
@@ -29,10 +29,10 @@ SPEAKERS = {
     "tool": "tool",
     "observation": "tool",
 }
-"""Who speaks in ShareGPT, as a role."""
+"""Name of a speaker in ShareGPT to role."""
 
 _DEEPEST = 64
-"""Levels that a chat may be nested; templates and JSON writers recurse."""
+"""Largest number of nested levels in a chat; templates and JSON writers are recursive."""
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -48,15 +48,15 @@ class Document:
 
 
 def check_columns(config: DataConfig, seen: dict[str, None], name: str) -> None:
-    """Refuse a mapped column that no row had, now that all are read.
+    """Refuse a mapped column that no row had, after all rows were read.
 
     Args:
-        config: its `columns`.
-        seen: the columns that there are; nothing is said if there are none.
-        name: of the source.
+        config: its `columns` are checked.
+        seen: the columns of all rows; if it is empty, nothing is refused.
+        name: name of the source.
 
     Raises:
-        DataError: with the columns that there are.
+        DataError: names the existing columns.
     """
     within = {key for layout in config.formats for key in FORMATS[layout].within}
     missing = [(key, column) for key, column in config.columns.items() if column not in seen and key not in within]
@@ -68,12 +68,12 @@ def check_columns(config: DataConfig, seen: dict[str, None], name: str) -> None:
 class RowReader:
     """Makes documents of the rows of one file or data set, all of one format.
 
-    The format is `data.format`, or the only one that has the mapped columns and the kind; otherwise the first row that has the
-    columns of a single format says it.
+    The format is `data.format`, or the only one that has the mapped columns and the kind. Otherwise the first row that has the
+    columns of exactly one format decides.
 
     Args:
-        config: format, columns, kind.
-        seen: takes the columns of the rows.
+        config: format, columns and kind.
+        seen: collects the columns of the rows.
     """
 
     def __init__(self, config: DataConfig, seen: dict[str, None]) -> None:
@@ -82,10 +82,10 @@ class RowReader:
         self.seen = seen
 
     def document(self, row: Row) -> Document:
-        """The document of a row.
+        """Return the document of a row.
 
         Raises:
-            DataError: a row that does not have its format; file, line and reason.
+            DataError: the row does not have its format; names file, line and reason.
         """
         if len(self.seen) < 1000:  # names for a message
             self.seen.update(dict.fromkeys(row.values))
@@ -127,7 +127,7 @@ class RowReader:
         found = self._system(row)
         for number, message in self._turns(row, "conversations"):
             where = f"{row.source}: message {number}"
-            if from_key not in message and "role" in message:  # conversations of messages
+            if from_key not in message and "role" in message:  # conversations with the keys of messages
                 found.append(_message(message, "role", "content", where))
                 continue
             turn = _message(message, from_key, value_key, where)
@@ -139,7 +139,7 @@ class RowReader:
         return found
 
     def _alpaca(self, row: Row) -> list[dict[str, Any]]:
-        # The blank line is that of Alpaca's own prompt, whose other words are the template's business.
+        # The blank line is from Alpaca's own prompt. The other words of that prompt are left to the template.
         asked = "\n\n".join(part for part in (_text(row, self._column("instruction")), self._optional(row, "input")) if part)
         return [*self._system(row), *_exchange(asked, row, self._column("output"))]
 
@@ -148,7 +148,7 @@ class RowReader:
         return [*self._system(row), *_exchange(asked, row, self._column("completion"))]
 
     def _turns(self, row: Row, key: str) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Messages of a row with their numbers, without the keys that arrow fills with None to make all rows alike."""
+        """Yield the messages of a row with their numbers, without the None values that arrow adds to make all rows alike."""
         column = self._column(key)
         knob = "messages_field or data.columns" if key == "messages" else "columns"
         value = _field(row, column, knob)
@@ -166,7 +166,7 @@ class RowReader:
 
 
 def _message(message: dict[str, Any], role_key: str, content_key: str, where: str) -> dict[str, Any]:
-    """A message with `role`, `content` unless it is null, and whatever else a template may know of it."""
+    """Return a message with `role`, `content` unless it is null, and all other keys that a template may know."""
     role = message.get(role_key)
     if not isinstance(role, str):
         what = f"no {role_key}" if role is None else f"a {role_key} that is {_kind(role)}, not text"
@@ -176,7 +176,7 @@ def _message(message: dict[str, Any], role_key: str, content_key: str, where: st
 
 
 def _exchange(asked: str, row: Row, answer: str) -> list[dict[str, Any]]:
-    """One question and its answer; a null answer is left to the check of chats, which says so."""
+    """Return one question and its answer. A null answer is refused later, by the check of chats."""
     said = {} if row.values.get(answer, "") is None else {"content": _text(row, answer)}
     return [{"role": "user", "content": asked}, {"role": "assistant", **said}]
 
@@ -195,7 +195,7 @@ def _text(row: Row, column: str) -> str:
 
 
 def _content(value: Any, where: str) -> dict[str, Any]:
-    """The `content` of a message: its text, or its parts of text put together; nothing for null."""
+    """Return the `content` of a message: its text, or its parts of text joined; empty for null."""
     if value is None:
         return {}
     if isinstance(value, str):
@@ -213,7 +213,7 @@ def _content(value: Any, where: str) -> dict[str, Any]:
 
 
 def _call(text: str, where: str) -> dict[str, Any]:
-    """A tool call that ShareGPT writes as JSON with a name and arguments."""
+    """Return a tool call, which ShareGPT writes as JSON with a name and arguments."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -225,7 +225,7 @@ def _call(text: str, where: str) -> dict[str, Any]:
 
 
 def _check_sound(value: Any, source: str) -> None:
-    """Refuse what templates and tokenizers cannot take: half characters, doubled keys, nesting without end."""
+    """Refuse what templates and tokenizers cannot process: half characters, duplicate keys, nesting that is too deep."""
     level: list[Any] = [value]
     for _ in range(_DEEPEST):
         below: list[Any] = []
@@ -250,6 +250,6 @@ def _kind(value: Any) -> str:
 
 
 def _names(names: Iterable[str]) -> str:
-    """Some names of columns or keys, as they can be printed."""
+    """Return some names of columns or keys in printable form."""
     found = [name if name.isidentifier() and len(name) <= 40 else f"{name!a:.40}" for name in names]
     return ", ".join(found[:20]) + (f" and {len(found) - 20} more" if len(found) > 20 else "") if found else "none"

@@ -1,9 +1,9 @@
-"""Which sequences a rank sees at which optimizer step.
+"""Which sequences a rank gets in which optimizer step.
 
-The stream of sequences is endless and global: epoch after epoch, each in the order that seed and epoch give. Optimizer
-step s is the block of `global_batch_size` sequences from ``s * global_batch_size`` on, and rank r of R takes the r-th
-of R equal slices of it. So the number of ranks and the size of a microbatch change who computes a sequence, never which
-sequences a step is made of; and a loader resumes from the number of the step alone.
+The stream of sequences is endless and global: epoch after epoch, each in the order given by seed and epoch. Optimizer step s is
+the block of `global_batch_size` sequences from ``s * global_batch_size`` on, and rank r of R takes the r-th of R equal slices
+of it. So the number of ranks and the size of a microbatch change which rank computes a sequence, but never which sequences are
+in a step. A loader needs only the number of the step to resume.
 """
 
 import math
@@ -26,7 +26,7 @@ Batch = dict[str, "torch.Tensor"]
 
 
 def check_batch_sizes(global_batch_size: int, microbatch_size: int, data_ranks: int) -> None:
-    """Refuse batch sizes that do not share out evenly.
+    """Refuse batch sizes that do not divide evenly.
 
     Raises:
         ConfigError: `global_batch_size` is no positive multiple of `microbatch_size` times `data_ranks`.
@@ -56,12 +56,12 @@ def _check_rank(data_rank: int, data_ranks: int) -> None:
 
 
 def _collate(sequences: list[dict[str, Integers]], dataset: SequenceDataset, multiple: int) -> Batch:
-    """Stack sequences, with padding behind them up to a multiple of some length."""
+    """Stack sequences, padded at the end to a length that is a multiple of `multiple`."""
     import torch
 
     batch = {key: np.stack([sequence[key] for sequence in sequences]) for key in sequences[0]}
     if lacking := -dataset.sequence_length % multiple:
-        # As within a sequence: padding is a segment of its own when packed, and positions go on when not.
+        # As within a sequence: in a packed one, padding is a segment of its own; otherwise positions continue.
         begin = 0 if dataset.packing == "pack" else dataset.sequence_length
         filler = {
             "input_ids": np.full(lacking, dataset.store.index.pad_token_id),
@@ -76,27 +76,27 @@ def _collate(sequences: list[dict[str, Integers]], dataset: SequenceDataset, mul
 
 
 class TrainLoader:
-    """Microbatches of one data rank, as a function of the optimizer step. It keeps no position of its own.
+    """Microbatches of one data rank, as a function of the optimizer step. The loader stores no position.
 
     Args:
         store: tokenized documents.
-        sequence_length: tokens in a sequence.
-        global_batch_size: sequences in an optimizer step, over all ranks.
-        microbatch_size: sequences in one forward and backward of one rank.
-        data_rank: which part of the data this process reads (its place on the `dp` axes).
-        data_ranks: parts in all.
+        sequence_length: number of tokens in a sequence.
+        global_batch_size: number of sequences in an optimizer step, over all ranks.
+        microbatch_size: number of sequences in one forward and backward of one rank.
+        data_rank: which part of the data this process reads (its coordinate on the `dp` axes).
+        data_ranks: number of parts.
         seed: decides the order.
         packing: "pack" or "pad".
-        shuffle: reshuffle documents and sequences each epoch.
-        multiple: what the length of a batch must be a multiple of (sequence parallel); padding whose labels do not count fills
-            it up, and the state of the loader does not depend on it.
+        shuffle: shuffle documents and sequences again in each epoch.
+        multiple: the length of a batch must be a multiple of this (sequence parallel). It is padded, the labels of padding do
+            not count, and the state of the loader does not depend on it.
 
     Attributes:
-        accumulation: microbatches in a step.
+        accumulation: number of microbatches in a step.
 
     Raises:
-        ConfigError: batch sizes that do not share out evenly, or a rank that does not exist.
-        DataError: nothing to train on.
+        ConfigError: batch sizes that do not divide evenly, or a rank that does not exist.
+        DataError: there is nothing to train on.
     """
 
     def __init__(
@@ -125,9 +125,9 @@ class TrainLoader:
         self._dataset(0)
 
     def microbatches(self, step: int) -> list[Batch]:
-        """The share of this rank in a step: `accumulation` batches of [microbatch_size, sequence_length, padded].
+        """Return the share of this rank in a step: `accumulation` batches of [microbatch_size, sequence_length, padded].
 
-        Tensors are int64 and on the CPU. Keys are input_ids, labels (shifted, -100 where there is nothing to learn) and
+        Tensors are int64 and on the CPU. Keys are input_ids, labels (shifted, -100 for positions without a target) and
         position_ids.
         """
         return [
@@ -136,19 +136,20 @@ class TrainLoader:
         ]
 
     def numbers(self, step: int) -> list[range]:
-        """Of the sequences of each microbatch, in the stream of all sequences of the run: the same sequence of the same run
-        has the same number on every layout.
+        """Return the numbers of the sequences of each microbatch, in the stream of all sequences of the run.
+
+        The same sequence of the same run has the same number on every layout.
         """
         share = self.global_batch_size // self.data_ranks
         begin = step * self.global_batch_size + self.data_rank * share
         return [range(at, at + self.microbatch_size) for at in range(begin, begin + share, self.microbatch_size)]
 
     def epoch(self, step: int) -> int:
-        """Epoch of the first sequence of a step, counted from 0."""
+        """Return the epoch of the first sequence of a step, counted from 0."""
         return self._locate(step * self.global_batch_size)[0]
 
     def sequences(self, epochs: float) -> int:
-        """Sequences in so many epochs from the first one on; of a part of an epoch its share, rounded up."""
+        """Return the number of sequences in this many epochs, from the first one on. For a part of an epoch, round up."""
         whole = int(epochs)
         while len(self._starts) <= whole + (epochs > whole):
             self._dataset(len(self._starts) - 1)
@@ -156,11 +157,14 @@ class TrainLoader:
         return begin if epochs == whole else begin + math.ceil((epochs - whole) * (self._starts[whole + 1] - begin))
 
     def steps(self, epochs: float) -> int:
-        """Optimizer steps that see so many epochs; the last one is filled up from the next epoch. The same on every layout."""
+        """Return the number of optimizer steps for this many epochs. The last one is filled from the next epoch.
+
+        It is the same on every layout.
+        """
         return -(-self.sequences(epochs) // self.global_batch_size)
 
     def state_dict(self, next_step: int) -> dict[str, Any]:
-        """Where a run is in its data, and what the data are. The same on every rank and layout."""
+        """Return the position of a run in its data, and what the data are. It is the same on every rank and layout."""
         return {
             "next_step": next_step,
             "seed": self.seed,
@@ -172,10 +176,10 @@ class TrainLoader:
         }
 
     def check_state(self, state: dict[str, Any]) -> int:
-        """The step to go on with, where another loader of the same data stopped, whatever its ranks and microbatches were.
+        """Return the step to continue with after another loader of the same data, with any ranks and microbatches.
 
         Raises:
-            CheckpointError: the state is of other data, another order or another batch size: resuming would repeat some
+            CheckpointError: the state is that of other data, another order or another batch size: resuming would repeat some
                 sequences and skip others.
         """
         mine = self.state_dict(0)
@@ -196,14 +200,17 @@ class TrainLoader:
         return self._dataset(epoch)[local]
 
     def _locate(self, number: int) -> tuple[int, int]:
-        """Epoch of a global sequence, and its number within. An epoch's count is known only once it is packed."""
+        """Return the epoch of a global sequence, and its number in the epoch.
+
+        The number of sequences of an epoch is known only after the epoch is packed.
+        """
         while number >= self._starts[-1]:
             self._dataset(len(self._starts) - 1)
         epoch = bisect_right(self._starts, number) - 1
         return epoch, number - self._starts[epoch]
 
     def _dataset(self, epoch: int) -> SequenceDataset:
-        """Sequences of an epoch. A step may straddle two, so two are kept."""
+        """Return the sequences of an epoch. A step may have sequences of two epochs, so two are kept."""
         if epoch not in self._epochs:
             while len(self._epochs) >= 2:
                 self._epochs.pop(next(iter(self._epochs)))
@@ -217,15 +224,15 @@ class TrainLoader:
 
 
 class EvalLoader:
-    """Batches of held-out sequences: the same number on every rank, so that collectives agree.
+    """Batches of held-out sequences: the same number on every rank, so that collectives match.
 
-    A rank that runs short gets sequences whose labels are all -100: they cost a forward and count for nothing.
+    A rank with too few sequences gets some whose labels are all -100. They cost a forward, and do not count.
 
     Args:
         dataset: held-out sequences.
-        microbatch_size: sequences in a batch.
+        microbatch_size: number of sequences in a batch.
         data_rank: which part this process reads.
-        data_ranks: parts in all.
+        data_ranks: number of parts.
         max_sequences: stop after this many sequences, over all ranks.
         multiple: see :class:`TrainLoader`.
 
@@ -251,7 +258,7 @@ class EvalLoader:
         self.sequences = len(dataset) if max_sequences is None else min(max_sequences, len(dataset))
 
     def __len__(self) -> int:
-        """Batches, on every rank."""
+        """Return the number of batches on every rank."""
         return -(-self.sequences // (self.microbatch_size * self.data_ranks))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -259,7 +266,7 @@ class EvalLoader:
             yield _collate([self._sequence(number) for number in self.numbers(batch)], self.dataset, self.multiple)
 
     def numbers(self, batch: int) -> range:
-        """Of the sequences of a batch of this rank, among all that are held out; those beyond the last one are filler."""
+        """Return the numbers of the sequences of a batch of this rank, among all held-out ones. Larger numbers are filler."""
         begin = (batch * self.data_ranks + self.data_rank) * self.microbatch_size
         return range(begin, begin + self.microbatch_size)
 

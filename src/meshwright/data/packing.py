@@ -1,17 +1,16 @@
-"""Documents to sequences of one length.
+"""From documents to sequences of one length.
 
-A *piece* is a run of one document's tokens in one sequence. In a packed sequence every piece is a segment: its
-positions start at 0, and transformers derives from the restarts that attention must not cross (when no attention mask
-is given).
+A *piece* is a run of tokens of one document in one sequence. In a packed sequence every piece is a segment: its positions start
+at 0, and where positions restart, transformers lets no attention cross (if no attention mask is given).
 
-A label is the next token of the same piece. A document that goes on in the next sequence continues there with the last
-token it showed here, so that each of its tokens but the first is a target exactly once::
+A label is the next token of the same piece. A document that continues in the next sequence begins there with its last token in
+this sequence, so that each of its tokens but the first is a target exactly once::
 
     document  a b c d e     sequence_length 3
     inputs    a b c | c d e
     labels    b c - | d e -
 
-A sequence is found by arithmetic from four numbers a row, so any sequence can be read without those before it.
+A sequence is computed from four numbers per row, so any sequence can be read without those before it.
 """
 
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from meshwright.errors import DataError
 __all__ = ["IGNORE", "PackIndex", "Piece", "SequenceDataset", "pack", "pad"]
 
 IGNORE = -100
-"""Label of a token that is nobody's target: the default of torch's cross entropy."""
+"""Label of a position that has no target: the default of torch's cross entropy."""
 
 _DOCUMENTS, _SEQUENCES = 2, 3  # the purposes of a hash, see order.py
 
@@ -35,7 +34,7 @@ Integers = npt.NDArray[np.int64]
 
 
 class Piece(NamedTuple):
-    """`length` tokens of document `document` (its place in the order of the epoch) from its token `start` on."""
+    """`length` tokens of document `document` (its position in the order of the epoch), from its token `start` on."""
 
     document: int
     start: int
@@ -46,8 +45,8 @@ class Piece(NamedTuple):
 class PackIndex:
     """Which pieces make each sequence.
 
-    Row i holds the documents `first[i]` to `end[i] - 1` to their ends, then `tail[i]` tokens of document `end[i]`. The
-    first piece begins at token `start[i]` of its document, every other at token 0.
+    Row i has the documents `first[i]` to `end[i] - 1` up to their ends, then `tail[i]` tokens of document `end[i]`. The first
+    piece begins at token `start[i]` of its document, every other at token 0.
     """
 
     lengths: Integers
@@ -60,7 +59,7 @@ class PackIndex:
         return len(self.first)
 
     def pieces(self, row: int) -> list[Piece]:
-        """The pieces of a sequence, in order."""
+        """Return the pieces of a sequence, in order."""
         first, start, end, tail = (int(column[row]) for column in (self.first, self.start, self.end, self.tail))
         pieces = []
         for document in range(first, end + (tail > 0)):
@@ -78,13 +77,13 @@ def pack(lengths: Integers, sequence_length: int, split: bool) -> PackIndex:
     """Fill sequences with documents one after another.
 
     Args:
-        lengths: tokens in each document, in the order of the epoch; each at least 2.
-        sequence_length: slots in a sequence.
-        split: let documents flow over the end of a sequence, so that only the last one is padded (and single slots,
-            which could hold no target). Otherwise a document that does not fit the rest begins the next sequence.
+        lengths: number of tokens in each document, in the order of the epoch; each at least 2.
+        sequence_length: number of slots in a sequence.
+        split: let documents continue in the next sequence, so that only the last sequence is padded (and single slots, which
+            could have no target). Otherwise a document that does not fit into the rest of a sequence begins the next one.
 
     Raises:
-        DataError: a document longer than a sequence, and `split` is False.
+        DataError: a document is longer than a sequence, and `split` is False.
     """
     ends = np.concatenate([[0], np.cumsum(lengths)])
     count = len(lengths)
@@ -111,7 +110,7 @@ def pack(lengths: Integers, sequence_length: int, split: bool) -> PackIndex:
 
 
 def pad(lengths: Integers, sequence_length: int) -> PackIndex:
-    """One document a sequence; a longer one takes as many as it needs. Arguments as for :func:`pack`."""
+    """Put one document in each sequence; a longer one takes as many sequences as it needs. Arguments as for :func:`pack`."""
     step = sequence_length - 1  # the last token of a piece begins the next
     counts = 1 + np.maximum(0, -(-(lengths - sequence_length) // step))
     first = np.repeat(np.arange(len(lengths)), counts)
@@ -130,19 +129,19 @@ def pad(lengths: Integers, sequence_length: int) -> PackIndex:
 class SequenceDataset:
     """The sequences of one epoch of one split, by number.
 
-    Which documents share a sequence, and the order of the sequences, depend on the store, `seed` and `epoch` alone.
+    Which documents share a sequence, and the order of the sequences, depend only on the store, `seed` and `epoch`.
 
     Args:
         store: tokenized documents.
-        split: documents to train on, or those held out.
-        sequence_length: slots in a sequence.
+        split: the documents to train on, or those held out.
+        sequence_length: number of slots in a sequence.
         packing: "pack" or "pad", see :class:`~meshwright.data.config.DataConfig`.
-        seed: with `epoch` it decides the order.
+        seed: decides the order, together with `epoch`.
         epoch: counted from 0.
         shuffle: shuffle the documents, then the sequences packed from them.
 
     Raises:
-        DataError: the split is empty, or holds documents too long for `sequence_length` that must stay whole.
+        DataError: the split is empty, or has documents too long for `sequence_length` that must stay whole.
     """
 
     def __init__(
@@ -174,25 +173,25 @@ class SequenceDataset:
         self._order = stable_permutation(len(self._index), seed, epoch, _SEQUENCES) if shuffle else None
 
     def __len__(self) -> int:
-        """Sequences in the epoch."""
+        """Return the number of sequences in the epoch."""
         return len(self._index)
 
     def pieces(self, number: int) -> list[Piece]:
-        """What sequence `number` holds; documents by their number in the store."""
+        """Return the pieces of sequence `number`; documents by their number in the store."""
         if not 0 <= number < len(self):
             raise IndexError(f"sequence {number} of {len(self)}")
         row = number if self._order is None else int(self._order[number])
         return [piece._replace(document=int(self._documents[piece.document])) for piece in self._index.pieces(row)]
 
     def __getitem__(self, number: int) -> dict[str, Integers]:
-        """input_ids, labels and position_ids of a sequence: int64, `sequence_length` long.
+        """Return input_ids, labels and position_ids of a sequence: int64, `sequence_length` long.
 
-        Labels are shifted already: ``labels[i]`` is what the model should say after ``input_ids[i]``, or IGNORE.
+        Labels are already shifted: ``labels[i]`` is the token that the model should predict after ``input_ids[i]``, or IGNORE.
         """
         store = self.store
         input_ids = np.full(self.sequence_length, store.index.pad_token_id, dtype=np.int64)
         labels = np.full(self.sequence_length, IGNORE, dtype=np.int64)
-        # Padding is a segment of its own when packed. A padded document must not look packed: positions go on.
+        # In a packed sequence, padding is a segment of its own. A padded document must not look packed: positions continue.
         position_ids = np.arange(self.sequence_length, dtype=np.int64)
         at = 0
         for document, start, length in self.pieces(number):

@@ -1,6 +1,6 @@
-"""Files of rows: JSON lines, JSON and Parquet, each row with the file and the line that it begins on.
+"""Files of rows: JSON lines, JSON and Parquet. Each row has its file and the line that it begins on.
 
-JSON is read here, not by `datasets`: arrow wants one type for a column, so that one odd row fails a whole file without
+JSON is read here, not by `datasets`: arrow wants one type for a column, so one odd row would make a whole file fail, without
 its line.
 """
 
@@ -25,7 +25,7 @@ _NOT_JSON = {
     b"\xff\xfe": "UTF-16: write it as UTF-8",
     b"\xfe\xff": "UTF-16: write it as UTF-8",
 }
-"""How files begin that were given a name of JSON, and what to do."""
+"""First bytes of files with an extension of JSON but another format, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Row:
 
 
 class DuplicateKeys(dict[str, Any]):
-    """A JSON object in which a key stands twice: it has the last value, and nobody knows which one was meant."""
+    """A JSON object in which a key occurs twice. It has the last value, and it is unknown which one was meant."""
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -51,10 +51,10 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def open_file(path: Path) -> Any:
-    """The file, opened for reading bytes.
+    """Return the file, opened for reading bytes.
 
     Raises:
-        DataError: there is none, or it cannot be read.
+        DataError: there is no such file, or it cannot be read.
     """
     try:
         return path.open("rb")
@@ -65,15 +65,15 @@ def open_file(path: Path) -> Any:
 
 
 def file_rows(path: Path, bad: BadRows, cache_dir: str | Path | None) -> Iterator[Row]:
-    """Rows of a .jsonl, .json or .parquet file, one after another.
+    """Yield the rows of a .jsonl, .json or .parquet file, one after another.
 
     Args:
-        path: of the file.
-        bad: counts the rows, and takes those that are no JSON object.
-        cache_dir: of `datasets`, which reads parquet and copies nothing there.
+        path: path of the file.
+        bad: counts the rows, and collects those that are no JSON object.
+        cache_dir: cache of `datasets`, which reads parquet and copies nothing there.
 
     Raises:
-        DataError: a file that cannot be read as a whole, or from some line on.
+        DataError: the file cannot be read as a whole, or from some line on.
     """
     readers = {".jsonl": _json_lines, ".json": _json_values}
     if path.suffix not in (*readers, ".parquet"):
@@ -92,7 +92,7 @@ def file_rows(path: Path, bad: BadRows, cache_dir: str | Path | None) -> Iterato
 
 
 def _row(value: Any, source: str, bad: BadRows) -> Iterator[Row]:
-    """A value of JSON as a row; none if it is no object."""
+    """Yield a JSON value as a row, if it is an object."""
     bad.rows += 1
     if isinstance(value, dict):
         yield Row(value, source)
@@ -117,7 +117,7 @@ def _json_lines(path: Path, bad: BadRows) -> Iterator[Row]:
 
 
 def _json_values(path: Path, bad: BadRows) -> Iterator[Row]:
-    """Rows of a .json file: the elements of one array, or objects one after another."""
+    """Yield the rows of a .json file: the elements of one array, or objects one after another."""
     with open_file(path) as file:
         content: bytes = file.read().removeprefix(_BOM)
     try:
@@ -177,12 +177,12 @@ def _reason(error: Exception) -> str:
 
 
 def library_rows(load: Callable[[], Iterable[Any]], name: str, bad: BadRows, kind: str = "") -> Iterator[Row]:
-    """Rows that `datasets` reads.
+    """Yield rows that `datasets` reads.
 
     Args:
-        load: gives the rows.
-        name: of the file or of the data set.
-        bad: counts them.
+        load: returns the rows.
+        name: name of the file or of the data set.
+        bad: counts the rows.
         kind: how they are read, for a message.
 
     Raises:

@@ -3,12 +3,12 @@
 A store is a directory of its own, named after the fingerprint of everything that decides its contents:
 
 - ``tokens.bin``: the ids of all documents end to end, uint16 or uint32 by the size of the vocabulary
-- ``loss_mask.bin``: for chats, one byte a token: whether the model is to learn it
+- ``loss_mask.bin``: for chats, one byte per token: whether the model is to learn it
 - ``offsets.npy``: int64; document d is ``tokens[offsets[d]:offsets[d + 1]]``
 - ``held_out.npy``: bool; whether document d is for evaluation
 - ``index.json``: the counts of :class:`StoreIndex`
 
-It is written under a temporary name and renamed when complete, so that it is either whole or absent.
+It is written under a temporary name and renamed when complete, so it is either whole or absent.
 """
 
 import hashlib
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 __all__ = ["StoreIndex", "TokenStore", "prepare", "write_documents"]
 
 FORMAT_VERSION = 2
-"""Raised whenever the same configuration and documents would give another store."""
+"""Increased whenever the same configuration and documents would give another store."""
 
 _HOLD_OUT = 1  # the purpose of a hash, see order.py
 
 
 @dataclass(frozen=True)
 class StoreIndex:
-    """What a store holds. Counts are of documents unless they say tokens."""
+    """What a store has. Counts are of documents, unless their names say tokens or rows."""
 
     format_version: int
     fingerprint: str
@@ -64,22 +64,22 @@ class StoreIndex:
     eval_documents: int
     eval_tokens: int
     split: int
-    """Longer than a sequence, and continued in the next."""
+    """Longer than a sequence, and continued in the next one."""
     truncated: int
     dropped: int
-    """Longer than a sequence, and left out, also because truncation would cut all answers off."""
+    """Longer than a sequence, and left out, also if truncation would remove all answers."""
     empty: int
     """Left out because nothing in them can be learned: no text."""
     rows: int = 0
-    """Read of the source; those that gave no document are in `dropped`, `empty` and `bad`."""
+    """Rows that were read from the source. Those that gave no document are in `dropped`, `empty` and `bad`."""
     bad: int = 0
-    """Left out as `data.bad_rows` says."""
+    """Rows that were left out, as `data.bad_rows` allows."""
     bad_rows: list[str] = field(default_factory=list)
-    """What is wrong with the first of them: file, line, reason."""
+    """Problems of the first of them: file, line, reason."""
 
 
 class TokenStore:
-    """A store that is complete, opened for reading. Cheap to open: nothing is read but the offsets."""
+    """A complete store, opened for reading. Opening is cheap: only the offsets and the flags of held-out documents are read."""
 
     def __init__(self, directory: Path, index: StoreIndex) -> None:
         self.directory = directory
@@ -92,7 +92,7 @@ class TokenStore:
         """Open the store that :func:`prepare` wrote; `directory` is its `TokenStore.directory`.
 
         Raises:
-            DataError: no store there, one of another version, or files that are not as long as they should be.
+            DataError: there is no store, it has another version, or a file does not have the right length.
         """
         directory = Path(directory)
         path = directory / "index.json"
@@ -134,22 +134,22 @@ class TokenStore:
 
     @cached_property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens in each document."""
+        """Number of tokens in each document."""
         return np.diff(self.offsets)
 
     def documents(self, split: Literal["train", "eval"]) -> npt.NDArray[np.int64]:
-        """Numbers of the documents of a split, in the order of the source."""
+        """Return the numbers of the documents of a split, in the order of the source."""
         return np.flatnonzero(self.held_out == (split == "eval"))
 
 
 def prepare(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", directory: str | Path, seed: int) -> TokenStore:
-    """Tokenize the documents into a store under `directory`, or open the one that is there.
+    """Tokenize the documents into a store under `directory`, or open the existing one.
 
-    One process prepares; the others open `TokenStore.directory` of the result. Two that prepare at once do no harm:
-    each writes under a name of its own, and the first to finish wins.
+    One process prepares; the others open `TokenStore.directory` of the result. Two processes may prepare at once: each writes
+    under a name of its own, and the first to finish wins.
 
     Args:
-        config: source, and what is to become of long documents.
+        config: the source, and what happens to long documents.
         tokenizer: its ids are stored; texts end with its end-of-sequence token.
         directory: parent of the stores, and of the cache of `datasets`.
         seed: decides which documents are held out.
@@ -164,26 +164,27 @@ def prepare(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", directory:
     final = directory / fingerprint[:16]
     if (final / "index.json").is_file():
         store = TokenStore.open(final)
-        # What a store holds does not depend on what bad rows may do, only whether they may: so it is asked again.
+        # The contents of a store do not depend on whether bad rows are allowed. So the bad rows of an existing one are judged
+        # again.
         judge(config, store.index.rows, store.index.bad, store.index.bad_rows)
         return store
     directory.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{fingerprint[:16]}-", dir=directory))
     try:
         _write(config, tokenizer, temporary, cache_dir, fingerprint, seed)
-        os.chmod(temporary, 0o755)  # mkdtemp closes it to others; a store is often shared
+        os.chmod(temporary, 0o755)  # mkdtemp makes it private; a store is often shared
         try:
             temporary.rename(final)
         except OSError:
             if not (final / "index.json").is_file():
-                raise  # not another process that was faster
+                raise  # it was not another process that was faster
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return TokenStore.open(final)
 
 
 def _fingerprint(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", digest: str, seed: int) -> str:
-    # The source itself enters as the digest of its contents. Packing and shuffling happen later.
+    # The source itself is included by the digest of its contents. Packing and shuffling happen later.
     decides = config.model_dump(
         include={
             *("kind", "format", "columns", "text_field", "messages_field"),
@@ -205,7 +206,7 @@ def _write(
 ) -> None:
     bad = BadRows()
     stream = documents(config, cache_dir, bad)
-    first = next(stream)  # there is one: an empty source is an error of its own
+    first = next(stream)  # there is one: an empty source raises an error of its own
     kind: Literal["text", "chat"] = "text" if first.text is not None else "chat"
     policy = config.long_documents
     if policy == "auto":
@@ -252,7 +253,7 @@ def _write(
 
 
 def _write_table(directory: Path, lengths: npt.NDArray[np.int64], held_out: npt.NDArray[np.bool_], **facts: Any) -> None:
-    """What makes tokens on disk a store: where each document begins, which are held out, and the index."""
+    """Write what makes tokens on disk a store: where each document begins, which ones are held out, and the index."""
     np.save(directory / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
     np.save(directory / "held_out.npy", held_out)
     index = StoreIndex(
@@ -276,14 +277,14 @@ def write_documents(
     sequence_length: int,
     pad_token_id: int = 0,
 ) -> TokenStore:
-    """A store of documents that are tokens already, all of them to train on.
+    """Write a store of documents that are tokens already, all of them to train on.
 
     Args:
-        directory: of the store; made if it is not there.
+        directory: directory of the store; created if it does not exist.
         tokens: ids of each document, at least two.
         masks: for chats, which tokens are to be learned; ``None`` for texts.
-        sequence_length: a longer text flows over into the next sequence; no chat may be longer.
-        pad_token_id: fills the ends of sequences.
+        sequence_length: length of a sequence. A longer text continues in the next one; no chat may be longer.
+        pad_token_id: id of the padding at the ends of sequences.
     """
     directory.mkdir(parents=True, exist_ok=True)
     flat = np.concatenate(list(tokens)).astype(np.uint32)
@@ -317,6 +318,6 @@ def _same_kind(stream: Iterable[Document], first: Document) -> Iterator[Document
 
 
 def _pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Any valid id serves: padding is never attended to by a token, and has no label."""
+    """Return the id of padding. Any valid id is possible: no token attends to padding, and it has no label."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
     return next(int(candidate) for candidate in candidates if candidate is not None)

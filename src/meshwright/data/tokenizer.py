@@ -1,4 +1,4 @@
-"""Load a tokenizer, or train one on the corpus at hand."""
+"""Loads a tokenizer, or trains one on the corpus of the run."""
 
 import json
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ __all__ = ["DEFAULT_CHAT_TEMPLATE", "build_tokenizer", "load_tokenizer", "train_
 PAD, BOS, EOS, TURN_START, TURN_END = "<|pad|>", "<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = [PAD, BOS, EOS, TURN_START, TURN_END]
 
-# ChatML. The generation block covers what the assistant must learn to say: the content and the end of the turn.
+# ChatML. The generation block marks what the assistant must learn to say: the content and the end of the turn.
 DEFAULT_CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -34,7 +34,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 
 
 def _read_chat_template(value: str) -> str:
-    """The template itself, or the contents of the file that `value` names."""
+    """Return a template, or the contents of the file that `value` names."""
     if "{{" in value or "{%" in value:
         return value
     path = Path(value).expanduser()
@@ -52,7 +52,7 @@ def load_tokenizer(
 
     Args:
         path: directory or hub name.
-        trust_remote_code: run code that the directory or repository brings along.
+        trust_remote_code: run code that comes with the directory or repository.
         chat_template: jinja string or file that replaces the tokenizer's own template.
 
     Raises:
@@ -80,16 +80,16 @@ def load_tokenizer(
 def train_tokenizer(
     texts: Iterable[str], vocab_size: int, chat_template: str | None = None, at_most: bool = False
 ) -> "PreTrainedTokenizerFast":
-    """Train a byte-level BPE: any text round-trips, and the same texts give the same tokenizer.
+    """Train a byte-level BPE. Any text round-trips, and the same texts give the same tokenizer.
 
     Args:
         texts: documents; read once.
-        vocab_size: tokens in all, the 256 bytes and 5 special tokens included.
-        chat_template: jinja string or file; a ChatML template with generation markers if not given.
-        at_most: accept fewer tokens than `vocab_size` when the texts give no more.
+        vocab_size: total number of tokens, with the 256 bytes and 5 special tokens.
+        chat_template: jinja string or file; None: a ChatML template with generation markers.
+        at_most: accept fewer tokens than `vocab_size` if the texts give no more.
 
     Raises:
-        ConfigError: `vocab_size` has no room for bytes and special tokens.
+        ConfigError: `vocab_size` is too small for bytes and special tokens.
         DataError: the texts are too few to give that many tokens, and `at_most` is False.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -123,7 +123,7 @@ def train_tokenizer(
         bos_token=BOS,
         eos_token=EOS,
         additional_special_tokens=[TURN_START, TURN_END],
-        clean_up_tokenization_spaces=False,  # text must come back as it went in
+        clean_up_tokenization_spaces=False,  # text must round-trip
         chat_template=DEFAULT_CHAT_TEMPLATE if chat_template is None else _read_chat_template(chat_template),
     )
 
@@ -136,15 +136,15 @@ def build_tokenizer(
     trust_remote_code: bool = False,
     cache_dir: str | Path | None = None,
 ) -> "PreTrainedTokenizerBase":
-    """The tokenizer that the configuration asks for: `path`, else trained, else the model's own.
+    """Return the tokenizer that the configuration asks for: that of `path`, else a trained one, else the model's own.
 
     Args:
-        config: its `path` wins; its `vocab_size` trains one on `data`.
+        config: its `path` wins; its `vocab_size` trains a tokenizer on `data`.
         data: the corpus to train on.
-        model_path: directory or hub name of the model, whose tokenizer is used when `config` names nothing.
-        default_vocab_size: vocabulary to train, at most, when neither `config` nor the model settles it.
+        model_path: directory or hub name of the model, whose tokenizer is used if `config` names nothing.
+        default_vocab_size: largest vocabulary to train, if neither `config` nor the model decides it.
         trust_remote_code: passed to transformers.
-        cache_dir: where `datasets` keeps what it caches.
+        cache_dir: where `datasets` keeps its cache.
 
     Raises:
         ConfigError: nothing says which tokenizer to use, or it cannot be loaded.
@@ -162,30 +162,30 @@ def build_tokenizer(
     from meshwright.data.bad_rows import BadRows
     from meshwright.data.corpora import training_texts
 
-    bad = BadRows()  # judged when the tokens are stored, with the chats that no template takes
+    bad = BadRows()  # judged when the tokens are stored, together with chats that no template accepts
     texts = training_texts(data, cache_dir, bad)
     try:
         return train_tokenizer(texts, vocab_size, config.chat_template, at_most=config.vocab_size is None)
     except DataError:
-        bad.judge(data)  # if the texts are too few, this may be why
+        bad.judge(data)  # if the texts are too few, this may be the reason
         raise
 
 
 def _may_have_tokenizer(model_path: str | Path) -> bool:
-    """Whether to try `model_path`: a directory only if it holds a file of a tokenizer, a hub name always."""
+    """Return whether to try `model_path`: a hub name always, a directory only if it has a file of a tokenizer."""
     path = Path(model_path).expanduser()
     return not path.exists() or any((path / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def tokenizer_state(tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:
-    """What decides the ids that this tokenizer gives, for a fingerprint. Padding and truncation do not belong to it."""
+    """Return everything that decides which ids this tokenizer gives, for a fingerprint. Padding and truncation do not."""
     state: dict[str, Any] = {
         "chat_template": tokenizer.chat_template,
         "special": {name: str(token) for name, token in sorted(tokenizer.special_tokens_map.items())},
     }
     if tokenizer.is_fast:
         backend = json.loads(tokenizer.backend_tokenizer.to_str())
-        # calls leave their padding and truncation behind in the backend
+        # calls leave their padding and truncation in the backend
         state["backend"] = {key: value for key, value in backend.items() if key not in ("padding", "truncation")}
     else:
         state["vocab"] = tokenizer.get_vocab()

@@ -1,4 +1,4 @@
-"""Documents to tokens on disk, and what becomes of those that are long, empty or bad."""
+"""Writes documents as tokens to disk, and decides what happens to documents that are long, empty or bad."""
 
 import os
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ _BATCH_CHARACTERS = 4_000_000
 
 
 class Writer:
-    """Tokenizes documents and appends them to the files, with what becomes of long ones."""
+    """Tokenizes documents and appends them to the files of a store; long documents are handled by a policy."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Writer:
         self.split = self.truncated = self.dropped = self.empty = 0
 
     def add_all(self, stream: Iterable[Document]) -> None:
-        """Append documents; those without anything to learn, those dropped, and bad ones are only counted."""
+        """Append documents. Documents without anything to learn, dropped ones and bad ones are only counted."""
         batch: list[Document] = []
         characters = 0
         for document in stream:
@@ -70,8 +70,8 @@ class Writer:
         if not batch:
             return
         texts = [document.text or "" for document in batch]
-        # Special tokens are those the tokenizer adds by itself (a BOS, for most that have one). verbose=False: texts
-        # longer than the model's context are no mistake here, they are cut later.
+        # Special tokens are those that the tokenizer adds by itself (a BOS, for most tokenizers that have one). verbose=False:
+        # texts longer than the model's context are no mistake here, they are cut later.
         encoded = self.tokenizer(
             texts, add_special_tokens=True, padding=False, truncation=False, return_attention_mask=False, verbose=False
         )["input_ids"]
@@ -95,7 +95,7 @@ class Writer:
             return
         if long and self.policy != "split":
             kept = mask[: self.sequence_length] if mask else None
-            # The first token is nobody's target.
+            # The first token is no target.
             if self.policy == "drop" or (kept is not None and not any(kept[1:])):
                 self.dropped += 1
                 return

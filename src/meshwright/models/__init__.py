@@ -1,1 +1,1 @@
-"""Model families: what each declares, and how a model is built, initialised and read from a checkpoint."""
+"""Model families: what each declares, and how a model is built, initialized and read from a checkpoint."""

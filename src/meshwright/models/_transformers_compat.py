@@ -1,8 +1,7 @@
-"""Every private name of transformers that Meshwright touches, and nothing else.
+"""All private names of transformers that Meshwright uses.
 
-Transformers 5 loads safetensors shard by shard: for a parameter that is a DTensor it computes, from its placements, the
-slice that this rank owns and reads only that. The entry points are private; :func:`check` refuses a release that moved
-one of them.
+Transformers 5 loads safetensors shard by shard: for a parameter that is a DTensor, it computes from the placements which slice
+this rank has, and reads only that. The entry points are private; :func:`check` refuses a release that moved one of them.
 """
 
 from collections.abc import Sequence
@@ -50,7 +49,7 @@ def _version() -> tuple[int, ...]:
 
 
 def untested() -> str:
-    """What to tell about a transformers that is newer than all that the tests have run with; empty for another."""
+    """Return a warning if this transformers is newer than all that the tests have run with; otherwise an empty string."""
     import transformers
 
     newest, found = ".".join(map(str, CEILING)), transformers.__version__
@@ -85,14 +84,14 @@ def check() -> None:
 
 @dataclass(frozen=True)
 class Declarations:
-    """What a model of transformers says of itself.
+    """What a model of transformers declares.
 
     Attributes:
         no_split: class names of modules that must stay whole: its layers.
-        fp32: name components of modules to keep in fp32 when the rest is bf16 (``strict``) or fp16 (both).
-        fp32_strict: those that hold for bf16 too.
-        tied: target to source name of tied parameters.
-        tp: module pattern to tensor parallel style.
+        fp32: name components of modules that stay in fp32 if the rest is fp16.
+        fp32_strict: name components of modules that stay in fp32 if the rest is bf16 or fp16.
+        tied: name to source name of tied parameters.
+        tp: pattern of modules to tensor parallel style.
     """
 
     no_split: frozenset[str]
@@ -103,7 +102,7 @@ class Declarations:
 
 
 def declarations(model: "PreTrainedModel") -> Declarations:
-    """Read the declarations of a model instance, its submodels included."""
+    """Read the declarations of a model instance, with those of its submodels."""
     return Declarations(
         no_split=frozenset(model._no_split_modules or ()),
         fp32=frozenset(model._keep_in_fp32_modules or ()),
@@ -114,7 +113,10 @@ def declarations(model: "PreTrainedModel") -> Declarations:
 
 
 def _tp_plan(model: "PreTrainedModel") -> dict[str, str]:
-    """The plan of a model, which holds those of its submodels as they were when it was made; and as they are now."""
+    """Return the current tensor parallel plans of a model and its submodels.
+
+    A model's own plan includes those of its submodels as they were when it was made.
+    """
     from transformers import PreTrainedModel
 
     found: dict[str, str] = {}
@@ -126,15 +128,16 @@ def _tp_plan(model: "PreTrainedModel") -> dict[str, str]:
 
 
 def tp_style_names() -> frozenset[str]:
-    """The tensor parallel styles of transformers, by name."""
+    """Return the names of the tensor parallel styles of transformers."""
     from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
     return frozenset(ALL_PARALLEL_STYLES.keys())
 
 
 def keep_in_fp32(model: "PreTrainedModel") -> None:
-    """Store in fp32 what the model asks for, as its own loading does and its constructor does not: the bias of a router, which
-    moves by less than bf16 can hold.
+    """Store in fp32 what the model asks for, such as the bias of a router, which changes by less than bf16 can represent.
+
+    Loading a model with transformers does this, its constructor does not.
     """
     import torch
 
@@ -148,12 +151,12 @@ def keep_in_fp32(model: "PreTrainedModel") -> None:
 
 
 def is_experts(module: "nn.Module") -> bool:
-    """Whether a module holds routed experts and computes through the interface of transformers for them."""
+    """Return whether a module holds routed experts and uses the interface of transformers for them."""
     return hasattr(type(module), "_apply_gate") and all(hasattr(module, name) for name in ("has_bias", "is_transposed"))
 
 
 def router_classes(model: "nn.Module") -> "tuple[type[nn.Module], ...]":
-    """The classes that a model, or one inside it, records ``router_logits`` of, as the first of several outputs."""
+    """Return the classes whose first output a model, or one inside it, records as ``router_logits``."""
     from transformers import PreTrainedModel
 
     found = []
@@ -170,11 +173,11 @@ def router_classes(model: "nn.Module") -> "tuple[type[nn.Module], ...]":
 TURNED_ROUTERS = frozenset(
     {"GraniteMoeHybridTopKRouter", "GraniteMoeSWATopKRouter", "GraniteMoeSharedTopKRouter", "GraniteMoeTopKRouter"}
 )
-"""Routers that return the numbers of experts first, and scores last, in releases that do not list them: transformers 5.17."""
+"""Routers that return the indices of experts first and scores last, in a release that does not list them: transformers 5.17."""
 
 
 def router_class(module: "nn.Module") -> str:
-    """The name of the class of transformers whose forward a module runs; empty if the forward is not transformers' own.
+    """Return the class name of transformers whose forward a module runs; empty if the forward is not from transformers.
 
     A subclass with its own forward gives an empty name. So does remote code, even if its class has a known name.
     """
@@ -183,23 +186,24 @@ def router_class(module: "nn.Module") -> str:
 
 
 def without_torch_init() -> AbstractContextManager[Any]:
-    """Inside, init functions skip tensors that carry the mark of :func:`initialized_flag`."""
+    """Inside this context, init functions skip tensors that :func:`initialized_flag` has marked."""
     from transformers.initialization import guard_torch_init_functions
 
     return guard_torch_init_functions()
 
 
 def attention_of(model: "PreTrainedModel") -> str:
-    """The attention implementation that the layers of a model use, such as ``sdpa``."""
+    """Return the attention implementation that the layers of a model use, such as ``sdpa``."""
     return str(model.config.get_text_config()._attn_implementation)
 
 
 _LEFT_OUT = {"DiffusionGemmaEncoderTextLayer": {"layer_scalar": 1.0}}
-"""Buffers that ``_init_weights`` of transformers 5.23 forgets, by class of their module, with the value of its constructor."""
+"""Class of a module to the buffers that ``_init_weights`` of transformers 5.23 leaves out, with the values of the constructor.
+"""
 
 
 def initialize_module(owner: "PreTrainedModel", module: "nn.Module") -> None:
-    """Run the family's own initialisation of one module, its children's parameters included where it touches them."""
+    """Run the family's own initialization of one module, which may also initialize parameters of its children."""
     owner._init_weights(module)
     for kind in type(module).__mro__:  # FSDP gives its units classes of their own
         for name, value in _LEFT_OUT.get(kind.__name__, {}).items():
@@ -207,17 +211,17 @@ def initialize_module(owner: "PreTrainedModel", module: "nn.Module") -> None:
 
 
 def initialized_flag(tensor: "torch.Tensor") -> None:
-    """Mark a tensor as initialised, so that the init functions of transformers leave it alone."""
+    """Mark a tensor as initialized, so that the init functions of transformers do not change it."""
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What reading a checkpoint into a model left over.
+    """What did not match when a checkpoint was read into a model.
 
     Attributes:
-        missing: parameters of the model that the files do not hold.
-        unexpected: tensors of the files that the model has no place for.
+        missing: parameters of the model that are not in the files.
+        unexpected: tensors of the files that are not in the model.
         mismatched: (name, shape in the files, shape in the model).
         errors: conversions that failed.
     """
@@ -229,10 +233,10 @@ class LoadReport:
 
 
 def load_sharded(model: "PreTrainedModel", files: Sequence[str], device: "torch.device") -> LoadReport:
-    """Read safetensors into a model whose parameters are (meta) DTensors; this rank reads only its own slices.
+    """Read safetensors into a model whose parameters are (meta) DTensors. This rank reads only its own slices.
 
-    Buffers that are not in the files get their computed values. Parameters that are missing get the family's own
-    initialisation, so that the caller decides whether that is an error.
+    Buffers that are not in the files get their computed values. Missing parameters get the family's own initialization; the
+    caller decides whether that is an error.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.modeling_utils import LoadStateDictConfig
@@ -244,13 +248,13 @@ def load_sharded(model: "PreTrainedModel", files: Sequence[str], device: "torch.
         ignore_mismatched_sizes=True,
     )
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # its report of missing keys comes back as ours
+    logging.set_verbosity_error()  # we report missing keys ourselves
     try:
         info, _ = type(model)._load_pretrained_model(model, None, list(files), config)
         info = type(model)._finalize_model_loading(model, config, info)
     finally:
         logging.set_verbosity(verbosity)
-    if device.type == "cpu":  # elsewhere it was copied
+    if device.type == "cpu":  # on other devices it was copied
         for tensor in (*model.parameters(), *model.buffers()):
             own_memory(tensor)
     return LoadReport(

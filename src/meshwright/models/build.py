@@ -1,4 +1,4 @@
-"""From a ModelConfig to a model on the meta device, and from there to values: drawn at random, or read from safetensors."""
+"""Builds a model on the meta device from a ModelConfig, and then gives it values: random ones, or those of safetensors."""
 
 import dataclasses
 import difflib
@@ -27,16 +27,16 @@ __all__ = ["build_on_meta", "check_files", "legal_keys", "materialize", "pretrai
 def pretrained_config(
     config: ModelConfig, defaults: Mapping[str, Any] | None = None, *, strict: bool = True
 ) -> "PretrainedConfig":
-    """The config of transformers that a ModelConfig means.
+    """Return the config of transformers for a ModelConfig.
 
     Args:
         config: from the run's configuration.
         defaults: values for keys that a new model's config leaves out (vocabulary and special tokens of the tokenizer).
-        strict: refuse keys that the family does not know; a config that transformers wrote has some of those.
+        strict: refuse keys that the family does not know. A config that was written by transformers has some such keys.
 
     Raises:
         ConfigError: an unknown model type or key, or values that the family refuses.
-        ModelError: a pretrained model that is not there.
+        ModelError: a pretrained model that does not exist.
     """
     from transformers import AutoConfig
 
@@ -59,17 +59,18 @@ def pretrained_config(
         text, text_legal = values.get("text_config", {}), {"model_type", "per_layer_config"} | legal_keys(parts["text_config"])
         problems += _unknown_keys(text, text_legal, "model.config.text_config", kind) if strict else []
         values["text_config"] = _filled(text, defaults or {}, text_legal)
-        legal = _own_keys(CONFIG_MAPPING[kind])  # what its files read besides is of its parts: vocabulary and special tokens
+        legal = _own_keys(CONFIG_MAPPING[kind])  # other keys that its files read are those of its parts, such as the vocabulary
     if problems:
         raise ConfigError(problems)
     try:
         return AutoConfig.for_model(kind, **_filled(values, defaults or {}, legal))
-    except Exception as error:  # families check their own values with exceptions of many kinds
+    except Exception as error:  # families check their own values, with exceptions of many kinds
         raise ConfigError(f"model.config: {kind!r} refuses it: {' '.join(str(error).split())}") from error
 
 
 MOST_LAYERS = 1024
-"""Of a new model. Each is built, on the meta device, before anything else is known: with a digit too many that never ends."""
+"""Largest number of layers of a new model. Each layer is built on the meta device before anything else is known, which would
+never end if the number had a digit too many."""
 
 
 def _too_many_layers(values: Mapping[str, Any], where: str) -> list[str]:
@@ -83,7 +84,7 @@ def _too_many_layers(values: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _filled(values: Mapping[str, Any], defaults: Mapping[str, Any], legal: set[str]) -> dict[str, Any]:
-    """A config's values, and defaults for the keys that it knows and leaves out."""
+    """Return a config's values, with defaults for the keys that it knows and leaves out."""
     return {**{key: value for key, value in defaults.items() if not legal or key in legal}, **values}
 
 
@@ -112,16 +113,18 @@ def _load_config(config: ModelConfig) -> "PretrainedConfig":
 
 
 def legal_keys(kind: type) -> set[str]:
-    """Keys that a config class knows: its fields, their other names, what every config has, and what its family reads.
+    """Return the keys that a config class knows.
 
-    Some published configs hold keys that are no field of their class and that the model asks for all the same, such as
-    head_dim in those of qwen3_moe.
+    These are its fields with those of every config, their other names, and all keys that its family reads.
+
+    Some published configs have keys that are no field of their class but that the model reads, such as head_dim in those of
+    qwen3_moe.
     """
     return _own_keys(kind) | _keys_read(kind.__module__)
 
 
 def _own_keys(kind: type) -> set[str]:
-    """Fields of a config class, and their other names."""
+    """Return the fields of a config class, and their other names."""
     fields = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     fields |= set(inspect.signature(kind.__init__).parameters) - {"self", "kwargs", "args"}  # type: ignore[misc]
     return fields | set(getattr(kind, "attribute_map", {}))
@@ -129,7 +132,7 @@ def _own_keys(kind: type) -> set[str]:
 
 @functools.cache
 def _keys_read(module: str) -> frozenset[str]:
-    """Keys that the files of a config and of its model read from a config."""
+    """Return the keys that the source files of a config class and of its model read from a config."""
     keys: set[str] = set()
     for name in (module, module.replace("configuration_", "modeling_")):
         spec = importlib.util.find_spec(name)
@@ -143,10 +146,10 @@ def _keys_read(module: str) -> frozenset[str]:
 
 
 def build_on_meta(config: ModelConfig, hf_config: "PretrainedConfig") -> "PreTrainedModel":
-    """The model of a config, without memory: a causal language model, or what its family makes of it.
+    """Build the model of a config on the meta device: a causal language model, or the model class that its family names.
 
     Raises:
-        ModelError: if there is none, or the family refuses the config.
+        ModelError: there is no such model, or the family refuses the config.
     """
     import torch
 
@@ -161,7 +164,7 @@ def build_on_meta(config: ModelConfig, hf_config: "PretrainedConfig") -> "PreTra
     try:
         with torch.device("meta"):
             model = family_named(hf_config.model_type).auto_class().from_config(hf_config, **keywords)
-    except Exception as error:  # transformers raises many kinds here, all about what the config asks for
+    except Exception as error:  # transformers raises errors of many kinds here, all about what the config asks for
         raise ModelError(f"model: {described(error)}") from error
     model.config.use_cache = False  # training never reads the key/value cache
     _transformers_compat.keep_in_fp32(model)
@@ -169,10 +172,10 @@ def build_on_meta(config: ModelConfig, hf_config: "PretrainedConfig") -> "PreTra
 
 
 def weight_files(config: ModelConfig) -> list[Path]:
-    """The safetensors files of a pretrained model; those of the hub are downloaded first.
+    """Return the safetensors files of a pretrained model. Those on the hub are downloaded first.
 
     Raises:
-        ModelError: if there are none, or the index names one that is missing.
+        ModelError: there are none, or the index names one that is missing.
     """
     folder = config.local
     if folder is None:
@@ -200,10 +203,10 @@ def weight_files(config: ModelConfig) -> list[Path]:
 
 
 def check_files(files: list[Path], model: "nn.Module") -> None:
-    """Read the headers of safetensors files: whole files, and no parameter of another shape.
+    """Read the headers of safetensors files, to check that the files are complete and that shapes match.
 
     Raises:
-        ModelError: each truncated file, and each parameter whose shape differs.
+        ModelError: names each truncated file, and each parameter whose shape differs.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -229,19 +232,19 @@ def materialize(
     seed: int,
     units: tuple[str, ...] = (),
 ) -> None:
-    """Give a meta model, parallelized already, its values.
+    """Give values to a meta model, which may be parallelized already.
 
-    A pretrained model reads only this rank's slices; a new one is drawn, the same on every layout.
+    For a pretrained model, each rank reads only its own slices. A new model gets random values, the same on every layout.
 
     Args:
-        model: on the meta device; its parameters may be DTensors.
-        config: says which.
-        device: where the shards live.
-        seed: of a new model.
-        units: the layers, which bound the memory of drawing.
+        model: the model, on the meta device; its parameters may be DTensors.
+        config: says whether the model is pretrained, and where its files are.
+        device: the device of the shards.
+        seed: seed of the values of a new model.
+        units: names of the layers; initializing them one by one bounds memory.
 
     Raises:
-        ModelError: parameters that the files lack, have in another shape, or in excess.
+        ModelError: parameters that are missing in the files, have another shape there, or are not in the model.
     """
     from meshwright.models import _transformers_compat
     from meshwright.models.init import initialize

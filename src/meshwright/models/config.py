@@ -1,4 +1,4 @@
-"""Which model, and the options that its family has, as a schema. Light to import: pydantic only."""
+"""The model of a run and the options of its family, as a schema. It is light to import: pydantic only."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -59,14 +59,14 @@ class ModelConfig(BaseModel):
 
     @property
     def local(self) -> Path | None:
-        """The directory of a local pretrained model."""
+        """The directory of a local pretrained model; ``None`` if the model is not local."""
         if self.path is None:
             return None
         path = Path(self.path).expanduser()
         return path if path.is_dir() else None
 
     def said(self, key: str) -> Any:
-        """What the config of a new model says of a key of its text model, itself or in its ``text_config``; else ``None``."""
+        """Return the value of a key in the config of a new model, else in its ``text_config``; ``None`` if neither has it."""
         held = self.config or {}
         inner = held.get("text_config") or {}
         return inner.get(key) if held.get(key) is None else held[key]

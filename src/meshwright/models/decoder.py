@@ -1,8 +1,9 @@
-"""Decoders built like Llama: what is known of the inside of their layers, for tensor, sequence and loss parallel.
+"""Decoders built like Llama: the known structure of their layers, for tensor, sequence and loss parallel.
 
-In all of them a layer adds to the residual stream what its attention makes of a norm of it, then what its MLP (or its experts)
-makes of another; norms stand before, after or on both sides. So the attention and the MLP are the regions that need the whole
-sequence, and all else treats each token alone. A family that is not like this does not belong here.
+In all of them, a layer computes attention of a norm of the residual stream and adds the result to the stream, then does the
+same with its MLP (or its experts) and another norm. Norms are before, after, or on both sides. So attention and MLP are the
+regions that need the whole sequence, and everything else treats each token separately. A family with another structure does not
+belong here.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,10 +21,10 @@ LLAMA = Structure(
     kv_projections=("model.layers.*.self_attn.k_proj", "model.layers.*.self_attn.v_proj"),
     uses_all_parameters=True,
 )
-"""Also of what differs from Llama only in norms, biases, windows or experts."""
+"""Also for families that differ from Llama only in norms, biases, windows or experts."""
 
 _REPLICATED_ATTENTION = replace(LLAMA, kv_projections=())
-"""Attention that every rank computes whole: latent (DeepSeek), or with norms across all heads (OLMo 2)."""
+"""For attention that every rank computes whole: latent attention (DeepSeek), or with norms across all heads (OLMo 2)."""
 
 _MATRICES = {
     "model.embed_tokens": "embedding_rowwise",
@@ -34,7 +35,10 @@ _MATRICES = {
 
 
 def _phi3(config: Any) -> Structure:
-    """One matrix makes queries, keys and values, and one makes gate and up; transformers leaves both parts replicated."""
+    """Return the structure for models with one matrix for queries, keys and values, and one for gate and up.
+
+    transformers leaves both replicated.
+    """
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     heads, kv_heads = config.num_attention_heads * width, config.num_key_value_heads * width
     qkv = "model.layers.*.self_attn.qkv_proj"
@@ -47,7 +51,7 @@ def _phi3(config: Any) -> Structure:
 
 
 def _gpt_oss(config: Any) -> Structure:
-    """Attention over heads, each with its sink; experts are computed whole, for their gate and up are interleaved."""
+    """Return the structure for attention with a sink for each head. Experts stay whole: their gate and up are interleaved."""
     attention = "model.layers.*.self_attn"
     colwise = {f"{attention}.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj", "sinks")}
     styles = {name: style for name, style in _MATRICES.items() if ".mlp." not in name}
@@ -55,7 +59,7 @@ def _gpt_oss(config: Any) -> Structure:
 
 
 def global_heads(config: Any) -> tuple[tuple[str, int], ...]:
-    """Heads of keys and values that layers of a Gemma 4 have, as what ``tp`` must divide."""
+    """Return the numbers of key/value heads that layers of a Gemma 4 have, with a description: ``tp`` must divide them."""
     layers = getattr(config, "per_layer_config", None)  # transformers 5.17 had one number for all global layers
     heads = (
         {getattr(config, "num_global_key_value_heads", None)}
@@ -66,7 +70,7 @@ def global_heads(config: Any) -> tuple[tuple[str, int], ...]:
 
 
 def _gemma4(config: Any) -> Structure:
-    """Its global layers have heads of their own, so keys and values are not shared by groups of ranks."""
+    """Return the structure for global layers with heads of their own, so that groups of ranks do not share keys and values."""
     known = replace(LLAMA, kv_projections=(), divisible=global_heads(config))
     if getattr(config, "hidden_size_per_layer_input", 0):
         return replace(
@@ -80,7 +84,7 @@ def _gemma4(config: Any) -> Structure:
 _GEMMA3N = Structure(
     head="lm_head", no_sequence_parallel="each layer adds an embedding of the whole sequence (hidden_size_per_layer_input)"
 )
-"""Its layers carry several streams (AltUp) and reuse keys of others, so their inside is not that of a Llama."""
+"""Its layers have several streams (AltUp) and reuse keys of other layers, so their structure is not that of a Llama."""
 
 _KNOWN: dict[str, Structure | Callable[[Any], Structure]] = {
     "LlamaForCausalLM": LLAMA,
@@ -100,11 +104,16 @@ _KNOWN: dict[str, Structure | Callable[[Any], Structure]] = {
 
 
 def structure_of(names: Sequence[str], config: Any) -> Structure | None:
-    """Of the first model class that is known, of those that a model inherits from; ``None`` where none is."""
+    """Return the structure of the first known class among the classes that a model inherits from; ``None`` if none is known.
+
+    Args:
+        names: names of the classes, nearest first.
+        config: the config of the model.
+    """
     known = next((_KNOWN[name] for name in names if name in _KNOWN), None)
     return known(config) if callable(known) else known
 
 
 def declared_structure(kind: type) -> bool:
-    """Whether a class itself is one of transformers that is known here, and not one that inherits from it."""
+    """Return whether a class itself is a class of transformers that is known here, and not a subclass of one."""
     return kind.__name__ in _KNOWN and kind.__module__.startswith("transformers.")

@@ -1,10 +1,11 @@
-"""Mixtures of experts of transformers, from what their modules declare of themselves, and from a table of their routers.
+"""Rules for the mixtures of experts of a model of transformers, from its declarations and from a table of routers.
 
-Every experts module of transformers 5 goes through one interface (``use_experts_implementation``), and most models say which of
-their modules are routers (``router_logits`` of what they can record). Neither is found by the name of a module.
+Every experts module of transformers 5 uses one interface (``use_experts_implementation``). Most models declare which of their
+modules are routers (``router_logits`` among the outputs that they can record). So neither is found by the name of a module.
 
-What a router makes of its logits is declared nowhere, so their classes are listed here with what their forward does. Of a class
-that is not in the table nothing is guessed: its scores are unknown, which only the balance loss has to know.
+Nothing declares how a router computes scores from its logits. So the classes of routers are listed here, with what their
+forward does. For a class that is not in the table nothing is guessed: its scores are unknown, which only matters for the
+balance loss.
 """
 
 from dataclasses import replace
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["experts_of"]
 
 _SCORES: dict[Scores, tuple[str, ...]] = {
-    # Softmax before or after the choice: the weights of the chosen are in the same ratio.
+    # Softmax before or after the choice: the weights of the chosen experts are in the same ratio.
     Scores.SOFTMAX: (
         "AriaTextTopKRouter", "DeepseekOcr2TextTopkRouter", "DeepseekV2TopkRouter", "Ernie4_5_MoeTopKRouter",
         "FlexOlmoTopKRouter", "GptOssTopKRouter", "GraniteMoeHybridTopKRouter", "GraniteMoeSWATopKRouter",
@@ -42,29 +43,30 @@ _SCORES: dict[Scores, tuple[str, ...]] = {
     ),
     Scores.PROBABILITIES: ("DiffusionGemmaTextRouter", "Gemma4TextRouter"),
 }  # fmt: skip
-"""What the first output of a router is, to the classes of transformers that are so.
+"""What the first output of a router is, to the classes of transformers for which this is true.
 
-Left out: DeepSeek-V4's hash router, which does not choose; Zaya's, which has one score more than experts; Ernie 4.5 VL's, which
-see the tokens of one modality each.
-"""
+Left out are the hash router of DeepSeek-V4, which does not choose; that of Zaya, which has one score more than experts; and
+those of Ernie 4.5 VL, each of which gets the tokens of one modality."""
 
 _SET_BY_CONFIG = {
     "Cohere2MoeTopKRouter": "expert_selection_fn",
     "DeepseekV4TopKRouter": "score_fn",
     "Inkling2TopKRouter": "score_fn",
 }
-"""Routers whose config says what they make of logits, to the attribute that holds it: its name, or the module that does it."""
+"""Routers whose config selects the function of the logits, to the attribute that has the choice: the function's name, or its
+module."""
 
 _CHOICES = {"softmax": Scores.SOFTMAX, "Softmax": Scores.SOFTMAX, "sigmoid": Scores.SIGMOID, "Sigmoid": Scores.SIGMOID}
-"""What such an attribute may be; DeepSeek-V4's own, the root of a softplus, has no normalised score in the formula."""
+"""Value of such an attribute to the kind of scores. The function of DeepSeek-V4, the root of a softplus, is left out: the
+formula has no normalized score for it."""
 
 _BIASES = ("e_score_correction_bias", "expert_bias")
-"""Buffers that known routers add for the choice alone. Some are the router's own, some the block's that holds it. Laguna, AFMoE
-and Ernie 4.5 have a parameter instead, which is sharded and belongs to the optimizer."""
+"""Buffers that known routers add to the scores only for the choice. The buffer is in the router, or in the block around it.
+Laguna, AFMoE and Ernie 4.5 have a parameter instead, which is sharded and belongs to the optimizer."""
 
 
 def experts_of(model: "PreTrainedModel") -> tuple[ExpertsRule, ...]:
-    """A rule for each kind of mixture in a model."""
+    """Return a rule for each kind of mixture in a model."""
     modules = dict(model.named_modules())
     routers = compat.router_classes(model)
     rules: dict[str, dict[str, ExpertsRule]] = {}
@@ -83,7 +85,7 @@ def experts_of(model: "PreTrainedModel") -> tuple[ExpertsRule, ...]:
     for alike in rules.values():
         if len(set(alike.values())) == 1:
             found.append(next(iter(alike.values())))
-        else:  # layers that route in different ways, as the first ones of DeepSeek-V4 do
+        else:  # layers with different routing, such as the first ones of DeepSeek-V4
             found += [replace(rule, pattern=name) for name, rule in alike.items()]
     return tuple(found)
 
@@ -101,12 +103,12 @@ def _rule(name: str, block: "nn.Module", routers: "dict[str, nn.Module]") -> Exp
 
 
 def _is_known(module: "nn.Module") -> bool:
-    """Whether a module is a router, even where the release does not list it (5.17 leaves out that of DeepSeek-V3)."""
+    """Return whether a module is a router, even if this release does not list it (5.17 leaves out that of DeepSeek-V3)."""
     return _scores(module) is not None and compat.router_class(module) not in compat.TURNED_ROUTERS
 
 
 def _scores(router: "nn.Module") -> Scores | None:
-    """What the scores of a router are; ``None``: nothing is known of its class."""
+    """Return what the scores of a router are; ``None``: its class is unknown."""
     kind = compat.router_class(router)
     if kind in _SET_BY_CONFIG:
         chosen = getattr(router, _SET_BY_CONFIG[kind], None)

@@ -1,6 +1,6 @@
-"""The families that differ from a causal language model of transformers; a new one is a line here.
+"""The families that differ from a causal language model of transformers. A new one is added here, in one line.
 
-Light: none imports its model's library.
+The module is light: no family imports its model's library.
 """
 
 from typing import TYPE_CHECKING
@@ -21,17 +21,17 @@ TINY_MODELS: dict[str, TinyModel] = {
     **DECODERS,
     **{family.name: family.tiny for family in FAMILIES if family.tiny is not None},
 }
-"""Rows of the support matrix: ``model_type``, or a name of its own for one more of the same type, to the model."""
+"""Rows of the support matrix: ``model_type``, or another name for a further model of the same type, to the model."""
 
 _CAUSAL = Family()
 
 
 def family_named(model_type: str) -> Family:
-    """The family of a config's ``model_type``."""
+    """Return the family with the ``model_type`` of a config."""
     return next((family for family in FAMILIES if family.name == model_type), _CAUSAL)
 
 
 def family_of(model: "nn.Module") -> Family:
-    """The family of a model: that of its class, or of the nearest class that it inherits from."""
+    """Return the family of a model: that of its class, or of the nearest class that it inherits from."""
     names = [kind.__name__ for kind in type(model).__mro__]
     return next((family for name in names for family in FAMILIES if name in family.classes), _CAUSAL)

@@ -1,7 +1,7 @@
-"""A family of models: what is not the same in every family, in one object.
+"""A family of models: everything that differs between families, in one object.
 
-:class:`Family` itself is that of a causal language model of transformers. A family that differs has an object of its own in its
-file or folder. `models/families.py` lists these objects, and the rest of the house asks there.
+:class:`Family` itself describes a causal language model of transformers. A family that differs has an object of its own, in its
+own file or folder. `models/families.py` lists these objects, and the rest of the package looks them up there.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,12 +26,12 @@ class Sampling:
     """How a prompt is continued.
 
     Attributes:
-        max_new_tokens: at most so many tokens.
-        temperature: ``None``: the lowest that makes sense for the family.
-        top_p: nucleus of the distribution to sample from; 1: all of it.
-        seed: of what is drawn.
-        steps: of denoising, at most; ``None``: the model's own number. For block diffusion.
-        show: is given a line about each step of denoising. For block diffusion.
+        max_new_tokens: largest number of new tokens.
+        temperature: temperature of sampling; ``None``: the lowest that makes sense for the family.
+        top_p: nucleus of the distribution to sample from; 1: the whole distribution.
+        seed: seed of the random numbers.
+        steps: largest number of denoising steps; ``None``: the model's own number. For block diffusion.
+        show: is called with a line about each denoising step. For block diffusion.
     """
 
     max_new_tokens: int
@@ -44,13 +44,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Family:
-    """What the house asks of a family.
+    """What the rest of the package needs to know of a family.
 
     Attributes:
-        name: its ``model_type`` in transformers, or a name of its own where transformers has no such model.
-        classes: names of its model classes. A model whose class inherits from one of them is of the family.
-        strategy: how it is parallelized; ``None``: its spec is derived.
-        tiny: its row of the support matrix; ``None``: it has none.
+        name: its ``model_type`` in transformers; if transformers has no such model, a name of its own.
+        classes: names of its model classes. A model belongs to the family if its class inherits from one of them.
+        strategy: the strategy that parallelizes it; ``None``: its spec is derived.
+        tiny: its row of the support matrix; ``None``: it has no row.
     """
 
     name: str = ""
@@ -59,11 +59,11 @@ class Family:
     tiny: TinyModel | None = None
 
     def objective(self) -> type[Objective]:
-        """What its models are trained to do."""
+        """Return the objective that its models are trained for."""
         return NextToken
 
     def auto_class(self) -> Any:
-        """The class of transformers that makes and loads a model from a config."""
+        """Return the class of transformers that creates a model from a config and loads it."""
         from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM
@@ -78,16 +78,16 @@ class Family:
         """Continue a prompt.
 
         Args:
-            model: with weights, in evaluation mode.
-            tokenizer: of the model.
-            inputs: ``input_ids`` and ``attention_mask`` of the prompt, [1, tokens], where the model is.
-            sampling: how. A ``temperature`` of 0 takes the likeliest token each time, and so does ``None``.
+            model: the model, with weights, in evaluation mode.
+            tokenizer: the tokenizer of the model.
+            inputs: ``input_ids`` and ``attention_mask`` of the prompt, [1, tokens], on the device of the model.
+            sampling: how to sample. A ``temperature`` of 0 or ``None`` takes the most likely token each time.
 
         Returns:
-            What comes after the prompt.
+            The text after the prompt.
 
         Raises:
-            ConfigError: a setting that the family has no use for.
+            ConfigError: a setting that the family does not use.
         """
         import torch
 

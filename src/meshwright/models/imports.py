@@ -1,4 +1,4 @@
-"""Modules of the user that a run imports before its model is built: strategies, models, tokenizers that register themselves."""
+"""Imports modules of the user before a run's model is built: strategies, models and tokenizers that register themselves."""
 
 import os
 import sys
@@ -11,20 +11,20 @@ __all__ = ["import_modules"]
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Import modules by name. They are looked for as ``python -m`` does it, and the working directory comes last.
+    """Import modules by name. They are searched for as by ``python -m``, but in the working directory last.
 
     Args:
-        names: dotted, as in an import statement. One that is imported already is left as it is.
+        names: dotted names, as in an import statement. A module that is imported already is not imported again.
 
     Raises:
-        ConfigError: a line for each module that cannot be imported, with its name and why.
+        ConfigError: one line for each module that cannot be imported, with its name and the reason.
     """
     here, found = os.getcwd(), []
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
             found.append(f"imports: {name!r} is no name of a module; legal are names as in an import statement: my_family")
             continue
-        if here not in sys.path:  # not first: a file of that directory is not to stand in for a library
+        if here not in sys.path:  # not first, so that a file of that directory cannot replace a library
             sys.path.append(here)
         try:
             import_module(name)

@@ -1,11 +1,11 @@
-"""Random initialisation that does not depend on the layout.
+"""Random initialization that does not depend on the layout.
 
-Torch's own way (meta model, shard, ``to_empty``, ``init.normal_`` under one seed) draws each rank's shard from the same
-random stream, so that on a CPU mesh all ranks hold identical shards. Here every module is drawn whole, from a stream of
-its own that depends only on the seed and on the name of the module, and each rank keeps its slice. So the values are the
-same in one process and on every layout, for the same kind of device.
+Torch's own way (meta model, shard, ``to_empty``, ``init.normal_`` under one seed) fills the shard of each rank from the same
+random stream, so on a CPU mesh all ranks hold identical shards. Here every module is initialized whole, from a random stream of
+its own that depends only on the seed and on the name of the module, and each rank keeps its slice. So on the same kind of
+device, the values are the same in one process and on every layout.
 
-Peak memory on a rank: its shards and one unit (layer, or what is outside the layers) in full.
+Peak memory on a rank: its shards and one whole unit (a layer, or everything outside the layers).
 """
 
 import hashlib
@@ -23,15 +23,13 @@ __all__ = ["derive_seed", "initialize", "initialize_buffers"]
 
 
 def derive_seed(*parts: object) -> int:
-    """A 63-bit seed that depends on all parts, the same on every machine."""
+    """Return a 63-bit seed that depends on all parts, and is the same on every machine."""
     digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def initialize_buffers(model: nn.Module, device: torch.device) -> None:
-    """Materialise a meta model and give its buffers their computed values; what its state dict holds is left to be read.
-
-    For a model of transformers.
+    """Materialize a meta model of transformers, and compute the values of its buffers. What its state dict holds is read later.
 
     Raises:
         ModelError: names the buffers that the model leaves without a value.
@@ -40,7 +38,7 @@ def initialize_buffers(model: nn.Module, device: torch.device) -> None:
     _poison(model.buffers())
     names = {module: name for name, module in model.named_modules()}
     for parameter in model.parameters():
-        compat.initialized_flag(parameter)  # so that nothing is drawn
+        compat.initialized_flag(parameter)  # so that it is not initialized
     with torch.no_grad(), compat.without_torch_init():
         for module, owner in _in_order(model, model, names, set()):
             if hasattr(owner, "_init_weights") and any(True for _ in module.buffers(recurse=False)):
@@ -50,14 +48,14 @@ def initialize_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 def initialize(model: nn.Module, device: torch.device, seed: int, units: tuple[str, ...] = ()) -> None:
-    """Materialise a meta model and give every parameter and buffer its initial value.
+    """Materialize a meta model, and give every parameter and buffer its initial value.
 
     Args:
-        model: a model of transformers, or one whose modules with parameters have ``reset_parameters``; its parameters may
-            be DTensors already.
-        device: where shards live.
-        seed: of the run.
-        units: names of modules that are drawn in one go, to bound memory (the layers).
+        model: a model of transformers, or one whose modules with parameters have ``reset_parameters``. Its parameters may be
+            DTensors already.
+        device: the device of the shards.
+        seed: the seed of the run.
+        units: names of modules that are initialized one by one, to bound memory (the layers).
 
     Raises:
         ModelError: names the parameters and buffers that the model leaves without a value.
@@ -78,7 +76,7 @@ def initialize(model: nn.Module, device: torch.device, seed: int, units: tuple[s
 
 
 def _to_empty(model: nn.Module, device: torch.device) -> None:
-    """``model.to_empty``, which gives every name a tensor of its own, with tied parameters tied again."""
+    """Call ``model.to_empty``, and tie the tied parameters again: it gives every name a tensor of its own."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -92,7 +90,7 @@ def _to_empty(model: nn.Module, device: torch.device) -> None:
 def _in_order(
     module: nn.Module, owner: nn.Module, names: dict[nn.Module, str], skip: set[str]
 ) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Modules with the model whose rules initialise them, children first: a parent may redo a child's parameter."""
+    """Yield modules, each with the model whose rules initialize it, children first: a parent may change a child's parameter."""
     owner = module if hasattr(module, "_init_weights") else owner
     for child in module.children():
         if names[child] not in skip:
@@ -101,7 +99,7 @@ def _in_order(
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:
-    """The innermost model of transformers around a module."""
+    """Return the innermost model of transformers around a module."""
     owner, path = model, model
     for part in name.split(".") if name else ():
         path = getattr(path, part)
@@ -110,7 +108,13 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
 
 
 def _initialize_module(module: nn.Module, owner: nn.Module, done: set[int]) -> None:
-    """``done``: parameters of modules before this one. A tied parameter keeps the value of its first module."""
+    """Initialize one module. A tied parameter keeps the value that its first module gave it.
+
+    Args:
+        module: the module.
+        owner: the model whose rules initialize it.
+        done: ids of the parameters of the modules before this one; those of this module are added.
+    """
     own = list(module.parameters(recurse=False))
     tied = [parameter for parameter in own if id(parameter) in done]
     if hasattr(owner, "_init_weights"):
@@ -127,7 +131,7 @@ def _initialize_module(module: nn.Module, owner: nn.Module, done: set[int]) -> N
 
 
 class _Whole:
-    """Inside, the DTensor parameters of a module are plain whole tensors; on the way out each rank keeps its slice."""
+    """Inside this context, the DTensor parameters of a module are whole plain tensors; at the end each rank keeps its slice."""
 
     def __init__(self, root: nn.Module, skip: set[nn.Module]) -> None:
         self.places: list[tuple[nn.Module, str, DTensor]] = []
@@ -155,13 +159,13 @@ class _Whole:
             module._parameters[name] = sharded  # type: ignore[assignment]
             whole = self.wholes.pop(id(sharded), None)
             if whole is not None and kind is None:
-                # src_data_rank=None: each rank slices its own copy; nothing is sent
+                # src_data_rank=None: each rank slices its own copy, and nothing is sent
                 local = distribute_tensor(whole.data, sharded.device_mesh, sharded.placements, src_data_rank=None)
                 sharded.to_local().copy_(local.to_local())
 
 
 def _poison(tensors: Iterable[torch.Tensor]) -> None:
-    """Fill everything with NaN (or the lowest integer), so that what initialisation forgets is found."""
+    """Fill all tensors with NaN (or the lowest integer), so that tensors without an initial value are found."""
     with torch.no_grad():
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -9,24 +9,24 @@ from meshwright.distributed.loss_parallel import cross_entropy_sum
 __all__ = ["IGNORE", "count_tokens", "forward_logits", "token_loss_sum"]
 
 IGNORE = -100
-"""Label of what is nobody's target: the default of torch's cross entropy, and what the loader writes."""
+"""Label of positions that have no target: the default of torch's cross entropy. The loader writes the same number."""
 
 
 def forward_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Logits [batch, sequence, vocabulary] of a causal language model of transformers.
+    """Return the logits [batch, sequence, vocabulary] of a causal language model of transformers.
 
-    No attention mask is passed: transformers derives from positions that restart which tokens belong to one document.
+    No attention mask is passed: transformers derives the documents from positions that restart.
     """
     output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
     return output.logits
 
 
 def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Sum of next-token cross-entropies in nats, in fp32 (fp64 for a model that computes in it).
+    """Return the sum of next-token cross-entropies in nats, in fp32 (in fp64 for a model that computes in fp64).
 
     Args:
-        logits: [batch, sequence, vocabulary]; a DTensor where they are sharded over the vocabulary.
-        labels: [batch, sequence], shifted already; :data:`IGNORE` where there is nothing to learn.
+        logits: [batch, sequence, vocabulary]; a DTensor if they are sharded over the vocabulary.
+        labels: [batch, sequence], already shifted; :data:`IGNORE` for positions without a target.
     """
     if isinstance(logits, DTensor):
         return cross_entropy_sum(logits, labels, IGNORE)
@@ -35,5 +35,5 @@ def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def count_tokens(batches: list[dict[str, torch.Tensor]]) -> int:
-    """Valid labels in some microbatches."""
+    """Return the number of valid labels in some microbatches."""
     return sum(int((batch["labels"] != IGNORE).sum()) for batch in batches)

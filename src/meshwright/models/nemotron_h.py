@@ -1,9 +1,9 @@
-"""NemotronH: blocks of four kinds in one list (Mamba-2, attention, MLP, mixture of experts), told apart by their mixer.
+"""NemotronH: blocks of four kinds in one list (Mamba-2, attention, MLP, mixture of experts), distinguished by their mixer.
 
-Tensor parallel splits where a block is a pair of matrices: MLP blocks, the shared experts and the routed experts; and the two
-vocabulary matrices. Mamba mixers stay whole, because their input projection is five matrices of different widths in one, and
-their gated norm works on groups that a slice would cut. Attention stays whole with them: it is a block in ten, and has as few
-as two key/value heads, which would limit `tp` for all the rest.
+Tensor parallel splits the blocks that are a pair of matrices (MLP blocks, shared experts, routed experts), and the two
+vocabulary matrices. Mamba mixers stay whole: their input projection is five matrices of different widths in one, and their
+gated norm works on groups that a slice would cut. Attention stays whole too: only one block in ten is attention, and it has as
+few as two key/value heads, which would limit `tp` for everything else.
 """
 
 from dataclasses import replace
@@ -26,7 +26,7 @@ _TP_STYLES = {
     "model.layers.*.mixer.shared_experts.down_proj": "rowwise",
     "lm_head": "colwise_gather_output",
 }
-"""Beside what the model declares."""
+"""Styles in addition to those that the model declares."""
 
 _DECLARED = {
     "model.embeddings": "embedding_rowwise",
@@ -34,14 +34,14 @@ _DECLARED = {
     "model.layers.*.mixer.experts.down_proj": "rowwise",
     "model.layers.*.mixer.experts": "moe_tp_experts",
 }
-"""What the model declares in transformers 5.23, and not in 5.17."""
+"""Styles that the model declares in transformers 5.23, but not in 5.17."""
 
 
 class NemotronHParallelizationStrategy(ParallelizationStrategy):
-    """Of ``NemotronHForCausalLM`` of transformers. Every block is a unit, and a layer to activation checkpointing."""
+    """The strategy of ``NemotronHForCausalLM`` of transformers. Every block is a unit, and a layer that can be recomputed."""
 
     def spec(self, model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
-        """What the model declares of itself, with the styles that it leaves out."""
+        """Return the spec that the model declares, completed by the styles that it leaves out."""
         derived = derived_spec(model, param_dtype)
         names = [name for named in (model.named_modules(), model.named_parameters()) for name, _ in named]
 
@@ -66,6 +66,6 @@ _TINY = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     "moe_shared_expert_intermediate_size": 32, "moe_latent_size": 16,
 }  # fmt: skip
-"""Mamba-2, experts behind a projection, attention and an MLP, a block each."""
+"""One block each of Mamba-2, experts behind a projection, attention and an MLP."""
 
 FAMILY = Family("nemotron_h", ("NemotronHForCausalLM",), NemotronHParallelizationStrategy, tiny=TinyModel(_TINY))

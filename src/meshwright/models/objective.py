@@ -1,7 +1,7 @@
-"""What a model is trained to do: how a batch is made ready, which losses it gives, and what each is divided by.
+"""What a model is trained to do: how a batch is prepared, which losses it gives, and what each is divided by.
 
-A loss has one or more *terms*, each a sum over its own targets. Every term is divided by the number of its targets in the whole
-optimizer step, over all ranks and microbatches; then they are added with their weights.
+A loss has one or more *terms*. Each is a sum over its own targets. Every term is divided by the number of its targets in the
+whole optimizer step, over all ranks and microbatches; then the terms are added with their weights.
 """
 
 from abc import ABC, abstractmethod
@@ -25,15 +25,15 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What an objective asks of a run, besides its own options.
+    """What an objective needs to know of a run, besides its own options.
 
     Attributes:
-        seed: of the run.
-        sequence_length: tokens of a sequence.
+        seed: seed of the run.
+        sequence_length: number of tokens in a sequence.
         packing: ``data.packing``.
-        output_dtype: that the model's outputs are cast to; ``None``: as they are.
+        output_dtype: dtype that the model's outputs are cast to; ``None``: no cast.
         compiled: whether layers are compiled.
-        recomputed: what is recomputed, of any layer.
+        recomputed: the modes of activation checkpointing of all layers.
     """
 
     seed: int
@@ -45,17 +45,18 @@ class RunFacts:
 
 
 class Objective(ABC):
-    """What a model is trained to do. It has no state: the same batch gives the same loss.
+    """What a model is trained to do. An objective has no state: the same batch gives the same loss.
 
     Attributes:
         name: value of ``training.objective``.
         purpose: what a model with this objective is trained to do, in words.
-        section: of the configuration, with its options; empty: it has none.
-        terms: names of the losses.
-        weights: of the terms.
-        perplexity: whether the exponential of the loss is one.
-        uncounted: why :meth:`routed` tells no tokens apart, said to who asks for a balance loss; empty: it does.
-        frozen: patterns of parameters that are not trained, besides those of ``parallel.freeze``.
+        section: section of the configuration that has its options; empty: it has none.
+        terms: names of the terms of the loss.
+        weights: weights of the terms.
+        perplexity: whether the exponential of the loss is a perplexity.
+        uncounted: why :meth:`routed` does not say which tokens count, as a message if a balance loss is asked for; empty: it
+            does.
+        frozen: patterns of parameters that are not trained, in addition to those of ``parallel.freeze``.
     """
 
     name: str
@@ -69,55 +70,60 @@ class Objective(ABC):
 
     @classmethod
     def problems(cls, model: "PreTrainedModel", options: Any, run: RunFacts) -> list[str]:
-        """What of a run, or of its model, the objective cannot do, a line each.
+        """Return why the objective is impossible for a run or its model, one line for each reason.
 
         Args:
-            model: of the run, on any device.
-            options: the section of this objective; ``None`` where it has none.
-            run: what else there is to know.
+            model: the model of the run, on any device.
+            options: the section of this objective; ``None`` if it has none.
+            run: further facts of the run.
         """
         return []
 
     @classmethod
     @abstractmethod
     def of(cls, model: "PreTrainedModel", options: Any, run: RunFacts) -> Self:
-        """The objective of a run in which there are no :meth:`problems`; arguments as there."""
+        """Return the objective of a run that has no :meth:`problems`. The arguments are the same as there."""
 
     @abstractmethod
     def attach(self, model: nn.Module) -> None:
-        """Make a parallelized model ready for :meth:`sums`."""
+        """Prepare a parallelized model for :meth:`sums`."""
 
     def training(self, batches: list[Batch], numbers: Sequence[Sequence[int]]) -> list[Batch]:
-        """Make the microbatches of a step ready, on the host.
+        """Prepare the microbatches of a step, on the host.
 
         Args:
-            batches: of this rank.
-            numbers: of their sequences in the stream of all sequences of the run.
+            batches: the microbatches of this rank.
+            numbers: for each microbatch, the numbers of its sequences in the stream of all sequences of the run.
         """
         return batches
 
     def held_out(self, batch: Batch, numbers: Sequence[int]) -> Batch:
-        """Make a batch of held-out sequences ready, the same in every evaluation; ``numbers``: among all held out."""
+        """Prepare a batch of held-out sequences, the same in every evaluation.
+
+        Args:
+            batch: the batch.
+            numbers: the numbers of its sequences among all that are held out.
+        """
         return batch
 
     @abstractmethod
     def counts(self, batches: list[Batch]) -> list[int]:
-        """Targets of each term in some batches that are ready."""
+        """Return the number of targets of each term in some prepared batches."""
 
     def routed(self, batch: Batch) -> torch.Tensor | None:
-        """The tokens, bool [B, S], that count for the balance of experts; ``None``: all that routers are given, in any pass."""
+        """Return which tokens count for the balance of experts, bool [B, S]; ``None``: all that routers get, in any pass."""
         return None
 
     @abstractmethod
     def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
-        """Each term, summed over its targets, in nats."""
+        """Return each term, summed over its targets, in nats."""
 
     def combine(self, sums: Sequence[torch.Tensor], counts: torch.Tensor) -> torch.Tensor:
-        """The loss times ``counts[0]``.
+        """Return the loss times ``counts[0]``.
 
         Args:
-            sums: terms of some of a step's tokens.
-            counts: targets of each term in the whole step.
+            sums: the terms, summed over some of a step's tokens.
+            counts: [terms], number of targets of each term in the whole step.
         """
         total = sums[0]
         for index, weight in enumerate(self.weights[1:], start=1):
@@ -127,7 +133,7 @@ class Objective(ABC):
 
 
 class NextToken(Objective):
-    """Say the next token: the loss of a causal language model."""
+    """Predict the next token: the loss of a causal language model."""
 
     name = "next_token"
     purpose = "say the next token"
@@ -137,20 +143,20 @@ class NextToken(Objective):
 
     @classmethod
     def of(cls, model: "PreTrainedModel", options: Any, run: RunFacts) -> Self:
-        """It depends on nothing."""
+        """Return the objective. It depends on nothing."""
         return cls()
 
     def attach(self, model: nn.Module) -> None:
-        """The model's own forward will do."""
+        """Do nothing: the model's own forward is enough."""
 
     def counts(self, batches: list[Batch]) -> list[int]:
-        """Valid labels."""
+        """Return the number of valid labels."""
         return [count_tokens(batches)]
 
     def routed(self, batch: Batch) -> torch.Tensor:
-        """Tokens up to the last label of their sequence: what is behind it was read for nothing, as padding is."""
+        """Return the tokens up to the last label of their sequence. Later ones have no effect on the loss, like padding."""
         return (batch["labels"] != IGNORE).flip(1).cumsum(1).flip(1) > 0
 
     def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
-        """Cross-entropy of the next token."""
+        """Return the cross-entropy of the next token."""
         return (token_loss_sum(forward_logits(model, batch), batch["labels"]),)

@@ -1,4 +1,4 @@
-"""The spec of a plain module, which declares nothing: its layers are the entries of its lists."""
+"""The spec of a plain module, which declares nothing: the entries of its lists are layers."""
 
 from collections.abc import Iterator
 
@@ -11,18 +11,18 @@ from meshwright.plan.spec import ParallelSpec
 __all__ = ["inferred_spec"]
 
 _SIZES = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "layers": "num_hidden_layers"}
-"""Field of ModelSizes to the attribute of a config, where the module has one."""
+"""Field of ModelSizes to the attribute of a config, if the module has a config with this attribute."""
 
 
 def inferred_spec(model: nn.Module) -> ParallelSpec:
-    """The spec of a module that is none of transformers.
+    """Return the spec of a module that is no model of transformers.
 
-    A list of modules counts if its entries are all of one class and hold parameters; so does a dict whose keys are 0, 1, ... .
-    Nothing is guessed from its length or its name: if there are several, the entries of all are layers. What is inside an
-    entry belongs to it. All else belongs to the root.
+    A list of modules counts if all its entries are of one class and have parameters. A dict whose keys are 0, 1, ... counts as
+    a list. Nothing is guessed from the length or the name of a list: if there are several lists, the entries of all of them are
+    layers. What is inside an entry belongs to it. Everything else belongs to the root.
 
     Args:
-        model: on any device.
+        model: the module, on any device.
     """
     config, names = getattr(model, "config", None), list(_layers(model))
     modules = [name for name, _ in model.named_modules()]

@@ -1,8 +1,7 @@
 """The registry of strategies: which family a model belongs to.
 
-Everything that parallelizes a model asks for its strategy here: the trainer, `plan`, `audit` and the interface of NeMo
-AutoModel. A family is found by the name of the model's class, so that it can be declared without importing the library that has
-the class.
+Everything that parallelizes a model gets its strategy here: the trainer, `plan`, `audit` and the interface of NeMo AutoModel. A
+family is found by the name of the model's class, so it can be declared without importing the library that has the class.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,10 +29,10 @@ Strategy = TypeVar("Strategy", bound=type[ParallelizationStrategy])
 _REGISTRY: dict[str, ParallelizationStrategy] = {
     name: family.strategy() for family in FAMILIES if family.strategy is not None for name in family.classes
 }
-"""Name of a model class to the strategy of its family; those that come with Meshwright are the first."""
+"""Name of a model class to the strategy of its family. Those that come with Meshwright are first."""
 
 PARALLELIZATION_STRATEGIES: Mapping[str, ParallelizationStrategy] = MappingProxyType(_REGISTRY)
-"""The same, to be read; :func:`register_parallel_strategy` adds to it."""
+"""A read-only view of the registry; :func:`register_parallel_strategy` adds to it."""
 
 
 @overload
@@ -45,16 +44,17 @@ def register_parallel_strategy(*names: str, name: str | None = None) -> Callable
 
 
 def register_parallel_strategy(*names: Any, name: str | None = None) -> Any:
-    """Class decorator: models whose class has one of these names, and models of their subclasses, get this strategy.
+    """Class decorator that registers a strategy for models whose class has one of these names, and for those of subclasses.
 
-    ``@register_parallel_strategy("MyModel", "MyModelForCausalLM")``, or ``name="MyModel"``. Bare, the name is that of the
-    strategy without the ending ``ParallelizationStrategy`` or ``Strategy``: ``MyModelStrategy`` is for ``MyModel``.
+    Use ``@register_parallel_strategy("MyModel", "MyModelForCausalLM")``, or ``name="MyModel"``. Without arguments, the model's
+    name is that of the strategy without the ending ``ParallelizationStrategy`` or ``Strategy``: ``MyModelStrategy`` is for
+    ``MyModel``.
 
-    To register a strategy again is no error, also after its module was reloaded or its notebook cell was run again.
+    A strategy may be registered again, also after its module was reloaded or its notebook cell was run again.
 
     Raises:
-        ConfigError: a strategy for a name that another one has; it names both.
-        TypeError: what is decorated is no strategy, or one that cannot be made without arguments.
+        ConfigError: another strategy has this name already; the message names both.
+        TypeError: the class is no strategy, or one that cannot be created without arguments.
     """
     if len(names) == 1 and isinstance(names[0], type) and name is None:
         (strategy,) = names
@@ -66,7 +66,7 @@ def register_parallel_strategy(*names: Any, name: str | None = None) -> Any:
 
 
 def _model_of(strategy: type) -> str:
-    """The model class that a bare registration means."""
+    """Return the name of the model class that a registration without arguments means."""
     for ending in ("ParallelizationStrategy", "Strategy"):
         found = strategy.__name__.removesuffix(ending)
         if not found:
@@ -102,8 +102,9 @@ def _full_name(strategy: type) -> str:
 
 
 def get_parallelization_strategy(model: nn.Module) -> ParallelizationStrategy:
-    """The strategy of a model: that of its class, or of the nearest class that it inherits from; otherwise the default one,
-    which derives everything from what a model of transformers declares of itself.
+    """Return the strategy of a model: that of its class, or of the nearest class that it inherits from.
+
+    If there is none, return the default one, which derives everything from the declarations of a model of transformers.
     """
     for kind in type(model).__mro__:
         if kind.__name__ in _REGISTRY:
@@ -113,21 +114,21 @@ def get_parallelization_strategy(model: nn.Module) -> ParallelizationStrategy:
 
 
 def registered_strategies() -> dict[str, ParallelizationStrategy]:
-    """Name of a model class to its strategy, in the order of registration; those of Meshwright are among them."""
+    """Return name of a model class to its strategy, in the order of registration, with those of Meshwright."""
     return dict(_REGISTRY)
 
 
 def spec_of(model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
-    """The spec of a model: what the strategy of its class says. It is derived if the family has no strategy or no spec.
+    """Return the spec of a model, from the strategy of its class. It is derived if the family has no strategy or no spec.
 
     Args:
-        model: on any device.
+        model: the model, on any device.
         param_dtype: dtype of compute.
 
     Raises:
-        ModelError: a model of which nothing is known; the message says what to declare.
+        ModelError: nothing is known of the model; the message says what to declare.
     """
     strategy = get_parallelization_strategy(model)
-    if type(strategy).spec is ParallelizationStrategy.spec:  # it only parallelizes
+    if type(strategy).spec is ParallelizationStrategy.spec:  # it only overrides parallelize()
         strategy = DefaultParallelizationStrategy()
     return strategy.spec(model, param_dtype)

@@ -1,4 +1,4 @@
-"""What a model comes from: whether it can be trained here, and what an export has to give back of it."""
+"""The source of a model: whether the model can be trained here, and what an export must restore from it."""
 
 import json
 import re
@@ -23,14 +23,14 @@ _CONVERT = (
 
 
 def refuse_untrainable(config: ModelConfig) -> None:
-    """The one place that says whether the model of a run can be trained, before anything is built or read.
+    """Refuse a run whose model cannot be trained, before anything is built or read. This is the only place that decides it.
 
     Args:
-        config: from the run's configuration: a directory, a name of the hub (whose files are listed, where it can be reached),
+        config: from the run's configuration: a directory, a name on the hub (its files are listed if the hub can be reached),
             or the config of a new model.
 
     Raises:
-        ModelError: what it is instead, and what to do.
+        ModelError: says what the model is instead, and what to do.
     """
     where = "model.config" if config.path is None else f"model.path={config.path!r}"
     problem = None if config.path is None else _files_problem(config.path, _files(config))
@@ -40,7 +40,7 @@ def refuse_untrainable(config: ModelConfig) -> None:
 
 
 def _files(config: ModelConfig) -> frozenset[str]:
-    """Names of the files at the top of a model's directory; none where nobody can say."""
+    """Return the names of the files at the top of a model's directory; empty if they are unknown."""
     if config.local is not None:
         return frozenset(path.name for path in config.local.iterdir())
     assert config.path is not None
@@ -48,7 +48,7 @@ def _files(config: ModelConfig) -> frozenset[str]:
 
     try:
         return frozenset(list_repo_files(config.path))
-    except Exception:  # no network, no such name, no access: what reads the config says which
+    except Exception:  # no network, no such name, or no access: the code that reads the config says which
         try:
             cached = Path(snapshot_download(config.path, local_files_only=True))
             return frozenset(path.name for path in cached.iterdir())
@@ -74,7 +74,7 @@ def _files_problem(path: str, names: frozenset[str]) -> str | None:
 
 
 def _declared(config: ModelConfig) -> dict[str, Any]:
-    """The config as it is written; empty where it cannot be read, which is said where it is loaded."""
+    """Return the config as it is written; empty if it cannot be read. The code that loads it reports that."""
     if config.config is not None:
         return config.config
     from transformers import PretrainedConfig
@@ -90,7 +90,7 @@ _GENERATES = ("CausalLM", "ConditionalGeneration", "BlockDiffusion")
 
 
 def _kind_problem(declared: dict[str, Any], trust_remote_code: bool, *, new: bool) -> str | None:
-    """Why a config is of no model that says one token after another, or denoises text."""
+    """Return why a config does not describe a model that predicts the next token or denoises text; ``None`` if it does."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     from transformers import MODEL_FOR_MASKED_LM_MAPPING as MASKED
 
@@ -131,21 +131,21 @@ def _article(name: str) -> str:
     return f"{'an' if name[:1] in 'AEIO' else 'a'} {name}"
 
 
-# -- what an export gives back ---------------------------------------------------------------------------------------------
+# -- what an export restores --------------------------------------------------------------------------------------------------
 
 
 def facts(files: list[Path]) -> dict[str, Any]:
-    """What training does not keep of a pretrained model: how it generates, and in which dtypes its files are.
+    """Return what training does not keep of a pretrained model: its generation config, and the dtypes of its files.
 
     Args:
-        files: its safetensors files, whose headers are read; its generation_config.json lies beside them.
+        files: its safetensors files, whose headers are read. Its generation_config.json is in the same directory.
 
     Returns:
         Plain values for JSON: ``generation_config`` as it is written, or ``None``; ``dtype``, that of most elements; and
-        ``other_dtypes``, tensor name to dtype, of the rest.
+            ``other_dtypes``, name to dtype of the tensors with another one.
 
     Raises:
-        ModelError: a generation_config.json that is none.
+        ModelError: generation_config.json cannot be read, or is no mapping.
     """
     from safetensors import safe_open
 

@@ -1,4 +1,4 @@
-"""The spec of a model of transformers, derived from what the model declares of itself."""
+"""The spec of a model of transformers, derived from what the model declares."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,22 +25,24 @@ _SIZES = {
     "kv_heads": ("num_key_value_heads",),
     "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
 }
-"""Field of ModelSizes to the names that configs of transformers use for it, the first that holds a number counts."""
+"""Field of ModelSizes to the names that configs of transformers use for it. The first name whose value is an integer is taken.
+"""
 
 
 class DefaultParallelizationStrategy(ParallelizationStrategy):
-    """Of every model whose family has no strategy of its own: the spec is derived from what a model of transformers declares,
-    and inferred for another one.
+    """The strategy of every model whose family has none of its own.
+
+    The spec of a model of transformers is derived from what it declares; that of another model is inferred.
 
     Args:
-        adapted: strategy of the model that a ``PeftModel`` holds; ``None``: its spec is derived too.
+        adapted: strategy of the model inside a ``PeftModel``; ``None``: its spec is derived too.
     """
 
     def __init__(self, adapted: ParallelizationStrategy | None = None) -> None:
         self.adapted = adapted
 
     def spec(self, model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
-        """See :func:`derived_spec` and :func:`inferred_spec`; of a ``PeftModel``, the spec of the model that it holds."""
+        """See :func:`derived_spec` and :func:`inferred_spec`. The spec of a ``PeftModel`` is that of the model inside it."""
         wrapped = base_of_peft(model)
         if wrapped is None or self.adapted is None:
             of_transformers = is_transformers(model if wrapped is None else wrapped)
@@ -49,12 +51,12 @@ class DefaultParallelizationStrategy(ParallelizationStrategy):
 
 
 def _around(spec: ParallelSpec) -> ParallelSpec:
-    """The spec of a ``PeftModel``, from that of the model that it holds. Which of its adapters a forward uses is up to it."""
+    """Return the spec of a ``PeftModel`` from that of the model inside it. A forward need not use all of its adapters."""
     return replace(under_prefix(spec, "base_model.model."), uses_all_parameters=False)
 
 
 def base_of_peft(model: nn.Module) -> nn.Module | None:
-    """The model that a ``PeftModel`` holds; ``None`` where there is none."""
+    """Return the model inside a ``PeftModel``; ``None`` if a model is no ``PeftModel``."""
     inner = getattr(getattr(model, "base_model", None), "model", None)
     return (
         inner if hasattr(model, "peft_config") and hasattr(model, "get_base_model") and isinstance(inner, nn.Module) else None
@@ -62,14 +64,14 @@ def base_of_peft(model: nn.Module) -> nn.Module | None:
 
 
 def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
-    """Derive the spec of a model of transformers, which peft may have wrapped.
+    """Derive the spec of a model of transformers, which may be inside a ``PeftModel``.
 
     Args:
         model: the model, on any device.
-        param_dtype: dtype of compute. Some models ask for fp32 modules only where the rest is fp16.
+        param_dtype: dtype of compute. Some models ask for fp32 modules only if the rest is fp16.
 
     Raises:
-        ModelError: if it is no model of transformers, or does not declare its layers; the message says what to declare.
+        ModelError: it is no model of transformers, or does not declare its layers; the message says what to declare.
     """
     if (wrapped := base_of_peft(model)) is not None:
         return _around(derived_spec(wrapped, param_dtype))
@@ -94,7 +96,7 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
     structure = structure_of([kind.__name__ for kind in type(model).__mro__], model.config)
     styles = dict(declared.tp)
     if styles and structure is not None:
-        # transformers 5.17 leaves the embedding of these families out of what the model declares.
+        # In transformers 5.17, these families do not declare the style of the embedding.
         styles = {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output", **styles}
     fp32 = declared.fp32_strict | (declared.fp32 if param_dtype == "float16" else frozenset())
     return ParallelSpec(
@@ -113,7 +115,7 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
 
 
 def is_transformers(model: nn.Module) -> bool:
-    """Whether a model is one of transformers."""
+    """Return whether a model is a model of transformers."""
     try:
         from transformers import PreTrainedModel
     except ImportError:
@@ -126,7 +128,7 @@ def _patterns(names: Any) -> tuple[str, ...]:
 
 
 def _wants_fp32(name: str, module: nn.Module, declared: frozenset[str]) -> bool:
-    """Whether a declared name is this module (a run of components of its name), and it holds parameters."""
+    """Return whether a declared name is this module (a run of components of its name), and the module has parameters."""
     dotted = f".{name}."
     named = any(dotted.endswith(f".{item}.") for item in declared)
     return named and any(True for _ in module.parameters())
@@ -140,7 +142,7 @@ def _tied_groups(tied: dict[str, str]) -> tuple[tuple[str, ...], ...]:
 
 
 def _matching(styles: dict[str, str], model: nn.Module) -> dict[str, str]:
-    """The declared styles that name something here: transformers declares for all variants of a family at once."""
+    """Return the declared styles that match a name of the model: transformers declares them for all variants of a family."""
     names = [canonical(name) for name, _ in model.named_parameters(remove_duplicate=False)]
     candidates = {*names, *(holder_of(name) for name in names)}
     return {pattern: style for pattern, style in styles.items() if match_names(pattern, candidates)}
@@ -160,7 +162,7 @@ def _sizes(model: "PreTrainedModel") -> dict[str, str]:
 
 
 def _read(config: Any, attribute: str) -> Any:
-    """A value of a config; ``None`` where there is none, or not one for all layers (Gemma 4's config refuses to say then)."""
+    """Return a value of a config; ``None`` if there is none, or not one for all layers (Gemma 4's config raises then)."""
     try:
         return getattr(config, attribute, None)
     except RuntimeError:

@@ -1,10 +1,10 @@
-"""A strategy: how a family of models is parallelized.
+"""Strategies: how a family of models is parallelized.
 
-It says two things of the family: its spec, and (rarely) a step that has to be carried out otherwise than the conductor in
-:mod:`~meshwright.distributed.conductor` does it. Which family a model belongs to, :mod:`~meshwright.models.registry` says.
+A strategy defines two things for its family: the spec and, rarely, a step that is carried out in another way than the conductor
+in :mod:`~meshwright.distributed.conductor` does. :mod:`~meshwright.models.registry` finds the family of a model.
 
-A strategy that was written for NeMo AutoModel overrides :meth:`ParallelizationStrategy.parallelize` instead. That is what
-``FSDP2Manager`` and ``fsdp2_strategy_parallelize`` call; a run of ``meshwright train`` needs a spec.
+A strategy that was written for NeMo AutoModel overrides :meth:`ParallelizationStrategy.parallelize` instead. ``FSDP2Manager``
+and ``fsdp2_strategy_parallelize`` call this method; a run of ``meshwright train`` needs a spec.
 """
 
 import warnings
@@ -37,18 +37,18 @@ __all__ = ["ParallelizationStrategy", "Request", "requested"]
 
 @dataclass
 class Request:
-    """What a manager asks of :meth:`ParallelizationStrategy.parallelize` beyond the arguments that it has in the reference.
+    """What a manager passes to :meth:`ParallelizationStrategy.parallelize` besides the arguments that NeMo AutoModel has there.
 
-    A strategy of the user's stands between the two, and passes on what it knows.
+    A strategy of the user may stand between the two: it calls the method with the arguments that it knows.
 
     Attributes:
-        mesh: of a layout, where its root is the mesh that is passed.
-        spec: in place of the strategy's.
+        mesh: the mesh of a layout; used if its root is the mesh that is passed as an argument.
+        spec: a spec that replaces that of the strategy.
         options: fields of :class:`~meshwright.plan.options.ParallelOptions`.
-        styles: the ``tp_shard_plan`` that the manager passes to a strategy of the user's, as the reference does, where nobody
-            gave a plan. If it comes back, it is as if none was given.
-        model: the model that the plan is of. It may be a part of what the manager was given.
-        plan: that was carried out; ``None``: the strategy did it without one.
+        styles: the ``tp_shard_plan`` that the manager passes to a strategy of the user if no plan was given, as NeMo AutoModel
+            does. If the strategy passes it on, it counts as none.
+        model: the model that the plan is for. It may be a part of the model that the manager was given.
+        plan: the plan that was carried out; ``None``: the strategy did its work without a plan.
     """
 
     mesh: ParallelMesh | None = None
@@ -64,7 +64,7 @@ _REQUEST: ContextVar[Request] = ContextVar("request")
 
 @contextmanager
 def requested(request: Request) -> Iterator[Request]:
-    """Inside, :meth:`ParallelizationStrategy.parallelize` does what a request says, and notes its plan there."""
+    """Inside this context, :meth:`ParallelizationStrategy.parallelize` follows a request, and stores its plan there."""
     token = _REQUEST.set(request)
     try:
         yield request
@@ -76,14 +76,14 @@ class ParallelizationStrategy:
     """How the models of a family are parallelized. A strategy overrides ``spec``, or all of ``parallelize``."""
 
     def spec(self, model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
-        """What the family declares of itself.
+        """Return the spec of a model of the family.
 
         Args:
-            model: of the family, on any device; only names, shapes and its config are read.
-            param_dtype: dtype of compute. Some models ask for fp32 modules only where the rest is fp16.
+            model: the model, on any device; only names, shapes and its config are read.
+            param_dtype: dtype of compute. Some models ask for fp32 modules only if the rest is fp16.
 
         Raises:
-            ModelError: a model that the family cannot say it of; a strategy without a spec.
+            ModelError: the family has no spec for this model; or the strategy has no spec at all.
         """
         raise ModelError(
             f"{type(self).__name__}, the strategy of {class_name(model)}, has no spec, only parallelize(), which FSDP2Manager "
@@ -91,15 +91,15 @@ class ParallelizationStrategy:
         )
 
     def carry_out(self, model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.Module:
-        """Carry a plan out on a model, in place.
+        """Carry out a plan on a model, in place.
 
-        A family overrides it where something has to happen before or after what the conductor does, and calls this one in
-        between; decisions belong into the spec, where the plan shows them.
+        A family overrides this if something has to happen before or after the work of the conductor, and calls this method in
+        between. Decisions belong in the spec, because the plan shows them.
 
         Args:
-            model: that the plan was resolved for.
-            plan: whose program is performed.
-            mesh: of the plan's layout.
+            model: the model that the plan was resolved for.
+            plan: the plan whose program is performed.
+            mesh: the mesh of the plan's layout.
         """
         return parallelize(model, plan, mesh)
 
@@ -118,33 +118,33 @@ class ParallelizationStrategy:
         *,
         use_hf_tp_plan: bool = False,
     ) -> nn.Module:
-        """Resolve and carry out a plan over a mesh that is there: the interface of NeMo AutoModel.
+        """Resolve and carry out a plan over an existing mesh: the interface of NeMo AutoModel.
 
-        Gradients are averaged over data ranks and reduced in every backward, as torch does by default. Without tensor parallel
-        ranks, what is said of tensor and sequence parallel counts for nothing.
+        Gradients are averaged over data ranks and reduced in every backward, as torch does by default. If there is only one
+        rank of tensor parallel, the arguments for tensor and sequence parallel have no effect.
 
         Args:
-            model: on the meta device, or with the same values on every rank; changed in place.
-            device_mesh: with axes of these names; those it lacks count as 1, and others must have size 1.
+            model: the model, on the meta device, or with the same values on every rank; changed in place.
+            device_mesh: a mesh with axes of the names below. An axis that it lacks has size 1; other axes must have size 1.
             mp_policy: dtypes; ``None``: bf16 compute, fp32 reduction, fp32 outputs of the model.
             offload_policy: ``CPUOffloadPolicy()`` keeps shards in host memory.
-            sequence_parallel: shard the residual stream over the sequence, whose length ``tp`` must divide. It does so too
-                where the styles of ``tp_shard_plan`` shard it.
+            sequence_parallel: shard the residual stream over the sequence; ``tp`` must divide its length. This also happens if
+                the styles of ``tp_shard_plan`` shard the stream.
             activation_checkpointing: recompute every layer in backward.
             tp_shard_plan: tensor parallel styles that win over all others: a dict of module patterns to styles (of torch, or
-                names), or the import path of one or of a function that returns one. Where its style of the output head leaves
-                logits sharded (``Shard(-1)``, or ``colwise``), the model returns them as a DTensor; otherwise whole. A pattern
-                that names nothing here is left out with a warning, as torch does.
-            dp_replicate_mesh_name: axis of the replicas.
-            dp_shard_cp_mesh_name: axis that parameters are sharded over; a flattened one may be meant.
-            tp_mesh_name: axis of tensor parallel.
-            use_hf_tp_plan: take the styles that the model declares, where no plan is given.
+                names), or the import path of such a dict or of a function that returns one. If its style of the output head
+                leaves logits sharded (``Shard(-1)``, or ``colwise``), the model returns them as a DTensor, otherwise whole. A
+                pattern that matches nothing is left out with a warning, as in torch.
+            dp_replicate_mesh_name: name of the axis of replicas.
+            dp_shard_cp_mesh_name: name of the axis that parameters are sharded over; it may be a flattened axis.
+            tp_mesh_name: name of the axis of tensor parallel.
+            use_hf_tp_plan: use the styles that the model declares, if no plan is given.
 
         Raises:
-            LayoutError: a mesh whose axes have another meaning.
-            PlanError: a plan that does not fit the model; a family that cannot be sequence parallel; a model that is
+            LayoutError: the axes of the mesh have another meaning.
+            PlanError: the plan does not fit the model; the family does not support sequence parallel; or the model is
                 parallelized already.
-            UnsupportedError: an axis or option that is not carried out.
+            UnsupportedError: an axis or an option is not supported.
         """
         refuse_parallelized(model)
         refuse_sliced(model)
@@ -176,10 +176,10 @@ class ParallelizationStrategy:
 
 
 def _naming_something(plan: dict[str, Any], modules: Iterable[str], family: str) -> dict[str, Any]:
-    """The entries of a plan that name a module. Plans are written for many families at once.
+    """Return the entries of a plan that match a module. Plans are often written for many families at once.
 
     Raises:
-        PlanError: none of them names anything.
+        PlanError: no entry matches anything.
     """
     names = list(modules)
     idle = [pattern for pattern in plan if not match_names(pattern, names)]

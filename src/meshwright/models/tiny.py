@@ -1,7 +1,7 @@
-"""Tiny models for the support matrix: a row each, with what makes the family different from the others.
+"""Tiny models for the support matrix: one row for each family, with what makes the family different from the others.
 
-Here are the decoders that need no :class:`~meshwright.models.family.Family` of their own; one more is an entry here. Keys are
-those of its config in transformers.
+This module has the decoders that need no :class:`~meshwright.models.family.Family` of their own; another one is added here as
+an entry. Keys are those of its config in transformers.
 """
 
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ __all__ = ["DECODERS", "HEADS", "TINY", "TinyModel"]
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A model that a process trains in seconds.
+    """A model that one process trains in seconds.
 
     Attributes:
-        config: all but its ``model_type``.
-        twins: whether a stack of it runs twice, under two names.
+        config: its config, without ``model_type`` unless that is not the name of the row.
+        twins: whether it has a stack that runs twice, under two names.
     """
 
     config: Mapping[str, Any]
@@ -97,4 +97,4 @@ _DECODERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 DECODERS = {name: TinyModel(config) for name, config in _DECODERS.items()}
-"""``model_type``, or a name of its own for one more of the same type, to the model."""
+"""``model_type``, or another name for a further model of the same type, to the model."""

@@ -1,15 +1,15 @@
-"""Wan: the video transformer of diffusers, which is no model of transformers and declares nothing that a spec could come from.
+"""Wan: the video transformer of diffusers. It is no model of transformers, and declares nothing that a spec can use.
 
 Tensor parallel splits the pairs of matrices with an elementwise function between them: the feed-forward of every block, the
-text and time embedders, and that of the image where there is one. `time_proj` and `proj_out` stand alone: their neighbours need
-whole tensors, so each is split along the dimension of which less has to be sent.
+text and time embedders, and the image embedder if there is one. `time_proj` and `proj_out` are single matrices between modules
+that need whole tensors, so each is split along the dimension for which less has to be sent.
 
 Attention stays whole on every rank. Its norms of queries and keys (`rms_norm_across_heads`) take the root mean square over all
-heads of a token together. With heads split over ranks each rank would norm its own heads by themselves: no error, plausible
-losses, and another function than the one that was trained.
+heads of a token together. With heads split over ranks, each rank would normalize its own heads by themselves: this would raise
+no error and give plausible losses, but compute another function than the one that was trained.
 
-Under bf16, FSDP casts the floating inputs of a unit. So give integer timesteps: in bf16, 999 is 1000. The angles of the rotary
-embedding are cast too, as they are in language models.
+Under bf16, FSDP casts the floating-point inputs of a unit. So pass integer timesteps: in bf16, 999 becomes 1000. The angles of
+the rotary embedding are cast too, as in language models.
 """
 
 from torch import nn
@@ -38,7 +38,7 @@ _IMAGE_TP_STYLES = {
     "condition_embedder.image_embedder.ff.net.0.proj": "colwise",
     "condition_embedder.image_embedder.ff.net.2": "rowwise",
 }
-"""Of models that take an image besides the text."""
+"""For models that take an image in addition to the text."""
 
 _FP32 = (
     "condition_embedder.time_embedder",
@@ -46,16 +46,15 @@ _FP32 = (
     "condition_embedder.image_embedder.norm1",
     "condition_embedder.image_embedder.norm2",
 )
-"""What `_keep_in_fp32_modules` of the class names, where it holds parameters. It names the tables of shifts and scales too;
-these are bare parameters of their blocks, which FSDP cannot cast apart, so they compute in the dtype of the block.
-"""
+"""Modules with parameters that `_keep_in_fp32_modules` of the class names. It also names the tables of shifts and scales. These
+are bare parameters of their blocks, which FSDP cannot cast separately, so they compute in the dtype of the block."""
 
 
 class WanParallelizationStrategy(ParallelizationStrategy):
-    """Of ``WanTransformer3DModel`` of diffusers."""
+    """The strategy of ``WanTransformer3DModel`` of diffusers."""
 
     def spec(self, model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
-        """The spec of a model of this class, of any size, from text or from an image."""
+        """Return the spec of a model of this class, of any size, with or without image input."""
         modules = dict(model.named_modules())
         if fused := [name for name, module in modules.items() if getattr(module, "fused_projections", False)]:
             raise ModelError(f"{fused[0]}: holds its projections twice, fused and not; call unfuse_projections() first")
@@ -64,7 +63,7 @@ class WanParallelizationStrategy(ParallelizationStrategy):
         return ParallelSpec(
             family=class_name(model),
             layers=("blocks.*",),
-            # First in forward and last in backward: not to be held gathered all the time between, as the root is.
+            # It runs first in forward and last in backward. In the root it would stay gathered all the time in between.
             units=(UnitRule("condition_embedder"),),
             fp32=tuple(pattern for pattern in _FP32 if match_names(pattern, held)),
             structure=Structure(

@@ -1,7 +1,7 @@
-"""The interface of NeMo AutoModel, thin over the rest of the house (docs/from-automodel.md).
+"""The interface of NeMo AutoModel, a thin layer over the rest of the package (docs/from-automodel.md).
 
-Users import it from the modules that have these names there, which are façades: they offer what is here, and nothing else in
-Meshwright imports them.
+Users import it from modules with the names that NeMo AutoModel has. These modules are façades: they offer what is here, and
+nothing else in Meshwright imports them.
 
 | here | façade |
 |---|---|

@@ -10,15 +10,15 @@ __all__ = ["choices_of"]
 
 
 def choices_of(config: Any, known: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a configuration under the names of the manager.
+    """Return the fields of a configuration under the names of the manager.
 
     Args:
         config: an instance of a dataclass or of another class (with attributes, slots or fields of pydantic), or a mapping.
-        known: field to the name that it has here.
+        known: name of a field to its name in the manager.
 
     Raises:
         LayoutError: the object has none of these fields, so it is no configuration.
-        UnsupportedError: another field that is set, and is not as it is by default.
+        UnsupportedError: another field is set, to a value that is not its default.
     """
     if isinstance(config, type):
         raise LayoutError(f"FSDP2Manager: {config.__name__} is a class; legal is an instance of it")
@@ -37,13 +37,13 @@ def choices_of(config: Any, known: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _names(config: Any) -> list[str]:
-    """Names of the data of an object: of its own, of its slots, and of its classes."""
+    """Return the names of an object's data: its own attributes, its slots, and the attributes of its classes."""
     of_classes = [name for kind in type(config).__mro__ for name in (*vars(kind), *vars(kind).get("__annotations__", ()))]
     return [name for name in dict.fromkeys([*getattr(config, "__dict__", ()), *of_classes]) if _is_field(config, name)]
 
 
 def _is_field(config: Any, name: str) -> bool:
-    """Whether a name is neither private, nor pydantic's own, nor a method or property."""
+    """Return whether a name is neither private, nor pydantic's own, nor a method or property."""
     ours = getattr(type(config), name, None)
     if name.startswith(("_", "model_")) or callable(ours) or isinstance(ours, property):
         return False

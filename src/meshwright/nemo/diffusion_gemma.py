@@ -1,8 +1,8 @@
-"""Sharding a DiffusionGemma by hand, layer by layer, or at once.
+"""Sharding a DiffusionGemma by hand, layer by layer or as a whole.
 
-A run does not come this way: the plan has units for experts in any family, and for both stacks. A whole model of
-transformers is sharded by its strategy, which resolves that plan. Layers that are sharded one by one are units, and a layer
-that has the parameters of one that is sharded already becomes its twin.
+A run does not use this: its plan has units for experts in any family, and for both stacks. A whole model of transformers is
+sharded by its strategy, which resolves such a plan. Layers that are sharded one by one become units. A layer that shares its
+parameters with a layer that is already sharded becomes its twin.
 """
 
 import weakref
@@ -33,11 +33,11 @@ __all__ = [
 ]
 
 _FIRST = WeakTensorKeyDictionary()
-"""Parameter, as it was before it was sharded here, to the module that was, weakly, and its name in it."""
+"""Parameter, before it was sharded here, to a weak reference to the module that was sharded, and the parameter's name in it."""
 
 
 def _has_fsdp_state(module: nn.Module) -> bool:
-    """Whether a module is an FSDP unit."""
+    """Return whether a module is an FSDP unit."""
     return _torch_compat.fsdp_state(module) is not None
 
 
@@ -48,10 +48,10 @@ def _fully_shard_once(
     offload_policy: OffloadPolicy | None = None,
     **fsdp_kwargs: Any,
 ) -> nn.Module:
-    """Make a module an FSDP unit unless it is one; returns it."""
+    """Make a module an FSDP unit unless it is one, and return it."""
     if not _has_fsdp_state(module):
         fully_shard(module, mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy or OffloadPolicy(), **fsdp_kwargs)
-        _torch_compat.forget_runs_without_gradient(module)  # the decoder's first
+        _torch_compat.forget_runs_without_gradient(module)  # such as the first one of the decoder
     return module
 
 
@@ -62,24 +62,26 @@ def fully_shard_diffusion_gemma(
     offload_policy: OffloadPolicy | None = None,
     **fsdp_kwargs: Any,
 ) -> nn.Module:
-    """Make the experts of a layer a unit, then the rest of the layer; any other module is one unit. Idempotent.
+    """Make the experts of a layer a unit, then the rest of the layer; any other module becomes one unit. Idempotent.
 
-    Of transformers' own model, a layer of the encoder and the decoder's layer of the same number have the same parameters: the
-    one that comes second becomes the twin of the first, so that both add to one gradient. The whole model, before any of its
-    layers was sharded, is sharded as its plan has it: twin units, or one of both where its gradients are small.
+    In transformers' own model, a layer of the encoder and the decoder's layer with the same number have the same parameters.
+    The second of them to be sharded becomes the twin of the first, so that both add to one gradient. The whole model, if none
+    of its layers was sharded before, is sharded by its plan: with twin units, or with one unit for both layers if their
+    gradients are small.
 
     Args:
         module: a layer with ``experts`` (transformers) or ``moe.experts`` (NeMo AutoModel), or another module.
-        mesh: 1-D, to shard over.
+        mesh: the mesh to shard over, 1-D.
         mp_policy: dtypes of all units.
-        offload_policy: where their shards live.
-        fsdp_kwargs: for torch's ``fully_shard``, of all units; of a whole model of transformers, ``reshard_after_forward``.
+        offload_policy: where the shards of the units are stored.
+        fsdp_kwargs: arguments of torch's ``fully_shard`` for all units; for a whole model of transformers, only
+            ``reshard_after_forward``.
 
     Returns:
         The same module.
 
     Raises:
-        UnsupportedError: a layer that shares some of its parameters only; of a whole model, other ``fsdp_kwargs``.
+        UnsupportedError: a layer shares only some of its parameters; or a whole model gets other ``fsdp_kwargs``.
     """
     found = get_parallelization_strategy(module)
     strategy = found if isinstance(found, DiffusionGemmaParallelizationStrategy) else None
@@ -110,11 +112,11 @@ def fully_shard_diffusion_gemma(
 
 
 _IN_NEED_OF_A_ROOT = ("DiffusionGemmaEncoderTextLayer",)
-"""Layers whose output may get no gradient, while the keys and values that they leave in the cache do. FSDP would then read
-memory that is freed, unless the root was readied for it."""
+"""Layers whose output may get no gradient, while the keys and values that they write to the cache do. FSDP would then read
+memory that is freed, unless the root was prepared for it."""
 
 _READY: WeakSet[nn.Module] = WeakSet()
-"""Modules of a root that was."""
+"""The modules of roots that were prepared."""
 
 
 def _check_root(layer: nn.Module) -> None:
@@ -125,7 +127,11 @@ def _check_root(layer: nn.Module) -> None:
 
 
 def _sharded_before(module: nn.Module, originals: dict[str, nn.Parameter]) -> nn.Module | None:
-    """The module that had the same parameters under the same names, before it was sharded."""
+    """Return the module that had the same parameters under the same names before it was sharded; ``None`` if there is none.
+
+    Raises:
+        UnsupportedError: the module shares only some of its parameters with a sharded one.
+    """
     known = {name: _FIRST[parameter] for name, parameter in originals.items() if parameter in _FIRST}
     firsts = {id(first()): first() for first, _ in known.values()}
     if not known:
@@ -159,5 +165,5 @@ def _by_plan(
 
 
 def register_diffusion_gemma_parallel_strategy() -> None:
-    """Have DiffusionGemma's strategy chosen for its model class. It is already, whoever asks; to do it again is no harm."""
+    """Register DiffusionGemma's strategy for its model class. It is registered already, and a second time changes nothing."""
     register_parallel_strategy("DiffusionGemmaForBlockDiffusion")(DiffusionGemmaParallelizationStrategy)

@@ -1,4 +1,4 @@
-"""FSDP2Manager: sizes and policies in one object, which builds the mesh and has the strategy of a model shard it."""
+"""FSDP2Manager: sizes and policies in one object, which builds the mesh and shards a model with the model's strategy."""
 
 import os
 import warnings
@@ -42,48 +42,49 @@ _BFLOAT16 = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16,
 class FSDP2Manager:
     """Shards models over the ranks of the default process group, through :func:`fsdp2_strategy_parallelize`.
 
-    Unlike in Meshwright's own trainer, gradients are averaged over the data ranks: torch's default, and what a loop that
-    takes a mean loss on every rank expects. In a world of one process it sets up nothing.
+    Unlike in Meshwright's own trainer, gradients are averaged over the data ranks. This is torch's default, and what a loop
+    expects whose loss is a mean on every rank. If there is only one process, nothing is set up.
 
     Later versions of NeMo AutoModel pass a configuration object and meshes: ``FSDP2Manager(config, device_mesh=mesh)``. The
-    object's fields of the names below are taken (``tp_plan`` is ``custom_tp_plan``).
+    fields of this object with the names below are used (``tp_plan`` is ``custom_tp_plan``).
 
     Args:
-        dp_size: data ranks in all; ``None``: what the other sizes leave of the world.
-        dp_replicate_size: replicas among them (HSDP).
-        tp_size: tensor parallel ranks.
-        cp_size: context parallel ranks.
-        pp_size: pipeline stages.
-        ep_size: expert parallel ranks.
-        sequence_parallel: with ``tp``, hold each rank's part of the sequence between attention and MLP. Every sequence must
-            have a length that ``tp`` divides.
-        use_hf_tp_plan: take the tensor parallel plan that the model of transformers declares, and leave logits sharded.
+        dp_size: total number of data ranks; ``None``: what the other sizes leave of the world.
+        dp_replicate_size: number of replicas among them (HSDP).
+        tp_size: number of tensor parallel ranks.
+        cp_size: number of context parallel ranks.
+        pp_size: number of pipeline stages.
+        ep_size: number of expert parallel ranks.
+        sequence_parallel: with ``tp``, each rank has only its slice of the sequence between attention and MLP. ``tp`` must
+            divide the length of every sequence.
+        use_hf_tp_plan: use the tensor parallel plan that the model of transformers declares, and leave logits sharded.
         custom_tp_plan: tensor parallel styles that win over all others: a dict of module patterns to styles (of torch, or
-            names), or the import path of one or of a function that returns one.
-        mp_policy: dtypes. By default all are bf16, as in the reference; ``None``: see :func:`fsdp2_strategy_parallelize`.
+            names), or the import path of such a dict or of a function that returns one.
+        mp_policy: dtypes. By default all are bf16, as in NeMo AutoModel; ``None``: see :func:`fsdp2_strategy_parallelize`.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards in host memory.
-        backend: of the process group, where it has to be started, and ``nccl`` or ``gloo`` for the kind of device; ``None``:
-            gloo, and NCCL for tensors on a GPU, where there is one.
-        world_size: processes in all; ``None``: those that there are.
-        activation_checkpointing: what of each layer is recomputed in backward; ``True``: all of it (``full``).
-        defer_fsdp_grad_sync: reduce gradients only in the last microbatch of a step (see
-            :class:`~meshwright.distributed.grad_sync.GradSync`, whose default policy this sets).
-        device_mesh: of axes ``(pp, dp_replicate, dp_shard, cp, tp)``, in place of the sizes; filled on construction.
-        moe_mesh: of axes ``(pp, ep_shard, ep)``, and ``dp_replicate`` behind ``pp`` with replicas; in place of ``ep_size``;
-            filled on construction where there are expert parallel ranks.
+        backend: backend of the process group, if it has to be started here; ``nccl`` or ``gloo`` also selects the kind of
+            device. ``None``: gloo, and NCCL for tensors on a GPU if there is one.
+        world_size: total number of processes; ``None``: the existing ones.
+        activation_checkpointing: what is recomputed of each layer in backward; ``True``: everything (``full``).
+        defer_fsdp_grad_sync: reduce gradients only in the last microbatch of a step (it sets the default policy of
+            :class:`~meshwright.distributed.grad_sync.GradSync`).
+        device_mesh: a mesh with axes ``(pp, dp_replicate, dp_shard, cp, tp)``, instead of the sizes; filled on construction.
+        moe_mesh: a mesh with axes ``(pp, ep_shard, ep)``, and with replicas ``dp_replicate`` after ``pp``, instead of
+            ``ep_size``; filled on construction if there are expert parallel ranks.
         loss_parallel: with ``tp``, the model returns its logits as a DTensor that is sharded over the vocabulary, for
-            :func:`~meshwright.distributed.loss_parallel.cross_entropy_sum`, or torch's ``loss_parallel()``, inside which
-            backward has to run too. ``None``: where the plan given says so of the output head.
+            :func:`~meshwright.distributed.loss_parallel.cross_entropy_sum`, or for torch's ``loss_parallel()``, inside which
+            backward has to run too. ``None``: only if the given plan leaves the logits of the output head sharded.
 
     Attributes:
-        dp_shard_size: data ranks that parameters are sharded over. ``None`` in a world of one, as the meshes are.
-        ep_shard_size: ranks that the parameters of an expert are sharded over.
+        dp_shard_size: number of data ranks that parameters are sharded over. ``None`` if there is one process; then the meshes
+            are ``None`` too.
+        ep_shard_size: number of ranks that the parameters of an expert are sharded over.
         mesh: the mesh of the layout.
-        plan: of the last :meth:`parallelize`; ``None`` where a strategy of the user's did it without one.
+        plan: the plan of the last :meth:`parallelize`; ``None`` if a strategy of the user did it without a plan.
 
     Raises:
         LayoutError: sizes that do not fit the world size, or each other.
-        UnsupportedError: an axis or option that is not carried out.
+        UnsupportedError: an axis or option that is not supported.
     """
 
     dp_size: Any = None
@@ -112,7 +113,7 @@ class FSDP2Manager:
     plan: ShardingPlan | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        """Check the sizes and build the meshes; starts the process group if torchrun's variables are there and none is."""
+        """Check the sizes, and build the meshes. Start the process group if there is none and torchrun's variables are set."""
         if self.dp_size is not None and not isinstance(self.dp_size, int):
             self.config, self.dp_size = self.dp_size, None
         for name in ("dp_replicate_size", "tp_size"):  # FSDP2Manager(config, device_mesh, moe_mesh)
@@ -149,7 +150,7 @@ class FSDP2Manager:
         self._fill(self.mesh)
 
     def _check_sizes(self, layout: Layout) -> None:
-        """Sizes beside a mesh have to be its own. 1 is the default of most, and says nothing."""
+        """Refuse sizes that differ from those of a given mesh. A size of 1 is the default of most, so it is not checked."""
         sizes = {"dp_size": "dp", "ep_size": "ep", **{f"{axis}_size": axis for axis in layout.sizes()}}
         given = {name: getattr(self, name) for name in _SIZES}
         problems = [
@@ -186,23 +187,23 @@ class FSDP2Manager:
         sizes = layout.sizes()
         self.pp_size, self.dp_replicate_size, self.dp_shard_size, self.cp_size, self.tp_size = sizes.values()
         self.dp_size, self.ep_size = layout.size("dp"), layout.ep
-        self.ep_shard_size = layout.ep_shard if layout.ep > 1 else layout.size("dp_cp")  # as the reference counts
+        self.ep_shard_size = layout.ep_shard if layout.ep > 1 else layout.size("dp_cp")  # as in NeMo AutoModel
         self.device_mesh, self.moe_mesh = mesh.root, mesh.experts
         if mesh.experts is not None and layout.size("dp_replicate") == 1:
             self.moe_mesh = mesh.experts["pp", "ep_shard", "ep"]
 
     def parallelize(self, model: nn.Module, spec: ParallelSpec | None = None) -> nn.Module:
-        """Have the strategy of a model shard it, in place. In a world of one only layers are recomputed, if that is chosen.
+        """Shard a model with its strategy, in place. If there is one process, only layers are recomputed, if that is chosen.
 
         Args:
-            model: on the meta device, or materialised with the same values on all ranks.
-            spec: what its family declares; ``None``: what the strategy of the model says.
+            model: the model, on the meta device, or materialized with the same values on all ranks.
+            spec: the spec of its family; ``None``: that of the model's strategy.
 
         Returns:
             What the strategy returns, with a method ``no_sync()`` for a loop that accumulates gradients.
 
         Raises:
-            PlanError: a plan that does not fit the model; a model that is parallelized already.
+            PlanError: the plan does not fit the model, or the model is parallelized already.
         """
         if self.mesh is None or self.device_mesh is None:
             if self.activation_checkpointing:
@@ -231,7 +232,7 @@ class FSDP2Manager:
         return give_no_sync(found, self.plan)
 
     def _styles_of_torch(self, model: nn.Module) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """What the reference passes to a strategy: the plan that it chose, in styles of torch. And again, if nobody gave it."""
+        """Return the plan that NeMo AutoModel passes to a strategy, in styles of torch; and it again, if the user gave none."""
         asked = {"sequence_parallel": self.sequence_parallel, "use_hf_tp_plan": self.use_hf_tp_plan}
         try:
             found = _get_parallel_plan(model, tp_shard_plan=self.custom_tp_plan, **asked)

@@ -1,6 +1,6 @@
 """The sync mixin, over :class:`~meshwright.distributed.grad_sync.GradSync`.
 
-A loop of one's own tells a model where an accumulation begins and which microbatch is its last::
+A training loop of the user's tells a model where an accumulation begins and which microbatch is the last::
 
     class MyModel(MoEFSDPSyncMixin, nn.Module):
         fsdp_sync_policies = {"**.experts": "reduce_each"}     # the one line: experts do not wait for the others
@@ -11,11 +11,12 @@ A loop of one's own tells a model where an accumulation begins and which microba
             model.prepare_for_final_backward()
         loss(model, batch).backward()
 
-Under pipeline parallel a schedule runs all microbatches, and what is said with ``pp_enabled=True`` is whether the next
-``schedule.step()`` is the last of its optimizer step. Nothing is set before it: the schedule's backwards are driven by
-:func:`patched_backward_maybe_with_nosync`, which :func:`patch_stage` gives to a stage.
+Under pipeline parallel, a schedule runs all microbatches. There, calls with ``pp_enabled=True`` only say whether the next
+``schedule.step()`` is the last of its optimizer step, and set no unit. The schedule's backwards are run by
+:func:`patched_backward_maybe_with_nosync`, which :func:`patch_stage` attaches to a stage.
 
-Units are found from FSDP state, whatever their names; the model itself need not be one. Each model has a machine of its own.
+Units are found from FSDP state, whatever their names; the model itself need not be a unit. Each model has a GradSync of its
+own.
 """
 
 import types
@@ -52,17 +53,17 @@ class MoEFSDPSyncMixin:
     """Tells the FSDP units of a module when to reduce and to reshard. Without units it does nothing.
 
     Attributes:
-        fsdp_sync_policies: patterns of unit names to their policy
-            (:class:`~meshwright.plan.options.SyncPolicy`); a later one wins, and units that none matches defer.
+        fsdp_sync_policies: pattern of unit names to policy (:class:`~meshwright.plan.options.SyncPolicy`). A later entry wins
+            over an earlier one; units that match no pattern defer.
     """
 
     fsdp_sync_policies: ClassVar[Mapping[str, str]] = {}
 
     def prepare_for_grad_accumulation(self, pp_enabled: bool = False) -> None:
-        """Before the first microbatch: from here on units do what their policy says of one that is not the last.
+        """Call this before the first microbatch: the units follow their policies for microbatches that are not the last.
 
         Args:
-            pp_enabled: say of the next ``schedule.step()`` that others of the same optimizer step follow.
+            pp_enabled: only record that more calls of ``schedule.step()`` follow the next one in the same optimizer step.
         """
         sync = _sync_of(self)
         if sync is None:
@@ -74,10 +75,10 @@ class MoEFSDPSyncMixin:
             sync.begin_microbatch(last=False)
 
     def prepare_for_final_backward(self, pp_enabled: bool = False) -> None:
-        """Before the last microbatch, or before its backward: all units reduce and reshard in it.
+        """Call this before the last microbatch, or before its backward: all units reduce and reshard in it.
 
         Args:
-            pp_enabled: say of the next ``schedule.step()`` that it is the last of its optimizer step.
+            pp_enabled: only record that the next ``schedule.step()`` is the last of its optimizer step.
         """
         sync = _sync_of(self)
         if sync is None:
@@ -89,7 +90,10 @@ class MoEFSDPSyncMixin:
 
 
 def _sync_of(module: Any) -> GradSync | None:
-    """The machine of a module, which it holds; ``None`` without units. Made anew when it has got other units."""
+    """Return the GradSync of a module, which is stored in the module; ``None`` without units.
+
+    It is created again if the units of the module have changed.
+    """
     units = fsdp_units(module)
     sync: GradSync | None = module.__dict__.get("_meshwright_sync")
     if sync is None or sync.units() != list(units.values()):
@@ -112,35 +116,35 @@ def _policies(module: Any, names: list[str]) -> dict[str, SyncPolicy]:
 
 
 def _iter_fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:
-    """Every unit in a module, itself included, parents first."""
+    """Yield every unit in a module, with the module itself if it is one, parents first."""
     yield from fsdp_units(module).values()
 
 
 def _configure_fsdp_module(
     fsdp_module: FSDPModule, is_last_backward: bool, reshard_after_backward: bool, requires_gradient_sync: bool
 ) -> None:
-    """Set one unit, and none inside it. ``is_last_backward`` is one flag for all units of a root."""
+    """Set one unit, but not the units inside it. ``is_last_backward`` is one flag for all units of a root."""
     fsdp_module.set_is_last_backward(is_last_backward)
     fsdp_module.set_reshard_after_backward(reshard_after_backward, recurse=False)
     fsdp_module.set_requires_gradient_sync(requires_gradient_sync, recurse=False)
 
 
 def _disable_fsdp_for_moe_module(module: nn.Module) -> None:
-    """Let no unit reduce or reshard in backward."""
+    """Make no unit reduce or reshard in backward."""
     for unit in _iter_fsdp_modules(module):
         _configure_fsdp_module(unit, False, False, False)
 
 
 def _run_post_backward_hooks(fsdp_module: FSDPModule) -> Callable[[], None]:
-    """Reduce one unit now, as it is set; returns what ends the backward of its root, to be called after all units."""
+    """Reduce one unit now, as its flags say; return a function that ends its root's backward, to be called after all units."""
     _torch_compat.post_backward(fsdp_module)
     return lambda: _torch_compat.end_backward(fsdp_module)
 
 
 def _run_post_backward_for_moe_module(module: nn.Module) -> None:
-    """Reduce and reshard every unit now: the end of an optimizer step whose backwards autograd did not end.
+    """Reduce and reshard every unit now: the end of an optimizer step whose backwards were not ended by autograd.
 
-    Units that never ran, or that no gradient came through, are left as they are, and resharded.
+    Units that never ran, or that no gradient came through, are only resharded.
     """
     sync = _sync_of(module)
     if sync is not None:
@@ -150,17 +154,18 @@ def _run_post_backward_for_moe_module(module: nn.Module) -> None:
 def patched_backward_maybe_with_nosync(
     self: Any, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
 ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
-    """A pipeline stage's backward of one microbatch; see :func:`~meshwright.distributed.stage.stage_backward`."""
+    """Run a pipeline stage's backward of one microbatch; see :func:`~meshwright.distributed.stage.stage_backward`."""
     sync = None if isinstance(self.submod, DistributedDataParallel) else _sync_of(self.submod)
     return stage_backward(self, sync, backward_type, bwd_kwargs, last_backward)
 
 
 def patch_stage(stage: Any) -> Any:
-    """Let a stage of ``torch.distributed.pipelining`` reduce by the policies of its module; returns the stage.
+    """Make a stage of ``torch.distributed.pipelining`` reduce by the policies of its module; return the stage.
 
     Args:
-        stage: changed in place; its class is not. With several schedules to an optimizer step, scale the loss and set the
-            schedule's ``scale_grads=False``: torch would scale the sum of the first once more after the second.
+        stage: the stage, changed in place; its class is not changed. With several schedules in an optimizer step, scale the
+            loss and set the schedule's ``scale_grads=False``: otherwise torch scales the sum of the first schedule again after
+            the second.
     """
     stage.backward_maybe_with_nosync = types.MethodType(patched_backward_maybe_with_nosync, stage)
     if hasattr(stage, "perform_reduce_grad") and _sync_of(stage.submod) is not None:

@@ -1,15 +1,17 @@
-"""Megatron-FSDP, NVIDIA's ZeRO, as an alternative engine: the names and arguments that people know as nvFSDP.
+"""Megatron-FSDP, NVIDIA's ZeRO, as an alternative engine, with the names and arguments that are known from nvFSDP.
 
-The library was published as nvFSDP and is now `megatron-fsdp`. Every argument of the reference reaches it, or is refused by
-name. What is refused was found in version 0.6.1, by reading it and by running it over gloo with its CUDA streams replaced:
+The library was published as nvFSDP and is now `megatron-fsdp`. Every argument of NeMo AutoModel is passed to it, or is refused
+by name. The reasons for refusal were found in version 0.6.1, by reading it and by running it over gloo with its CUDA streams
+replaced:
 
 - `overlap_grad_reduce=False` reduces twice (`no_shard`: gradients times the ranks; `optim`: wrong), or is set to true.
 - `overlap_param_gather=False` leaves weights as they were before the optimizer step, or is set to true.
-- `disable_bucketing` changes nothing: no bucket size is set that it could take away.
-- Tensor parallel: a weight that is sliced along its inputs (`RowwiseParallel`) gets a local shape that is not its own, and the
-  library's check of it fails.
-- Its own `fully_shard` gives all parameters the optimizer's defaults, and makes one step with zero gradients on them: AdamW
-  decays the weights and begins to count at 2. Here groups keep their settings, and the optimizer begins as it was.
+- `disable_bucketing` changes nothing: no bucket size is set that it could remove.
+- Tensor parallel: a weight that is sliced along its inputs (`RowwiseParallel`) gets a wrong local shape, and the library's
+  check of it fails.
+- The library's `fully_shard` gives all parameters the optimizer's defaults, and makes one step with zero gradients on them:
+  AdamW decays the weights, and its next step counts as the second. Here groups keep their settings, and the optimizer begins
+  without steps.
 """
 
 import importlib
@@ -33,10 +35,11 @@ from meshwright.nemo.megatron_fsdp_checks import model_problems, parameter_group
 __all__ = ["HAVE_MEGATRON_FSDP", "HAVE_NVFSDP", "megatron_fsdp_strategy_parallelize", "nvfsdp_strategy_parallelize"]
 
 HAVE_NVFSDP = HAVE_MEGATRON_FSDP = find_spec("megatron_fsdp") is not None
-"""Whether the library can be imported. It is imported on first use only: it takes seconds."""
+"""Whether the library can be imported. It is imported on first use only, because that takes seconds."""
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-"""What is sharded. The reference's page also says `params` and `grads_params`, which no version of the library knew."""
+"""What is sharded. The page of NeMo AutoModel also names `params` and `grads_params`, which no version of the library has had.
+"""
 
 
 def nvfsdp_strategy_parallelize(
@@ -65,38 +68,38 @@ def nvfsdp_strategy_parallelize(
     """Shard a model, and its optimizer, with Megatron-FSDP. Needs NVIDIA GPUs and `pip install 'meshwright[megatron]'`.
 
     Args:
-        model: materialised with the same values on every rank, or on the meta device (see ``init_nvfsdp_with_meta_device``).
-            It is wrapped; the wrapper's ``module`` is the model itself.
-        device_mesh: has the three axes named below, of size 1 where they are not used, and spans them alone.
-        optimizer: of the model's parameters, without state yet. It goes on to hold their shards, group by group.
-        nvfsdp_unit_modules: class names, or dotted paths of classes, whose instances are gathered as one. ``None``: the layers
-            that the model declares.
-        tp_shard_plan: legal is ``None``; :class:`~meshwright.nemo.fsdp2.FSDP2Manager` carries tensor parallel out.
-        data_parallel_sharding_strategy: ``no_shard``, ``optim``, ``optim_grads`` or ``optim_grads_params``: what is sharded.
-        init_nvfsdp_with_meta_device: materialise the model's meta parameters unit by unit, by each module's own
-            ``reset_parameters()``. Every rank draws for itself: seed them alike.
-        grad_reduce_in_fp32: gradients travel in fp32; with ``preserve_fp32_weights`` they are accumulated in it, too.
+        model: the model, materialized with the same values on every rank, or on the meta device (see
+            ``init_nvfsdp_with_meta_device``). It is wrapped; the wrapper's ``module`` is the model itself.
+        device_mesh: a mesh with the three axes named below, of size 1 if they are not used. Together they must span the mesh.
+        optimizer: optimizer of the model's parameters, without state. It holds their shards afterwards, in the same groups.
+        nvfsdp_unit_modules: class names, or dotted paths of classes, whose instances are gathered as a unit. ``None``: the
+            layers that the model declares.
+        tp_shard_plan: legal is ``None``; :class:`~meshwright.nemo.fsdp2.FSDP2Manager` supports tensor parallel.
+        data_parallel_sharding_strategy: what is sharded: ``no_shard``, ``optim``, ``optim_grads`` or ``optim_grads_params``.
+        init_nvfsdp_with_meta_device: materialize the model's meta parameters unit by unit, by each module's own
+            ``reset_parameters()``. Every rank generates its own values, so the seeds of all ranks must be equal.
+        grad_reduce_in_fp32: reduce gradients in fp32; with ``preserve_fp32_weights`` they are accumulated in fp32, too.
         preserve_fp32_weights: the optimizer updates an fp32 copy of each shard.
         overlap_grad_reduce: legal is true.
-        overlap_param_gather: legal is true; with ``no_shard`` nothing is gathered, and both are.
-        check_for_nan_in_grad: raise ``ValueError`` at a NaN or infinite gradient, before it is reduced. Waits for the GPU at
-            each parameter.
-        average_in_collective: NCCL averages, instead of a sum of gradients that were divided before.
+        overlap_param_gather: legal is true; with ``no_shard`` nothing is gathered, and both values are legal.
+        check_for_nan_in_grad: raise ``ValueError`` for a NaN or infinite gradient, before it is reduced. This waits for the GPU
+            at each parameter.
+        average_in_collective: let NCCL average, instead of dividing gradients first and then adding them.
         disable_bucketing: legal is false.
         calculate_per_token_loss: add gradients over the data ranks instead of averaging them.
         keep_fp8_transpose_cache_when_using_custom_fsdp: for models with layers of TransformerEngine.
-        nccl_ub: register buffers with NCCL; needs Megatron Core's or Apex's allocator. Double buffers come with it.
-        fsdp_double_buffer: two persistent buffers for what is gathered and reduced; needs units of one size.
-        dp_mesh_name: axis of the data ranks.
-        cp_mesh_name: axis of the ranks that share a sequence. Parameters are sharded over it, too; cutting the sequences is the
-            caller's part. ``None``: the mesh has no such axis.
-        tp_mesh_name: axis of tensor parallel, which the library wants to see; of size 1.
+        nccl_ub: register buffers with NCCL; needs Megatron Core's or Apex's allocator. This includes double buffers.
+        fsdp_double_buffer: use two persistent buffers for all-gathers and reductions; needs units of one size.
+        dp_mesh_name: name of the axis of data ranks.
+        cp_mesh_name: name of the axis of ranks that share a sequence. Parameters are sharded over it, too; splitting the
+            sequences is left to the caller. ``None``: the mesh has no such axis.
+        tp_mesh_name: name of the axis of tensor parallel, which the library needs; of size 1.
 
     Returns:
-        The wrapped model, and the optimizer (``None`` where none was given).
+        The wrapped model, and the optimizer (``None`` if none was given).
 
     Raises:
-        UnsupportedError: everything that is missing or cannot be done, in one report, before anything was changed.
+        UnsupportedError: everything that is missing or not supported, in one report, before anything was changed.
     """
     given = dict(locals())
     _torch_compat.check()
@@ -137,7 +140,7 @@ def nvfsdp_strategy_parallelize(
         device_mesh=mesh,
         dp_shard_dim=shard_name,
         tp_dim=tp_mesh_name,
-        expt_device_mesh=mesh,  # experts that are not spread have the groups of everything else
+        expt_device_mesh=mesh,  # without expert parallel, experts have the same groups as everything else
         fsdp_unit_modules=units,
         device=_device(),
     )
@@ -168,15 +171,15 @@ def megatron_fsdp_strategy_parallelize(
     dp_shard_dim: str = "dp",
     tp_dim: str = "tp",
 ) -> tuple[nn.Module, Optimizer | None]:
-    """:func:`nvfsdp_strategy_parallelize` under its later name and arguments; errors speak of the former ones.
+    """:func:`nvfsdp_strategy_parallelize` under its later name and arguments. Errors use the earlier names.
 
     Args:
-        model: as there, as are all arguments that are not named here.
-        device_mesh: has the two axes named below, and spans them alone.
+        model: as there; so are all other arguments without a note.
+        device_mesh: a mesh with the two axes named below. Together they must span the mesh.
         optimizer: as there.
         megatron_fsdp_unit_modules: there ``nvfsdp_unit_modules``.
         tp_shard_plan: as there.
-        zero_dp_strategy: 0 to 3, or the names there of what is sharded: nothing, states of the optimizer, and gradients, and
+        zero_dp_strategy: 0 to 3, or the names there of what is sharded: 0 nothing, 1 optimizer states, 2 also gradients, 3 also
             parameters.
         init_fsdp_with_meta_device: there ``init_nvfsdp_with_meta_device``.
         grad_reduce_in_fp32: as there.
@@ -225,7 +228,7 @@ def megatron_fsdp_strategy_parallelize(
 
 @dataclass(frozen=True)
 class _Settings:
-    """The arguments that are switches of the library, under the names of the reference."""
+    """The arguments that are switches of the library, under the names of NeMo AutoModel."""
 
     data_parallel_sharding_strategy: str
     init_nvfsdp_with_meta_device: bool
@@ -242,7 +245,7 @@ class _Settings:
     fsdp_double_buffer: bool
 
     def library(self) -> dict[str, Any]:
-        """Under the names of the library."""
+        """Return them under the names of the library."""
         return {
             "zero_dp_strategy": self.data_parallel_sharding_strategy,
             "init_model_with_meta_device": self.init_nvfsdp_with_meta_device,
@@ -258,17 +261,17 @@ class _Settings:
         }
 
     def precision(self) -> dict[str, torch.dtype | None]:
-        """Fields of the library's policy. ``None``: the dtype of the parameter."""
+        """Return the fields of the library's precision policy. ``None``: the dtype of the parameter."""
         fp32 = torch.float32
         return {
             "main_params_dtype": fp32 if self.preserve_fp32_weights else None,
-            # An fp32 buffer of gradients needs fp32 weights: the library hangs it on them as it is.
+            # An fp32 buffer of gradients needs fp32 weights: the library assigns it to them without a cast.
             "main_grads_dtype": fp32 if self.grad_reduce_in_fp32 and self.preserve_fp32_weights else None,
             "grad_comm_dtype": fp32 if self.grad_reduce_in_fp32 else None,
         }
 
     def problems(self, model: nn.Module) -> list[str]:
-        """Values that the library cannot honour, for this model."""
+        """Return the values that the library does not support for this model."""
         strategy, found = self.data_parallel_sharding_strategy, []
         if strategy not in STRATEGIES:
             found.append(f"data_parallel_sharding_strategy={strategy!r}: legal are {', '.join(STRATEGIES)}")
@@ -316,7 +319,10 @@ def _machine_problems(mesh: DeviceMesh) -> list[str]:
 
 
 def _axis_sizes(mesh: DeviceMesh, axes: dict[str, str]) -> tuple[dict[str, int], list[str]]:
-    """Sizes of axes, and problems: together they must be the whole mesh, for over any other gradients would not be reduced."""
+    """Return the sizes of axes, and problems with them.
+
+    Together the axes must be the whole mesh, because gradients would not be reduced over any other axis.
+    """
     sizes, problems, names = {}, [], list(axes.values())
     for argument, name in axes.items():
         try:
@@ -339,7 +345,7 @@ def _axis_sizes(mesh: DeviceMesh, axes: dict[str, str]) -> tuple[dict[str, int],
 
 
 def _library_problems(library: ModuleType, settings: _Settings) -> list[str]:
-    """Arguments that this release of the library does not take."""
+    """Return the arguments that this release of the library does not accept."""
     try:
         release = f"megatron-fsdp {version('megatron-fsdp')}"
     except PackageNotFoundError:
@@ -375,18 +381,18 @@ def _importable(name: str) -> bool:
 
 
 def _rebind(optimizer: Optimizer, names: list[list[str]], wrapped: nn.Module, library: ModuleType) -> None:
-    """Let the groups of an optimizer hold the shards of their parameters, and the library drive it."""
+    """Put the shards of the parameters into the groups of an optimizer, and let the library control it."""
     shards = dict(wrapped.module.named_parameters())  # type: ignore[union-attr]
     rates = []
     for group, group_names in zip(optimizer.param_groups, names, strict=True):
         rest = {key: value for key, value in group.items() if key != "params"}
         rates.append(rest["lr"])
         group.clear()
-        group["params"] = [shards[name] for name in group_names]  # first: the library takes the first key for it
+        group["params"] = [shards[name] for name in group_names]  # first: the library expects it as the first key
         group.update(rest)
-        # The library makes a step on zero gradients to have the state allocated. At this rate it moves no weight.
+        # The library makes a step on zero gradients to allocate the state. At this learning rate it changes no weight.
         group["lr"] = torch.zeros_like(rest["lr"]) if isinstance(rest["lr"], torch.Tensor) else 0.0
     library.fully_shard_optimizer(optimizer)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    optimizer.state.clear()  # it has counted that step
+    optimizer.state.clear()  # it counted that step

@@ -1,4 +1,4 @@
-"""What Megatron-FSDP can take: models, units and optimizers, checked before it is asked."""
+"""What Megatron-FSDP supports: models, units and optimizers are checked before the library is called."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,11 +15,15 @@ from meshwright.plan.names import inside
 __all__ = ["model_problems", "parameter_groups", "unit_classes"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of gradients that the library has buffers for."""
+"""Dtypes of gradients for which the library has buffers."""
 
 
 def model_problems(model: nn.Module, from_meta: bool) -> list[str]:
-    """Parameters that the library cannot hold, and, if it is to materialise the model, modules that cannot do it."""
+    """Return problems of parameters that the library cannot hold and, if it is to materialize the model, of modules.
+
+    A module is a problem if it cannot give values to its own parameters, a buffer if nothing would fill it, and a parameter if
+    it is tied.
+    """
     named = dict(model.named_parameters())
     found = [
         f"parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}; legal for a trained one are float32, bfloat16, "
@@ -69,12 +73,12 @@ def _names_by_parameter(model: nn.Module) -> dict[int, list[str]]:
 def unit_classes(
     model: nn.Module, names: Sequence[str] | None, same_size: str | None = None
 ) -> tuple[list[type[nn.Module]], list[str]]:
-    """The classes of the units, and what is wrong with them.
+    """Return the classes of the units, and what is wrong with them.
 
     Args:
-        model: that has instances of them.
+        model: the model, which has instances of them.
         names: class names, or dotted paths of classes; ``None``: the classes of the layers that the model declares.
-        same_size: the argument that needs units of one size; ``None``: there is none.
+        same_size: the argument that needs units of one size; ``None``: no argument does.
     """
     problems: list[str] = []
     modules = dict(model.named_modules())
@@ -113,10 +117,10 @@ def unit_classes(
 
 
 def _resolved(path: str) -> type:
-    """The class at a dotted path; one that no module is an instance of, where there is none."""
+    """Return the class at a dotted path; if there is none, a class that has no modules."""
     try:
         kind = import_object(path.replace(":", "."))
-    except (ImportError, AttributeError, TypeError, ValueError):  # the last two: what is no dotted path at all
+    except (ImportError, AttributeError, TypeError, ValueError):  # the last two: no dotted path at all
         kind = None
     return kind if isinstance(kind, type) and issubclass(kind, nn.Module) else _NoModule
 
@@ -126,7 +130,7 @@ class _NoModule:
 
 
 def parameter_groups(model: nn.Module, optimizer: Optimizer | None) -> tuple[list[list[str]], list[str]]:
-    """Names of the parameters of each group, and why the optimizer cannot be taken over."""
+    """Return the names of the parameters of each group, and why the optimizer cannot be used."""
     if optimizer is None:
         return [], []
     problems = []

@@ -1,4 +1,4 @@
-"""The functions of NeMo AutoModel's parallelizer, by their names there."""
+"""The functions of NeMo AutoModel's parallelizer, under the same names."""
 
 import warnings
 from collections.abc import Mapping
@@ -56,11 +56,11 @@ def fsdp2_strategy_parallelize(
     dp_shard_cp_mesh_name: str = "dp_shard_cp",
     tp_mesh_name: str = "tp",
 ) -> nn.Module:
-    """Parallelize a model over a mesh that is there, as the strategy of its family says.
+    """Parallelize a model over an existing mesh, with the strategy of its family.
 
     All arguments are those of :meth:`~meshwright.models.strategy.ParallelizationStrategy.parallelize`.
     """
-    # By name, as the reference does: a strategy of the user's may take them in its own order.
+    # By name, as in NeMo AutoModel: a strategy of the user may have them in another order.
     return get_parallelization_strategy(model).parallelize(
         model=model,
         device_mesh=device_mesh,
@@ -83,17 +83,17 @@ def apply_fsdp2_sharding_recursively(
     *,
     reshard_after_forward: bool | None = None,
 ) -> None:
-    """Make the entries of every list (or dict) of layers FSDP units; what is outside them is left to the caller's root.
+    """Make the entries of every list (or dict) of layers FSDP units. What is outside them is left to the root of the caller.
 
-    What is inside an entry belongs to its unit, lists included. A container inside a container recurses and is no unit. An
-    entry that is the last of its container keeps its parameters after forward, because backward starts there.
+    What is inside an entry belongs to its unit, with its lists. A container inside a container is searched too, and is no unit.
+    An entry that is the last of its container keeps its gathered parameters after forward, because backward starts there.
 
     Args:
         module: root of the search, changed in place.
         mesh: 1-D mesh (shard) or 2-D mesh (replicate, shard).
         mp_policy: dtypes; ``None``: bf16 compute, fp32 reduction.
         offload_policy: ``None``: no offload.
-        reshard_after_forward: if given, for all units, the last ones included.
+        reshard_after_forward: if given, for all units, with the last ones.
     """
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     children = list(module.children())
@@ -110,13 +110,13 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def get_lm_ac_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers of a model, in its order: what activation checkpointing applies to.
+    """Return the repeated layers of a model, in model order: the layers that activation checkpointing applies to.
 
-    Of a plain module, those are the entries of its lists whose entries are all of one class and hold parameters.
+    For a plain module, these are the entries of its lists whose entries are all of one class and have parameters.
 
     Raises:
-        ModelError: a model that does not declare its layers, or a module without such lists.
-        PlanError: a model that is parallelized already.
+        ModelError: the model does not declare its layers, or a plain module has no such lists.
+        PlanError: the model is parallelized already.
     """
     refuse_parallelized(model)
     patterns = spec_of(model).layers
@@ -129,21 +129,21 @@ def get_lm_ac_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def unshard_fsdp2_model(model: nn.Module) -> AbstractContextManager[nn.Module]:
-    """Inside, every FSDP unit of the model is gathered; afterwards all are resharded, also after an exception."""
+    """Inside this context, every FSDP unit of the model is gathered; at its end all are resharded, also after an exception."""
     return gathered(model)
 
 
 # -- tensor parallel plans ---------------------------------------------------------------------------------------------------
 
 PlanOfStyles = dict[str, ParallelStyle | str]
-"""Pattern of module names to a style of torch, or to the name of one that torch has not."""
+"""Pattern of module names to a style of torch, or to the name of a style that torch does not have."""
 
 
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
-    """The style of torch that a name stands for.
+    """Return the style of torch for a name.
 
     Raises:
-        ValueError: a name that is unknown, or whose style torch does not have; it names the legal ones.
+        ValueError: the name is unknown, or torch has no such style; the message names the legal ones.
     """
     found: dict[str, ParallelStyle] = {
         "colwise": ColwiseParallel(),
@@ -162,15 +162,15 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
 
 
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
-    """The tensor parallel plan that a model of transformers declares, its submodels included, as styles of torch.
+    """Return the tensor parallel plan that a model of transformers declares, with those of its submodels, as styles of torch.
 
-    The output head leaves its logits sharded over the vocabulary, as a DTensor, for a loss that takes them so. What
-    ``parallelize_module`` has no style for (packed matrices, experts, norms of queries and keys) is left out, and named in a
-    warning: without it, the plan is not whole.
+    The output head leaves its logits sharded over the vocabulary, as a DTensor, for a loss that accepts them. Parts for which
+    ``parallelize_module`` has no style (packed matrices, experts, norms of queries and keys) are left out and named in a
+    warning: without them, the plan is not complete.
 
     Raises:
-        MissingPlanError: a model that declares none.
-        ValueError: a style whose name nobody knows.
+        MissingPlanError: the model declares no plan.
+        ValueError: the name of a style is unknown.
     """
     refuse_parallelized(model)
     spec = spec_of(model)
@@ -189,19 +189,18 @@ def _get_parallel_plan(
     tp_shard_plan: Mapping[str, ParallelStyle | str] | str | None = None,
     use_hf_tp_plan: bool = False,
 ) -> PlanOfStyles:
-    """The plan that :func:`fsdp2_strategy_parallelize` would take: given > written for the family > the model's own > generic.
+    """Return the plan that :func:`fsdp2_strategy_parallelize` would use: given > written for the family > declared > generic.
 
     Args:
-        model: to choose for.
-        sequence_parallel: say which hidden states are sharded over the sequence (``Shard(1)``), and name the norms between.
-        tp_shard_plan: a plan to take instead, which is returned as it is; a dict, or an import path to one or to a function
-            that returns one.
-        use_hf_tp_plan: take what the model declares, where no plan is given.
+        model: the model.
+        sequence_parallel: also say which hidden states are sharded over the sequence (``Shard(1)``), and name the norms
+            between.
+        tp_shard_plan: a plan that is returned as it is: a dict, or the import path of a dict or of a function that returns one.
+        use_hf_tp_plan: use the plan that the model declares, if no plan is given.
 
     Raises:
-        MissingPlanError: no plan; it says why for each level.
-        PlanError: a given plan that cannot be read; ``use_hf_tp_plan`` with sequence parallel; a model that is parallelized
-            already.
+        MissingPlanError: there is no plan; the message says why for each level.
+        PlanError: a given plan cannot be read; ``use_hf_tp_plan`` with sequence parallel; or the model is parallelized already.
     """
     refuse_parallelized(model)
     if tp_shard_plan is not None:
@@ -245,7 +244,7 @@ def _as_torch(spec: ParallelSpec, styles: Mapping[str, str], sequence_parallel: 
 
 
 def _norms(spec: ParallelSpec, model: nn.Module) -> list[str]:
-    """Patterns of the modules on the residual stream that have parameters."""
+    """Return patterns of the modules on the residual stream that have parameters."""
     assert spec.structure is not None
     modules = dict(model.named_modules())
     names = [name for name, module in modules.items() if any(True for _ in module.parameters(recurse=False))]
@@ -260,10 +259,10 @@ def _norms(spec: ParallelSpec, model: nn.Module) -> list[str]:
 
 
 def validate_tp_mesh(model: nn.Module, tp_mesh: DeviceMesh) -> None:
-    """Check that the heads of a model can be shared by the ranks of a mesh.
+    """Check that the heads of a model can be divided over the ranks of a mesh.
 
     Raises:
-        LayoutError: counts of heads that cannot, with the legal sizes.
+        LayoutError: numbers of heads that cannot be divided, with the legal sizes.
     """
     problems = model_sizes(spec_of(model), model).problems(Layout(dp_shard=1, tp=tp_mesh.size()))
     if problems:
@@ -274,20 +273,20 @@ def validate_tp_mesh(model: nn.Module, tp_mesh: DeviceMesh) -> None:
 
 
 def import_class_from_path(name: str) -> Any:
-    """The class (or function) at a dotted path, such as ``torch.optim.AdamW``.
+    """Return the class (or function) at a dotted path, such as ``torch.optim.AdamW``.
 
     Raises:
-        ImportError: nothing is there.
+        ImportError: there is nothing at this path.
     """
     return import_object(name)
 
 
 def import_classes_from_paths(class_paths: list[str]) -> list[Any]:
-    """Those of several paths, in their order. A path that leads to nothing is left out, with a warning."""
+    """Return the classes at several paths, in their order. A path that cannot be imported is left out, with a warning."""
     found = []
     for path in class_paths:
         try:
             found.append(import_class_from_path(path))
-        except Exception as error:  # of the user's module
+        except Exception as error:  # errors of the user's module
             warnings.warn(f"{path!r}: left out, because it cannot be imported: {described(error)}", stacklevel=2)
     return found

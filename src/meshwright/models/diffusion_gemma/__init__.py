@@ -1,9 +1,10 @@
-"""DiffusionGemma: block diffusion with an encoder and a decoder that share their weights. The model is transformers' own.
+"""DiffusionGemma: block diffusion with an encoder and a decoder that share their weights. The model is that of transformers.
 
-- `family.py`: what the rest of the house asks of it.
-- `objective.py`: what a training step denoises; `options.py`: what a run may choose of that.
-- `canvas.py`: where the blocks of a response lie; `corruption.py`: the noise on them; `masks.py`: who sees whom.
+- `family.py`: the family, as the rest of the package sees it.
+- `objective.py`: what a training step denoises; `options.py`: the options of a run for that.
+- `canvas.py`: the positions of the blocks of a response; `corruption.py`: the noise on them; `masks.py`: which tokens see
+  which.
 - `model.py`: the three passes of a training step, in one call of the model.
-- `generation.py`: text that becomes clearer step by step.
+- `generation.py`: generation of text in denoising steps.
 - `strategy.py`: how the model is sharded.
 """

@@ -1,9 +1,9 @@
-"""Where the blocks of a response lie.
+"""The canvases: where the blocks of a response are.
 
-A token is supervised if it is the label of the token before it, so the first token of a document never is: in generation the
-prompt has it. The *response* is the last run of supervised tokens: all of a text but its first token, the last reply of a
-chat (what precedes it, earlier replies too, is read as clean text). It is cut into blocks of ``canvas_length`` tokens from its
-first token on, as generation does.
+A token is supervised if it is the label of the token before it. So the first token of a document never is; in generation it
+belongs to the prompt. The *response* is the last run of supervised tokens: of a text, all but its first token; of a chat, its
+last reply (everything before it, with earlier replies, is read as clean text). The response is cut into blocks of
+``canvas_length`` tokens, starting at its first token, as in generation.
 
 Shapes: B sequences, S tokens of a sequence, R columns of the canvas.
 """
@@ -17,17 +17,17 @@ from meshwright.models.loss import IGNORE
 __all__ = ["HIDDEN", "Canvas", "lay_out"]
 
 HIDDEN = -1
-"""Block of a column that holds nothing: no other column sees it."""
+"""Block of a column without content: no other column sees it."""
 
 
 @dataclass(frozen=True)
 class Canvas:
-    """The clean canvases of a batch, all int64 of [B, R].
+    """The clean canvases of a batch, all int64 [B, R].
 
     Attributes:
         ids: clean tokens.
-        labels: the same where the model is to learn them, otherwise :data:`IGNORE`.
-        positions: of the columns in their sequence; those of a block go on behind the end of the sequence.
+        labels: the same tokens if the model is to learn them, otherwise :data:`IGNORE`.
+        positions: positions of the columns in their sequence. The positions of a block may go beyond the end of the sequence.
         blocks: position of the first column of each column's block, or :data:`HIDDEN`.
     """
 
@@ -38,18 +38,19 @@ class Canvas:
 
 
 def lay_out(input_ids: torch.Tensor, labels: torch.Tensor, length: int, *, fill: bool, end: int | None = None) -> Canvas:
-    """Lay the responses of a batch out in blocks.
+    """Return the responses of a batch, laid out in blocks.
 
     Args:
         input_ids: [B, S], padded on the right.
         labels: [B, S], shifted: the token that follows, or :data:`IGNORE`.
-        length: of a block.
-        fill: the rest of the last block repeats the response's last token and is supervised, where the response ends before
-            the sequence does. One that goes on to the end of the sequence may have been cut off there.
-        end: tokens of a sequence; ``None``: S. Less where a batch is padded to a multiple of some length.
+        length: number of tokens in a block.
+        fill: if a response ends before its sequence does, fill the rest of its last block with its last token, and supervise
+            these columns. A response that goes on to the end of the sequence may have been cut off there, so it is not filled.
+        end: number of tokens in a sequence; ``None``: S. It is less than S if a batch is padded to a multiple of some length.
 
     Returns:
-        As many columns as the longest response has, in whole blocks; at least one block. Shorter ones have hidden columns.
+        As many columns as the longest response has, in whole blocks, and at least one block. Shorter responses have hidden
+        columns.
     """
     end = input_ids.shape[1] if end is None else end
     spans = [_response(row) for row in labels]
@@ -72,7 +73,7 @@ def lay_out(input_ids: torch.Tensor, labels: torch.Tensor, length: int, *, fill:
 
 
 def _response(labels: torch.Tensor) -> tuple[int, int]:
-    """First position of the last run of supervised tokens, and the one behind it; (0, 0) where there is none."""
+    """Return the first position of the last run of supervised tokens, and the position after it; (0, 0) if there is none."""
     supervised = torch.nonzero(labels != IGNORE).flatten() + 1
     if len(supervised) == 0:
         return 0, 0

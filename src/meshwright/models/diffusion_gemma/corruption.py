@@ -1,9 +1,9 @@
-"""Noise on canvases: tokens replaced by random ones.
+"""Noise on canvases: tokens are replaced by random ones.
 
-The model has no mask token; a noised token is drawn uniformly from the whole vocabulary, as the canvas that generation begins
-with. Each sequence has one rate of noise and draws from a stream of its own, whose seed is that of the run and the number of
-the sequence in the run. So a resumed run repeats its noise, and so does another layout: how many ranks and microbatches share
-a step changes nothing. All is drawn on the CPU.
+The model has no mask token. A noisy token is a uniform sample of the whole vocabulary, like the canvas that generation begins
+with. Each sequence has one rate of noise, and a random stream of its own. The seed of the stream is the run's seed and the
+number of the sequence in the run. So a resumed run repeats its noise, and so does another layout: the number of ranks and
+microbatches in a step changes nothing. All random numbers are generated on the CPU.
 """
 
 from collections.abc import Sequence
@@ -18,19 +18,19 @@ from meshwright.models.loss import IGNORE
 __all__ = ["EVALUATION_RATES", "Draw", "Noised", "corrupt", "draw", "one_block"]
 
 EVALUATION_RATES = tuple((index + 0.5) / 8 for index in range(8))
-"""Rates of noise of held-out sequences, in turn: an even sample of all rates, the same in every evaluation."""
+"""Rates of noise for held-out sequences, which take them in turn: an even sample of all rates, the same in every evaluation."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What one sequence draws.
+    """The random numbers of one sequence.
 
     Attributes:
         rate: probability that a token is replaced.
         conditioned: whether it sees the first draft of itself (self-conditioning).
-        pick: uniform in [0, 1): which of its blocks, where only one is denoised.
+        pick: uniform in [0, 1); selects the block, if only one is denoised.
         chances: [columns], uniform in [0, 1); a column below the rate is replaced.
-        tokens: [columns], by what.
+        tokens: [columns], the tokens that replace.
     """
 
     rate: float
@@ -45,8 +45,8 @@ class Noised:
     """A batch of canvases with noise.
 
     Attributes:
-        ids: [B, R].
-        conditioned: [B, 1], bool.
+        ids: [B, R], the tokens.
+        conditioned: bool [B, 1], whether each sequence sees a draft of itself.
     """
 
     ids: torch.Tensor
@@ -64,17 +64,17 @@ def draw(
     rate: float | None = None,
     purpose: str = "train",
 ) -> Draw:
-    """Draw the noise of a sequence.
+    """Generate the random numbers of a sequence.
 
     Args:
-        seed: of the run.
-        number: of the sequence, in the stream of all sequences of the run.
-        columns: that are drawn; the same for every layout, whatever the batch needs of them.
-        vocabulary: ids in it.
-        minimum: of the rate, which is uniform from there to 1. Legal: 0 to 1.
-        self_conditioning: probability of it.
-        rate: instead of a drawn one.
-        purpose: streams of training and of evaluation differ.
+        seed: seed of the run.
+        number: number of the sequence, in the stream of all sequences of the run.
+        columns: number of columns to generate; the same for every layout, however many of them the batch needs.
+        vocabulary: number of token ids.
+        minimum: lower end of the rate, which is uniform from there to 1. Legal are 0 to 1.
+        self_conditioning: probability of self-conditioning.
+        rate: a given rate, instead of a random one.
+        purpose: training and evaluation have different streams.
     """
     generator = torch.Generator().manual_seed(derive_seed(seed, "diffusion", purpose, number))
     level, coin, pick = torch.rand(3, generator=generator, dtype=torch.float64).tolist()
@@ -85,11 +85,11 @@ def draw(
 
 
 def corrupt(canvas: Canvas, draws: Sequence[Draw]) -> Noised:
-    """Replace supervised tokens by noise; all others stay clean.
+    """Replace supervised tokens by noise. All others stay clean.
 
     Args:
-        canvas: clean, of [B, R].
-        draws: B of them, of R columns or more.
+        canvas: clean canvases, [B, R].
+        draws: the random numbers of the B sequences, with R columns or more.
     """
     columns = canvas.ids.shape[1]
     replaced = torch.stack([item.chances[:columns] < item.rate for item in draws]) & (canvas.labels != IGNORE)
@@ -98,12 +98,12 @@ def corrupt(canvas: Canvas, draws: Sequence[Draw]) -> Noised:
 
 
 def one_block(canvas: Canvas, noised: Noised, draws: Sequence[Draw], length: int) -> tuple[Canvas, Noised]:
-    """Keep one block of each sequence, with the noise that it has among all of them.
+    """Keep one block of each sequence, with the noise that it has among all blocks.
 
     Returns:
-        Canvases of ``length`` columns.
+        Canvases of ``length`` columns, without and with noise.
     """
-    filled = ((canvas.blocks != HIDDEN).sum(dim=1) + length - 1) // length  # blocks of each sequence
+    filled = ((canvas.blocks != HIDDEN).sum(dim=1) + length - 1) // length  # number of blocks of each sequence
     chosen = torch.tensor([int(item.pick * count) for item, count in zip(draws, filled.tolist(), strict=True)])
     columns = chosen[:, None] * length + torch.arange(length)
     fields = (canvas.ids, canvas.labels, canvas.positions, canvas.blocks)

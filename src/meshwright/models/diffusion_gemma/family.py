@@ -1,4 +1,4 @@
-"""What DiffusionGemma is to the rest of the house."""
+"""The family of DiffusionGemma, as the rest of the package sees it."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -31,13 +31,13 @@ _TINY = {
 
 class _DiffusionGemma(Family):
     def objective(self) -> type[Objective]:
-        """Block diffusion."""
-        from meshwright.models.diffusion_gemma.objective import BlockDiffusion  # light until it is asked for
+        """Return block diffusion."""
+        from meshwright.models.diffusion_gemma.objective import BlockDiffusion  # imported on use, to stay light
 
         return BlockDiffusion
 
     def auto_class(self) -> Any:
-        """The one of models that read images too; none other knows it."""
+        """Return the auto class of models that also read images; no other one knows this model."""
         from transformers import AutoModelForImageTextToText
 
         return AutoModelForImageTextToText
@@ -49,7 +49,7 @@ class _DiffusionGemma(Family):
         inputs: "Mapping[str, torch.Tensor]",
         sampling: Sampling,
     ) -> str:
-        """Canvas by canvas."""
+        """Continue a prompt canvas by canvas."""
         return denoise(model, tokenizer, inputs["input_ids"], sampling)
 
 

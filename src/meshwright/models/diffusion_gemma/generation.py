@@ -1,8 +1,8 @@
-"""Text from a DiffusionGemma, and how it comes about: drafts that become clearer step by step.
+"""Text generation with a DiffusionGemma, with the drafts of its denoising steps.
 
-The loop is the model's own ``generate``: a canvas of random tokens after the prompt, denoised in some steps. In each step the
-tokens of which the model is surest are kept and the others drawn anew, until nothing changes any more; then the canvas joins
-the prompt, and the next one begins.
+The loop is the model's own ``generate``. A canvas of random tokens after the prompt is denoised in several steps. Each step
+keeps the tokens of which the model is most certain, and samples the others again, until nothing changes any more. Then the
+canvas is appended to the prompt, and the next canvas begins.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 __all__ = ["TEMPERATURE", "Draft", "continue_text", "denoise"]
 
 TEMPERATURE = 0.8
-"""Of the first step of a canvas, unless said otherwise. Denoising draws, so it is above 0."""
+"""Default temperature of the first step of a canvas. It is above 0 because denoising samples."""
 
 SURE = 0.5
-"""Probability of the likeliest token from which on a column counts as certain."""
+"""A column counts as certain if the probability of its most likely token is above this."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Draft:
     """A canvas after a denoising step.
 
     Attributes:
-        canvas: its number, from 0.
-        step: of the canvas, from 1.
-        tokens: the likeliest token of each column.
-        certain: for each column, whether that token has more than half of the probability.
+        canvas: number of the canvas, counted from 0.
+        step: step of the canvas, counted from 1.
+        tokens: the most likely token of each column.
+        certain: for each column, whether this token has more than half of the probability.
         entropy: mean over the columns, in nats.
     """
 
@@ -46,11 +46,11 @@ class Draft:
 
     @property
     def uncertain(self) -> int:
-        """Columns that are not certain."""
+        """Number of columns that are not certain."""
         return len(self.certain) - sum(self.certain)
 
     def text(self, tokenizer: "PreTrainedTokenizerBase", blank: str = "·") -> str:
-        """The draft in words, with a blank for each token that is not certain."""
+        """Return the draft as text, with a blank for each token that is not certain."""
         shown, run = [], []
         for token, certain in zip(self.tokens, self.certain, strict=True):
             if certain:
@@ -62,7 +62,7 @@ class Draft:
 
 
 class _Watcher:
-    """A streamer for ``generate``; it gets the prompt, the logits of every draft, and each canvas that is done."""
+    """A streamer for ``generate``. It gets the prompt, the logits of every draft, and each finished canvas."""
 
     _takes_logits = True
 
@@ -81,7 +81,7 @@ class _Watcher:
         self.show(Draft(self.canvas, self.step, tokens.tolist(), (best > SURE).tolist(), float(entropy)))
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: no output is buffered."""
 
 
 def continue_text(
@@ -97,15 +97,15 @@ def continue_text(
 
     Args:
         model: a ``DiffusionGemmaForBlockDiffusion`` with weights, in evaluation mode.
-        tokenizer: of the model.
-        prompt: ids, [1, tokens].
-        max_new_tokens: at most so many; a canvas is filled to its end and cut.
-        temperature: of the first step of a canvas; it falls to half of it. Above 0.
-        steps: denoising steps of a canvas at most; ``None``: the model's own number.
+        tokenizer: the tokenizer of the model.
+        prompt: token ids, [1, tokens].
+        max_new_tokens: largest number of new tokens; the last canvas is filled to its end and then cut.
+        temperature: temperature of the first step of a canvas; it falls to half of that. Above 0.
+        steps: largest number of denoising steps of a canvas; ``None``: the model's own number.
         show: is called after each step.
 
     Raises:
-        ConfigError: a temperature of 0.
+        ConfigError: the temperature is not above 0.
     """
     if temperature <= 0:
         raise ConfigError(f"temperature={temperature}: denoising draws tokens and weighs how sure it is; legal is above 0")
@@ -126,10 +126,10 @@ def continue_text(
 
 
 def denoise(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", prompt: torch.Tensor, sampling: Sampling) -> str:
-    """Continue a prompt as a family does, see :meth:`~meshwright.models.family.Family.generate`.
+    """Continue a prompt, see :meth:`~meshwright.models.family.Family.generate`.
 
     Raises:
-        ConfigError: a temperature of 0, or a nucleus.
+        ConfigError: the temperature is not above 0, or ``top_p`` is not 1.
     """
     if sampling.top_p != 1.0:
         raise ConfigError(f"top_p={sampling.top_p}: block diffusion draws from the whole distribution; the legal value is 1")

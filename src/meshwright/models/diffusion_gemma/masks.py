@@ -1,14 +1,14 @@
-"""Who sees whom, for all blocks of a response at once.
+"""Attention masks of the decoder, for all blocks of a response at once.
 
-The decoder reads keys of the clean sequence, which the encoder left in the cache, and of its own canvas. Generation denoises
-one block at a time: the block sees all clean text before it and all of itself. To have every block of a response in one pass,
-a canvas column sees
+The decoder reads the keys of the clean sequence, which the encoder wrote to the cache, and the keys of its own canvas.
+Generation denoises one block at a time: the block sees all clean text before it, and all of itself. For all blocks of a
+response in one pass, a canvas column sees
 
-- the clean columns before the first position of its block; in sliding layers the last ``window - 1`` of them, which is what
-  the cache of generation keeps, for all columns of the block alike;
+- the clean columns before the first position of its block; in sliding layers only the last ``window - 1`` of them, which the
+  cache of generation keeps, and the same ones for all columns of the block;
 - the canvas columns of its own block.
 
-So nothing of the clean copy of a block, or of what comes after it, reaches the block.
+So a block sees nothing of the clean copy of itself, or of what comes after it.
 """
 
 import torch
@@ -17,16 +17,16 @@ __all__ = ["as_additive", "block_causal_masks"]
 
 
 def block_causal_masks(blocks: torch.Tensor, clean: int, window: int | None) -> dict[str, torch.Tensor]:
-    """Masks of the decoder's attention, by kind of layer.
+    """Return the masks of the decoder's attention, by kind of layer.
 
     Args:
-        blocks: [B, R], position of the first column of each column's block; hidden columns have a number that no block has,
-            and see only one another.
-        clean: S, tokens of the clean sequence.
-        window: of the sliding layers; ``None``: the model has none.
+        blocks: [B, R], position of the first column of each column's block. Hidden columns have a number that no block has, and
+            see only one another.
+        clean: S, number of tokens in the clean sequence.
+        window: window of the sliding layers; ``None``: the model has none.
 
     Returns:
-        ``full_attention`` and ``sliding_attention``, bool [B, 1, R, S + R], true where the query (row) sees the key.
+        ``full_attention`` and ``sliding_attention``, bool [B, 1, R, S + R], true if the query (row) sees the key.
     """
     keys = torch.arange(clean, device=blocks.device)
     begin = blocks[:, :, None]
@@ -40,5 +40,5 @@ def block_causal_masks(blocks: torch.Tensor, clean: int, window: int | None) -> 
 
 
 def as_additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What eager attention adds to its scores: 0 where the mask is true, the lowest number elsewhere."""
+    """Return what eager attention adds to its scores: 0 where the mask is true, the lowest number elsewhere."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)

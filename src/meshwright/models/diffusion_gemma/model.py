@@ -1,17 +1,19 @@
 """The training forward: three passes of the stack, in one call of the model.
 
-1. The encoder reads the clean sequence, causally, and leaves keys and values in a cache. Its own loss is computed at once:
-   backward takes first what was computed last, so it goes through the decoder, and then through the encoder, and no unit of the
-   encoder is gathered before its turn.
-2. The decoder reads cache and noised canvas, without gradient: the draft that self-conditioning looks at. It is run also where
-   no sequence drew self-conditioning, so that all ranks gather the same units in the same order.
-3. The decoder again, with gradient; sequences that did not draw it get a draft of zeros, as in generation's first step.
+1. The encoder reads the clean sequence causally, and writes keys and values to a cache. Its own loss is computed at once.
+   Backward starts with what was computed last, so it goes through the decoder first and through the encoder after that, and no
+   unit of the encoder is gathered too early.
+2. The decoder reads the cache and the noisy canvas, without gradient. This gives the draft for self-conditioning. It runs even
+   if no sequence of the batch uses self-conditioning, so that all ranks gather the same units in the same order.
+3. The decoder runs again, with gradient. Sequences without self-conditioning get a draft of zeros, as in the first step of
+   generation.
 
-The three are one ``model(denoise=batch)``: :func:`enable` puts a forward before that of the model, on the instance, and
-everything that hangs on the root's forward (hooks of FSDP, of mixed precision, of a recorder) sees one call a microbatch. The
-class is not touched, and ``model(...)`` without ``denoise`` computes what it did, also with activation checkpointing.
+The three passes are one ``model(denoise=batch)``. :func:`enable` puts a forward around that of the model, on the instance, so
+everything that is attached to the root's forward (hooks of FSDP, of mixed precision, of a recorder) sees one call per
+microbatch. The class is not changed, and ``model(...)`` without ``denoise`` computes the same as before, also with activation
+checkpointing.
 
-The embedding is used here outside of its own forward, as the output head and by self-conditioning, so it belongs to the root
+The embedding is used outside of its own forward here, as the output head and by self-conditioning, so it belongs to the root
 unit.
 """
 
@@ -34,18 +36,18 @@ if TYPE_CHECKING:
 __all__ = ["ATTENTIONS", "Denoised", "enable", "rounds_losses"]
 
 ATTENTIONS = ("sdpa", "eager")
-"""Attentions of transformers that take a mask of any pattern."""
+"""The attention implementations of transformers that accept a mask of any pattern."""
 
 
 class Denoised(NamedTuple):
-    """What a training forward gives.
+    """The result of a training forward.
 
     Attributes:
-        logits: [B, R, V], of the canvas.
-        encoder_loss: of the clean sequence; ``None`` where it was not asked for.
-        anchor: zero, to be added to the loss. Without it, and without a loss of the encoder, no gradient reaches the encoder's
-            output: its last layer would be reached through the cache alone, unseen by FSDP, whose backward then reads memory
-            that is freed already.
+        logits: [B, R, V], logits of the canvas.
+        encoder_loss: loss of the clean sequence; ``None`` if it was not asked for.
+        anchor: zero, to be added to the loss. Without it and without a loss of the encoder, no gradient reaches the encoder's
+            output. Then backward reaches the last layer of the encoder only through the cache. FSDP does not see this, and its
+            backward reads memory that is freed already.
     """
 
     logits: torch.Tensor
@@ -54,25 +56,26 @@ class Denoised(NamedTuple):
 
 
 def rounds_losses(output_dtype: str | None) -> bool:
-    """Whether a loss that leaves the model is spoiled by the dtype that the root casts its outputs to.
+    """Return whether the dtype that the root casts its outputs to makes a loss among them too inexact.
 
-    A loss is a sum over tokens in nats: bfloat16 keeps three digits of it, and of what its gradient is multiplied with, and
-    float16 ends at 65,504. FSDP casts every floating tensor that leaves the root, so one cannot be kept out of it.
+    A loss is a sum over tokens in nats. bfloat16 keeps three digits of it, and of the factor that its gradient is multiplied
+    by; float16 ends at 65,504. FSDP casts every floating-point tensor that leaves the root, so the loss cannot be excluded.
     """
     return output_dtype is not None and getattr(torch, output_dtype).itemsize < torch.float32.itemsize
 
 
 def enable(model: "PreTrainedModel", output_dtype: str | None = None) -> None:
-    """Let a ``DiffusionGemmaForBlockDiffusion`` take ``model(denoise=batch, encoder_loss=...)``; to do it twice is no harm.
+    """Make a ``DiffusionGemmaForBlockDiffusion`` accept ``model(denoise=batch, encoder_loss=...)``. It may be called twice.
 
-    The batch holds ``input_ids`` and ``position_ids`` [B, S], ``canvas_ids`` (noised), ``canvas_positions`` and
+    The batch has ``input_ids`` and ``position_ids`` [B, S], ``canvas_ids`` (with noise), ``canvas_positions`` and
     ``canvas_blocks`` [B, R], and ``self_conditioned`` [B, 1]; see :mod:`~meshwright.models.diffusion_gemma.canvas`.
-    ``encoder_loss`` makes a loss of the encoder's logits [B, S, V] of the next tokens. Returned is a :class:`Denoised`.
+    ``encoder_loss`` is a function of the encoder's logits [B, S, V] of the next tokens, and returns their loss. The call
+    returns a :class:`Denoised`.
 
     Args:
-        model: changed in place.
-        output_dtype: that its root casts outputs to. One that :func:`rounds_losses` is refused, as a :class:`PlanError`, by a
-            call that asks for ``encoder_loss``.
+        model: the model, changed in place.
+        output_dtype: dtype that its root casts outputs to. If :func:`rounds_losses` is true for it, calls with ``encoder_loss``
+            raise a :class:`PlanError`.
     """
     if not isinstance(model.forward, _Forward):
         model.forward = _Forward(model, model.forward)
@@ -81,7 +84,7 @@ def enable(model: "PreTrainedModel", output_dtype: str | None = None) -> None:
 
 
 class _Forward:
-    """The forward of a model, with a training forward before it."""
+    """A model's own forward, and the training forward, which replaces it in calls with ``denoise``."""
 
     def __init__(self, model: "PreTrainedModel", inner: Any) -> None:
         self.model, self.inner = model, inner
@@ -99,7 +102,7 @@ class _Forward:
         return _three_passes(self.model, self.inner, denoise, *args, **kwargs)
 
     def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's own forward. In training, where the encoder would make a cache, it gets one that is written once."""
+        """Call the model's own forward. In training, pass a cache that recomputation does not write, if none is given."""
         call = self.signature.bind_partial(*args, **kwargs)
         if self.model.training and call.arguments.get("input_ids") is not None:
             if call.arguments.get("past_key_values") is None:
@@ -113,7 +116,7 @@ class _Forward:
 
 
 def _anchored(output: Any) -> Any:
-    """Let whoever takes a loss of the logits alone reach the encoder's output too, with a gradient of zeros."""
+    """Connect the logits with the encoder's output by a gradient of zeros, so that a loss of the logits alone reaches it."""
     encoded, logits = getattr(output, "encoder_last_hidden_state", None), getattr(output, "logits", None)
     if encoded is not None and logits is not None and encoded.requires_grad and logits.requires_grad:
         output.logits = _Anchor.apply(logits, encoded)
@@ -163,15 +166,16 @@ def _cache_type() -> Any:
     from transformers import DynamicCache
 
     class WrittenOnce(DynamicCache):
-        """Keys and values of one clean sequence. An encoder layer that activation checkpointing runs again writes nothing.
+        """Keys and values of one clean sequence. An encoder layer that is recomputed in backward writes nothing to it.
 
-        For ``denoise`` it is made without the config: a cache that knows of windows would drop keys that earlier blocks need.
+        For ``denoise`` it is created without the config, because a cache that knows windows would drop keys that earlier blocks
+        need.
         """
 
         def update(
             self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
         ) -> Any:
-            # Outside of backward a second write is one of the caller, who goes on with what a forward returned.
+            # Outside of backward, a second write comes from a caller who continues with the cache that a forward returned.
             if layer_idx < len(self.layers) and self.layers[layer_idx].is_initialized and in_backward():
                 return key_states, value_states
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -188,7 +192,7 @@ def _masks(model: "PreTrainedModel", batch: dict[str, torch.Tensor], dtype: torc
 
 
 def _head(model: "PreTrainedModel", hidden: torch.Tensor) -> torch.Tensor:
-    """Logits as the model makes them of the decoder's hidden states: in fp32 or better, and capped."""
+    """Return the logits of hidden states, as the model computes them for the decoder: in fp32 or better, and capped."""
     logits = model.lm_head(hidden)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     cap = model.final_logit_softcapping

@@ -23,14 +23,14 @@ __all__ = ["BlockDiffusion"]
 
 
 class BlockDiffusion(Objective):
-    """Denoise blocks of a response, given the clean text before each, and let the encoder say the next token.
+    """Denoise blocks of a response, given the clean text before each, and predict the next token with the encoder.
 
     Args:
-        options: of the noise.
-        seed: of the run.
-        length: of a block.
-        vocabulary: ids that noise is drawn from.
-        sequence_length: of the run.
+        options: options of the noise and of the loss.
+        seed: seed of the run.
+        length: number of tokens in a block.
+        vocabulary: number of token ids that noise is sampled from.
+        sequence_length: number of tokens in a sequence of the run.
     """
 
     name = "block_diffusion"
@@ -44,18 +44,18 @@ class BlockDiffusion(Objective):
     def __init__(self, options: DiffusionConfig, seed: int, length: int, vocabulary: int, sequence_length: int) -> None:
         self.options, self.seed, self.length, self.vocabulary = options, seed, length, vocabulary
         self.sequence_length = sequence_length
-        self.columns = -(-sequence_length // length) * length  # of the longest canvas that there can be
+        self.columns = -(-sequence_length // length) * length  # of the longest possible canvas
         self.encoder = options.encoder_loss_weight > 0
         self.terms = ("denoising", "encoder") if self.encoder else ("denoising",)
         self.weights = (1.0, options.encoder_loss_weight) if self.encoder else (1.0,)
-        # No image is read, so no gradient reaches what reads images.
+        # Images are not read, so the modules that read them get no gradient.
         self.frozen = ("model.encoder.vision_tower.**", "model.encoder.embed_vision.**")
         if options.freeze_router:
             self.frozen += ("model.**.router.**",)
 
     @classmethod
     def problems(cls, model: "PreTrainedModel", options: DiffusionConfig, run: RunFacts) -> list[str]:
-        """Packed documents, attention without masks, outputs that would be rounded, graphs that would differ."""
+        """Return problems: packed documents, attention without masks, outputs that would be rounded, graphs that differ."""
         found = []
         if run.packing != "pad":
             found.append(
@@ -83,7 +83,7 @@ class BlockDiffusion(Objective):
 
     @classmethod
     def of(cls, model: "PreTrainedModel", options: DiffusionConfig, run: RunFacts) -> Self:
-        """Blocks as long as the model's canvases, with noise from its whole vocabulary."""
+        """Return the objective, with blocks as long as the model's canvases and noise from its whole vocabulary."""
         config = model.config
         return cls(options, run.seed, config.canvas_length, config.get_text_config().vocab_size, run.sequence_length)
 
@@ -92,11 +92,11 @@ class BlockDiffusion(Objective):
         enable(model)
 
     def training(self, batches: list[Batch], numbers: Sequence[Sequence[int]]) -> list[Batch]:
-        """Lay out the canvases and put noise on them; a sequence gets the same in whatever batch it stands."""
+        """Lay out the canvases and add noise to them. The noise of a sequence does not depend on the batch that it is in."""
         return [self._noised(*item, held_out=False) for item in zip(batches, numbers, strict=True)]
 
     def held_out(self, batch: Batch, numbers: Sequence[int]) -> Batch:
-        """As in training, with noise that is the same each time, at rates that go evenly through all there are."""
+        """Do the same as in training, with noise that is the same each time, at rates that are evenly spread over all rates."""
         return self._noised(batch, numbers, held_out=True)
 
     def _noised(self, batch: Batch, numbers: Sequence[int], *, held_out: bool) -> Batch:
@@ -133,12 +133,12 @@ class BlockDiffusion(Objective):
         }
 
     def counts(self, batches: list[Batch]) -> list[int]:
-        """Supervised columns of the canvases, and labels of the encoder."""
+        """Return the number of supervised columns of the canvases, and of labels of the encoder."""
         denoised = sum(int((batch["canvas_labels"] != IGNORE).sum()) for batch in batches)
         return [denoised, count_tokens(batches)] if self.encoder else [denoised]
 
     def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
-        """Cross-entropy of the clean tokens of the canvases (of noised ones and of others alike), and of the next token."""
+        """Return the cross-entropy of the clean tokens of the canvases (with or without noise), and of the next token."""
         found = model(denoise=batch, encoder_loss=partial(token_loss_sum, labels=batch["labels"]) if self.encoder else None)
         denoising = token_loss_sum(found.logits, batch["canvas_labels"]) + found.anchor
         return (denoising, found.encoder_loss) if self.encoder else (denoising,)

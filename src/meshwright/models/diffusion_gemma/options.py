@@ -1,4 +1,4 @@
-"""What a run of block diffusion may choose, as a schema. Light to import: pydantic only."""
+"""The options of a run of block diffusion, as a schema. It is light to import: pydantic only."""
 
 from typing import Literal
 

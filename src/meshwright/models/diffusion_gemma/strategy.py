@@ -1,11 +1,11 @@
-"""How DiffusionGemma is sharded: what of its spec differs from the derived one.
+"""How DiffusionGemma is sharded: how its spec differs from the derived one.
 
-A layer of the encoder and the decoder's layer of the same number are two modules with the same parameters, so the two stacks
+A layer of the encoder and the decoder's layer with the same number are two modules with the same parameters, so the two stacks
 are twins. In a training step the decoder runs twice, the first time without gradient.
 
-The embedding is used outside of its own forward, by self-conditioning, and is the output head too. So it is whole on every
-rank of `tp` and belongs to the root unit, which stays gathered. The model's own tensor parallel styles name the encoder alone;
-the decoder's are the same.
+The embedding is used outside of its own forward, by self-conditioning, and it is the output head too. So it is whole on every
+rank of `tp`, and belongs to the root unit, which stays gathered. The tensor parallel styles that the model declares name only
+the encoder; those of the decoder are the same.
 """
 
 from dataclasses import replace
@@ -30,16 +30,17 @@ _VISION = ("model.encoder.vision_tower.**", "model.encoder.embed_vision")
 
 
 EXPERTS = ("experts", "moe.experts")
-"""Where a layer has its experts: of transformers, and of NeMo AutoModel."""
+"""Names of the experts in a layer: of transformers, and of NeMo AutoModel."""
 
 
 class DiffusionGemmaParallelizationStrategy(DefaultParallelizationStrategy):
-    """Of ``DiffusionGemmaForBlockDiffusion`` of transformers; of a model of that name and another make, its layers and their
-    experts are units.
+    """The strategy of ``DiffusionGemmaForBlockDiffusion`` of transformers.
+
+    If a model has this class name but is not of transformers, its layers and their experts are units.
     """
 
     def spec(self, model: nn.Module, param_dtype: str | None = "bfloat16") -> ParallelSpec:
-        """What the model declares of itself, completed for the decoder; what reads images has units of its own, at rest."""
+        """Return the declared spec, completed for the decoder. The modules that read images are idle, in units of their own."""
         if not is_transformers(model):
             plain, names = inferred_spec(model), [name for name, _ in model.named_modules()]
             experts = [f"{layer}.{inner}" for layer in plain.layers for inner in EXPERTS]
@@ -67,17 +68,17 @@ class DiffusionGemmaParallelizationStrategy(DefaultParallelizationStrategy):
         )
 
     def carry_out(self, model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.Module:
-        """As always; and the model generates, and a loss of one's own may leave the encoder's output out."""
+        """Carry out a plan as usual, and prepare the model with :meth:`ready`."""
         return self.ready(super().carry_out(model, plan, mesh), plan.unit(ROOT).output_dtype)
 
     def ready(self, model: nn.Module, output_dtype: str | None) -> nn.Module:
-        """Ready a sharded model for these; returns it.
+        """Prepare a sharded model for ``generate``, and for a loss that does not use the encoder's output; return the model.
 
         Args:
-            model: whose root is a unit.
-            output_dtype: that the root casts outputs to.
+            model: the model, whose root is a unit.
+            output_dtype: dtype that the root casts outputs to.
         """
         if is_transformers(model):
             enable(model, output_dtype)
-            enter_by(model, "generate")  # it calls encoder and decoder directly, past the hooks of the root
+            enter_by(model, "generate")  # it calls encoder and decoder directly, without the hooks of the root
         return model
