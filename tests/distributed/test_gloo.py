@@ -1,5 +1,6 @@
 """Gloo groups run their collectives in one thread: two corrupt the heap (docs/upstream.md)."""
 
+import socket
 from datetime import timedelta
 
 import pytest
@@ -51,14 +52,17 @@ def test_whoever_starts_the_process_group_it_has_one_thread(monkeypatch: pytest.
             assert options_of()._threads == 1
             assert options_of()._timeout == timedelta(seconds=7)
 
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+
     def of_the_manager(rank: int) -> None:
-        for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}.items():
             monkeypatch.setenv(name, value)
         FSDP2Manager()
         assert options_of()._threads == 1
 
     run_ranks(of_train, 1, group=False)
-    run_ranks(of_the_manager, 1, group=False)
+    run_ranks(of_the_manager, 2, group=False)
 
 
 def test_what_torch_honours_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,10 +197,10 @@ def compare_borders(
     Args:
         recorded: what the rank recorded.
         truth_of: returns what one process recorded at a point.
-        hold: returns what the rank has at a border, for a tensor with this number of features.
+        hold: returns which part of the tensor at a point the rank has, given the size of its last dimension.
         tolerance: largest error that passes.
-        share: smallest scale of a tensor, as a share of the largest entry of all gradients, or of all values. Some tensors are
-            zero except for rounding.
+        share: smallest scale, as a share of the largest entry of all values (of all gradients, if the tensor is one). Some
+            tensors are zero except for rounding.
         rank: the rank, for the rows.
     """
     pairs: dict[Point, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -185,7 +185,7 @@ def _store(config: RunConfig, setup: RunSetup, folder: Path, steps: int, drawn: 
 
 
 class Auditor:
-    """Runs cases on processes that are started once. A reference is computed once for all layouts of a model.
+    """Runs cases on processes that are started once. All layouts with the same number of data ranks share one reference.
 
     Args:
         kind: kind of device, ``cpu`` or ``cuda``.
@@ -275,7 +275,8 @@ class Auditor:
     def _pool(self, world_size: int) -> Pool:
         """Return the processes of a world size.
 
-        Those of other sizes end, except the single process of references: while they wait, gloo uses CPU time.
+        If several ranks are asked for, pools of other sizes end, except the single process of references: while they wait,
+        gloo uses CPU time.
         """
         for other in [size for size in self._pools if size not in (1, world_size) and world_size != 1]:
             self._pools.pop(other).close()

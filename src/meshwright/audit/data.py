@@ -1,8 +1,9 @@
 """The data of an audit, which both sides get: real documents of the run, or random ones.
 
-Documents are packed so that several meet in a sequence, and sequences have different numbers of valid tokens. How many labels
-of a sequence count depends on its number in the global stream, not on the rank that reads it. So one process and many get the
-same data, and a loss that is averaged over ranks or microbatches, instead of over tokens, cannot pass for right.
+Documents are packed so that several meet in a sequence, and sequences have different numbers of valid tokens. The number of
+labels that count in a sequence depends on the sequence's number in the global stream, not on the rank that reads it. So one
+process and many get the same data, and a loss that is averaged over ranks or microbatches, instead of over tokens, cannot pass
+for right.
 
 Two difficult cases are added. First, the token ids at the edges of every rank's slice of the vocabulary, and the padding, are
 inputs and labels in the first step, for any `tp` that a few processes can have. Second, one microbatch has no valid token at

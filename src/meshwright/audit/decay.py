@@ -1,8 +1,8 @@
 """Which parameters are to be decayed, derived once more for the reference, from the words of the configuration alone.
 
 The words are: "Matrices; vectors (norms, biases, also those of experts, which lie behind each other in one tensor) are never
-decayed." The plan decides from a spec. This module reads neither spec nor plan, only the model: names, shapes, and the number
-of experts in its config.
+decayed." The plan decides from a spec. This module reads names and shapes of the model, and no plan. The number of experts
+comes from the caller, which reads it from the config, under the key that the spec names.
 """
 
 from collections.abc import Iterable

@@ -180,8 +180,7 @@ def _loss(layout: Layout, reference: Reference, ranks: Sequence[RankResult], tol
 def _norms(reference: Reference, ranks: Sequence[RankResult], rows: Sequence[Row], tolerances: Tolerances) -> Iterator[Finding]:
     right = all(row.passed for row in rows if row.what == "gradient")
     compared = [(0, "after clipping", [result.clipped_norm for result in ranks], reference.clipped_norm)]
-    # If the ranks do not round as one process does, the norm is compared with that of the layout's own gradients, which were
-    # compared themselves.
+    # If the ranks round differently from one process, the first step's norm is compared with that of the gathered gradients.
     own = tolerances.rounded()
     for step, truth in enumerate([ranks[0].gathered_norm, *reference.norms[1:]] if own else reference.norms):
         compared.insert(step, (step, "before clipping", [result.norms[step] for result in ranks], truth))
@@ -273,7 +272,7 @@ def _added(counts: Mapping[str, Counter[str]], names: Iterable[str]) -> Counter[
 
 
 def _together(names: Iterable[str]) -> list[set[str]]:
-    """Return the axes in groups. Axes of one group have the same ranks somewhere: their collectives cannot be distinguished."""
+    """Return the axes in groups. Axes with the same ranks somewhere are in one group: their collectives look alike there."""
     found: list[set[str]] = []
     for name in names:
         axes = set(name.split("+"))

@@ -84,8 +84,8 @@ CONSEQUENCES = {
     Kind.DECAY: (Kind.STATE, Kind.LATER),
     Kind.STATE: (Kind.LATER,),
 }
-"""Kind of a cause to the kinds that must then be wrong too. Findings of these kinds are not reported. The rows of the report
-still have all numbers."""
+"""Kind of a cause to the kinds of errors that can follow from it; they are not reported beside it. The rows of the report still
+have all numbers."""
 
 
 @dataclass(frozen=True)

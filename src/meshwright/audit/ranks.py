@@ -354,7 +354,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def axis_names(layout: Layout, rank: int) -> dict[tuple[int, ...], str]:
-    """Return, for each group of ranks that a rank is in, the name of its axes, by the ranks of the group."""
+    """Return, for each group of ranks that ``rank`` is in (a tuple of ranks), the name of its axes."""
     found: dict[tuple[int, ...], list[str]] = {}
     data = ("dp_replicate", "dp_shard", "dp_shard_cp", "dp_cp", "ep_shard")
     axes = {**dict.fromkeys(data, "dp"), "ep": "ep", "tp": "tp"}

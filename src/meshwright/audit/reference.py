@@ -50,7 +50,7 @@ class Reference:
         losses: loss of each step.
         norms: norm of the gradient in each step, before clipping.
         clipped_norm: norm of the gradient in the first step, after clipping.
-        clip_norm: the norm that the gradient of the first step was clipped to; ``None`` if the run does not clip.
+        clip_norm: the limit of clipping in all steps, lowered so that it takes effect in the first; ``None``: no clipping.
         microbatch_losses: loss of each microbatch of the first step, a sum over tokens that is not divided by anything.
         microbatch_tokens: number of valid tokens of each microbatch of the first step.
         sequences: for each step, the digests of its sequences.
@@ -191,7 +191,7 @@ class ReferenceTrainer(AuditTrainer):
         self.meta["unlabelled_step"] = None if begin is None else begin // loader.global_batch_size
 
     def _clip(self) -> torch.Tensor:
-        """Clip the gradient. If the run clips, the limit is lowered in the first step so that it takes effect there."""
+        """Clip the gradient. If the run clips, the first step lowers the limit so that it takes effect; later steps keep it."""
         limit = self.config.training.clip_norm
         if self.step == 0 and limit is not None:
             limit = min(limit, float(total_grad_norm(self.model.parameters())) / 2)

@@ -11,7 +11,7 @@ __all__ = ["apart", "differing", "replica_findings", "sharded_over"]
 
 
 def replica_findings(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Finding]:
-    """Yield a finding for ranks that differ only on axes that do not shard a tensor, and do not hold the same bits of it."""
+    """Yield a finding for ranks whose copies of a tensor differ, although the axes between these ranks do not shard it."""
     sharded = sharded_over(plan)
     # A gradient that was not summed over replicas is reported already, and its consequences are not reported.
     wrong = (row.name for row in ranks[0].rows if row.what == "gradient" and not row.passed)

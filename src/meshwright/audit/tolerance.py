@@ -8,7 +8,8 @@ of one process in this dtype and in the next more precise one (the noise).
 After the first step each side continues with its own weights, and differences grow. So optimizer states, parameters and the
 losses of later steps have their own tolerances, relative to how far a parameter moved. In bfloat16 under model parallelism even
 these say nothing: the difference between the two sides is as large as the error of one process, and a router may send a token
-to another expert. So in bfloat16 one step is compared, which has all the casts; more steps are compared in float64 and float32.
+to another expert. So there one step is compared, which has all the casts. More steps are compared in float64, in float32, and
+in bfloat16 if each microbatch is computed exactly as in one process.
 """
 
 import torch
@@ -28,8 +29,8 @@ BORDER_TOLERANCE = 1e-3
 """For activations and their gradients in float32 under model parallelism. They explain a failure, and never cause one."""
 
 ROUNDED_SCALARS = {"loss": 1e-3, "norm": 1e-2}
-"""For loss and norm in bfloat16 under model parallelism: averages, over tokens or entries, of numbers with eight bits. The
-tolerance of a loss is larger if the noise is: self-conditioning feeds rounded numbers to the model again."""
+"""For loss and norm in bfloat16 under model parallelism: averages, over tokens or entries, of numbers with eight bits. If
+the noise of the loss is larger, so is its tolerance: self-conditioning feeds rounded numbers to the model again."""
 
 NOISE_FACTOR = 4.0
 """A gradient may differ from its reference by this many times the noise. Both distances come from about the same distribution,

@@ -170,8 +170,8 @@ def generate(
         directory: a directory that :func:`export_checkpoint` wrote, or any model that Meshwright trains.
         prompt: the text.
         max_new_tokens: largest number of new tokens.
-        temperature: 0 takes the most likely token each time. ``None``: the lowest that makes sense, which is 0, except for a
-            model that denoises, which has to sample.
+        temperature: 0 takes the most likely token each time. ``None``: the family's default, which is 0, except for a model
+            that denoises, which has to sample.
         top_p: nucleus of the distribution to sample from.
         seed: seed of sampling.
         trust_remote_code: run model code that comes with the directory.

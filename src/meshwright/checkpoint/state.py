@@ -32,8 +32,9 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def initialize_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Give an optimizer that has never stepped its initial state of every trained parameter: zeros, as for variants of Adam.
 
-    So a checkpoint has the state of every trained parameter, also of one that has had no gradient yet, and can be read into any
-    optimizer. The function takes one step with zero gradients and a zero learning rate, which changes no parameter.
+    So a checkpoint has the state of every trained parameter, also of one that has had no gradient yet. And a new optimizer of
+    the same kind has all the tensors that a checkpoint is read into. The function takes one step with zero gradients and a zero
+    learning rate, which changes no parameter.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:

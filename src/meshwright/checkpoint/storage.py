@@ -1,7 +1,8 @@
 """Reads and writes one checkpoint directory with DCP (torch.distributed.checkpoint).
 
-DCP pickles its table of contents. Here an unpickler reads it that knows only the classes of such a table, so a checkpoint from
-elsewhere cannot run code. Tensors are read with ``weights_only``. DCP would unpickle everything else, so nothing else is read.
+DCP pickles its table of contents. Here the table is read by an unpickler that knows only the classes of such a table, so a
+checkpoint from elsewhere cannot run code. Tensors are read with ``weights_only``. DCP would unpickle everything else, so
+nothing else is read.
 """
 
 import io

@@ -40,7 +40,8 @@ class CommCounter(TorchDispatchMode):
     Attributes:
         counts: kind (``all_gather``, ``reduce_scatter``, ``all_reduce``, ...) to number of calls.
         bytes: kind to bytes of the larger of the call's input and output buffers.
-        counts_of: ranks of a group to the counts in it, and ``bytes_of``.
+        counts_of: ranks of a group to the ``counts`` of its collectives.
+        bytes_of: ranks of a group to the ``bytes`` of its collectives.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """The conductor: performs the program of a plan on a model, action after action.
 
-The resolver writes it in one order: tensor and expert parallel -> context parallel -> activation checkpointing ->
-trainability -> FSDP units inside out, each with its dtypes -> root -> prefetching -> compilation. Under tensor parallel a layer
-that is recomputed is compiled before that.
+The resolver writes the program in one order: tensor parallel -> expert parallel -> activation checkpointing -> trainability ->
+FSDP units inside out, the root last, each with its dtypes -> prefetching -> compilation. Under tensor parallel a recomputed
+layer is compiled before its checkpoint is put around it.
 """
 
 from collections.abc import Callable

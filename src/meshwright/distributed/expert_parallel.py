@@ -1,7 +1,8 @@
-"""Expert parallel: each rank of `ep` holds some of the experts, whole, and tokens are sent to them.
+"""Expert parallel: each rank of `ep` is given ``experts / ep`` whole experts of a layer, and tokens are sent to them.
 
-The forward of an experts module is replaced, on the instance. The new one dispatches tokens (:mod:`meshwright.moe.dispatch`),
-and computes with this rank's experts by the model's own implementation.
+FSDP shards these experts further, over `ep_shard`. The forward of an experts module is replaced, on the instance, by one that
+dispatches tokens (:mod:`meshwright.moe.dispatch`) and computes this rank's experts with the model's own implementation. If
+several ranks have the same tokens (`token_axis`, the ranks of `tp`), each of them sends only its share.
 """
 
 from typing import Any

@@ -58,7 +58,8 @@ class GradSync:
         all_reduce_once: with ``reduce_each`` and replicas, all-reduce across replicas in the last microbatch only. In earlier
             microbatches gradients are reduce-scattered within each replica.
         exchange_use: whether ranks exchange which parameters they used, by one small all-reduce a step. ``False``: each
-            microbatch uses all trainable parameters, and this is checked.
+            microbatch is expected to use all trainable parameters. The check is weaker: each of them must get a gradient in
+            some microbatch of the step.
 
     Attributes:
         ends_step: for pipelines: whether the last backward of the current schedule is the last of its optimizer step.
@@ -247,7 +248,10 @@ class GradSync:
                     unit.module.unshard()
 
     def end_backward(self, *, last: bool) -> None:
-        """Do, after a backward that gave weights their gradients, what FSDP's hooks do when autograd runs all of it."""
+        """Reduce and reshard after a backward of the stage: what FSDP's hooks do at the end of an autograd backward.
+
+        Call it after a full or a weight backward; after one for inputs only, gradients of weights are still missing.
+        """
         self.begin_microbatch(last=last)
         for unit in self._units.values():
             if last or unit.policy is not SyncPolicy.DEFER:

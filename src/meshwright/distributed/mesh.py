@@ -53,9 +53,9 @@ class ParallelMesh:
         return self.submesh(unit_axes(self.layout, LAYER))
 
     def submesh(self, axes: Sequence[str], *, experts: bool = False) -> DeviceMesh:
-        """The mesh of one or several axes; of ``experts``: axes of their mesh.
+        """The mesh of one or several axes; with ``experts``, of axes of the expert mesh.
 
-        Native axes are taken where they do: a rebuilt mesh has groups of its own.
+        Only axes that all are native are a slice of the root mesh. Others are concatenated, each from its own mesh.
         """
         if experts:
             assert self.experts is not None
@@ -112,19 +112,19 @@ def _complete(layout: Layout, root: DeviceMesh, experts: DeviceMesh | None = Non
 def adopt_mesh(
     device_mesh: DeviceMesh, replicate: str = "dp_replicate", shard: str = "dp_shard_cp", tp: str = "tp"
 ) -> ParallelMesh:
-    """The mesh of a layout that somebody else's mesh means, over the same ranks. Collective over all ranks.
+    """A :class:`ParallelMesh` over the ranks of a mesh that was made elsewhere. Collective over all ranks.
 
-    A mesh with the five axes of Meshwright, such as :attr:`FSDP2Manager.device_mesh`, is taken as it is; of another one the
-    groups are made anew.
+    A mesh with the five axes of Meshwright, such as :attr:`FSDP2Manager.device_mesh`, is used as the root mesh. For any other
+    mesh, a new root mesh with new process groups is made over the same ranks.
 
     Args:
-        device_mesh: any.
+        device_mesh: a mesh over all ranks, whose axes have names. Axes other than the three below must have size 1.
         replicate: name of its axis of replicas.
         shard: name of its axis that parameters are sharded over.
         tp: name of its axis of tensor parallel.
 
     Raises:
-        LayoutError: a mesh with further axes above 1, or without names.
+        LayoutError: the mesh does not have all ranks, has no axis names, or has a further axis larger than 1.
     """
     names = device_mesh.mesh_dim_names or ()
     world = dist.get_world_size()
@@ -180,8 +180,8 @@ def mesh_of(device_mesh: DeviceMesh, moe_mesh: DeviceMesh | None = None) -> Para
 def whole_tensor(tensor: DTensor) -> torch.Tensor:
     """The global values of a tensor, gathered over one axis after another; all ranks of its mesh take part.
 
-    ``full_tensor`` does the same, and warns where axes that shard one dimension were not cut in the order of the mesh, as FSDP
-    behind tensor parallel does: such gathers cannot be one.
+    ``full_tensor`` does the same. It warns if several axes shard one dimension in another order than that of the mesh, as with
+    FSDP after tensor parallel, because one all-gather cannot undo that.
     """
     for axis, placement in enumerate(tensor.placements):
         if not placement.is_replicate():

@@ -51,13 +51,13 @@ def to_slices(part: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
 
 
 def exchange(piece: torch.Tensor, parts: Sequence[int], group: Group) -> torch.Tensor:
-    """Turn a slice of a fused tensor into this rank's slice of each of its parts.
+    """Turn a slice of the output of a fused matrix into this rank's slice of the output of each matrix in it.
 
-    The last dimension of the fused tensor holds several matrices one after another.
+    The last dimension of the whole output holds the outputs of several matrices one after another.
 
     Args:
         piece: [..., this rank's slice of ``sum(parts)``].
-        parts: width of each matrix, a multiple of the number of ranks.
+        parts: output width of each matrix, a multiple of the number of ranks.
         group: the ranks.
     """
     return _Exchange.apply(piece, tuple(parts), False, group)

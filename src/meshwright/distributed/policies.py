@@ -1,4 +1,4 @@
-"""torch's policy objects, which the reference interface takes, as the options of a plan."""
+"""Translates torch's policy objects, which NeMo AutoModel's interface takes, to the options of a plan."""
 
 from typing import Any
 
@@ -22,9 +22,9 @@ def options_of_policies(
     """The options that policies mean. Gradients are averaged over data ranks: torch's default.
 
     Args:
-        mp_policy: ``None``: bf16 compute, fp32 reduction, fp32 outputs of the model, as the reference has it.
+        mp_policy: ``None``: bf16 compute, fp32 reduction and fp32 outputs of the model, the default of NeMo AutoModel.
         offload_policy: ``None``: no offload.
-        activation_checkpointing: ``True``: every layer, from its input.
+        activation_checkpointing: a mode; ``True`` means ``full`` for every layer.
         device_type: of the mesh.
         sync: when gradients are reduced.
         others: fields of the options that no policy speaks of.

@@ -1,4 +1,4 @@
-"""A pipeline stage whose units reduce at the end of the optimizer step, or as their policy says.
+"""The backward of a pipeline stage, in place of torch's: its units reduce when their sync policies say, not once a schedule.
 
 torch's own stage reduces at the end of every ``schedule.step()`` if its module is a unit itself, and in every microbatch if it
 is not. Its split backward leaves parameters without gradients if units were resharded after forward.
@@ -48,9 +48,9 @@ def stage_backward(
 
 
 def scale_gradients(stage: Any, grad_scale_factor: int) -> None:
-    """In place of the stage's ``perform_reduce_grad``, which reduces at the end of each schedule.
+    """Scale the gradients of the stage; it replaces the stage's ``perform_reduce_grad``, and does not reduce.
 
-    :func:`stage_backward` has reduced already, or the optimizer step goes on.
+    It need not: either :func:`stage_backward` has reduced already, or the optimizer step is not over.
     """
     if grad_scale_factor != 1:
         stage.scale_grads(grad_scale_factor)

@@ -132,7 +132,7 @@ def _exit(action: Compute, mesh: DeviceMesh) -> Callable[[Any], Any]:
     moved = move[action.exit]
     if action.exit is Move.COUNT_ONCE:
         return lambda output: (moved(output[0]), *output[1:]) if isinstance(output, tuple) else output
-    # Attentions also return their weights, and experts may return their routing. Those are not used, or whole.
+    # Other elements (attention weights, the routing of experts) are left as they are: they are whole, or nobody uses them.
     return lambda output: (moved(output[0]), *output[1:]) if isinstance(output, tuple) else moved(output)
 
 

@@ -2,8 +2,9 @@
 
 FSDP2 refuses a parameter that two units hold. So there are three steps. Before anything is wrapped, the parameters of the
 second module are replaced by copies. Then both modules are wrapped. Then the attributes of the second module are set to the
-sharded parameters of the first unit, and before the first forward the second unit is made to all-gather from them too
-(``_torch_compat.share_shards``). So the optimizer, checkpoints and clipping see one tensor, and both units add to its gradient.
+sharded parameters of the first unit. Before each forward of the root (:func:`shard_as_twin`: before the first of a unit) the
+second unit is made to all-gather from them too, unless it does already (``_torch_compat.share_shards``). So the optimizer,
+checkpoints and clipping see one tensor, and both units add to its gradient.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ def part_twins(model: nn.Module, action: PartTwins, mesh: ParallelMesh) -> None:
 
 
 def join_twins(model: nn.Module, action: JoinTwins, mesh: ParallelMesh) -> None:
-    """Make the parameters of second units those of the first: as attributes now, and as shards before the first forward."""
+    """Make second units use the parameters of the first: as attributes now, and as shards before each forward of the root."""
     for first, second in action.parameters:
         _set(model, second, model.get_parameter(first))
 

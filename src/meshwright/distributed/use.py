@@ -35,8 +35,9 @@ class FlagsOfUse:
 
     Args:
         units: name to unit.
-        exchanged: whether ranks may use different parameters. ``False``: each microbatch uses all trainable parameters. This is
-            checked, in the first step by all ranks together, and in later steps by each rank alone.
+        exchanged: whether ranks may use different parameters. ``False``: each microbatch is expected to use all trainable
+            parameters. The check is weaker: each of them must get a gradient in some microbatch of the step. All ranks check
+            this together in the first step, each rank alone in later steps.
 
     Attributes:
         groups: process groups. The maximum over one group after another is the maximum over all ranks with the same units.
@@ -57,7 +58,7 @@ class FlagsOfUse:
         return bool(self.groups) and (self._first_step or not self._claimed)
 
     def begin(self) -> None:
-        """Begin a microbatch: from now on, record the events of each unit, in order."""
+        """Begin a microbatch. If ranks exchange something in this step, record the events of each unit, in order."""
         self._microbatches += 1
         if self._exchanges and self._microbatches == 1:
             for name, unit in self._units.items():
@@ -104,7 +105,11 @@ class FlagsOfUse:
         self._microbatches = 0
 
     def _left_out(self, used: Mapping[nn.Parameter, tuple[bool, bool]]) -> list[nn.Parameter]:
-        """Parameters that no rank used, whose gradient is zeros; with the claim that all are used, those that a rank missed."""
+        """Parameters to report or to clear, among those whose gradient is new in this step.
+
+        With flags of use: those that no rank used; their gradient is zeros. If the model claims to use all: those that at least
+        one rank did not use (in later steps: this rank).
+        """
         flags = [here for here, _ in used.values()]
         if self._exchanges:
             self._note("ends the step")

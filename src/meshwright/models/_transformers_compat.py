@@ -173,7 +173,8 @@ def router_classes(model: "nn.Module") -> "tuple[type[nn.Module], ...]":
 TURNED_ROUTERS = frozenset(
     {"GraniteMoeHybridTopKRouter", "GraniteMoeSWATopKRouter", "GraniteMoeSharedTopKRouter", "GraniteMoeTopKRouter"}
 )
-"""Routers that return the indices of experts first and scores last, in a release that does not list them: transformers 5.17."""
+"""Routers that, in transformers 5.17, return the indices of experts first and scores last. That release does not list them as
+routers, so none is known there."""
 
 
 def router_class(module: "nn.Module") -> str:

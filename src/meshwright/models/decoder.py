@@ -70,7 +70,11 @@ def global_heads(config: Any) -> tuple[tuple[str, int], ...]:
 
 
 def _gemma4(config: Any) -> Structure:
-    """Return the structure for global layers with heads of their own, so that groups of ranks do not share keys and values."""
+    """Return the structure of Gemma 4.
+
+    Its global layers have a number of key/value heads of their own, which ``tp`` must divide, too. Several ranks do not share a
+    key/value head.
+    """
     known = replace(LLAMA, kv_projections=(), divisible=global_heads(config))
     if getattr(config, "hidden_size_per_layer_input", 0):
         return replace(

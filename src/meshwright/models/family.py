@@ -27,7 +27,8 @@ class Sampling:
 
     Attributes:
         max_new_tokens: largest number of new tokens.
-        temperature: temperature of sampling; ``None``: the lowest that makes sense for the family.
+        temperature: temperature of sampling; ``None``: the family's default, which is 0 (the most likely token), except for
+            block diffusion: there it is 0.8, because denoising has to sample.
         top_p: nucleus of the distribution to sample from; 1: the whole distribution.
         seed: seed of the random numbers.
         steps: largest number of denoising steps; ``None``: the model's own number. For block diffusion.

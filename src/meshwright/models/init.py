@@ -29,7 +29,7 @@ def derive_seed(*parts: object) -> int:
 
 
 def initialize_buffers(model: nn.Module, device: torch.device) -> None:
-    """Materialize a meta model of transformers, and compute the values of its buffers. What its state dict holds is read later.
+    """Materialize a meta model of transformers, and compute its buffers. Parameters and persistent buffers are read later.
 
     Raises:
         ModelError: names the buffers that the model leaves without a value.

@@ -128,7 +128,7 @@ def _patterns(names: Any) -> tuple[str, ...]:
 
 
 def _wants_fp32(name: str, module: nn.Module, declared: frozenset[str]) -> bool:
-    """Return whether a declared name is this module (a run of components of its name), and the module has parameters."""
+    """Return whether a declared name is the end of this module's name (its last components), and the module has parameters."""
     dotted = f".{name}."
     named = any(dotted.endswith(f".{item}.") for item in declared)
     return named and any(True for _ in module.parameters())

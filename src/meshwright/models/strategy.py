@@ -45,8 +45,8 @@ class Request:
         mesh: the mesh of a layout; used if its root is the mesh that is passed as an argument.
         spec: a spec that replaces that of the strategy.
         options: fields of :class:`~meshwright.plan.options.ParallelOptions`.
-        styles: the ``tp_shard_plan`` that the manager passes to a strategy of the user if no plan was given, as NeMo AutoModel
-            does. If the strategy passes it on, it counts as none.
+        styles: the plan that the manager made itself, as NeMo AutoModel does, and passes as ``tp_shard_plan`` to a strategy of
+            the user. If the strategy passes it on to ``parallelize`` of this class, it counts as no plan.
         model: the model that the plan is for. It may be a part of the model that the manager was given.
         plan: the plan that was carried out; ``None``: the strategy did its work without a plan.
     """

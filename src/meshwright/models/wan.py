@@ -46,8 +46,9 @@ _FP32 = (
     "condition_embedder.image_embedder.norm1",
     "condition_embedder.image_embedder.norm2",
 )
-"""Modules with parameters that `_keep_in_fp32_modules` of the class names. It also names the tables of shifts and scales. These
-are bare parameters of their blocks, which FSDP cannot cast separately, so they compute in the dtype of the block."""
+"""The modules with parameters among those that the class lists in `_keep_in_fp32_modules`. The list also has the tables of
+shifts and scales. These are bare parameters of their blocks, which FSDP cannot cast separately, so they compute in the dtype of
+the block."""
 
 
 class WanParallelizationStrategy(ParallelizationStrategy):

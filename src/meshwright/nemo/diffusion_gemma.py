@@ -71,7 +71,7 @@ def fully_shard_diffusion_gemma(
 
     Args:
         module: a layer with ``experts`` (transformers) or ``moe.experts`` (NeMo AutoModel), or another module.
-        mesh: the mesh to shard over, 1-D.
+        mesh: the mesh to shard over: 1-D (shard), or 2-D (replicate, shard).
         mp_policy: dtypes of all units.
         offload_policy: where the shards of the units are stored.
         fsdp_kwargs: arguments of torch's ``fully_shard`` for all units; for a whole model of transformers, only

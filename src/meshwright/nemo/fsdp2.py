@@ -42,8 +42,8 @@ _BFLOAT16 = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16,
 class FSDP2Manager:
     """Shards models over the ranks of the default process group, through :func:`fsdp2_strategy_parallelize`.
 
-    Unlike in Meshwright's own trainer, gradients are averaged over the data ranks. This is torch's default, and what a loop
-    expects whose loss is a mean on every rank. If there is only one process, nothing is set up.
+    Unlike in Meshwright's own trainer, gradients are averaged over the data ranks. This is torch's default, and right
+    for a loop whose loss is a mean on every rank. If there is only one process, nothing is set up.
 
     Later versions of NeMo AutoModel pass a configuration object and meshes: ``FSDP2Manager(config, device_mesh=mesh)``. The
     fields of this object with the names below are used (``tp_plan`` is ``custom_tp_plan``).
@@ -232,7 +232,10 @@ class FSDP2Manager:
         return give_no_sync(found, self.plan)
 
     def _styles_of_torch(self, model: nn.Module) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        """Return the plan that NeMo AutoModel passes to a strategy, in styles of torch; and it again, if the user gave none."""
+        """Return the plan that NeMo AutoModel passes to a strategy, in styles of torch.
+
+        And, if the user asked for none, the same plan again; otherwise ``None``.
+        """
         asked = {"sequence_parallel": self.sequence_parallel, "use_hf_tp_plan": self.use_hf_tp_plan}
         try:
             found = _get_parallel_plan(model, tp_shard_plan=self.custom_tp_plan, **asked)

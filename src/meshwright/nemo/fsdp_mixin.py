@@ -3,7 +3,7 @@
 A training loop of the user's tells a model where an accumulation begins and which microbatch is the last::
 
     class MyModel(MoEFSDPSyncMixin, nn.Module):
-        fsdp_sync_policies = {"**.experts": "reduce_each"}     # the one line: experts do not wait for the others
+        fsdp_sync_policies = {"**.experts": "reduce_each"}     # optional: experts reduce in every microbatch
 
     model.prepare_for_grad_accumulation()
     for index, batch in enumerate(batches):
@@ -142,7 +142,7 @@ def _run_post_backward_hooks(fsdp_module: FSDPModule) -> Callable[[], None]:
 
 
 def _run_post_backward_for_moe_module(module: nn.Module) -> None:
-    """Reduce and reshard every unit now: the end of an optimizer step whose backwards were not ended by autograd.
+    """Reduce and reshard every unit now. This ends an optimizer step whose backwards did not run FSDP's own hooks.
 
     Units that never ran, or that no gradient came through, are only resharded.
     """

@@ -4,8 +4,10 @@ The library was published as nvFSDP and is now `megatron-fsdp`. Every argument o
 by name. The reasons for refusal were found in version 0.6.1, by reading it and by running it over gloo with its CUDA streams
 replaced:
 
-- `overlap_grad_reduce=False` reduces twice (`no_shard`: gradients times the ranks; `optim`: wrong), or is set to true.
-- `overlap_param_gather=False` leaves weights as they were before the optimizer step, or is set to true.
+- `overlap_grad_reduce=False`: with `no_shard` and `optim`, gradients are reduced twice (`no_shard`: multiplied by the number of
+  ranks; `optim`: wrong). With the other strategies the library sets it to true.
+- `overlap_param_gather=False` leaves weights as they were before the optimizer step. With `optim_grads_params` the library sets
+  it to true.
 - `disable_bucketing` changes nothing: no bucket size is set that it could remove.
 - Tensor parallel: a weight that is sliced along its inputs (`RowwiseParallel`) gets a wrong local shape, and the library's
   check of it fails.

@@ -83,7 +83,7 @@ def apply_fsdp2_sharding_recursively(
     *,
     reshard_after_forward: bool | None = None,
 ) -> None:
-    """Make the entries of every list (or dict) of layers FSDP units. What is outside them is left to the root of the caller.
+    """Make every entry of each ``ModuleList`` or ``ModuleDict`` an FSDP unit. Other parameters are left to the caller's root.
 
     What is inside an entry belongs to its unit, with its lists. A container inside a container is searched too, and is no unit.
     An entry that is the last of its container keeps its gathered parameters after forward, because backward starts there.
@@ -93,7 +93,7 @@ def apply_fsdp2_sharding_recursively(
         mesh: 1-D mesh (shard) or 2-D mesh (replicate, shard).
         mp_policy: dtypes; ``None``: bf16 compute, fp32 reduction.
         offload_policy: ``None``: no offload.
-        reshard_after_forward: if given, for all units, with the last ones.
+        reshard_after_forward: if given, it holds for all units, including the last entry of each container.
     """
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     children = list(module.children())

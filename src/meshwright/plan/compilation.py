@@ -1,7 +1,7 @@
-"""Which modules are compiled: layers, each as one graph.
+"""Which modules are compiled: layers, each by one ``torch.compile``, which is meant to give one graph (breaks are allowed).
 
-A layer with experts is not one graph: its experts are an FSDP unit inside it, and FSDP's hooks cannot be in a graph. So the
-parts of such a layer are compiled, each as one graph: attention, norms, a dense MLP, and the experts themselves. The module
+A layer with experts cannot be one graph: its experts are an FSDP unit inside it, and FSDP's hooks cannot be in a graph. So the
+parts of such a layer are compiled, each by itself: attention, norms, a dense MLP, and the experts. The module
 that chooses experts is not compiled, so that activation checkpointing can keep its choice. Over `ep`, dispatch and experts are
 not compiled either, because their shapes change in every microbatch.
 """
@@ -25,9 +25,9 @@ def compile_actions(draft: Draft, plan: ShardingPlan, *, inside: bool) -> Iterat
     Args:
         draft: a draft that has the facts of the model.
         plan: a plan that has its rows.
-        inside: ``True``: the modules that are compiled before a recomputation is put around them; ``False``: the others, which
-            are compiled with their recomputation. The former are the recomputed layers under tensor parallel, because torch
-            2.13 cannot compile a recomputation around slices, and would run the layer uncompiled without a message.
+        inside: ``True``: the modules that are compiled before a checkpoint is put around them. These are the recomputed layers
+            under tensor parallel, because torch 2.13 cannot compile a checkpoint around slices, and would run the layer
+            uncompiled without a message. ``False``: all others; the recomputed ones are compiled with their checkpoint.
     """
     experts = {row.module for row in plan.experts}
     as_it_is = {row.router for row in plan.experts if row.router}

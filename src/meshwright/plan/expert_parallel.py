@@ -1,7 +1,8 @@
 """How a plan distributes mixtures of experts, and which rank sends which tokens.
 
 With ``ep`` above 1, each rank of `ep` stores whole experts, ``experts / ep`` of every layer. Tokens are sent to them with an
-all-to-all, and the results are sent back with another. FSDP shards an expert over `ep_shard`, the other ranks of its replica.
+all-to-all, and the results are sent back with another. FSDP shards the experts of a rank over `ep_shard`: the
+``dp_shard * cp * tp / ep`` ranks of a replica that have the same experts.
 Every rank of a replica has its own tokens, except for the ranks of `tp`, which have the same: each of these sends its share,
 and the results are all-gathered.
 """

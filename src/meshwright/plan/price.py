@@ -158,7 +158,10 @@ def _stage_totals(plan: ShardingPlan, stage: int) -> Totals:
 
 
 def _gradient_peak(plan: ShardingPlan, rows: Sequence[ParameterRow]) -> int:
-    """Return the peak bytes of gradients that backward has computed and that are not reduced yet."""
+    """Return the peak bytes of unsharded gradients that are computed and not reduced yet.
+
+    It is what waits through all of backward, and the largest of what exists for a moment on top of it.
+    """
     trained = [row for row in rows if row.trainable]
     parts = turns(plan)
     units = {unit.name: unit for unit in plan.fsdp_units}

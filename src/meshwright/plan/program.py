@@ -82,7 +82,7 @@ class Bias(StrEnum):
     """Which ranks add the bias of a module whose output may be a sum over ranks, and when."""
 
     EACH = "each"
-    """Each rank adds its own slice in the module's forward, or there is no bias."""
+    """Each rank adds what it stores of the bias, a slice or all of it, in the module's forward; or there is no bias."""
 
     LATE = "late"
     """Each rank adds it after the move at the exit of the module."""
@@ -232,7 +232,7 @@ class Wrap:
 
 @dataclass(frozen=True)
 class JoinTwins:
-    """Make the parameters of twin units the same again: by name now, and in memory before the first forward.
+    """Make the parameters of twin units the same again: as attributes now, and as shards before each forward of the root.
 
     Attributes:
         parameters: as in :class:`PartTwins`.

@@ -104,8 +104,8 @@ class UnitRow:
         sync: what it does between microbatches.
         activation_checkpointing: which of its activations are recomputed in backward. Only layers have a mode.
         compile: whether it is compiled.
-        gathers_in_backward: whether backward gathers its parameters, because a gradient flows through it or FSDP2 prefetches
-            it.
+        gathers_in_backward: whether backward needs its gathered parameters, because a gradient flows through it or FSDP2
+            prefetches it. If they are gathered still (no reshard, or ``defer``), backward does not gather them again.
         forwards: forward runs of the module in a microbatch, of which only the last has a backward; 0: it is idle.
         twin_of: for the second of two twin units, the first one, whose sharded parameters it gathers and reduces too; otherwise
             empty.
@@ -351,10 +351,10 @@ def shard_axis(layout: Layout, kind: str) -> str:
 
 
 def nothing_is_sharded(layout: Layout) -> bool:
-    """Return whether there are replicas, and ranks store whole parameters apart from the slices of `tp` and `ep`.
+    """Return whether all units use ``replicate``: parameters are whole apart from slices of `tp` and `ep`, and have replicas.
 
-    This is false if experts are sharded over `ep_shard`, which includes ranks of `tp`. All units of a model are then of one
-    kind, because a root of torch's ``replicate`` does not treat units of ``fully_shard`` as its own.
+    If experts are sharded over `ep_shard` (which includes ranks of `tp`), all units use ``fully_shard``, dense ones over one
+    shard: a root made by torch's ``replicate`` does not treat units of ``fully_shard`` as its own.
     """
     return layout.size("dp_shard_cp") == 1 and layout.size("dp_replicate") > 1 and (layout.ep == 1 or layout.ep_shard == 1)
 

@@ -1,7 +1,8 @@
 """The row of each module under tensor parallel: how it computes, and how its input and output are redistributed.
 
-If the spec declares the *regions* of a layer (its attention, its MLP), the moves of the matrices inside a region become those
-of the region, as in Megatron-LM: one move at its entry, one at its exit.
+If the spec declares the *regions* of a layer (its attention, its MLP), each split or partial region has one move at its entry,
+in place of those of the matrices inside, and one at its exit, as in Megatron-LM. The exit move of a split region is in the row
+of its rowwise matrix. In a whole region the matrices keep their own moves.
 
 | region  | inside                                       | entry, exit      | entry, exit with sequence parallel        |
 |---------|----------------------------------------------|------------------|-------------------------------------------|

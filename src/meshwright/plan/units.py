@@ -125,9 +125,9 @@ def unit_rows(draft: Draft, modes: Mapping[str, ActivationCheckpointing]) -> tup
 def _afford(draft: Draft) -> None:
     """Choose the sync policies that are still open.
 
-    A policy is ``defer`` if everything that ``defer`` keeps unsharded through a step fits the budget and no option asks to
-    gather again; otherwise it is ``reduce_each``. If not everything fits, experts, which are most of a model, are the first to
-    lose ``defer``.
+    A policy is ``defer`` if everything that ``defer`` keeps unsharded through a step fits the budget and neither
+    ``reshard_after_forward=True`` nor ``prefetch_backward`` is set; otherwise it is ``reduce_each``. If not everything fits,
+    experts, which are most of a model, are the first to lose ``defer``.
     """
     options = draft.options
     undecided = {name: unit for name, unit in draft.units.items() if unit.sync is None}
@@ -151,7 +151,7 @@ def _afford(draft: Draft) -> None:
 
 
 def _gathered_in_backward(names: Sequence[str], rows: Sequence[ParameterRow], *, implicit: bool) -> set[str]:
-    """Return the units whose parameters backward gathers.
+    """Return the units whose gathered parameters backward needs. Units that were not resharded are not gathered again.
 
     These are the units that a gradient flows through: those that have trainable parameters or come after some. If prefetching
     is left to FSDP2 (``implicit``), there is one more, because FSDP2 prefetches, before the backward of a unit, the unit that
@@ -205,9 +205,9 @@ def _wrap(plan: ShardingPlan, unit: UnitRow, no_grad_runs: bool) -> Wrap:
     if plan.options.gradient_reduction is GradientReduction.SUM:
         divisor, plain_sum = 1.0, True  # NCCL and gloo do not support premultiplied sums in all cases
     elif experts:
-        # An expert gets tokens of more data ranks than are in its reduction group, so the divisor is that of all data ranks. If
-        # the reduce-scatter group has one rank, FSDP2 copies instead and divides in the copy. With a plain sum it would divide
-        # a second time afterwards (foreach_reduce of torch 2.13).
+        # FSDP2's default divisor is the size of the unit's reduction group. An expert gets tokens of all data ranks, so their
+        # number is set here. In a reduce-scatter group of one rank FSDP2 copies and divides in the copy; with a plain sum it
+        # would divide a second time afterwards (foreach_reduce of torch 2.13).
         divisor, plain_sum = float(replicas * layout.size("dp_shard_cp")), layout.size(axis) > 1
     parts = plan.parts(unit)
     return Wrap(

@@ -132,7 +132,8 @@ class RankState:
 
     Attributes:
         rank: its number.
-        collectives: the collectives that it entered, in order; ``None``: torch recorded none.
+        collectives: the collectives that it entered, in order; empty: the rank makes progress, so its recorder was not read;
+            ``None``: torch recorded none.
         stack: the useful frames, innermost first: the function of torch that the rank is in, then code that is not torch's.
         ending: how its job ended, such as ``has returned``; ``None``: the job still runs.
         broken: whether the job ended because a collective failed.

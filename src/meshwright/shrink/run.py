@@ -60,8 +60,9 @@ def shrink(config: RunConfig, world_size: int | None = None) -> tuple[RunConfig,
 
     Args:
         config: configuration of a run of any size.
-        world_size: number of processes of the audit; ``None``: ``launch.nproc`` if the layout resolves for it, otherwise the
-            fewest with which every axis above 1 stays above 1; at most 8.
+        world_size: number of processes of the audit; ``None``: ``launch.nproc``, if it is 2 to 8 and the layout resolves for
+            it. Otherwise the fewest, at most 8, with which every axis above 1 stays above 1; a number with which the experts
+            keep FSDP (``ep_shard`` above 1) is preferred to a smaller one.
 
     Returns:
         The small configuration (its model has random weights), the number of processes, and what was changed.
@@ -220,7 +221,7 @@ def _shrink_model(
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     more = [index for index in everything if index not in firsts]
     firsts = sorted([*firsts, *more[: max(0, max(2, needs.stages) - len(firsts))]])
-    # If the config says "every fourth layer", kept layers must keep their positions: then keep all layers up to the last one.
+    # If the config says "every fourth layer", layers must keep their positions: then all layers up to the last kept one stay.
     for kept in (firsts, everything[: firsts[-1] + 1]):
         values, noted = small_config(source, large_config, defaults, needs, kept, count, ALWAYS if stays else RULES)
         model = source.model_copy(update={"path": None, "config": values})

@@ -1,4 +1,4 @@
-"""Gives the audit of a run the policies that the plan of the run chose by the size of its model.
+"""Gives an audit the sync policies and twin units that the run's plan chose by the size of the run's own model.
 
 Without an explicit setting, a run keeps unsharded through a step what fits `parallel.sync_budget_gib`. Of a small model,
 everything fits. So the policies that the plan chooses for the run's own model are written into the configuration of the small

@@ -34,7 +34,7 @@ KEY = "audit"
 """The key of the store under which rank 0 writes the outcome of the audit."""
 
 PATIENCE = timedelta(days=2)
-"""How long ranks wait for an audit. Rank 0 tells them its outcome; if it dies, its launcher ends them, or its store fails."""
+"""How long the other ranks wait for the audit. If rank 0 dies first, its launcher ends them, or their next read fails."""
 
 LOOK = 0.5
 """Seconds between two checks of the store."""
@@ -92,11 +92,11 @@ def assure(setup: RunSetup, source: Source | None, prove: Prove | None) -> None:
 
 
 def assure_on_rank_0(config: RunConfig, source: Source | None, prove: Prove) -> dist.Store | None:
-    """Do what :func:`assure` does on rank 0, while the other ranks wait. Call it before the process group is created.
+    """On rank 0, do what :func:`assure` does; the other ranks wait. Call it before the process group is created.
 
     Returns:
         The store of the rendezvous; ``None`` for a single process. Keep a reference to it until the process group has its own
-        store: where rank 0 serves the store, both share one server, which ends with the last reference.
+        store. If rank 0 serves the store, both stores use one server, which stops when the last reference is dropped.
 
     Raises:
         MeshwrightError: what went wrong, on rank 0; on the other ranks only if rank 0 no longer exists to report it.
@@ -142,7 +142,7 @@ def _told(text: bytes) -> MeshwrightError | None:
 
 
 def _leave_together(store: dist.Store, rank: int, world_size: int) -> None:
-    """Wait on rank 0 until all ranks have read the outcome: rank 0 may serve the store, and must not end before."""
+    """On rank 0, wait up to a minute until all ranks have read the outcome, because rank 0 may serve the store."""
     store.add("read", 1)
     end = time.monotonic() + 60
     while rank == 0 and store.add("read", 0) < world_size and time.monotonic() < end:

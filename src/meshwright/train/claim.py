@@ -112,7 +112,7 @@ def versions() -> dict[str, str]:
 
 def _choices(plan: ShardingPlan) -> dict[str, str]:
     options = plan.options
-    # Modules that keep fp32 are units of their own only if the rest computes in 16 bits. An audit may compute otherwise.
+    # Units of kind fp32 are left out: they exist only if the rest computes in 16 bits, and an audit may use another dtype.
     units = [unit for unit in plan.units if unit.kind != "fp32"]
     policies: dict[str, set[str]] = {}
     for unit in units:
@@ -156,7 +156,7 @@ def model_digest(spec: ParallelSpec, model: nn.Module, imports: Iterable[str] = 
         spec: the spec of the model.
         model: on any device.
         imports: names of further modules that the run imports, which may change what is computed.
-        with_heads: whether it counts that there are as many key/value heads as heads, fewer, or one.
+        with_heads: whether the digest depends on whether there are as many key/value heads as heads, fewer, or one.
     """
     strategy = type(get_parallelization_strategy(model))
     code = {kind.__module__ for kind in (*map(type, model.modules()), *strategy.__mro__)}

@@ -1,4 +1,4 @@
-"""Ends a run early without loss: on a signal, all ranks agree on a step, write a complete checkpoint and exit with code 75.
+"""Ends a run early, losing no work: on a signal, all ranks agree on a step, save a checkpoint and exit with code 75.
 
 A separate thread handles signals, so they are handled even while the main thread waits in a collective. The ranks agree through
 the store, on the CPU: no step waits for a device, and no collective is added.
@@ -151,7 +151,7 @@ class Attendant:
         while True:
             ready, _, _ = select.select([self._read], [], [], None if self._file is None else BEAT)
             if self._file is not None and os.getppid() != self._parent:
-                os._exit(1)  # the launcher died; torch then has a SIGINT sent, which does not ask the run to end
+                os._exit(1)  # the launcher died; the SIGINT that the kernel then sends does not ask the run to end
             if ready:
                 numbers = os.read(self._read, 64)
                 if not numbers:

@@ -276,7 +276,7 @@ def _worker_entry(
     # A forked worker has inherited the launcher's handlers.
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-    # torch has SIGINT sent to a worker when the launcher dies; a SIGINT before this line had no effect.
+    # torch lets the kernel send SIGINT to a worker whose launcher dies. One before this line may have had no effect.
     if os.getppid() != launcher:
         os._exit(1)
     import torch

@@ -102,7 +102,10 @@ def clip(trainer: Made) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Parts:
-    """The functions that make the parts of a trainer, in this order. Each gets the trainer as far as it is made.
+    """The functions that a trainer is made of. Each gets the trainer, with the attributes set so far.
+
+    While it is constructed, the trainer calls all but ``clip`` once, in this order (``fill`` only if it does not resume). It
+    calls ``clip`` in every step.
 
     Attributes:
         mesh: makes the mesh.

@@ -1,4 +1,4 @@
-"""Messages about a wrong configuration: where, what is wrong, what is legal, and the key here for another trainer's name."""
+"""Messages about a wrong configuration: where, what is wrong, what is legal; for a key of another trainer, its name here."""
 
 import difflib
 from collections.abc import Mapping, Sequence

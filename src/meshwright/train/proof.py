@@ -41,7 +41,8 @@ __all__ = [
 ]
 
 MATRIX = "proofs.json"
-"""Name of the file, in this file's directory, with the support matrix as data. The run that writes the page writes it too."""
+"""Name of the file, in this file's directory, with the support matrix as data. `meshwright audit --matrix` writes it
+together with docs/support-matrix.md."""
 
 MOST_PROCESSES = 8
 """An audit uses as many processes as the run if the run has at most this many; otherwise the audit chooses the number."""
@@ -223,8 +224,9 @@ def _matrix() -> Mapping[str, Any]:
 def _in_matrix(claim: Claim, matrix: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the cell of the matrix that covers a claim; if there are several, one that failed.
 
-    The cell has the same model and axes, and each of the claim's choices was audited in it. The audits of a cell combine every
-    value of each option with every value of every other option, so each pair of choices occurred together in an audit.
+    The cell has the same model and axes, and each of the claim's choices was audited in it. Below eight processes, the audits
+    of a cell have every pair of values of two options, but not every combination of all options. On eight processes they only
+    have every value of every option, so a pair of choices may never have been audited together.
     """
     if dict(claim.versions) != matrix["versions"]:
         return None

@@ -63,7 +63,7 @@ class Trainer:
         guard: makes steps that are not finite change nothing.
         step: number of optimizer steps done.
         skipped: number of steps skipped in a row, among those that the host has read.
-        unevaluated: whether an evaluation is due after the last step, and was left out because a signal ended the run.
+        unevaluated: whether the evaluation due after ``step`` was left out because a signal ended the run.
         progress: called before each microbatch, evaluation and save with words such as ``step 12``.
         agreement: decides what all ranks do after a step; ``None``: :meth:`run` makes one, which no signal asks to end.
         steps: number of optimizer steps in all.
@@ -139,7 +139,7 @@ class Trainer:
 
         Raises:
             NonFiniteError: a loss or gradient norm was NaN or infinite, and the step is not skipped or too many were.
-            StoppedError: the run was asked to end; there is a checkpoint of the last step.
+            StoppedError: the run was asked to end; there is a checkpoint of the step that was done last.
         """
         steps, training = self.steps, self.config.training
         agreement = self.agreement or Agreement(self.config.checkpoint.every_minutes)

@@ -1,4 +1,7 @@
-"""Every private name of torch that Meshwright touches, and nothing else. :func:`check` looks all of them up at start-up."""
+"""Every private name of torch's distributed code (FSDP2, meshes, groups) that Meshwright touches, and some others.
+
+:func:`check` looks up those in the tables of ``names.py``. Names that only pipelines or the report of a hang use are optional.
+"""
 
 from meshwright.errors import UnsupportedError
 

@@ -1,8 +1,8 @@
-"""Which names of torch Meshwright relies on beside the documented ones. All are looked up as a process starts.
+"""Undocumented names of torch that the files beside this one need.
 
-A torch release that moved one of them is refused with its name, not with an ``AttributeError`` in the middle of a step, or with
-no error at all. ``tests/distributed/test_torch_compat.py`` holds these tables against the syntax trees of the files beside this
-one, so that a name that is used stands here.
+:func:`check` looks them up when a mesh is built or a model is parallelized. A torch release that moved one of them is refused
+with its name, instead of failing in the middle of a step or silently. ``tests/distributed/test_torch_compat.py`` checks that
+every name these files use is in the tables, except optional ones.
 """
 
 import inspect
@@ -52,6 +52,7 @@ NAMES: dict[Any, tuple[str, ...]] = {
         "_register_post_backward_hook",
         "_reshard_after_forward",
         "is_unsharded",
+        "lazy_init",
         "post_backward",
         "pre_backward",
         "pre_forward",

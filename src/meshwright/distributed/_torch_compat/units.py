@@ -2,10 +2,11 @@
 
 Note on twin units. Two modules with the same parameters are to be two FSDP units. FSDP2 refuses that, so the second unit is
 wrapped around copies of the parameters, and its module attributes are set to the ``sharded_param`` of the first unit
-(:mod:`~meshwright.distributed.twins`). That is not enough. In its first forward each unit pads its shards:
-``reset_sharded_param`` copies ``sharded_param`` into new memory, ``_sharded_param_data``, from which it all-gathers. So after
-that, the second unit would all-gather from its own copy, which the optimizer does not update. :func:`share_shards` therefore
-gives the second unit the ``sharded_param``, ``_sharded_param_data`` and ``_sharding_spec`` of the first.
+(:mod:`~meshwright.distributed.twins`). That is enough for shards without padding: in its first forward
+(``reset_sharded_param``) the second unit takes a view of the first one's shard. A shard that has to be padded is copied:
+``_sharded_param_data`` of the second unit and ``sharded_param._local_tensor`` then use new memory, and the first unit goes on
+to all-gather from the old one, which the optimizer no longer updates. So :func:`share_shards` gives the second unit the
+``sharded_param``, ``_sharded_param_data`` and ``_sharding_spec`` of the first, before that can happen.
 
 Note on one unit of two modules. FSDP2 treats modules that are wrapped together as one run: it unshards before the forward of
 the first, and reshards after the forward of the last. For two layers that share parameters and run in different passes, this
@@ -126,7 +127,10 @@ def forget_runs_without_gradient(module: nn.Module | FSDPModule) -> None:
 
 
 def before_each_run(root: nn.Module | FSDPModule, do: Callable[[], None]) -> None:
-    """Call a function each time a root begins to run, in any method, before its units are initialised for the first run."""
+    """Call a function at the start of each forward of a root, also of a registered forward method.
+
+    The first call comes before the units are initialised for their first run.
+    """
     state = fsdp_state(root)
     initialize = state._lazy_init
 
