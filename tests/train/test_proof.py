@@ -321,6 +321,12 @@ def test_the_matrix_that_comes_with_the_package_knows_the_families_of_this_versi
         assert claim_of(setup_of(LARGE)).model == llama
 
 
+def test_a_proof_holds_for_every_version_of_python() -> None:
+    """Files of the standard library are not part of a model: `abc` was, and with it the version of Python."""
+    assert claims._foreign_code({"abc", "collections.abc", "torch.nn", "meshwright.layout"}) == []
+    assert len(claims._foreign_code({__name__, "yaml"})) == 2
+
+
 # -- the command --------------------------------------------------------------------------------------------------------------
 
 

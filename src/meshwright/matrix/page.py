@@ -129,7 +129,8 @@ def _page(
             cell = cells.get((family, place.label))
             row.append("" if cell is None else _words(cell, notes))
         lines.append(f"| {' | '.join(row)} |")
-    lines += ["", "## Options", "", "Every value of every option meets every value of every other one, on up to four processes:", ""]
+    pairs = "Every value of every option meets every value of every other one, on up to four processes:"
+    lines += ["", "## Options", "", pairs, ""]
     lines += [f"- {variant}{', also on eight processes' if variant in ON_EIGHT else ''}" for variant in variants]
     if notes:
         lines += ["", "## Notes", ""]

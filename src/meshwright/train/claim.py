@@ -204,7 +204,8 @@ def _foreign_code(modules: Iterable[str]) -> list[str]:
     found = []
     for name in sorted(modules):
         module = sys.modules.get(name)
-        if module is None or f"{name}.".startswith(_KNOWN_CODE):
+        standard = name.partition(".")[0] in sys.stdlib_module_names
+        if module is None or standard or f"{name}.".startswith(_KNOWN_CODE):
             continue
         try:
             found.append(hashlib.sha256(Path(inspect.getfile(module)).read_bytes()).hexdigest()[:16])
