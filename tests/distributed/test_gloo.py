@@ -60,6 +60,7 @@ def test_whoever_starts_the_process_group_it_has_one_thread(monkeypatch: pytest.
             monkeypatch.setenv(name, value)
         FSDP2Manager()
         assert options_of()._threads == 1
+        dist.barrier()  # rank 0 serves the store
 
     run_ranks(of_train, 1, group=False)
     run_ranks(of_the_manager, 2, group=False)
