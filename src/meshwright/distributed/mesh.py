@@ -155,14 +155,14 @@ def adopt_mesh(
 
 
 def mesh_of(device_mesh: DeviceMesh, moe_mesh: DeviceMesh | None = None) -> ParallelMesh:
-    """The mesh of a layout that somebody else's meshes mean together; see :func:`adopt_mesh`. Collective over all ranks.
+    """A :class:`ParallelMesh` over the ranks of two meshes that were made elsewhere. Collective over all ranks.
 
     Args:
-        device_mesh: over all ranks.
-        moe_mesh: with the axes ``ep_shard`` and ``ep``, over the same ranks; ``None``: no expert parallel.
+        device_mesh: see :func:`adopt_mesh`.
+        moe_mesh: a mesh over the same ranks, with the axes ``ep_shard`` and ``ep``; ``None``: no expert parallel.
 
     Raises:
-        LayoutError: see :func:`adopt_mesh`; or ranks of ``ep`` that are not those of the layout.
+        LayoutError: see :func:`adopt_mesh`; or `moe_mesh` groups other ranks than the layout does.
     """
     mesh = adopt_mesh(device_mesh)
     if moe_mesh is None or moe_mesh["ep"].size() == 1:

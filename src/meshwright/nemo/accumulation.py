@@ -40,7 +40,7 @@ class NoSync:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Return the context."""
+        """Return a context in which a backward accumulates gradients and does not reduce them."""
         if self._sync is None and fsdp_units(self._model):
             self._sync = GradSync(self._model, default=SyncPolicy.RESHARD_EACH, exchange_use=self._exchange_use)
         if self._sync is None or self._depth:

@@ -250,11 +250,7 @@ def _norms(spec: ParallelSpec, model: nn.Module) -> list[str]:
     names = [name for name, module in modules.items() if any(True for _ in module.parameters(recurse=False))]
     regions = [name for pattern in spec.structure.regions for name in match_names(pattern, modules)]
     layers = [name for pattern in spec.layers for name in match_names(pattern, modules)]
-
-    def inside(name: str, of: list[str]) -> bool:
-        return within(name, of)
-
-    between = [generalize(name) for name in names if inside(name, layers) and not inside(name, regions)]
+    between = [generalize(name) for name in names if within(name, layers) and not within(name, regions)]
     return list(dict.fromkeys([*between, *spec.structure.tokenwise]))
 
 
