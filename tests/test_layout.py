@@ -3,7 +3,7 @@
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.errors import LayoutError
@@ -85,6 +85,7 @@ def test_an_unresolved_layout_has_no_ranks() -> None:
 SIZES = st.sampled_from([1, 2, 3, 4])
 
 
+@settings(deadline=None)  # a slow machine is no failure
 @given(st.tuples(SIZES, SIZES, SIZES, SIZES, SIZES))
 def test_coordinates_are_row_major_and_groups_partition_the_world(sizes: tuple[int, ...]) -> None:
     layout = Layout(**dict(zip(AXES, sizes, strict=True)))
@@ -96,6 +97,7 @@ def test_coordinates_are_row_major_and_groups_partition_the_world(sizes: tuple[i
         assert {len(group) for group in groups} == {layout.size(axes)}
 
 
+@settings(deadline=None)
 @given(SIZES, SIZES, SIZES, st.sampled_from([1, 2, 4]))
 def test_expert_coordinates_tile_the_ranks_inside_each_replica(pp: int, replicate: int, shard: int, ep: int) -> None:
     layout = Layout(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=2, tp=2, ep=ep).resolve(pp * replicate * shard * 4)

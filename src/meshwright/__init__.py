@@ -22,6 +22,7 @@ _HOMES = {
     "UnitRule": "plan.spec",
     "build_mesh": "distributed.mesh",
     "clip_grad_norm_": "distributed.grad_clip",
+    "context_parallel": "distributed.sequences",
     "get_parallelization_strategy": "models.registry",
     "parallelize": "distributed.conductor",
     "register_parallel_strategy": "models.registry",

@@ -1,6 +1,5 @@
 """The data of a step does not depend on who computes it, and a loader resumes as if nothing had happened."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -35,33 +34,6 @@ def test_a_step_is_the_same_on_every_layout(make_store, packing, shuffle):
                 union = torch.cat([rows(part.microbatches(step)) for part in parts])
                 assert torch.equal(union, rows(reference.microbatches(step)))
                 assert len(parts[0].microbatches(step)) == parts[0].accumulation
-
-
-@pytest.mark.parametrize("packing", ["pack", "pad"])
-def test_ranks_may_share_sequences(make_store, packing):
-    """Padded, permuted and cut, as context parallel balances its load: a rank has a piece of the front and one of the back."""
-    store, ranks = make_store(LENGTHS), 2
-
-    def zigzag(rank):
-        def positions(length):
-            pieces = np.arange(length).reshape(2 * ranks, -1)
-            return np.concatenate([pieces[rank], pieces[2 * ranks - 1 - rank]])
-
-        return positions
-
-    options = {"packing": packing, "sequence_length": 7}
-    whole = loader(store, multiple=4, **options)
-    parts = [loader(store, multiple=4, positions=zigzag(rank), **options) for rank in range(ranks)]
-    held_out = SequenceDataset(store, "train", 7, packing, 0, 0, False)
-    evaluations = [EvalLoader(held_out, 2, multiple=4, positions=own) for own in (None, zigzag(0), zigzag(1))]
-    for alone, *shared in ([each.microbatches(3) for each in (whole, *parts)], [list(each) for each in evaluations]):
-        assert len(alone) == len(shared[0]) > 0
-        for batch, *pieces in zip(alone, *shared, strict=True):
-            for key, rows_of_all in batch.items():
-                assert rows_of_all.shape[1] == 8
-                for rank, piece in enumerate(pieces):
-                    assert torch.equal(piece[key], rows_of_all[:, zigzag(rank)(8)])
-    assert parts[0].state_dict(3) == whole.state_dict(3)
 
 
 def test_microbatches_are_a_function_of_the_step(make_store):

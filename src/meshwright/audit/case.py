@@ -117,14 +117,13 @@ def silence_dropout(model: nn.Module) -> None:
 
 
 class NotingEngine(Sequential):
-    """Runs microbatches as a run does, and records which sequences it was fed."""
+    """Runs microbatches as a run does, in the arithmetic of a case."""
 
     trainer: "AuditTrainer"
 
     def forward_backward(self, batches: list[Batch], counts: torch.Tensor) -> Sums:
         """Run the microbatches of a step in the arithmetic of the case."""
         trainer = self.trainer
-        trainer.sequences.append(sequence_digests(batches, trainer.config.data.sequence_length))
         with KeepFloat64() if trainer.case.dtype == "float64" else nullcontext():
             return super().forward_backward(batches, counts)
 
@@ -156,6 +155,10 @@ class AuditTrainer(Trainer):
         # All cases of a layout share one mesh: its process groups have threads, and cannot be destroyed one by one.
         own = {"mesh": lambda trainer: _mesh(setup.layout, device.type), "loader": _loader, "fill": _fill, "engine": noting}
         super().__init__(setup, TokenStore.open(case.store), device, parts=Parts(**{**own, **parts}))
+
+    def note_sequences(self, batches: list[Batch]) -> None:
+        """Record which sequences this rank is fed in a step."""
+        self.sequences.append(sequence_digests(batches, self.config.data.sequence_length))
 
 
 def _loader(trainer: Made, store: TokenStore) -> TrainLoader:

@@ -19,11 +19,16 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
 from meshwright.data.loader import TrainLoader
 from meshwright.data.packing import IGNORE, Integers
 from meshwright.data.store import TokenStore, prepare, write_documents
 from meshwright.data.tokenizer import build_tokenizer
+from meshwright.distributed.mesh import ParallelMesh
+from meshwright.models.objective import ROUTED
+from meshwright.plan.context_parallel import positions_of
+from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.train.config import RunConfig
 
 __all__ = [
@@ -33,6 +38,7 @@ __all__ = [
     "edge_words",
     "sequence_digests",
     "unlabelled_microbatch",
+    "whole_sequences",
     "words_to_feed",
 ]
 
@@ -126,6 +132,23 @@ def _places(labels: Integers) -> npt.NDArray[np.intp]:
     """Return the positions of the tokens that are a label and that have a valid label: as inputs they get a gradient."""
     counts = labels != IGNORE
     return np.flatnonzero(counts[:-1] & counts[1:]) + 1
+
+
+def whole_sequences(batch: dict[str, torch.Tensor], plan: ShardingPlan, mesh: ParallelMesh) -> dict[str, torch.Tensor]:
+    """Return what the ranks of `cp` were fed of a batch together, in the order of the sequences. All of them call this."""
+    cp = plan.layout.size("cp")
+    if cp == 1:
+        return batch
+    rows, length = batch["input_ids"].shape
+    pieces = [positions_of(length * cp, cp, plan.options.context_balance, rank) for rank in range(cp)]
+    order = torch.tensor([position for own in pieces for piece in own for position in piece])
+    found = {}
+    for name in (name for name, tensor in batch.items() if name != ROUTED and tensor.shape == (rows, length)):
+        parts = [torch.empty_like(batch[name]) for _ in range(cp)]
+        dist.all_gather(parts, batch[name].contiguous(), group=mesh["cp"].get_group())
+        found[name] = torch.empty((rows, cp * length), dtype=batch[name].dtype, device=batch[name].device)
+        found[name][:, order] = torch.cat(parts, dim=1)
+    return found
 
 
 def sequence_digests(batches: list[dict[str, torch.Tensor]], length: int) -> list[str]:

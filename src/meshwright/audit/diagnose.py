@@ -13,6 +13,7 @@ from meshwright.audit.reference import Reference
 from meshwright.audit.replicas import differing, replica_findings, sharded_over
 from meshwright.audit.tolerance import TOLERANCES, Tolerances
 from meshwright.layout import Layout
+from meshwright.plan.context_parallel import context_counts
 from meshwright.plan.expert_parallel import expert_parallel_counts
 from meshwright.plan.price import tensor_parallel_counts, totals
 from meshwright.plan.sharding_plan import ShardingPlan
@@ -238,9 +239,11 @@ def _collectives(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Fi
     due = {"dp": Counter({kind: getattr(traffic, f"{kind}s") for kind in kinds})}
     sizes = Counter({kind: getattr(traffic, f"{kind}_bytes") for kind in kinds})
     due["tp"] = tensor_parallel_counts(plan)
+    due["cp"] = context_counts(plan)
     for axis, more in expert_parallel_counts(plan).items():
         due.setdefault(axis, Counter()).update(more)
-    # The planned counts of tensor and expert parallel assume that nothing is recomputed, and that gradients flow everywhere.
+    # The planned counts of tensor, context and expert parallel assume that nothing is recomputed, and that gradients flow
+    # everywhere.
     frozen = any(not row.trainable and plan.unit(row.unit).forwards for row in plan.parameters)
     exact = not frozen and not any(unit.activation_checkpointing for unit in plan.units)
     for step, result in [(step, of_rank) for of_rank in ranks for step in range(len(of_rank.counts))]:
@@ -252,10 +255,10 @@ def _collectives(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Fi
             made, made_bytes = _added(counts, names), _added(sizes_made, names)
             planned = _added(due, axes)
             for kind in dict.fromkeys([*planned, *made]):
-                if not exact and ("tp" in axes or ("ep" in axes and kind not in kinds)):
+                if not exact and (axes & {"tp", "cp"} or ("ep" in axes and kind not in kinds)):
                     continue
                 count, size = made[kind], made_bytes[kind]
-                of_plan = kind in kinds and "dp" in axes and "tp" not in axes  # other bytes depend on the batch
+                of_plan = kind in kinds and "dp" in axes and not axes & {"tp", "cp"}  # other bytes depend on the batch
                 if count != planned[kind] or (of_plan and not (size == sizes[kind] or (narrower and size < sizes[kind]))):
                     what = f"{count} {kind} of {size:,} bytes over {'+'.join(sorted(axes))}"
                     wrong.append(f"{what} where the plan has {planned[kind]}" + (f" of {sizes[kind]:,}" if of_plan else ""))

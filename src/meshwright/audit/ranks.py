@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, BorderRecorder, BorderRow, compare_borders
 from meshwright.audit.case import AuditTrainer, Case, NotingEngine, local_part, modules_in_evaluation
 from meshwright.audit.compare import Row, compare, weights_of_parts
+from meshwright.audit.data import whole_sequences
 from meshwright.audit.decay import decayed_by_optimizer
 from meshwright.audit.precision import FLOORS
 from meshwright.audit.reference import Reference
@@ -93,6 +94,7 @@ class ComparingEngine(NotingEngine):
         """Run the microbatches of a step, as a run does."""
         trainer = self.trainer
         generators = trainer.generators()
+        trainer.note_sequences([whole_sequences(batch, trainer.setup.plan, trainer.mesh) for batch in batches])
         if trainer.step == 0:
             trainer.result.evaluating = modules_in_evaluation(self.model)
         if trainer.compiled:
@@ -183,6 +185,7 @@ class RankTrainer(AuditTrainer):
     def _compare_borders(self, batch: Batch) -> None:
         plan, place = self.setup.plan, self.setup.layout.coordinates(self.rank)
         rows, length = batch["input_ids"].shape
+        length *= plan.layout.size("cp")
         first = first_microbatch(plan, place)
         self.result.borders = compare_borders(
             self.at_borders.tensors[0],
@@ -357,7 +360,7 @@ def axis_names(layout: Layout, rank: int) -> dict[tuple[int, ...], str]:
     """Return, for each group of ranks that ``rank`` is in (a tuple of ranks), the name of its axes."""
     found: dict[tuple[int, ...], list[str]] = {}
     data = ("dp_replicate", "dp_shard", "dp_shard_cp", "dp_cp", "ep_shard")
-    axes = {**dict.fromkeys(data, "dp"), "ep": "ep", "tp": "tp"}
+    axes = {**dict.fromkeys(data, "dp"), "ep": "ep", "cp": "cp", "tp": "tp"}
     for axis, name in axes.items():
         ranks = tuple(layout.group(axis, rank))
         if len(ranks) > 1 and name not in found.setdefault(ranks, []):

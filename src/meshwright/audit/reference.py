@@ -114,11 +114,11 @@ class ReferenceEngine(NotingEngine):
     def forward_backward(self, batches: list[Batch], counts: torch.Tensor) -> Sums:
         """Run the microbatches of a step. The gradient is their sum, as in a run."""
         trainer = self.trainer
+        trainer.note_sequences(batches)
         if trainer.step > 0:
             return super().forward_backward(batches, counts)
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         total = Sums()
-        sequences: list[str] = []
         trainer.note(batches)
         for index, batch in enumerate(batches):
             before = {name: parameter.grad for name, parameter in trained.items()}
@@ -130,7 +130,6 @@ class ReferenceEngine(NotingEngine):
                     total.values[name] = value
                 else:
                     total.add(name, value)
-            sequences += trainer.sequences.pop()
             trainer.meta["microbatch_losses"].append(float(sums.values["loss"]) * float(counts[0].clamp(min=1)))
             trainer.meta["microbatch_tokens"].append(count_tokens([batch]))
             for name, parameter in trained.items():
@@ -138,7 +137,6 @@ class ReferenceEngine(NotingEngine):
                     trainer.keep(f"part.{index}.{name}", parameter.grad)
                 if (sofar := before[name]) is not None:
                     parameter.grad = sofar if parameter.grad is None else sofar + parameter.grad
-        trainer.sequences.append(sequences)
         for name, parameter in trained.items():
             if parameter.grad is not None:
                 trainer.keep(f"gradient.{name}", parameter.grad)

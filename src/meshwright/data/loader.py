@@ -8,7 +8,7 @@ in a step. A loader needs only the number of the step to resume.
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["EvalLoader", "TrainLoader", "check_batch_sizes"]
 
 Batch = dict[str, "torch.Tensor"]
-
-Positions = Callable[[int], Integers]
-"""Length of padded sequences to the positions that a rank reads of each, in its order, where ranks share sequences."""
 
 
 def check_batch_sizes(global_batch_size: int, microbatch_size: int, data_ranks: int) -> None:
@@ -58,10 +55,8 @@ def _check_rank(data_rank: int, data_ranks: int) -> None:
         raise ConfigError(f"data_rank={data_rank}: legal are 0 to {data_ranks - 1}")
 
 
-def _collate(
-    sequences: list[dict[str, Integers]], dataset: SequenceDataset, multiple: int, positions: Positions | None
-) -> Batch:
-    """Stack sequences, padded at the end to a length that is a multiple of `multiple`, and select `positions` of them."""
+def _collate(sequences: list[dict[str, Integers]], dataset: SequenceDataset, multiple: int) -> Batch:
+    """Stack sequences, padded at the end to a length that is a multiple of `multiple`."""
     import torch
 
     batch = {key: np.stack([sequence[key] for sequence in sequences]) for key in sequences[0]}
@@ -77,9 +72,6 @@ def _collate(
             key: np.concatenate([rows, np.broadcast_to(filler[key], (len(rows), lacking))], axis=1)
             for key, rows in batch.items()
         }
-    if positions is not None:
-        mine = positions(dataset.sequence_length + lacking)
-        batch = {key: rows[:, mine] for key, rows in batch.items()}
     return {key: torch.from_numpy(rows) for key, rows in batch.items()}
 
 
@@ -96,10 +88,8 @@ class TrainLoader:
         seed: decides the order.
         packing: "pack" or "pad".
         shuffle: shuffle documents and sequences again in each epoch.
-        multiple: the length of a batch must be a multiple of this (sequence parallel). It is padded, the labels of padding do
-            not count, and the state of the loader does not depend on it.
-        positions: selects what this rank reads of each padded sequence, for an axis whose ranks share sequences; ``None``: all
-            of it. The state of the loader does not depend on it.
+        multiple: the length of a batch must be a multiple of this (sequence and context parallel). It is padded, the labels of
+            padding do not count, and the state of the loader does not depend on it.
 
     Attributes:
         accumulation: number of microbatches in a step.
@@ -122,14 +112,13 @@ class TrainLoader:
         packing: Literal["pack", "pad"] = "pack",
         shuffle: bool = True,
         multiple: int = 1,
-        positions: Positions | None = None,
     ) -> None:
         _check_rank(data_rank, data_ranks)
         check_batch_sizes(global_batch_size, microbatch_size, data_ranks)
         self.store, self.sequence_length, self.packing = store, sequence_length, packing
         self.global_batch_size, self.microbatch_size = global_batch_size, microbatch_size
         self.data_rank, self.data_ranks = data_rank, data_ranks
-        self.seed, self.shuffle, self.multiple, self.positions = seed, shuffle, multiple, positions
+        self.seed, self.shuffle, self.multiple = seed, shuffle, multiple
         self.accumulation = global_batch_size // (microbatch_size * data_ranks)
         self._epochs: dict[int, SequenceDataset] = {}
         self._starts = [0]  # the global number of each epoch's first sequence, as far as known
@@ -142,9 +131,7 @@ class TrainLoader:
         position_ids.
         """
         return [
-            _collate(
-                [self._sequence(number) for number in numbers], self._dataset(self.epoch(step)), self.multiple, self.positions
-            )
+            _collate([self._sequence(number) for number in numbers], self._dataset(self.epoch(step)), self.multiple)
             for numbers in self.numbers(step)
         ]
 
@@ -248,7 +235,6 @@ class EvalLoader:
         data_ranks: number of parts.
         max_sequences: stop after this many sequences, over all ranks.
         multiple: see :class:`TrainLoader`.
-        positions: see :class:`TrainLoader`.
 
     Raises:
         ConfigError: sizes below 1, or a rank that does not exist.
@@ -262,14 +248,13 @@ class EvalLoader:
         data_ranks: int = 1,
         max_sequences: int | None = None,
         multiple: int = 1,
-        positions: Positions | None = None,
     ) -> None:
         _check_rank(data_rank, data_ranks)
         for name, value in (("microbatch_size", microbatch_size), ("max_sequences", max_sequences)):
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value}: at least 1")
         self.dataset, self.microbatch_size = dataset, microbatch_size
-        self.data_rank, self.data_ranks, self.multiple, self.positions = data_rank, data_ranks, multiple, positions
+        self.data_rank, self.data_ranks, self.multiple = data_rank, data_ranks, multiple
         self.sequences = len(dataset) if max_sequences is None else min(max_sequences, len(dataset))
 
     def __len__(self) -> int:
@@ -278,9 +263,7 @@ class EvalLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in range(len(self)):
-            yield _collate(
-                [self._sequence(number) for number in self.numbers(batch)], self.dataset, self.multiple, self.positions
-            )
+            yield _collate([self._sequence(number) for number in self.numbers(batch)], self.dataset, self.multiple)
 
     def numbers(self, batch: int) -> range:
         """Return the numbers of the sequences of a batch of this rank, among all held-out ones. Larger numbers are filler."""

@@ -31,6 +31,7 @@ _NAMES = {
     "scatter_": "scatter",
     "gather_": "gather",
     "barrier": "barrier",
+    "send": "send",
 }
 
 

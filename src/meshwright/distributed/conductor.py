@@ -1,8 +1,8 @@
 """The conductor: performs the program of a plan on a model, action after action.
 
-The resolver writes the program in one order: tensor parallel -> expert parallel -> activation checkpointing -> trainability ->
-FSDP units inside out, the root last, each with its dtypes -> prefetching -> compilation. Under tensor parallel a recomputed
-layer is compiled before its checkpoint is put around it.
+The resolver writes the program in one order: tensor parallel -> expert parallel -> context parallel -> activation checkpointing
+-> trainability -> FSDP units inside out, the root last, each with its dtypes -> prefetching -> compilation. Under tensor
+parallel a recomputed layer is compiled before its checkpoint is put around it.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.activation_checkpointing import find_operators, recompute
 from meshwright.distributed.compilation import compile_module
+from meshwright.distributed.context_parallel import attend_over_ranks
 from meshwright.distributed.expert_parallel import dispatch_tokens
 from meshwright.distributed.fsdp import prefetch, wrap
 from meshwright.distributed.mesh import ParallelMesh
@@ -25,6 +26,7 @@ from meshwright.layout import Layout
 from meshwright.plan.program import (
     Action,
     Assign,
+    Attend,
     Compile,
     Compute,
     Dispatch,
@@ -45,6 +47,7 @@ PERFORMERS: dict[type[Action], Callable[[nn.Module, Any, ParallelMesh], None]] =
     Assign: assign,
     Compute: compute_with_slices,
     Dispatch: dispatch_tokens,
+    Attend: attend_over_ranks,
     Recompute: recompute,
     Freeze: freeze,
     PartTwins: part_twins,
@@ -57,7 +60,6 @@ PERFORMERS: dict[type[Action], Callable[[nn.Module, Any, ParallelMesh], None]] =
 
 _NOT_YET = {
     "pp": "pipeline parallel",
-    "cp": "context parallel",
 }
 
 

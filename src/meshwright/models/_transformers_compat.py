@@ -4,8 +4,8 @@ Transformers 5 loads safetensors shard by shard: for a parameter that is a DTens
 this rank has, and reads only that. The entry points are private; :func:`check` refuses a release that moved one of them.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ __all__ = [
     "TURNED_ROUTERS",
     "Declarations",
     "LoadReport",
+    "attention_function",
     "attention_of",
     "check",
     "declarations",
@@ -196,6 +197,20 @@ def without_torch_init() -> AbstractContextManager[Any]:
 def attention_of(model: "PreTrainedModel") -> str:
     """Return the attention implementation that the layers of a model use, such as ``sdpa``."""
     return str(model.config.get_text_config()._attn_implementation)
+
+
+@contextmanager
+def attention_function(name: str, function: Callable[..., Any], mask: Callable[..., Any]) -> Iterator[None]:
+    """Inside, an attention function and what makes its masks are registered under a name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, mask)
+    try:
+        yield
+    finally:
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            interface._global_mapping.pop(name, None)
 
 
 _LEFT_OUT = {"DiffusionGemmaEncoderTextLayer": {"layer_scalar": 1.0}}

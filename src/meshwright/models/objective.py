@@ -18,9 +18,12 @@ from meshwright.plan.options import ActivationCheckpointing
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Batch", "NextToken", "Objective", "RunFacts"]
+__all__ = ["ROUTED", "Batch", "NextToken", "Objective", "RunFacts"]
 
 Batch = dict[str, torch.Tensor]
+
+ROUTED = "routed"
+"""Key of what :meth:`Objective.routed` returned for the whole sequences, in a batch that has a part of each."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,8 @@ class NextToken(Objective):
 
     def routed(self, batch: Batch) -> torch.Tensor:
         """Return the tokens up to the last label of their sequence. Later ones have no effect on the loss, like padding."""
+        if ROUTED in batch:
+            return batch[ROUTED]
         return (batch["labels"] != IGNORE).flip(1).cumsum(1).flip(1) > 0
 
     def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:

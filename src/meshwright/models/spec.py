@@ -1,12 +1,14 @@
 """The spec of a model of transformers, derived from what the model declares."""
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from meshwright.distributed.names import class_name
 from meshwright.errors import ModelError
+from meshwright.models.attention import trace_attentions
 from meshwright.models.decoder import declared_structure, structure_of
 from meshwright.models.plain import inferred_spec
 from meshwright.models.strategy import ParallelizationStrategy
@@ -94,6 +96,7 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
             f"layer (it is {sorted(declared.no_split) or None}), or pass a ParallelSpec"
         )
     structure = structure_of([kind.__name__ for kind in type(model).__mro__], model.config)
+    experts = experts_of(model)
     styles = dict(declared.tp)
     if styles and structure is not None:
         # In transformers 5.17, these families do not declare the style of the embedding.
@@ -103,7 +106,7 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
         family=class_name(model),
         layers=_patterns(layers),
         units=tuple(UnitRule(pattern) for pattern in _patterns(name for name in whole if name not in layers)),
-        experts=experts_of(model),
+        experts=experts,
         fp32=_patterns(name for name, module in modules.items() if _wants_fp32(name, module, fp32)),
         tied=_tied_groups(declared.tied),
         tp_styles=_matching(styles, model),
@@ -111,6 +114,7 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
         structure=structure,
         # A subclass has the structure of its family, but may have further parameters that some microbatches do not use.
         uses_all_parameters=structure is not None and structure.uses_all_parameters and declared_structure(type(model)),
+        attentions=partial(trace_attentions, experts=experts),
     )
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from meshwright.distributed import _torch_compat
@@ -39,14 +40,24 @@ _KINDS = ", ".join(kind for kind in Scores if kind is not Scores.UNKNOWN)
 _DECLARE = f"declare it (scores of an ExpertsRule in a strategy, docs/adding-a-family.md): {_KINDS}"
 
 
-def sequence_balance(scores: torch.Tensor, index: torch.Tensor, counts: torch.Tensor, kind: Scores) -> torch.Tensor:
+def sequence_balance(
+    scores: torch.Tensor,
+    index: torch.Tensor,
+    counts: torch.Tensor,
+    kind: Scores,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
     """Return the balance loss of a router, each sequence weighted by its tokens: sum_b T_b sum_i f_i P_i.
+
+    Where ranks share sequences, loads and tokens are added up over them before the product. The result is this rank's part of a
+    sum over these ranks: it is linear in the mean of the scores, of which each rank has its tokens.
 
     Args:
         scores: [B * S, E], as the router returns them.
         index: [B * S, k], the experts that were chosen.
         counts: bool [B, S], which tokens count.
         kind: what the scores are.
+        group: the ranks that share sequences; ``None``: each rank has whole sequences.
 
     Returns:
         A scalar, in fp32 or better.
@@ -66,7 +77,12 @@ def sequence_balance(scores: torch.Tensor, index: torch.Tensor, counts: torch.Te
     mask = counts.to(shares.dtype)
     loads = mask.new_zeros(len(counts), experts)
     loads.scatter_add_(1, index.reshape(len(counts), -1).long(), mask.repeat_interleave(chosen, dim=1))
-    tokens = mask.sum(1, keepdim=True).clamp(min=1)
+    tokens = mask.sum(1, keepdim=True)
+    if group is not None:
+        both = torch.cat([loads, tokens], dim=1)
+        dist.all_reduce(both, group=group)
+        loads, tokens = both[:, :-1], both[:, -1:]
+    tokens = tokens.clamp(min=1)
     sums = (shares.view(*counts.shape, experts) * mask.unsqueeze(-1)).sum(1)
     return experts / chosen * (loads / tokens * sums).sum()
 
@@ -103,6 +119,7 @@ class Balance:
         aux_loss: coefficient of the balance loss; 0: no loss.
         bias_update_rate: what is added to or subtracted from biases after a step; 0: no update.
         load_metrics: whether loads are reported as metrics.
+        group: the ranks that share sequences; ``None``: each rank has whole sequences.
 
     Raises:
         ModelError: a balance loss is asked for, and it is unknown what the scores of a router are.
@@ -117,7 +134,9 @@ class Balance:
         aux_loss: float = 0.0,
         bias_update_rate: float = 0.0,
         load_metrics: bool = True,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
+        self.group = group
         self.model, self.aux_loss, self.rate, self.reports = model, aux_loss, bias_update_rate, load_metrics
         known = [row for row in rows if row.router]
         if not (aux_loss or bias_update_rate or load_metrics):
@@ -236,7 +255,8 @@ class Balance:
                     _count(router.loads, index, self._counts)
             if not self.aux_loss or self._counts is None or not scores.requires_grad:
                 return None
-            loss = sequence_balance(scores, index, self._counts, Scores(router.row.scores)) * self.aux_loss / self._tokens
+            loss = sequence_balance(scores, index, self._counts, Scores(router.row.scores), self.group)
+            loss = loss * self.aux_loss / self._tokens
             if first:
                 with unwatched():
                     self._value = self._value + loss.detach()

@@ -1,8 +1,9 @@
-"""What the activations of a plan cost to communicate: collectives and bytes over `tp` and `ep`, in closed form."""
+"""What the activations of a plan cost to communicate: collectives and bytes over `tp`, `cp` and `ep`, in closed form."""
 
 from collections import Counter
 from dataclasses import dataclass
 
+from meshwright.plan.context_parallel import context_bytes, context_counts
 from meshwright.plan.expert_parallel import expert_parallel_counts
 from meshwright.plan.moves import Move
 from meshwright.plan.price import LOSS_PARALLEL, MOVED, tensor_parallel_counts
@@ -16,8 +17,8 @@ class AxisTraffic:
     """The collectives of one kind over one axis in one optimizer step, on one rank.
 
     Attributes:
-        axis: ``tp`` or ``ep``.
-        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
+        axis: ``tp``, ``cp`` or ``ep``.
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``send``.
         calls: number of calls.
         size: bytes of the larger buffer of each call, added up; ``None`` if the plan does not know the batch. If tokens are
             routed, the load is assumed to be balanced.
@@ -30,7 +31,7 @@ class AxisTraffic:
 
 
 def activation_traffic(plan: ShardingPlan) -> list[AxisTraffic]:
-    """Return the collectives of activations, and of gradients that are summed over ``tp``; empty if neither axis is used.
+    """Return the collectives of activations, and of gradients that are summed over ``tp``; empty if none of the axes is used.
 
     The numbers assume that everything is trained, nothing is recomputed, and every module computes in ``param_dtype``.
     """
@@ -39,6 +40,8 @@ def activation_traffic(plan: ShardingPlan) -> list[AxisTraffic]:
         calls["tp"] = tensor_parallel_counts(plan)
     for axis, of in expert_parallel_counts(plan).items():
         calls.setdefault(axis, Counter()).update(of)
+    if plan.attentions:
+        calls["cp"] = context_counts(plan)
     sizes = None if plan.options.tokens is None else _sizes(plan, plan.options.tokens)
     return [
         AxisTraffic(axis, kind, count, None if sizes is None else sizes.get(axis, Counter())[kind])
@@ -79,7 +82,8 @@ def _sizes(plan: ShardingPlan, tokens: int) -> dict[str, Counter[str]]:
         if mixture.token_axis:
             gathered = tokens * (stream * (forwards + 1) + (options.experts_of_token or 1)) * compute
             found.setdefault(mixture.token_axis, Counter())["all_gather"] += gathered
-    return {axis: Counter({kind: options.microbatches * size for kind, size in of.items()}) for axis, of in found.items()}
+    scaled = {axis: Counter({kind: options.microbatches * size for kind, size in of.items()}) for axis, of in found.items()}
+    return {**scaled, "cp": context_bytes(plan, tokens)}
 
 
 def _widths(row: TensorParallelRow, matrices: dict[str, ParameterRow], stream: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from enum import StrEnum
 from torch import nn
 
 from meshwright.layout import AXES
+from meshwright.plan.context_parallel import positions_of
 from meshwright.plan.moves import Move
 from meshwright.plan.names import holder_of, inside, within
 from meshwright.plan.sharding_plan import ShardingPlan, UnitRow
@@ -65,14 +66,17 @@ def tokens_of_units(plan: ShardingPlan) -> tuple[UnitRow, ...]:
     """Return the units of a plan, each with the tokens of its microbatch that enter it on a rank."""
     mixtures = {row.module for row in plan.experts} if plan.layout.ep > 1 else set()
     first = dict.fromkeys(AXES, 0)
-    ranks = plan.layout.size("tp")
+    tp, cp = plan.layout.size("tp"), plan.layout.size("cp")
+    length = plan.sequence_multiple
 
     def tokens(unit: UnitRow) -> str:
         if unit.name in mixtures:
             return "routed over ep"
-        found = held(plan, unit.name, Side.INPUT, first, 1, ranks)
-        part = found is not None and len(found.positions[0]) < ranks
-        return f"1/{ranks} of each sequence (tp)" if part else "all"
+        found = held(plan, unit.name, Side.INPUT, first, 1, length)
+        part = found is not None and sum(map(len, found.positions)) < length // cp
+        axes = [axis for axis, shared in (("cp", cp > 1), ("tp", part)) if shared]
+        share = (tp if part else 1) * cp
+        return f"1/{share} of each sequence ({', '.join(axes)})" if axes else "all"
 
     return tuple(replace(unit, tokens=tokens(unit)) for unit in plan.units)
 
@@ -101,7 +105,8 @@ def held(
         The part; ``None`` if the rank has slices of features or a partial sum, to which no tokens of a single process are
             equal.
     """
-    whole = Held(range(rows), (range(length),))
+    balance, cp = plan.options.context_balance, plan.layout.size("cp")
+    whole = Held(range(rows), positions_of(length, cp, balance, coordinates["cp"]))
     ranks = plan.layout.size("tp")
     if ranks == 1:
         return whole
@@ -121,6 +126,16 @@ def held(
     in_layers = within(module, plan.layers)
     if cut or joined or not (in_layers or (own is not None and own.style == "sequence_parallel")):
         return whole
-    share = length // ranks
-    begin = coordinates["tp"] * share
-    return Held(range(rows), (range(begin, begin + share),))
+    share = length // cp // ranks
+    return Held(range(rows), _slice(whole.positions, coordinates["tp"] * share, share))
+
+
+def _slice(pieces: tuple[range, ...], begin: int, count: int) -> tuple[range, ...]:
+    """Return the positions with the numbers ``begin`` to ``begin + count - 1`` among those of some pieces."""
+    found = []
+    for piece in pieces:
+        part = piece[max(0, begin) : max(0, begin + count)]
+        if part:
+            found.append(part)
+        begin -= len(piece)
+    return tuple(found)

@@ -10,17 +10,18 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from meshwright.plan.activation_traffic import activation_traffic
+from meshwright.plan.context_parallel import gathered_bytes, unevenness
 from meshwright.plan.expert_parallel import expert_parallel_counts
 from meshwright.plan.moves import Move
 from meshwright.plan.names import generalize
-from meshwright.plan.options import SyncPolicy
+from meshwright.plan.options import ContextMethod, SyncPolicy
 from meshwright.plan.price import tensor_parallel_counts, totals, unit_traffic
 from meshwright.plan.program import describe
-from meshwright.plan.sharding_plan import ExpertsRow, ParameterRow, ShardingPlan, TensorParallelRow, UnitRow
+from meshwright.plan.sharding_plan import AttentionRow, ExpertsRow, ParameterRow, ShardingPlan, TensorParallelRow, UnitRow
 
 __all__ = ["explain", "explain_program", "human_bytes"]
 
-Row = TypeVar("Row", ParameterRow, UnitRow, TensorParallelRow, ExpertsRow)
+Row = TypeVar("Row", ParameterRow, UnitRow, TensorParallelRow, ExpertsRow, AttentionRow)
 
 
 def human_bytes(size: float) -> str:
@@ -45,6 +46,8 @@ def explain(plan: ShardingPlan, *, full: bool = False, parameters: bool = True) 
         tables.append(_tensor_parallel(plan, full))
     if plan.experts:
         tables.append(_experts(plan, full))
+    if plan.attentions:
+        tables.append(_attentions(plan, full))
     return Group(*tables, *([_parameters(plan, full)] if parameters else []))
 
 
@@ -120,6 +123,7 @@ _DONE = {
     "all_gather": "all-gathered",
     "reduce_scatter": "reduce-scattered",
     "all_to_all": "exchanged (all-to-all)",
+    "send": "sent from rank to rank",
 }
 
 
@@ -200,6 +204,31 @@ def _experts(plan: ShardingPlan, full: bool) -> Table:
     return table
 
 
+def _attentions(plan: ShardingPlan, full: bool) -> Table:
+    options, cp = plan.options, plan.layout.size("cp")
+    title = f"Context parallel: {options.context_parallel}, {options.context_balance}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for name in ("attention", "mask", "heads", "key/value heads", "sizes", "kernel", "in backward"):
+        table.add_column(name, justify="right" if "heads" in name else "left", overflow="fold")
+
+    def cells(row: AttentionRow) -> tuple[str, ...]:
+        sizes = f"{row.key_size}" if row.key_size == row.value_size else f"{row.key_size}, values {row.value_size}"
+        again = "gets keys again" if row.recompute else "keeps keys"
+        kernel = row.kernel if row.method is not ContextMethod.RING else "blocks, merged in fp32"
+        mask = f"{row.mask}{', sinks' if row.sinks else ''}"
+        return mask, str(row.heads), str(row.kv_heads), sizes, kernel, again
+
+    for label, values in _folded(plan.attentions, cells, full):
+        table.add_row(label, *values)
+    lines = [f"a sequence is padded to a multiple of {plan.sequence_multiple}"]
+    uneven = unevenness([1024 * cp], cp, options.context_balance)
+    lines.append(f"one causal document: the rank with the most work has {uneven:.2f} of the mean")
+    if options.tokens is not None and (gathered := gathered_bytes(plan, options.tokens)):
+        lines.append(f"gathered keys and values of an attention: {human_bytes(gathered)}")
+    table.caption = "; ".join(lines)
+    return table
+
+
 def _parameters(plan: ShardingPlan, full: bool) -> Table:
     table = Table(title="Parameters", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # the table is wide
     for name in ("parameter", "shape", "dtype", "unit", "placements", "local shape", "per rank", "decay"):
@@ -242,7 +271,7 @@ def _folded(rows: Iterable[Row], cells: Callable[[Row], tuple[str, ...]], full: 
     ]
 
 
-def _label(row: ParameterRow | UnitRow | TensorParallelRow | ExpertsRow) -> str:
+def _label(row: ParameterRow | UnitRow | TensorParallelRow | ExpertsRow | AttentionRow) -> str:
     if isinstance(row, ParameterRow) and row.aliases:
         return f"{row.name} = {', '.join(row.aliases)}"
     return row.name

@@ -4,7 +4,7 @@ import inspect
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import islice, takewhile
 from types import CodeType, FunctionType
 from typing import Any
@@ -12,10 +12,18 @@ from typing import Any
 from torch import nn
 
 from meshwright.layout import ModelSizes
+from meshwright.plan.attentions import Attentions
 from meshwright.plan.names import holder_of, inside
 from meshwright.plan.spec import ParallelSpec
 
-__all__ = ["EXPERTS_ATTRIBUTE", "Inspection", "ModuleFacts", "ParameterFacts", "inspect_model", "model_sizes"]
+__all__ = [
+    "EXPERTS_ATTRIBUTE",
+    "Inspection",
+    "ModuleFacts",
+    "ParameterFacts",
+    "inspect_model",
+    "model_sizes",
+]
 
 _HEADS = ("num_attention_heads", "num_heads", "num_key_value_heads", "num_key_value_groups")
 """Attributes of an attention that count its heads."""
@@ -97,12 +105,20 @@ class Inspection:
         parameters: facts of each parameter, in model order; a tied parameter is listed once.
         sizes: sizes that limit a layout.
         caches: names of modules that keep keys and values between calls, one for each config that says so.
+        trace: returns the attentions of the model. It calls the model, so it is called only if the plan needs them; ``None``:
+            the family says nothing of its attentions.
     """
 
     modules: Mapping[str, ModuleFacts]
     parameters: tuple[ParameterFacts, ...]
     sizes: ModelSizes = field(default_factory=ModelSizes)
     caches: tuple[str, ...] = ()
+    trace: Callable[[], Attentions] | None = field(default=None, compare=False, repr=False)
+
+    @cached_property
+    def attentions(self) -> Attentions | None:
+        """The attentions of the model; ``None``: unknown."""
+        return None if self.trace is None else self.trace()
 
     @cached_property
     def names(self) -> list[str]:
@@ -184,7 +200,8 @@ def inspect_model(spec: ParallelSpec, model: nn.Module) -> Inspection:
             configs.setdefault(id(config), name)
     places = {id(module): name for name, module in modules.items()}
     found = {name: _facts_of(name, module, places) for name, module in modules.items()}
-    return Inspection(found, parameters, model_sizes(spec, model), tuple(configs.values()))
+    trace = None if spec.attentions is None else partial(spec.attentions, model)
+    return Inspection(found, parameters, model_sizes(spec, model), tuple(configs.values()), trace)
 
 
 def model_sizes(spec: ParallelSpec, model: nn.Module) -> ModelSizes:

@@ -1,13 +1,23 @@
 """ParallelOptions: the choices of a run that are neither sizes (layout) nor facts of the model (spec)."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
 
 from meshwright.errors import PlanError
+from meshwright.layout import Layout
 
-__all__ = ["DTYPES", "ActivationCheckpointing", "GradientReduction", "ParallelOptions", "SyncPolicy"]
+__all__ = [
+    "DTYPES",
+    "ActivationCheckpointing",
+    "ContextBalance",
+    "ContextMethod",
+    "GradientReduction",
+    "ParallelOptions",
+    "SyncPolicy",
+]
 
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 """Legal dtypes of parameters, reductions and outputs, with the bytes of one element."""
@@ -54,6 +64,29 @@ class GradientReduction(StrEnum):
     """Average them over data ranks, as torch does by default, for loops whose loss is a mean on each rank."""
 
 
+class ContextMethod(StrEnum):
+    """How an attention gets the keys and values of the other ranks of `cp`."""
+
+    GATHER = "gather"
+    """All-gather keys and values. Any mask, any number of heads; a rank has all keys of an attention at once."""
+
+    ULYSSES = "ulysses"
+    """Exchange sequence for heads: a rank has all queries and keys of ``1 / cp`` of the heads. `cp` must divide the heads."""
+
+    RING = "ring"
+    """Pass keys and values from rank to rank. A rank never has more than two parts of them."""
+
+
+class ContextBalance(StrEnum):
+    """Which positions of a sequence each rank of `cp` has."""
+
+    ZIGZAG = "zigzag"
+    """Two chunks of ``2 cp``, one from the front and one from the back: under a causal mask all ranks have equal work."""
+
+    CONTIGUOUS = "contiguous"
+    """One chunk of ``cp``. Under a causal mask the last rank has the most work."""
+
+
 @dataclass(frozen=True)
 class ParallelOptions:
     """Choices that the resolver turns into rows of the plan.
@@ -72,8 +105,10 @@ class ParallelOptions:
         all_reduce_once: with ``reduce_each`` and replicas, all-reduce across the replicas only in the last microbatch.
         microbatches: number of forward-backward passes in an optimizer step; only prices, and the choice for ``sync=None``,
             depend on it.
-        tokens: number of tokens in a microbatch on a data rank; only the bytes of activations depend on it. ``None``: unknown.
+        tokens: number of tokens of a microbatch on a rank, which with ``cp`` is its part of each sequence; only the bytes of
+            activations depend on it. ``None``: unknown.
         experts_of_token: number of experts that each mixture routes a token to; only the bytes of activations depend on it.
+        balance_loss: whether the loss balances routers; only the collectives over ``cp`` depend on it.
         prefetch_forward: how many layers ahead all-gathers are started in forward; ``None``: FSDP2's default.
         prefetch_backward: the same in backward; 0: none.
         cpu_offload: keep sharded parameters, gradients and optimizer state in host memory.
@@ -95,6 +130,10 @@ class ParallelOptions:
             :mod:`~meshwright.distributed.loss_parallel`. ``None``: do so if the model's head is known.
         tp_plan: tensor parallel styles that win over all others: pattern of module names to style, or the import path of such a
             dict or of a function that returns one.
+        context_parallel: how attentions get keys and values of the other ranks of ``cp``.
+        context_balance: which positions of a sequence each rank of ``cp`` has.
+        context_recompute: whether backward gets the keys and values of other ranks again, instead of keeping them from forward.
+            ``None``: no. A layer that is recomputed gets them again in any case.
     """
 
     param_dtype: str | None = "bfloat16"
@@ -108,6 +147,7 @@ class ParallelOptions:
     microbatches: int = 1
     tokens: int | None = None
     experts_of_token: int | None = None
+    balance_loss: bool = False
     prefetch_forward: int | None = None
     prefetch_backward: int | None = None
     cpu_offload: bool = False
@@ -123,6 +163,9 @@ class ParallelOptions:
     sequence_parallel: bool = False
     loss_parallel: bool | None = False
     tp_plan: Mapping[str, Any] | str | None = None
+    context_parallel: ContextMethod = ContextMethod.GATHER
+    context_balance: ContextBalance = ContextBalance.ZIGZAG
+    context_recompute: bool | None = None
 
     def __post_init__(self) -> None:
         """Convert plain strings to the enums of closed choices, and refuse illegal values.
@@ -135,6 +178,8 @@ class ParallelOptions:
             ("sync", SyncPolicy),
             ("activation_checkpointing", ActivationCheckpointing),
             ("gradient_reduction", GradientReduction),
+            ("context_parallel", ContextMethod),
+            ("context_balance", ContextBalance),
         ):
             if name == "sync" and self.sync is None:
                 continue
@@ -165,6 +210,12 @@ class ParallelOptions:
             found.append(f"prefetch_backward={self.prefetch_backward}: must be at least 0")
         if found:
             raise PlanError(found)
+
+    def sequence_multiple(self, layout: Layout) -> int:
+        """Return the number that must divide the length of a sequence, so that all ranks have parts of equal length."""
+        cp, tp = layout.size("cp"), layout.size("tp")
+        chunks = 2 * cp if cp > 1 and self.context_balance is ContextBalance.ZIGZAG else cp
+        return math.lcm(chunks, cp * tp if self.sequence_parallel else 1)
 
     def to_dict(self) -> dict[str, object]:
         """Return the options as plain values, for JSON."""

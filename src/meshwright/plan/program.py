@@ -10,12 +10,13 @@ from enum import StrEnum
 from typing import Any
 
 from meshwright.plan.moves import Move
-from meshwright.plan.options import SyncPolicy
+from meshwright.plan.options import ContextBalance, ContextMethod, SyncPolicy
 
 __all__ = [
     "ACTIONS",
     "Action",
     "Assign",
+    "Attend",
     "Bias",
     "Compile",
     "Compute",
@@ -61,7 +62,7 @@ class Assign:
     """
 
     module: str
-    values: tuple[tuple[str, int], ...]
+    values: tuple[tuple[str, int | str], ...]
     own: tuple[str, ...] = ()
 
 
@@ -137,6 +138,31 @@ class Dispatch:
     experts: int
     axis: str = "ep"
     token_axis: str = ""
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Let an attention work on this rank's part of each sequence, with the keys and values of the other ranks of `cp`.
+
+    Attributes:
+        module: name of the attention.
+        method: how it gets keys and values of the other ranks.
+        kernel: what it computes with, a value of ``attn_implementation``.
+        balance: which positions each rank has.
+        causal: whether a query sees no later key.
+        window: number of keys up to its own that a query sees; ``None``: all.
+        recompute: get keys and values again in backward, instead of keeping them.
+        axis: mesh axis.
+    """
+
+    module: str
+    method: ContextMethod
+    kernel: str
+    balance: ContextBalance
+    causal: bool = True
+    window: int | None = None
+    recompute: bool = False
+    axis: str = "cp"
 
 
 @dataclass(frozen=True)
@@ -272,7 +298,7 @@ class Compile:
 
 
 Action = (
-    Slice | Assign | Compute | Dispatch | Recompute | Freeze | PartTwins | Wrap | JoinTwins | Prefetch | Compile
+    Slice | Assign | Compute | Dispatch | Attend | Recompute | Freeze | PartTwins | Wrap | JoinTwins | Prefetch | Compile
 )  # fmt: skip
 
 ACTIONS: dict[str, type[Action]] = {kind.__name__: kind for kind in Action.__args__}

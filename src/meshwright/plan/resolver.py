@@ -12,6 +12,7 @@ from meshwright.errors import LayoutError
 from meshwright.layout import Layout
 from meshwright.plan.borders import tokens_of_units
 from meshwright.plan.compilation import compile_actions
+from meshwright.plan.context_parallel import attention_actions, resolve_attentions
 from meshwright.plan.decay import choose_decayed
 from meshwright.plan.draft import Draft
 from meshwright.plan.expert_parallel import expert_parallel_actions, resolve_experts
@@ -70,6 +71,7 @@ def resolve(
     modes = checkpointing_modes(draft)
     sharing = resolve_tensor_parallel(draft)
     experts = resolve_experts(draft)
+    attentions = resolve_attentions(draft)
     draft.refuse()
 
     parameter_rows(draft)
@@ -86,6 +88,7 @@ def resolve(
         units,
         sharing.rows,
         experts,
+        attentions,
         tp_level=sharing.level,
         tp_passed_over=sharing.passed_over,
         flags_of_use=not spec.uses_all_parameters and draft.layout.size("dp_cp") > 1,
@@ -94,6 +97,7 @@ def resolve(
     program = (
         *tensor_parallel_actions(draft, plan),
         *expert_parallel_actions(draft, plan),
+        *attention_actions(draft, plan),
         *compile_actions(draft, plan, inside=True),
         *recompute_actions(draft, plan),
         *freeze_actions(plan),

@@ -1,11 +1,16 @@
 """ParallelSpec: what a model family declares of itself, as patterns of module names. It has no sizes and no tensors."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from meshwright.plan.options import SyncPolicy
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from meshwright.plan.attentions import Attentions
 
 __all__ = [
     "ExpertsRule",
@@ -142,6 +147,8 @@ class ParallelSpec:
         uses_all_parameters: whether the loss of every microbatch depends on every trainable parameter outside idle modules. If
             it does, ranks need not exchange which parameters they used. It does not for a vision tower without images, nor for
             experts that are modules of a list.
+        attentions: returns the attentions of a model of the family, for context parallel
+            (:func:`meshwright.models.attention.trace_attentions`); ``None``: unknown, so ranks cannot share a sequence.
     """
 
     family: str
@@ -156,6 +163,7 @@ class ParallelSpec:
     sizes: Mapping[str, str] = field(default_factory=dict)
     structure: Structure | None = None
     uses_all_parameters: bool = False
+    attentions: "Callable[[nn.Module], Attentions] | None" = field(default=None, compare=False, repr=False)
 
 
 def under_prefix(spec: ParallelSpec, prefix: str) -> ParallelSpec:

@@ -3,18 +3,20 @@
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.distributed.names import class_name
 from meshwright.errors import ConfigError
+from meshwright.models.objective import Batch
 
 __all__ = ["check_boundaries"]
 
 
 @torch.no_grad()
 def check_boundaries(
-    logits: Callable[[dict[str, torch.Tensor]], torch.Tensor],
+    logits: Callable[[Batch], torch.Tensor],
     model: nn.Module,
     device: torch.device,
     rows: int,
@@ -22,6 +24,7 @@ def check_boundaries(
     *,
     exact: bool = True,
     multiple: int = 1,
+    share: Callable[[Batch], Batch] = dict,
 ) -> None:
     """Refuse packing for a model in which one document of a sequence changes another.
 
@@ -37,6 +40,7 @@ def check_boundaries(
         exact: ``False`` for mixtures of experts: the shapes of their matrix products change when tokens are routed to other
             experts, so a small difference is allowed.
         multiple: sequence lengths must be multiples of it.
+        share: returns this rank's part of each sequence of a batch.
 
     Raises:
         ConfigError: a document changes the next one; on all ranks. The error names what to change.
@@ -48,19 +52,28 @@ def check_boundaries(
     positions = torch.cat([torch.arange(half), torch.arange(length - half)]).to(device).expand(rows, length)
     other = ids.clone()
     other[:, :half] = (ids[:, :half] + 5) % vocabulary
+    second_half = (torch.arange(length, device=device) >= half).expand(rows, length)
+
+    def of_second(tokens: torch.Tensor) -> torch.Tensor:
+        batch = share({"input_ids": tokens, "position_ids": positions, "second": second_half})
+        own = batch.pop("second")[0].nonzero().flatten()
+        found = logits(batch)
+        return (found.to_local() if isinstance(found, DTensor) else found)[:, own].float()
+
     try:
-        first, second = (logits({"input_ids": tokens, "position_ids": positions})[:, half:].float() for tokens in (ids, other))
+        first, second = of_second(ids), of_second(other)
     except TypeError as error:
         raise ConfigError(f"{_refusal(model, rows)} (it takes no position_ids: {error})") from error
-    difference = _largest(first - second)
-    if difference > (0.0 if exact else 0.02 * _largest(first)):
+    difference, largest = _largest(first - second), _largest(first)
+    if difference > (0.0 if exact else 0.02 * largest):
         raise ConfigError(f"{_refusal(model, rows)} (logits of the second differ by {difference:.2g})")
 
 
 def _largest(logits: torch.Tensor) -> float:
-    """The largest absolute value of all entries; the same on all ranks."""
-    found = logits.abs().max()
-    return float(found.full_tensor() if isinstance(found, DTensor) else found)
+    """The largest absolute value of all entries of all ranks. A rank may have none of the positions, or words."""
+    largest = logits.abs().max() if logits.numel() else logits.new_zeros(())
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
 
 
 def _refusal(model: nn.Module, rows: int) -> str:

@@ -8,138 +8,22 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from meshwright.data.config import DataConfig, TokenizerConfig
 from meshwright.errors import ConfigError
-from meshwright.layout import Layout
 from meshwright.models.config import DiffusionConfig, ModelConfig
 from meshwright.paths import PathText
-from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
+from meshwright.train.parallel_config import LayoutConfig, ParallelConfig, Section
 from meshwright.train.plain_yaml import Dumper, Loader
 from meshwright.train.problems import message
 
-__all__ = ["RunConfig", "load_config"]
-
-Dtype = Literal["float32", "bfloat16", "float64"]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class LayoutConfig(_Section):
-    """Sizes of the mesh axes. At most one of the first five may be null: it takes what is left of the processes."""
-
-    pp: int | None = Field(default=1, description="Pipeline stages.")
-    dp_replicate: int | None = Field(default=1, description="Replicas of the sharded model (HSDP).")
-    dp_shard: int | None = Field(default=None, description="Ranks that parameters are sharded over (FSDP).")
-    cp: int | None = Field(default=1, description="Ranks that share a sequence.")
-    tp: int | None = Field(default=1, description="Ranks that share a layer's matrices.")
-    ep: int = Field(default=1, description="Ranks that share the experts of a layer.")
-
-    def layout(self) -> Layout:
-        """Return these sizes as a Layout that is not resolved yet."""
-        return Layout(**self.model_dump())
-
-
-class ParallelConfig(_Section):
-    """How the layout is carried out."""
-
-    param_dtype: Dtype | None = Field(default="bfloat16", description="Dtype of compute and of gathered parameters.")
-    reduce_dtype: Dtype | None = Field(default="float32", description="Dtype that gradients are added in.")
-    output_dtype: Dtype | None = Field(default=None, description="Dtype that the model's outputs are cast to.")
-    reshard_after_forward: bool | None = Field(
-        default=None,
-        description="Free gathered parameters after forward. null: all layers but the last, and not the root. "
-        "true excludes sync=defer, which keeps them.",
-    )
-    sync: SyncPolicy | None = Field(
-        default=None,
-        description="Between microbatches: 'defer' gathers and reduces once a step (fastest; whole parameters and "
-        "gradients stay), 'reshard_each' gathers each time and reduces once (gradients stay), 'reduce_each' does both each "
-        "time (least memory). null: defer if what it keeps is at most sync_budget_gib, otherwise reduce_each: for experts, and "
-        "if that is not enough, for all.",
-    )
-    sync_budget_gib: float = Field(
-        default=8.0, ge=0, le=2**40, description="GiB that sync=null may keep unsharded through a step."
-    )
-    sync_units: dict[str, SyncPolicy] = Field(
-        default={},
-        description="Policies for some units, by pattern of their names, such as {'model.layers.*': reduce_each}.",
-    )
-    all_reduce_once: bool = Field(
-        default=True,
-        description="With reduce_each and replicas: all-reduce across replicas only in the last microbatch.",
-    )
-    twin_units: bool | None = Field(
-        default=None,
-        description="Where two layers share parameters (an encoder's and a decoder's): true makes a unit of each, "
-        "which holds one layer's gradients and sends twice as much; false one of both, which holds those of the whole stack. "
-        "null: one of both where these are at most sync_budget_gib.",
-    )
-    prefetch_forward: int | None = Field(
-        default=None,
-        ge=1,
-        description="How many layers ahead all-gathers are started in forward; each holds one layer more. null: FSDP2's own "
-        "way, which overlaps one where the CPU runs ahead of the GPU.",
-    )
-    prefetch_backward: int | None = Field(
-        default=None,
-        ge=0,
-        description="The same in backward; 0: none. null: FSDP2's own way, one ahead. A number excludes sync=defer, under "
-        "which backward gathers nothing.",
-    )
-    cpu_offload: bool = Field(default=False, description="Keep shards, gradients and optimizer state in host memory.")
-    activation_checkpointing: ActivationCheckpointing = Field(
-        default=ActivationCheckpointing.NONE,
-        description="What is recomputed in backward instead of kept. 'full': each layer, from its input (least memory). "
-        "'submodule': its attention, MLP and norms, one by one. 'selective': each layer, but the results of attention, "
-        "communication, expert routing and every second matrix product are kept.",
-    )
-    activation_checkpointing_layers: dict[str, ActivationCheckpointing] = Field(
-        default={},
-        description="Modes for some layers, by pattern of their names; a later one wins, as in {'model.layers.*': selective, "
-        "'model.layers.0': none}.",
-    )
-    activation_checkpointing_save: list[str] = Field(
-        default=[],
-        description="What 'selective' keeps instead: names of operators, as in [aten.mm.default, aten.addmm.default].",
-    )
-    sequence_parallel: bool = Field(
-        default=False,
-        description="With tp: between attention and MLP each rank holds its part of the sequence. Less activation memory; a "
-        "gather and a scatter for each all-reduce. Sequences are padded to a multiple of tp.",
-    )
-    loss_parallel: bool | None = Field(
-        default=None,
-        description="With tp: logits stay sharded over the vocabulary, and the loss is computed there. null: wherever the "
-        "model's output head is known.",
-    )
-    tp_plan: dict[str, str] | str | None = Field(
-        default=None,
-        description="Tensor parallel styles that win over the family's and the model's own: {pattern of modules: style}, or "
-        "the import path of such a dict or of a function that returns one.",
-    )
-    compile: bool = Field(default=False, description="torch.compile each layer.")
-    compile_backend: str = Field(default="inductor", description="Backend of torch.compile.")
-    freeze: list[str] = Field(
-        default=[],
-        description="Patterns of parameter names that are not trained; '*' is one component of a name, '**' one or more, as "
-        "in 'model.layers.0.**'.",
-    )
-
-    def options(self, microbatches: int) -> ParallelOptions:
-        """Return these settings as options of the plan."""
-        values = {name: getattr(self, name) for name in type(self).model_fields}
-        budget = int(values.pop("sync_budget_gib") * 2**30)
-        return ParallelOptions(**values, sync_budget=budget, microbatches=microbatches)
-
+__all__ = ["LayoutConfig", "ParallelConfig", "RunConfig", "load_config"]
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
-class OptimizerConfig(_Section):
+class OptimizerConfig(Section):
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101)."""
 
     lr: float = Field(default=3e-4, gt=0, description="Peak learning rate.")
@@ -153,7 +37,7 @@ class OptimizerConfig(_Section):
     fused: bool | None = Field(default=None, description="One kernel for the whole update. null: wherever torch can.")
 
 
-class ScheduleConfig(_Section):
+class ScheduleConfig(Section):
     """Learning rate over the steps: linear warmup to the peak, then a decay."""
 
     kind: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="Shape of the decay.")
@@ -161,7 +45,7 @@ class ScheduleConfig(_Section):
     final_ratio: float = Field(default=0.1, ge=0, le=1, description="Final learning rate as a share of the peak.")
 
 
-class TrainingConfig(_Section):
+class TrainingConfig(Section):
     """The loop."""
 
     objective: Literal["next_token", "block_diffusion"] | None = Field(
@@ -202,7 +86,7 @@ class TrainingConfig(_Section):
         return self
 
 
-class MoEConfig(_Section):
+class MoEConfig(Section):
     """Balance of the experts of a mixture (docs/moe.md)."""
 
     aux_loss: float | None = Field(
@@ -223,7 +107,7 @@ class MoEConfig(_Section):
     )
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     """Saving and resuming. The last step is always saved, and the one at which SIGTERM, SIGINT or SIGUSR1 ends the run."""
 
     every: int = Field(default=0, ge=0, description="Steps between checkpoints; 0: none by their number.")
@@ -238,7 +122,7 @@ class CheckpointConfig(_Section):
     )  # fmt: skip
 
 
-class MetricsConfig(_Section):
+class MetricsConfig(Section):
     """Where metrics go, besides the terminal."""
 
     jsonl: bool = Field(default=True, description="A line a step in metrics.jsonl of the output directory.")
@@ -247,7 +131,7 @@ class MetricsConfig(_Section):
     mlflow: str | None = Field(default=None, description="Experiment of MLflow (needs the extra [mlflow]).")
 
 
-class LaunchConfig(_Section):
+class LaunchConfig(Section):
     """Local worker processes. Where torchrun or Slurm starts them, theirs is the number, and nproc and port are not read."""
 
     nproc: int | None = Field(default=None, ge=1, description="Processes; null: one for each GPU, or one.")
@@ -265,7 +149,7 @@ class LaunchConfig(_Section):
     )
 
 
-class SampleConfig(_Section):
+class SampleConfig(Section):
     """What the exported model is asked at the end."""
 
     prompts: list[str] = Field(default=[], description="Prompts to continue after training.")
@@ -276,7 +160,7 @@ class SampleConfig(_Section):
     )
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """A whole run."""
 
     output: PathText = Field(description="Directory of the run: checkpoints, metrics, tokenizer, tokens, export.")

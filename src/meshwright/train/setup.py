@@ -173,7 +173,7 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
     options = config.parallel.options(microbatches)
     options = replace(options, freeze=(*options.freeze, *objective.frozen), no_decay=tuple(config.optimizer.no_decay))
     tokens, experts = _tokens(config, layout, model)
-    options = replace(options, tokens=tokens, experts_of_token=experts)
+    options = replace(options, tokens=tokens, experts_of_token=experts, balance_loss=bool(config.moe.aux_loss))
     plan = resolve(spec, model, layout, options)
     refused = refusals(
         plan,
@@ -215,9 +215,9 @@ def describe_model(
 
 
 def _tokens(config: RunConfig, layout: Layout, model: "PreTrainedModel") -> tuple[int, int | None]:
-    """Return the tokens of a microbatch, and the experts per token; the bytes of activations depend on both."""
-    multiple = layout.size("tp") if config.parallel.sequence_parallel else 1
-    length = -(-config.data.sequence_length // multiple) * multiple
+    """Return the tokens of a microbatch on a rank, and the experts per token; the bytes of activations depend on both."""
+    multiple = config.parallel.options(1).sequence_multiple(layout)
+    length = -(-config.data.sequence_length // multiple) * multiple // layout.size("cp")
     text = model.config.get_text_config()
     names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
     experts = next((found for name in names if isinstance(found := getattr(text, name, None), int)), None)

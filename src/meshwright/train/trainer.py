@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from meshwright.data.loader import EvalLoader
 from meshwright.data.packing import SequenceDataset
 from meshwright.data.store import TokenStore
 from meshwright.distributed.fsdp import move_buffers
+from meshwright.distributed.sequences import follow, share_batch
 from meshwright.errors import CheckpointError, NonFiniteError, StoppedError
 from meshwright.models.init import derive_seed, initialize_buffers
+from meshwright.models.objective import ROUTED
 from meshwright.moe.balance import Balance
 from meshwright.plan.inspection import model_sizes
 from meshwright.train.boundaries import check_boundaries
@@ -99,7 +102,8 @@ class Trainer:
         self.sync = parts.sync(self)
         wish = self.config.moe
         rates = {"aux_loss": wish.aux_loss or 0.0, "bias_update_rate": wish.bias_update_rate or 0.0}
-        self.balance = Balance(self.model, setup.plan.experts, device, **rates, load_metrics=wish.load_metrics)
+        shared = self.mesh["cp"].get_group() if setup.layout.size("cp") > 1 else None
+        self.balance = Balance(self.model, setup.plan.experts, device, **rates, load_metrics=wish.load_metrics, group=shared)
 
         data_rank, data_ranks = self.mesh.rank("dp"), setup.layout.size("dp")
         self.loader = parts.loader(self, store)
@@ -123,13 +127,14 @@ class Trainer:
             self.config.checkpoint.asynchronous,
             attached=setup.paths.tokenizer,
         )
-        torch.manual_seed(derive_seed(training.seed, "dropout", data_rank))
+        torch.manual_seed(derive_seed(training.seed, "dropout", self.mesh.rank("dp_cp")))
         if resume is not None:
             self.load(resume)
         if data.packing == "pack":  # only now, because the check needs the weights
             dense, multiple = not model_sizes(setup.spec, setup.model).experts, setup.plan.sequence_multiple
             rows, length = training.microbatch_size, data.sequence_length
-            check_boundaries(self.engine.logits, setup.model, device, rows, length, exact=dense, multiple=multiple)
+            share = partial(share_batch, setup.plan, self.mesh.rank("cp"))
+            check_boundaries(self.engine.logits, setup.model, device, rows, length, exact=dense, multiple=multiple, share=share)
         self.recorder = Recorder(self.config, speaks=self.rank == 0, steps=self.steps, resumed_step=self.step)
 
     # -- the loop ----------------------------------------------------------------------------------------------------------
@@ -238,16 +243,30 @@ class Trainer:
 
     def _microbatches(self, step: int) -> list[Batch]:
         """Return the microbatches of this rank in a step, on the host. They are the same in every call."""
-        return self.objective.training(self.loader.microbatches(step), self.loader.numbers(step))
+        whole = self.objective.training(self.loader.microbatches(step), self.loader.numbers(step))
+        return [self._share(batch) for batch in whole]
+
+    def _share(self, batch: Batch) -> Batch:
+        """Return this rank's part of each sequence of a batch, which is on the host; without context parallel, all of it."""
+        if self.setup.layout.size("cp") == 1:
+            return batch
+        routed = self.objective.routed(batch)
+        known = {} if routed is None else {ROUTED: routed}
+        return share_batch(self.setup.plan, self.mesh.rank("cp"), {**batch, **known})
 
     def _routed(self, batches: list[Batch]) -> int:
         """Return the number of tokens that count for the balance of experts."""
         return sum(int(mask.sum()) for batch in batches if (mask := self.objective.routed(batch)) is not None)
 
     def _to_device(self, batch: Batch) -> Batch:
-        if self.device.type == "cuda":
-            batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
-        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+        pinned = self.device.type == "cuda"
+        moved = {
+            name: (tensor.pin_memory() if pinned else tensor).to(self.device, non_blocking=True)
+            for name, tensor in batch.items()
+        }
+        if "position_ids" in batch:
+            follow(batch["position_ids"], moved["position_ids"])
+        return moved
 
     def _not_finite(self, step: int, values: dict[str, float]) -> None:
         """Save the batch and end the run, or print that the step was skipped. All ranks have the same numbers."""
@@ -292,7 +311,7 @@ class Trainer:
         def held_out() -> Iterator[Batch]:
             for index, drawn in enumerate(evaluation):
                 self.progress(f"the evaluation after step {self.step}")
-                on_host = objective.held_out(drawn, evaluation.numbers(index))
+                on_host = self._share(objective.held_out(drawn, evaluation.numbers(index)))
                 counted.add_(torch.tensor(objective.counts([on_host])))
                 yield self._to_device(on_host)
 
@@ -364,5 +383,5 @@ class Trainer:
             state.set_rng(tensors, self.rank, self.device)
         else:
             # Other ranks wrote it. Each rank seeds a new random stream, which does not repeat the numbers drawn before.
-            torch.manual_seed(derive_seed(self.config.training.seed, "dropout", self.mesh.rank("dp"), meta["step"]))
+            torch.manual_seed(derive_seed(self.config.training.seed, "dropout", self.mesh.rank("dp_cp"), meta["step"]))
         self.step, self.unevaluated = int(meta["step"]), bool(meta.get("unevaluated", False))

@@ -1,0 +1,286 @@
+"""How the attentions of a model of transformers are called: read from one forward on meta tensors.
+
+Context parallel replaces the function between an attention's projections and its output, so it must know what the model asks of
+that function: heads, widths of keys and values, and the mask. None of this is declared. So the model is
+called once with tensors that have shapes and no values, and with a function and a mask of ours registered under a name of their
+own. The function records how it is called. The mask is not a tensor but the rule (query, key) -> bool that transformers would
+build one from. It is evaluated at sampled positions, because a window may be larger than any sequence of a test.
+
+What mixes tokens outside of this function would be wrong on a part of a sequence: a convolution, a scan, a softmax over tokens.
+Such operators are found by the length of the sequence, a prime that no parameter has as a size.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.models import _transformers_compat as compat
+from meshwright.plan.attentions import AttentionFacts, Attentions
+from meshwright.plan.names import match_names
+from meshwright.plan.spec import ExpertsRule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["trace_attentions"]
+
+_NAME = "meshwright_trace"
+_MARK = "meshwright_rule"
+"""Attribute of a traced mask that holds its rule."""
+
+_LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Kinds of rotary embedding that change with the largest position of a forward. Ranks that share a sequence differ in it."""
+
+_HARMLESS = {
+    "attention_mask", "dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "use_cache",
+    "cache_position", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep",
+}  # fmt: skip
+"""Arguments of an attention function that the shared one knows, or that change nothing in training."""
+
+
+def trace_attentions(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = ()) -> Attentions:
+    """Return the attentions of a model, and what else of it mixes tokens.
+
+    Args:
+        model: a causal language model, on any device; it is called with tensors on the meta device, and not changed.
+        experts: its mixtures. They are not called, because what they do depends on values.
+    """
+    problems = _unfit_rotary(model)
+    if problems:
+        return Attentions((), tuple(problems))
+    names = {id(module): name for name, module in model.named_modules()}
+    length = _prime_length(model)
+    trace = _Trace(names, length)
+    tensors = {
+        name: tensor.detach().to("meta")
+        for named in (model.named_parameters(), model.named_buffers())
+        for name, tensor in named
+    }
+    ids = torch.zeros((1, length), dtype=torch.long, device="meta")
+    # The mask has values, because models ask whether it is all ones; given one, transformers looks for no documents in
+    # positions.
+    inputs = {"input_ids": ids, "position_ids": trace.positions, "attention_mask": torch.ones((1, length), dtype=torch.long)}
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(_registered(model, trace))
+            stack.enter_context(_passed_over(model, experts))
+            stack.enter_context(trace.watching(model))
+            stack.enter_context(torch.no_grad())
+            torch.func.functional_call(model, tensors, (), {**inputs, "use_cache": False})
+    except Exception as error:  # whatever a model does with tensors that have no values
+        reason = str(error).strip().partition("\n")[0][:200]
+        return Attentions((), (f"its forward cannot be traced without values ({type(error).__name__}: {reason})",))
+    return Attentions(tuple(trace.found.values()), tuple(dict.fromkeys(trace.problems)), compat.attention_of(model))
+
+
+def _unfit_rotary(model: nn.Module) -> list[str]:
+    kinds = {kind: name for name, module in model.named_modules() for kind in _rope_types(module) if kind in _LENGTH_DEPENDENT}
+    return [
+        f"the rotary embedding {name!r} ({kind}) changes with the largest position of a forward, and ranks that share a "
+        "sequence differ in it"
+        for kind, name in kinds.items()
+    ]
+
+
+def _rope_types(module: nn.Module) -> Iterator[str]:
+    kinds = getattr(module, "rope_type", None)
+    yield from (kind for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]) if isinstance(kind, str))
+
+
+def _prime_length(model: nn.Module) -> int:
+    """Return a prime that is no size of a parameter, nor a multiple of one: reshaped features would look like tokens."""
+    sizes = {size for parameter in model.parameters() for size in parameter.shape}
+    return next(prime for prime in (37, 41, 43, 47, 53, 59, 61, 31, 29) if not any(size % prime == 0 for size in sizes if size))
+
+
+@contextmanager
+def _registered(model: nn.Module, trace: "_Trace") -> Iterator[None]:
+    """Let every attention of the model call the trace, and masks be rules."""
+    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(config): config for config in found if hasattr(config, "_attn_implementation")}
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    try:
+        for config in configs.values():
+            config._attn_implementation = _NAME
+        with compat.attention_function(_NAME, trace.attend, _rule):
+            yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation = before[key]
+
+
+def _rule(mask_function: Callable[..., Any], **_: Any) -> torch.Tensor:
+    """Stand in for a mask of transformers: a tensor that carries the rule."""
+    mark = torch.empty((1, 1, 1, 1), device="meta")
+    setattr(mark, _MARK, mask_function)
+    return mark
+
+
+@contextmanager
+def _passed_over(model: nn.Module, experts: Sequence[ExpertsRule]) -> Iterator[None]:
+    """Let mixtures return their hidden state: which experts compute depends on values."""
+    modules = dict(model.named_modules())
+    mixtures = [modules[name] for rule in experts for name in match_names(rule.pattern, modules)]
+    before = [module.__dict__.get("forward") for module in mixtures]
+    try:
+        for module in mixtures:
+            module.forward = lambda hidden, *_, **__: hidden
+        yield
+    finally:
+        for module, forward in zip(mixtures, before, strict=True):
+            del module.forward
+            if forward is not None:
+                module.forward = forward
+
+
+class _Trace(TorchDispatchMode):
+    """Records calls of the attention function, and operators outside of it that mix tokens."""
+
+    def __init__(self, names: dict[int, str], length: int) -> None:
+        super().__init__()
+        self.names, self.length = names, length
+        self.positions = torch.zeros((1, length), dtype=torch.long, device="meta")
+        self.found: dict[str, AttentionFacts] = {}
+        self.problems: list[str] = []
+        self._stack: list[str] = [""]
+        self._kinds: dict[Any, tuple[str, bool, int | None]] = {}
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        handles = []
+
+        def enter(module: nn.Module, *_: Any) -> None:
+            self._stack.append(self.names.get(id(module), ""))
+
+        def leave(*_: Any) -> None:
+            self._stack.pop()
+
+        for module in model.modules():
+            handles.append(module.register_forward_pre_hook(enter))
+            handles.append(module.register_forward_hook(leave, always_call=True))
+        try:
+            with self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    # -- the attention function --------------------------------------------------------------------------------------------
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        dropout: float = 0.0,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Record one call: query [B, heads, S, key size], key and value [B, key/value heads, S, size]."""
+        name = self.names.get(id(module), type(module).__name__)
+        problem, causal, window = self._mask(module, attention_mask)
+        if not problem and (query.shape[2] != self.length or key.shape[2] != self.length):
+            problem = f"has {query.shape[2]} queries and {key.shape[2]} keys for {self.length} tokens"
+        if not problem and kwargs.get("position_ids") is not self.positions:
+            problem = "does not get the position_ids of the batch, which say where its tokens are in the sequence"
+        further = [other for other, value in kwargs.items() if other not in _HARMLESS and isinstance(value, torch.Tensor)]
+        if not problem and further:
+            problem = f"has a further tensor {further[0]!r} in its attention"
+        if not problem and name in self.found:
+            problem = "runs twice in a forward"
+        self.found[name] = AttentionFacts(
+            name, query.shape[1], key.shape[1], key.shape[3], value.shape[3], causal, window,
+            sinks=isinstance(kwargs.get("s_aux"), torch.Tensor), dropout=float(dropout or 0.0), problem=problem,
+        )  # fmt: skip
+        batch, heads, tokens, _ = query.shape
+        return query.new_empty((batch, tokens, heads, value.shape[3])), None
+
+    def _mask(self, module: nn.Module, mask: Any) -> tuple[str, bool, int | None]:
+        """Return why the mask is none that can be shared (empty: it can), whether it is causal, and its window."""
+        rule = getattr(mask, _MARK, None)
+        if mask is not None and rule is None:
+            return "changes its mask before it attends", True, None
+        if rule is None:
+            return "has no mask that transformers makes", True, None
+        if rule not in self._kinds:
+            try:
+                self._kinds[rule] = _kind_of(rule)
+            except Exception as error:  # a rule of the model's own, which may read anything
+                self._kinds[rule] = (f"has a mask of its own ({type(error).__name__})", True, None)
+        return self._kinds[rule]
+
+    # -- the rest ----------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        tensors = [item for item in args if isinstance(item, torch.Tensor) and item.is_floating_point()]
+        if tensors and self._mixes(function._schema.name.partition("::")[2], tensors, args, result):
+            self.problems.append(f"{self._stack[-1] or 'the model'!r} mixes tokens outside of an attention ({function})")
+        return result
+
+    def _mixes(self, name: str, tensors: list[torch.Tensor], args: Any, result: Any) -> bool:
+        """Return whether an operator combines or moves the entries of the dimension of tokens."""
+        first = tensors[0]
+        if self.length not in first.shape and not any(self.length in tensor.shape for tensor in tensors):
+            return False
+        if name in ("convolution", "roll", "flip", "_fft_r2c", "_fft_c2c"):
+            return True
+        if name in ("mm", "bmm") and tensors[0].shape[-1] == self.length:
+            return True
+        if name in ("addmm", "baddbmm") and len(tensors) > 1 and tensors[1].shape[-1] == self.length:
+            return True
+        if name in ("cumsum", "cumprod", "logcumsumexp", "_softmax", "_log_softmax", "sort", "topk", "cummax", "cummin"):
+            dims = [item for item in args[1:] if isinstance(item, int) and not isinstance(item, bool)]
+            return any(-first.ndim <= dim < first.ndim and first.shape[dim] == self.length for dim in dims[-1:])
+        if name in ("slice", "constant_pad_nd", "narrow", "select"):
+            # The head may take the last tokens alone (logits_to_keep); here it takes all.
+            return isinstance(result, torch.Tensor) and first.shape.count(self.length) != result.shape.count(self.length)
+        return name.startswith("_scaled_dot_product")
+
+
+def _kind_of(rule: Callable[..., Any]) -> tuple[str, bool, int | None]:
+    """Return what a rule (batch, head, query, key) -> bool is: a problem (empty: none), whether it is causal, and its window.
+
+    The window is found by bisection, and the description that results is compared with the rule at many pairs.
+    """
+
+    def allowed(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        zero = torch.zeros((), dtype=torch.long)
+        result = rule(zero, zero, queries, keys)
+        result = result if isinstance(result, torch.Tensor) else torch.tensor(bool(result))
+        return result.expand(torch.broadcast_shapes(queries.shape, keys.shape))
+
+    far = torch.tensor(2**22)
+
+    def sees(distance: int) -> bool:
+        return bool(allowed(far, far - distance))
+
+    causal = not bool(allowed(far, far + 1))
+    window = None
+    low, high = 0, 2**21
+    if not sees(low):
+        return "has a mask under which a token does not see itself", causal, None
+    if not sees(high):
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if sees(middle) else (low, middle)
+        window = high
+    if window is not None and not causal:
+        return "has a window to both sides", causal, window
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.cat([torch.randint(0, 2**21, (4096,), generator=generator), torch.arange(256).repeat(8)])
+    near = torch.randint(-64, 2 * (window or 4096), (len(queries),), generator=generator)
+    for keys in ((queries - near).clamp(min=0), torch.randint(0, 2**21, (len(queries),), generator=generator)):
+        expected = torch.ones_like(queries, dtype=torch.bool)
+        if causal:
+            expected &= keys <= queries
+        if window is not None:
+            expected &= queries - keys < window
+        if not torch.equal(allowed(queries, keys).bool(), expected):
+            return "has a mask that is neither causal nor a window", causal, window
+    return "", causal, window

@@ -1,0 +1,238 @@
+"""How the ranks of `cp` share each sequence, and what their attentions send.
+
+Each rank has ``1 / cp`` of the positions of every sequence, from the tokens to the loss. What processes a token alone needs no
+change. An attention needs the keys and values of the other ranks, which it gets by one of three methods:
+
+gather: all-gather keys and values; reduce-scatter their gradients. Any mask and any number of heads.
+ulysses: exchange (all-to-all) sequence for heads: each rank attends over whole sequences with ``1 / cp`` of the heads, and
+    exchanges the output back (DeepSpeed Ulysses, arXiv 2309.14509).
+ring: pass keys and values from rank to rank, and attend to one part after another (Ring Attention, arXiv 2310.01889).
+
+Under a causal mask late positions attend to more keys than early ones. So the sequence is cut into ``2 cp`` chunks, of which
+rank `i` gets the chunks `i` and ``2 cp - 1 - i`` (zigzag; Llama 3, arXiv 2407.21783, section 3.3.2).
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from meshwright.layout import divisors
+from meshwright.plan.attentions import AttentionFacts
+from meshwright.plan.draft import Draft
+from meshwright.plan.names import generalize, holder_of
+from meshwright.plan.options import ContextBalance, ContextMethod
+from meshwright.plan.program import Action, Assign, Attend
+from meshwright.plan.sharding_plan import AttentionRow, ShardingPlan, itemsize
+
+__all__ = [
+    "FUNCTION",
+    "attention_actions",
+    "context_bytes",
+    "context_counts",
+    "gathered_bytes",
+    "positions_of",
+    "resolve_attentions",
+    "unevenness",
+]
+
+FUNCTION = "meshwright_context_parallel"
+"""Name of the attention function of context parallel in transformers. No mask has this name, so models make none."""
+
+KERNELS = ("sdpa", "eager")
+"""The values of ``model.attn_implementation`` that attentions over `cp` can compute with."""
+
+
+def positions_of(length: int, ranks: int, balance: ContextBalance, rank: int) -> tuple[range, ...]:
+    """Return the positions of a sequence that a rank of `cp` has, piece by piece, in its order.
+
+    Args:
+        length: length of the padded sequence, a multiple of the number of ranks, and of twice that number for zigzag.
+        ranks: number of ranks of `cp`.
+        balance: how the sequence is cut.
+        rank: index of the rank on `cp`.
+    """
+    if ranks == 1 or balance is ContextBalance.CONTIGUOUS:
+        width = length // ranks
+        return (range(rank * width, (rank + 1) * width),)
+    width = length // (2 * ranks)
+    return tuple(range(chunk * width, (chunk + 1) * width) for chunk in (rank, 2 * ranks - 1 - rank))
+
+
+def unevenness(lengths: Sequence[int], ranks: int, balance: ContextBalance) -> float:
+    """Return the largest number of (query, key) pairs of a rank over the mean of all ranks, for causal documents in a row.
+
+    Args:
+        lengths: lengths of the documents, which fill one sequence.
+        ranks: number of ranks of `cp`.
+        balance: how the sequence is cut.
+    """
+    length = sum(lengths)
+    place = [index + 1 for size in lengths for index in range(size)]  # the keys that each position attends to
+    work = [sum(place[at] for piece in positions_of(length, ranks, balance, rank) for at in piece) for rank in range(ranks)]
+    return max(work) * ranks / sum(work)
+
+
+def resolve_attentions(draft: Draft) -> tuple[AttentionRow, ...]:
+    """Return a row for each attention, in the order in which they run; none if `cp` is 1."""
+    options, cp, problems = draft.options, draft.layout.size("cp"), draft.problems
+    if cp == 1:
+        if options.context_recompute is not None:
+            problems.append(f"context_recompute={options.context_recompute}: needs cp > 1; the legal value is None")
+        return ()
+    if draft.spec.twins:
+        problems.append(
+            f"cp={cp}: {draft.spec.family} has a stack of layers that runs twice, with attention from one pass to the other, "
+            "which context parallel does not support; the legal value is 1"
+        )
+        return ()
+    attentions = draft.model.attentions
+    if attentions is None:
+        problems.append(
+            f"cp={cp}: the attentions of {draft.spec.family} are unknown (attentions of its ParallelSpec); the legal value is 1"
+        )
+        return ()
+    refused = [f"{draft.spec.family}: {problem}" for problem in attentions.problems]
+    refused += [f"attention {facts.module!r} {facts.problem}" for facts in attentions.rows if facts.problem]
+    refused += [
+        f"attention {facts.module!r} drops attention weights with probability {facts.dropout:g}; set attention_dropout of the "
+        "model's config to 0"
+        for facts in attentions.rows
+        if facts.dropout
+    ]
+    if attentions.kernel not in KERNELS:
+        refused.append(f"attn_implementation={attentions.kernel!r} is not supported; legal are {' and '.join(KERNELS)}")
+    if not attentions.rows and not refused:
+        refused.append(f"{draft.spec.family} has no attention")
+    if refused:
+        problems.extend(f"cp={cp}: {text}; the legal value of cp is 1" for text in _without_repetition(refused))
+        return ()
+    rows = [_row(draft, facts, attentions.kernel) for facts in attentions.rows]
+    if options.context_parallel is ContextMethod.ULYSSES:
+        _check_heads(draft, rows)
+    return tuple(rows)
+
+
+def _without_repetition(problems: list[str]) -> list[str]:
+    """Return one line for each cause, where lines differ only in the number of the layer."""
+    groups: dict[str, list[str]] = {}
+    for problem in problems:
+        cause = " ".join(generalize(word.strip("'")) for word in problem.split())
+        groups.setdefault(cause, []).append(problem)
+    return [lines[0] if len(lines) == 1 else f"{lines[0]} (and {len(lines) - 1} more like it)" for lines in groups.values()]
+
+
+def _row(draft: Draft, facts: AttentionFacts, kernel: str) -> AttentionRow:
+    tp = draft.layout.size("tp")
+    return AttentionRow(
+        module=facts.module,
+        method=draft.options.context_parallel,
+        kernel=kernel,
+        heads=facts.heads // tp,
+        kv_heads=max(1, facts.kv_heads // tp),
+        key_size=facts.key_size,
+        value_size=facts.value_size,
+        causal=facts.causal,
+        window=facts.window,
+        sinks=facts.sinks,
+        recompute=bool(draft.options.context_recompute),
+    )
+
+
+def _check_heads(draft: Draft, rows: list[AttentionRow]) -> None:
+    cp = draft.layout.size("cp")
+    for heads, kv_heads in dict.fromkeys((row.heads, row.kv_heads) for row in rows):
+        legal = [size for size in divisors(heads) if kv_heads % size == 0 or size % kv_heads == 0]
+        if cp not in legal:
+            draft.problems.append(
+                f"cp={cp}, context_parallel=ulysses: {heads} heads and {kv_heads} key/value heads of a rank can be exchanged "
+                f"over {', '.join(map(str, legal))} ranks; or use context_parallel=gather or ring"
+            )
+
+
+def attention_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action]:
+    """Yield the actions that let attentions work on a part of each sequence, and make the model call them."""
+    around = {""}
+    for row in plan.attentions:
+        name = row.module
+        while name:  # the config that masks are made by is that of a module around it, and may be another
+            around.add(name)
+            name = holder_of(name)
+    for name, module in draft.model.modules.items():
+        if plan.attentions and name in around and module.has_config:
+            yield Assign(name, (("config._attn_implementation", FUNCTION),))
+    for row in plan.attentions:
+        yield Attend(
+            row.module,
+            method=row.method,
+            kernel=row.kernel,
+            balance=plan.options.context_balance,
+            causal=row.causal,
+            window=row.window,
+            recompute=row.recompute,
+        )
+
+
+_COUNTS = {
+    ContextMethod.GATHER: {"all_gather": (1, 0), "reduce_scatter": (0, 1)},
+    ContextMethod.ULYSSES: {"all_to_all": (3, 3)},
+}
+"""Method to the collectives of one attention in forward and in backward, by kind."""
+
+
+def context_counts(plan: ShardingPlan) -> Counter[str]:
+    """Return the collectives over `cp` of one optimizer step on one rank, by kind.
+
+    The counts assume that everything is trained and no layer is recomputed.
+    """
+    counts: Counter[str] = Counter()
+    cp = plan.layout.size("cp")
+    if cp > 1 and plan.options.balance_loss:  # loads of the whole sequence
+        counts["all_reduce"] += sum(plan.forwards(row.module) for row in plan.experts if row.router)
+    for row in plan.attentions:
+        forwards = plan.forwards(row.module)
+        if row.method is ContextMethod.RING:
+            # Keys and values visit each other rank once; in backward their gradients travel with them, and home at the end.
+            counts["send"] += (cp - 1) * forwards + (cp - 1) + cp
+            continue
+        for kind, (forward, backward) in _COUNTS[row.method].items():
+            counts[kind] += forward * forwards + backward
+        if row.recompute and row.method is ContextMethod.GATHER:
+            counts["all_gather"] += 1
+        if row.recompute and row.method is ContextMethod.ULYSSES:
+            counts["all_to_all"] += 2
+    return Counter({kind: count * plan.options.microbatches for kind, count in counts.items() if count})
+
+
+def context_bytes(plan: ShardingPlan, tokens: int) -> Counter[str]:
+    """Return the bytes of these collectives: of the larger buffer of each call.
+
+    Args:
+        plan: the plan.
+        tokens: number of tokens of a microbatch that a rank has.
+    """
+    cp, sizes = plan.layout.size("cp"), Counter[str]()
+    for row in plan.attentions:
+        forwards, item = plan.forwards(row.module), _itemsize(plan)
+        keys = tokens * row.kv_heads * (row.key_size + row.value_size) * item
+        if row.method is ContextMethod.GATHER:
+            sizes["all_gather"] += (forwards + row.recompute) * keys * cp
+            sizes["reduce_scatter"] += keys * cp
+        elif row.method is ContextMethod.ULYSSES:
+            repeated = keys * max(1, cp // row.kv_heads)
+            queries = tokens * row.heads * row.key_size * item
+            outputs = tokens * row.heads * row.value_size * item
+            sizes["all_to_all"] += (forwards + 1) * (queries + repeated + outputs) + row.recompute * (queries + repeated)
+        else:
+            gradients = keys // item * itemsize("float32")  # added up in fp32 on their way
+            sizes["send"] += (cp - 1) * (forwards + 1) * keys + cp * gradients
+    return Counter({kind: size * plan.options.microbatches for kind, size in sizes.items()})
+
+
+def gathered_bytes(plan: ShardingPlan, tokens: int) -> int:
+    """Return the bytes of the gathered keys and values of the largest attention, for ``tokens`` of a microbatch on a rank."""
+    cp, item = plan.layout.size("cp"), _itemsize(plan)
+    sizes = [tokens * cp * row.kv_heads * (row.key_size + row.value_size) * item for row in plan.attentions]
+    return max(sizes, default=0) if plan.options.context_parallel is ContextMethod.GATHER else 0
+
+
+def _itemsize(plan: ShardingPlan) -> int:
+    return itemsize(plan.options.param_dtype or next((row.dtype for row in plan.parameters), "float32"))
