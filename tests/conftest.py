@@ -21,10 +21,28 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True))
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_all_but_a_sample(items)
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
     # Fastest first: whole commands last.
     items.sort(key=lambda item: item.get_closest_marker("command") is not None)
+
+
+def _mark_all_but_a_sample(items: list[pytest.Item]) -> None:
+    """Mark as thorough all cases of a test with ``sampled(number)``, except for this number, evenly spread."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_test in cases.values():
+        marker = of_test[0].get_closest_marker("sampled")
+        assert marker is not None
+        (number,) = marker.args
+        kept = {index * len(of_test) // number for index in range(number)}
+        for index, item in enumerate(of_test):
+            if index not in kept:
+                item.add_marker(pytest.mark.thorough)

@@ -154,6 +154,7 @@ def test_a_wrong_style_is_found(files: Path, meshwright: Callable[..., Any], ins
     assert told in [*audited.out.splitlines(), *audited.error.splitlines()][-1]
 
 
+@pytest.mark.thorough
 @pytest.mark.command
 def test_a_run_trains_exports_and_exports_again_with_its_imports(files: Path, meshwright: Callable[..., Any]) -> None:
     small = ["training.steps=2", "data.sequence_length=32", "data.corpus=null", "data.files=[text.txt]", "data.eval_fraction=0"]

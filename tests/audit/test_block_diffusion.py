@@ -12,6 +12,7 @@ from tests.train.runs import tiny_run
 __all__ = ["corpus"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", ["dp_shard=2", "dp_replicate=2 dp_shard=1"], ids=["shard 2", "replicate 2"])
 @pytest.mark.parametrize(
     "options",

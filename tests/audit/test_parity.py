@@ -58,6 +58,7 @@ def audited(
     return report
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", DATA_PARALLEL, ids=lambda place: place.label.replace(" ", "-"))
 def test_every_layout_and_policy(auditor: Auditor, folder: Path, place: Place) -> None:
     for sync, microbatches in product(SyncPolicy, (1, 3) if place.world_size < 8 else (3,)):
@@ -68,6 +69,7 @@ def test_every_layout_and_policy(auditor: Auditor, folder: Path, place: Place) -
 SLICE = list(slice_of_matrix())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "place", "variant"), SLICE, ids=[f"{f}-{p.label}-{v.dtype}".replace(" ", "-") for f, p, v in SLICE]
 )
@@ -95,6 +97,7 @@ def test_the_slice_has_everything_once_and_the_variants_all_pairs() -> None:
     assert set(AXES) >= {axis for place in LAYOUTS for axis in place.sizes} - {"ep"}
 
 
+@pytest.mark.thorough
 def test_collectives_of_five_units_and_four_microbatches(auditor: Auditor, folder: Path) -> None:
     """5 and 5 with ``defer``; every peer makes 44 to 52 all-gathers."""
     found = {}
@@ -112,6 +115,7 @@ def test_collectives_of_five_units_and_four_microbatches(auditor: Auditor, folde
     }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("place", FOUR, ids=lambda place: place.label.replace(" ", "-"))
 @pytest.mark.parametrize(
     "options",
@@ -147,6 +151,7 @@ def test_shards_that_are_uneven_or_empty(auditor: Auditor, folder: Path) -> None
         audited(auditor, folder, place, Variant(SyncPolicy.DEFER, "float64", 1, False, False), model=narrow)
 
 
+@pytest.mark.thorough
 def test_bf16_differs_from_one_process_in_bf16_by_much_less_than_from_fp32(auditor: Auditor, folder: Path) -> None:
     """A microbatch is computed with the same roundings in one process and on many; fp32 sums differ in their last bits."""
     for place in FOUR:
@@ -164,6 +169,7 @@ def test_experts_are_left_without_a_token(auditor: Auditor, folder: Path) -> Non
     assert int(idle.compared.split()[0]) > 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("family", "label", "options"),
     [
@@ -270,6 +276,7 @@ TP_CASES = [("mixtral", place) for place in TP_PLACES] + [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("family", "place"), [*TP_CASES, ("gpt_oss", TP_PLACES[2])], ids=lambda item: str(getattr(item, "label", item))
 )
@@ -285,6 +292,7 @@ def test_sequence_and_loss_parallel(auditor: Auditor, folder: Path, place: Place
         assert report.worst_gradient < 1e-12
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", sorted(SPARSE))
 def test_every_mixture_of_experts_over_ep(auditor: Auditor, folder: Path, family: str) -> None:
     """Each expert in one half of the ranks, sharded there; some microbatches leave experts without a token."""
@@ -294,6 +302,7 @@ def test_every_mixture_of_experts_over_ep(auditor: Auditor, folder: Path, family
     assert audited(auditor, folder, place, variant, family, packing=packing).worst_gradient < 1e-12
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["full", "submodule", "selective"])
 def test_sequence_parallel_recomputed(auditor: Auditor, folder: Path, mode: str) -> None:
     place = next(place for place in LAYOUTS if place.label == "tp 2 x shard 2")

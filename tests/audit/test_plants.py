@@ -66,6 +66,7 @@ with Auditor() as auditor:
 """
 
 
+@pytest.mark.thorough
 def test_no_warning_on_the_way_to_a_pass(tmp_path: Path) -> None:
     """In a process of its own: pytest keeps warnings of forked workers to itself."""
     run = [sys.executable, "-W", "always", "-c", QUIET, str(tmp_path)]
@@ -73,6 +74,7 @@ def test_no_warning_on_the_way_to_a_pass(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("plant", "place", "options", "kind", "words"),
     [
@@ -154,6 +156,7 @@ def test_what_the_user_excepts_is_not_decayed_on_either_side(auditor: Auditor, t
     assert report.findings[0].message == "rank 0 decays what is no matrix, or is excepted: lm_head.weight"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("plant", "kind", "words"),
@@ -179,6 +182,7 @@ def test_small_bugs_are_not_taken_for_rounding_in_any_dtype(
     assert report.findings[0].kind is kind
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("family", "steps"), [("llama", 2), ("diffusion_gemma", 1)])
 def test_rounding_that_a_router_makes_much_of_is_told_from_a_bug(
     auditor: Auditor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, steps: int
@@ -203,6 +207,7 @@ def test_a_rank_in_another_collective_is_a_report_not_a_hang(tmp_path: Path) -> 
     assert "rank 1" in text
 
 
+@pytest.mark.sampled(1)
 def test_a_balance_loss_that_is_counted_too_often_is_found(auditor: Auditor, tmp_path: Path) -> None:
     options = {"family": "mixtral", "moe": {"aux_loss": 0.1}}
     report = planted(auditor, tmp_path, plants.balance_loss_counted_by_each_rank_of_tp, "tp 2", **options)

@@ -94,6 +94,7 @@ def _train_and_die(rank: int, config: RunConfig, store: Path, kill: str) -> None
     trainer_on_rank(config, store).run()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "in the background"])
 @pytest.mark.parametrize("kill", KILLS)
 def test_killed_during_a_save(tiny: Tiny, uninterrupted: list[float], kill: str, asynchronous: bool) -> None:

@@ -100,6 +100,7 @@ def test_damaged_tensors_are_found_by_all_ranks_together(whole: RunConfig, copy:
     assert losses(copy) == losses(whole)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SEEN_BEFORE)
 def test_other_damage_is_found_before_there_are_ranks(
     whole: RunConfig, copy: RunConfig, name: str, capsys: pytest.CaptureFixture[str]

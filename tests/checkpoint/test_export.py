@@ -65,6 +65,7 @@ def checkpoint(config: RunConfig) -> Path:
     return Paths(config.directory).checkpoints / "step-00000003"
 
 
+@pytest.mark.sampled(3)
 def test_logits_and_tokenizer(trained: tuple[RunConfig, torch.Tensor], exported: Path) -> None:
     model, report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
     assert not report["missing_keys"]

@@ -85,6 +85,7 @@ def test_metrics_have_each_step_once_after_resuming(llama: RunConfig, tiny: Tiny
     assert checkpoints(copy) == ["step-00000003", "step-00000006"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
@@ -133,6 +134,7 @@ def go_on(begun: RunConfig, copy: RunConfig, ranks: int) -> list[float]:
     return train(copy, ranks)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("second", LAYOUTS)
 @pytest.mark.parametrize("first", LAYOUTS)
 def test_from_every_layout_to_every_other(
@@ -158,6 +160,7 @@ QWEN3_MOE_OF_3 = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", [MIXTRAL, PHI3], ids=["mixtral", "phi3"])
 def test_packed_matrices_from_tensor_parallel_to_one_rank_and_back(tiny: Tiny, model: str) -> None:
     """DCP cannot describe a slice of each of two matrices that are stored as one; and phi3's are sharded by columns too."""
@@ -174,6 +177,7 @@ def test_packed_matrices_from_tensor_parallel_to_one_rank_and_back(tiny: Tiny, m
         assert go_on(source, tiny(*overrides, name=name), ranks) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_stack_that_runs_twice_from_twins_to_one_rank_and_back(tiny: Tiny) -> None:
     twins = (*DIFFUSION_GEMMA, "layout.ep=2", "parallel.twin_units=true", *EVERY)
     alone, four = tiny(*DIFFUSION_GEMMA, *EVERY, name="alone"), tiny(*twins, name="four")
@@ -217,6 +221,7 @@ def test_resume_never_and_from_before_what_is_there(llama: RunConfig, tiny: Tiny
     assert "not a complete checkpoint" in refused(llama.directory / "nowhere")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_background_saving_writes_the_same_checkpoints(tiny: Tiny, ranks: int) -> None:
     overrides = ("checkpoint.every=1", "checkpoint.keep=null", "training.steps=4")
@@ -274,6 +279,7 @@ EXPERTS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", [MIXTRAL, QWEN3_MOE_OF_3], ids=["mixtral", "qwen3_moe"])
 def test_experts_from_every_layout_to_two_others(tiny: Tiny, model: str) -> None:
     """Each layout resumes what the next one and the one after it began; three experts are no multiple of the shards."""

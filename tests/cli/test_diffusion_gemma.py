@@ -57,6 +57,7 @@ def test_the_released_shapes_are_planned_without_weights(meshwright: Meshwright,
     assert sizes["model.encoder.language_model.layers.5.experts.gate_up_proj"] == [128, 1408, 2816]
 
 
+@pytest.mark.thorough
 @pytest.mark.command
 def test_the_quickstart_learns_to_denoise(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "meshwright.cli.main", "train", str(EXAMPLES / "diffusion_gemma_quickstart.yaml")]

@@ -24,6 +24,7 @@ def check(found: Outcome, code: int, *parts: str) -> None:
         assert part in found.error
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("how", "rank", "code", "parts"),
     [
@@ -73,6 +74,7 @@ def test_one_process(meshwright: Meshwright, config: str) -> None:
     check(meshwright("train", config, before=fail("raise ours", 0)), 2, MESSAGE)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("signal", "code", "message"),
     [

@@ -27,6 +27,7 @@ def asleep() -> None:
     time.sleep(14)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("how", "verdict", "where"),
     [
@@ -46,6 +47,7 @@ def test_a_rank_that_comes_late(meshwright: Meshwright, config: str, how: Callab
     assert lines[-1] == "the run goes on if the ranks do (this report: launch.hang_report_seconds)"
 
 
+@pytest.mark.thorough
 def test_the_error_that_ends_it_names_the_rank_that_did_not_come(meshwright: Meshwright, config: str) -> None:
     found = meshwright("train", config, *REPORT, "launch.timeout_minutes=0.25", before=fail("sleep", 1))
     assert found.code == 1
@@ -54,6 +56,7 @@ def test_the_error_that_ends_it_names_the_rank_that_did_not_come(meshwright: Mes
     assert "launch.timeout_minutes=0.25 ended it" in last
 
 
+@pytest.mark.thorough
 def test_no_report_of_a_run_that_goes_on(meshwright: Meshwright, config: str) -> None:
     """Both ranks compute for longer than the report waits, or one does while the other waits for it, a little at a time."""
     found = meshwright("train", config, "--nproc", 2, "launch.hang_report_seconds=1.5", before=_slow)

@@ -46,6 +46,7 @@ def test_the_package_is_the_command() -> None:
     assert error.startswith("error: no-such-file.yaml")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.command
 def test_own_launcher(config: str, expected: list[float]) -> None:
     """The console script: a plan, a line a step, an export, a sample; nothing on stderr."""
@@ -70,6 +71,7 @@ def test_torchrun(config: str, expected: list[float]) -> None:
     assert losses(load_config(config)) == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.command
 def test_torchrun_with_a_failing_rank(config: str) -> None:
     begun = time.monotonic()
@@ -118,6 +120,7 @@ def two_ranks(start: Callable[..., Command], variables: Variables, *arguments: o
     return [rank.end() for rank in ranks]
 
 
+@pytest.mark.sampled(1)
 @both
 def test_ranks_of_others(start: Callable[..., Command], config: str, expected: list[float], variables: Variables) -> None:
     first, second = two_ranks(start, variables, config)
@@ -169,6 +172,7 @@ def test_a_failing_rank_of_others(start: Callable[..., Command], config: str, va
     assert max(first.seconds, second.seconds) < 30
 
 
+@pytest.mark.sampled(1)
 @both
 @pytest.mark.parametrize(
     ("overrides", "code", "messages", "part"),

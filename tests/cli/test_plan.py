@@ -132,6 +132,7 @@ def test_doctor_finds_all_it_needs() -> None:
     assert {"meshwright", "torch", "transformers", "python", "cpus", "gpus"} <= facts.keys()
 
 
+@pytest.mark.thorough
 @pytest.mark.command
 def test_an_8b_model_at_1024_ranks_plans_within_a_gibibyte() -> None:
     script = (

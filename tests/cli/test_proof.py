@@ -70,6 +70,7 @@ def test_training_starts_after_an_audit_that_passes_and_at_once_where_it_is_on_r
     assert "step 1/1" in second.out
 
 
+@pytest.mark.thorough
 def test_training_does_not_start_after_an_audit_that_fails(meshwright, config: str, records: Path) -> None:
     refused = meshwright("train", config, "--nproc", 2, "--audit", *SMALL, before=plant(plants.divided_twice))
     assert refused.code == 1
@@ -112,6 +113,7 @@ def test_a_cache_that_cannot_be_written_stops_no_audit(meshwright, config: str, 
 # -- ranks of another launcher ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 @both
 def test_rank_0_audits_for_all_ranks_of_others(start: Callable[..., Command], config: str, variables: Variables) -> None:
     first, second = two_ranks(start, variables, config, "--audit", *SMALL)
@@ -184,6 +186,7 @@ def test_ranks_whose_rank_0_dies_end(start: Callable[..., Command], config: str)
     assert not alive  # its audit ends with it
 
 
+@pytest.mark.thorough
 @pytest.mark.command
 def test_torchrun_audits_once(config: str) -> None:
     # A layout that the matrix of the package does not have: the prefetching is set.

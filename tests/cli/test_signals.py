@@ -43,6 +43,7 @@ def check(found: Outcome, config: str, name: str) -> None:
     assert len(losses(run)) == int(ended[1])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "asynchronous"), [("SIGTERM", False), ("SIGTERM", True), ("SIGINT", False), ("SIGUSR1", False)]
 )
@@ -67,6 +68,7 @@ def test_to_a_run_of_one_process(meshwright: Meshwright, config: str, undisturbe
         assert losses(load_config(config)) == undisturbed[1]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rank", [0, 1])
 def test_to_one_worker_of_our_launcher(meshwright: Meshwright, config: str, rank: int) -> None:
     """SIGTERM to a worker stays what it was: the end of a failed job."""
@@ -87,6 +89,7 @@ def test_in_the_last_step(meshwright: Meshwright, config: str) -> None:
     assert "held-out loss after 2 steps" in found.out
 
 
+@pytest.mark.thorough
 def test_an_evaluation_that_was_left_out_is_made_when_the_run_goes_on(meshwright: Meshwright, config: str) -> None:
     arguments = ("train", config, "--nproc", 2, "training.eval_every=3")
     found = meshwright(*arguments, before=fail("ask the launcher with SIGTERM", 1))
@@ -97,6 +100,7 @@ def test_an_evaluation_that_was_left_out_is_made_when_the_run_goes_on(meshwright
     assert len(eval_losses(load_config(config))) == 3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_in_the_export(meshwright: Meshwright, config: str, ranks: int) -> None:
     arguments = ("train", config, "--nproc", ranks, "training.steps=2", "export=true")
@@ -150,6 +154,7 @@ def test_a_child_that_is_ended_is_no_wish_to_end_the_run(meshwright: Meshwright,
     assert (found.code, found.error) == (0, ""), found
 
 
+@pytest.mark.sampled(1)
 @both
 @pytest.mark.parametrize("rank", [0, 1])
 def test_to_one_rank_of_others(start: Callable[..., Command], config: str, variables: Callable[..., object], rank: int) -> None:
@@ -160,6 +165,7 @@ def test_to_one_rank_of_others(start: Callable[..., Command], config: str, varia
     assert outcomes[1].error == ""
 
 
+@pytest.mark.thorough
 @pytest.mark.command
 def test_to_torchrun(config: str) -> None:
     """It passes the signal on, to each rank as another one too, and waits."""

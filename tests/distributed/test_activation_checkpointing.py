@@ -165,6 +165,7 @@ def test_what_one_layer_more_holds() -> None:
     assert found[SELECTIVE] == 4 * tokens * (hidden + hidden + heads + products)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_family_in_every_mode(family: str) -> None:
     """Also those that overwrite what was kept: the weights of Mixtral's router, products of experts that have a bias."""
@@ -304,6 +305,7 @@ def together(model: nn.Module, losses: list[torch.Tensor]) -> None:
     sum(losses).backward()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("backward", [in_order, last_first, twice, together])
 @pytest.mark.parametrize("kind", [Block, Energy, Shared, Nested])
 def test_several_forwards_before_backward(kind: type[Block], backward: Callable[..., None]) -> None:
@@ -405,6 +407,7 @@ def step(
     return (losses, gradients(model)), counter.counts, planned
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma3_text"])
 def test_sharded_the_same_bits_and_the_same_collectives(family: str) -> None:
     def on_rank(rank: int) -> None:
@@ -431,6 +434,7 @@ UNITS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", UNITS)
 def test_units_inside_layers(name: str) -> None:
     """Forward and backward gather them inside what is recomputed."""
@@ -498,6 +502,7 @@ def test_communication_inside_a_layer(function: type[Summed], kept: bool) -> Non
     run_ranks(on_rank, 2)
 
 
+@pytest.mark.thorough
 def test_compiled_layers() -> None:
     """The compiler does not look at code that a dispatch mode watches, so one of the two runs is compiled, and one is not."""
 

@@ -52,6 +52,7 @@ def compare(
     return [eager, compiled], dict(counters["frames"]), sum(counters["graph_break"].values())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("family", "axes", "recomputed"),
     [
@@ -80,6 +81,7 @@ def test_graphs_without_a_break(family: str, axes: dict[str, int], recomputed: s
     run_ranks(on_rank, 2)
 
 
+@pytest.mark.thorough
 def test_experts_over_ep_are_compiled_beside_their_dispatch() -> None:
     def on_rank(rank: int) -> None:
         (eager, compiled), frames, breaks = compare("mixtral", Layout(ep=2), 2, "aot_eager")
@@ -91,6 +93,7 @@ def test_experts_over_ep_are_compiled_beside_their_dispatch() -> None:
     run_ranks(on_rank, 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ on the CPU, and there is no g++")
 def test_inductor_under_tensor_parallel() -> None:
     def on_rank(rank: int) -> None:
@@ -103,6 +106,7 @@ def test_inductor_under_tensor_parallel() -> None:
     run_ranks(on_rank, 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("layers", "axes", "recomputed", "parts"),
     [

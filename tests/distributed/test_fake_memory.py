@@ -47,6 +47,7 @@ def benchmarks() -> Iterator[None]:
         sys.path.remove(BENCHMARKS)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("twin", "sync"), [(True, "defer"), (True, "reduce_each"), (False, "reduce_each")])
 def test_fake_tensors_hold_what_real_ones_do(twin: bool, sync: str) -> None:
     """To the byte, with units of experts, in a step of two microbatches."""

@@ -18,12 +18,14 @@ from tests.harness import run_ranks
 from tests.tiny import FAMILIES, SPARSE, make
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world", [8, 64, 1024])
 @pytest.mark.parametrize("replicas", [1, 4, None], ids=["shard", "replicate-x-shard", "replicate"])
 def test_local_shapes_and_units_are_those_of_the_plan(world: int, replicas: int | None) -> None:
     check_shapes_and_units(Layout(dp_replicate=replicas or world), world, [*FAMILIES, "diffusion_gemma"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("world", [8, 64, 1024])
 @pytest.mark.parametrize("axes", [{"ep": 2}, {"ep": 4, "dp_replicate": 2}, {"ep": 4, "tp": 2}], ids=str)
 def test_experts_are_placed_as_planned(world: int, axes: dict[str, int]) -> None:

@@ -59,6 +59,7 @@ def step(plan: ShardingPlan) -> tuple[list[torch.Tensor], dict[str, int], int]:
     return [whole(p.grad) for p in model.parameters() if p.grad is not None], dict(counter.counts), peak
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["none", "full", "submodule"])
 @pytest.mark.parametrize("sync", ["reduce_each", "reshard_each"])
 def test_gradients_and_collectives_stay_and_the_units_gathered_at_once_are_those_of_the_plan(sync: str, mode: str) -> None:
@@ -90,6 +91,7 @@ def test_each_layer_ahead_costs_a_layer() -> None:
     assert totals(planned()).gathered_peak_bytes == sum(row.gathered_bytes for row in plan.parameters)  # defer
 
 
+@pytest.mark.thorough
 def test_units_inside_and_beside_layers() -> None:
     """A turn is a layer with what is in it, or a unit beside the layers."""
     plan = planned(NESTED, sync="reduce_each", prefetch_forward=1, prefetch_backward=1)

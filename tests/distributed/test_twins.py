@@ -56,6 +56,7 @@ def step(model: Any, sync: GradSync, objective: BlockDiffusion, microbatches: in
         sum(objective.sums(model, batch)).backward()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize(
     ("twin", "policy", "expected"),
@@ -238,6 +239,7 @@ def test_a_loss_of_the_canvas_alone_reaches_the_last_encoder_layer() -> None:
     run_ranks(on_rank, 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dropped", "policy", "options"),
     [

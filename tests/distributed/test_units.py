@@ -337,6 +337,7 @@ def test_manager_builds_the_mesh_and_shards() -> None:
     run_ranks(on_rank, 4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("world", "sizes"),
     [

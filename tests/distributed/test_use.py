@@ -151,6 +151,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", LAYOUTS)
 def test_gradients_are_those_of_one_process_whatever_ranks_and_microbatches_use(where: str) -> None:
     layout, world = LAYOUTS[where]

@@ -74,6 +74,7 @@ def test_checkpointing_applies_block_by_block() -> None:
     assert modes == [ActivationCheckpointing.FULL, none, none, ActivationCheckpointing.SUBMODULE]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("label", ["tp 2", "tp 2 x shard 2", "2 x shard 2"])
 def test_parity(label: str, tmp_path: Any) -> None:
     place = next(place for place in LAYOUTS if place.label == label)

@@ -53,6 +53,7 @@ class Finer(Plain):
 # -- the registry ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_families_of_meshwright_are_there_without_an_import() -> None:
     script = (
         "import sys; from meshwright.models.registry import registered_strategies as found;"

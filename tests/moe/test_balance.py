@@ -389,6 +389,7 @@ def test_rate_zero_moves_no_bias(tiny: Tiny) -> None:
     assert biases(tiny(DEEPSEEK, "training.steps=2"), 1) == [[0.0] * 4] * 2
 
 
+@pytest.mark.thorough
 def test_compiled_layers_are_balanced_too(tiny: Tiny) -> None:
     def found(name: str, *options: str) -> list[dict[str, Any]]:
         config = tiny(MIXTRAL, "moe.aux_loss=0.5", "training.steps=3", *options, name=name)

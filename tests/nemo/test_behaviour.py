@@ -140,6 +140,7 @@ LLAMA = {f"model.layers.*.{name}": ColwiseParallel() for name in ("mlp.up_proj",
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -618,6 +619,7 @@ class Routed(nn.Module):
         return self.head(self.branches[branch](value)).square().sum()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make_model", [lambda: make("llama")[0], lambda: make("mixtral")[0]])
 @pytest.mark.parametrize("sizes", [{}, {"dp_replicate_size": 2}, {"tp_size": 2}])
 def test_no_sync(make_model: Callable[[], nn.Module], sizes: dict[str, int]) -> None:

@@ -106,6 +106,7 @@ def by_recursion(model: nn.Module, mesh: Any) -> list[str]:
     return [f"{STACKS[0]}.{index}{inner}" for index in range(2) for inner in ("", ".experts")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("shard", [by_layers, by_parts, at_once, by_recursion])
 @pytest.mark.parametrize("whole_mesh", [(2,), (2, 2)])
 def test_the_model_of_transformers(shard: Any, whole_mesh: tuple[int, ...]) -> None:

@@ -354,6 +354,7 @@ def test_experts_of_a_stage_reduce_in_each_microbatch() -> None:
         assert [reductions for _, reductions in traffic] == [4, 4 + 2 + (rank >= 2)], traffic
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Stage, StageWithSpecialists])
 @pytest.mark.parametrize("root", [False, True])
 def test_split_backwards(kind: type[Stage], root: bool) -> None:

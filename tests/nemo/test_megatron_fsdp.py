@@ -63,6 +63,7 @@ def test_arguments_are_those_of_the_reference() -> None:
     assert {name: found[name].default for name in REFERENCE} == REFERENCE
 
 
+@pytest.mark.thorough
 def test_the_library_is_looked_for_and_not_imported() -> None:
     assert (find_spec("megatron_fsdp") is not None) == parallelizer.HAVE_NVFSDP
     script = "import sys, meshwright.distributed.parallelizer; assert 'megatron_fsdp' not in sys.modules"

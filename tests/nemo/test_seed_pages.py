@@ -87,6 +87,7 @@ def given_by_a_function() -> dict[str, Any]:
     return MLP
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "plan", [None, MLP, f"{__name__}.MLP", f"{__name__}.given_by_a_function"], ids=["none", "dict", "path", "function"]
 )
@@ -138,6 +139,7 @@ def test_the_rest_of_that_page() -> None:
         run_ranks(on_rank, 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.command
 def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]

@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -28,6 +29,7 @@ def _staggered(rank: int) -> tuple[list[list[str]], str | None, str | None]:
         return said, during, watch.verdict()
 
 
+@pytest.mark.thorough
 def test_one_report_for_one_stand_whoever_comes_to_it_when() -> None:
     outcomes = run_ranks(_staggered, 3)
     (report,) = [report for said, _, _ in outcomes for report in said]

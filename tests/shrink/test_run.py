@@ -181,6 +181,7 @@ def whole_numbers(value: Any) -> list[int]:
 # -- models ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_becomes_small_and_stays_itself(name: str) -> None:
     config = run_config(with_vocabulary(FAMILIES[name]))
@@ -426,6 +427,7 @@ def test_layouts_that_cannot_be_audited(layout: dict[str, Any], nproc: int | Non
         shrink(run_config(MIXTRAL, layout=layout, training={"global_batch_size": 27 * 1024}), nproc)
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "mixtral-8x7b", "qwen3-30b", "glm4-moe", "gpt-oss-20b", "deepseek-v3"])
 @pytest.mark.parametrize("sizes", [{"tp": 8}, {"tp": 4, "dp_shard": 2}, {"pp": 8}, {"ep": 8}, {"ep": 4, "tp": 2}], ids=str)
 def test_what_a_layout_divides_stays_divisible(name: str, sizes: dict[str, int]) -> None:

@@ -35,6 +35,7 @@ def test_an_audit_has_the_policies_that_the_size_of_the_run_decides() -> None:
     assert settled(LLAMA, parallel={"sync": "defer"}, **batch)[2] == {}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

@@ -48,6 +48,7 @@ def test_a_resumed_run_repeats_its_noise(finished: RunConfig, tiny: Tiny) -> Non
     assert eval_losses(again) == eval_losses(finished)[-1:]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("changes", [(), ("training.microbatch_size=1",)], ids=["as it is", "smaller microbatches"])
 def test_another_layout_puts_the_same_noise_on_the_same_sequences(finished: RunConfig, tiny: Tiny, changes: Any) -> None:
     other = tiny(*RUN, *EVERY, *changes)

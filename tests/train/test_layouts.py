@@ -48,6 +48,7 @@ def test_loss_goes_down(reference: RunConfig) -> None:
     assert held_out[2] < held_out[1] < held_out[0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_same_losses_on_every_layout(tiny: Tiny, reference: RunConfig, name: str) -> None:
     ranks, overrides = LAYOUTS[name]
@@ -56,6 +57,7 @@ def test_same_losses_on_every_layout(tiny: Tiny, reference: RunConfig, name: str
     assert eval_losses(config) == pytest.approx(eval_losses(reference), rel=1e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("packing", ["pack", "pad"])
 def test_a_sequence_length_that_tp_does_not_divide_is_padded(tiny: Tiny, packing: str) -> None:
     odd = ("data.sequence_length=27", f"data.packing={packing}", "training.eval_every=3")
@@ -67,6 +69,7 @@ def test_a_sequence_length_that_tp_does_not_divide_is_padded(tiny: Tiny, packing
         assert eval_losses(shared) == pytest.approx(eval_losses(alone), rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_options_that_change_no_value(tiny: Tiny) -> None:
     """Recomputing, offloading and compiling without fusion are the same arithmetic: the same bits, or almost."""
     plain = train(tiny(name="plain"), 2)
@@ -77,6 +80,7 @@ def test_options_that_change_no_value(tiny: Tiny) -> None:
     assert train(compiled, 2) == pytest.approx(plain, rel=1e-5)
 
 
+@pytest.mark.thorough
 def test_activation_checkpointing_draws_the_same_dropout(tiny: Tiny) -> None:
     from tests.train.runs import GPT2_WITH_DROPOUT
 

@@ -60,6 +60,7 @@ def _train_on_nothing(rank: int, config: RunConfig, store: Path) -> str:
     return ""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("every", "kept"), [(0, "no checkpoint was saved before it"), (1, "the last good checkpoint is ")])
 def test_too_many_skipped_in_a_row_end_the_run(tiny: Tiny, every: int, kept: str) -> None:
     config = tiny("training.on_nonfinite=skip", "training.max_skipped=2", f"checkpoint.every={every}")
@@ -107,6 +108,7 @@ def _weights(rank: int, config: RunConfig, store: Path, poisoned: bool) -> tuple
     return error, {name: local_part(tensor.detach()).numpy().tobytes() for name, tensor in tensors.items()}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fused", ["true", "false"])
 def test_steps_after_it_change_nothing_until_the_host_looks(tiny: Tiny, fused: str) -> None:
     """The host looks at step 5, and the step that was bad is 3."""

@@ -51,6 +51,7 @@ def first_loss(model: PreTrainedModel, config: RunConfig, store: object) -> floa
     return total / count_tokens(batches)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("parts", [False, True], ids=["one file", "several files"])
 @pytest.mark.parametrize("name", MODELS)
 def test_first_loss_is_that_of_the_plain_model(tiny: Tiny, tmp_path: Path, name: str, parts: bool) -> None:
@@ -64,6 +65,7 @@ def test_first_loss_is_that_of_the_plain_model(tiny: Tiny, tmp_path: Path, name:
     assert found[1] < found[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["llama", "tied llama", "qwen3", "mixtral", "phi3", "gpt_oss"])
 def test_tensor_parallel_reads_the_same(tiny: Tiny, tmp_path: Path, name: str) -> None:
     """Also matrices that are packed, which FSDP shards by columns, and one value for each head."""
@@ -77,6 +79,7 @@ def test_tensor_parallel_reads_the_same(tiny: Tiny, tmp_path: Path, name: str) -
     assert found[1] < found[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "gemma4_moe"])
 def test_expert_parallel_reads_the_same(tiny: Tiny, tmp_path: Path, name: str) -> None:
     """Files hold an expert each; a rank of `ep` has whole ones, sharded over `ep_shard`."""
@@ -254,6 +257,7 @@ def test_vocabulary_larger_than_the_model(tiny: Tiny, tmp_path: Path) -> None:
         prepare_run(tiny(*overrides(tmp_path / "model")), 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("family", "layout", "ranks"),
     [
