@@ -52,13 +52,13 @@ def borders(plan: ShardingPlan, model: nn.Module) -> tuple[str, ...]:
     wanted = layers | {unit.name for unit in plan.units}
     wanted |= {row.module for row in plan.tensor_parallel if row.style == "region"}
     wanted |= {name for row in plan.experts for name in (row.module, row.router)}
-    found = []
+    names = []
     for name, module in model.named_modules():
         parent, inner = holder_of(name), any(inside(name, layer) for layer in layers)
         leaf = not inner and next(module.children(), None) is None
         if name and (name in wanted or parent in layers or leaf) and not isinstance(module, nn.ModuleList | nn.ModuleDict):
-            found.append(name)
-    return tuple(found)
+            names.append(name)
+    return tuple(names)
 
 
 def tokens_of_units(plan: ShardingPlan) -> tuple[UnitRow, ...]:
@@ -70,8 +70,8 @@ def tokens_of_units(plan: ShardingPlan) -> tuple[UnitRow, ...]:
     def tokens(unit: UnitRow) -> str:
         if unit.name in mixtures:
             return "routed over ep"
-        found = held(plan, unit.name, Side.INPUT, first, 1, ranks)
-        part = found is not None and len(found.positions[0]) < ranks
+        share = held(plan, unit.name, Side.INPUT, first, 1, ranks)
+        part = share is not None and len(share.positions[0]) < ranks
         return f"1/{ranks} of each sequence (tp)" if part else "all"
 
     return tuple(replace(unit, tokens=tokens(unit)) for unit in plan.units)
@@ -101,26 +101,26 @@ def held(
         The part; ``None`` if the rank has slices of features or a partial sum, to which no tokens of a single process are
             equal.
     """
-    whole = Held(range(rows), (range(length),))
+    everything = Held(range(rows), (range(length),))
     ranks = plan.layout.size("tp")
     if ranks == 1:
-        return whole
+        return everything
     own = next((row for row in plan.tensor_parallel if row.module == module), None)
     around = next((row for row in plan.tensor_parallel if row.style == "region" and inside(module, row.module)), None)
     if around is not None:
-        return whole if around.entry is Move.GATHER_SEQUENCE_WHOLE else None
+        return everything if around.entry is Move.GATHER_SEQUENCE_WHOLE else None
     if own is not None and side is Side.OUTPUT and own.exit is Move.VOCABULARY:
         width = -(-features // ranks)
         begin = min(coordinates["tp"] * width, features)
-        return replace(whole, words=range(begin, min(begin + width, features)))
+        return replace(everything, words=range(begin, min(begin + width, features)))
     if not plan.options.sequence_parallel:
-        return whole
+        return everything
     # The residual stream is split where it enters the first layer, and all-gathered where it leaves the last norm.
     cut = own is not None and side is Side.INPUT and own.entry is Move.SPLIT_SEQUENCE
     joined = own is not None and side is Side.OUTPUT and own.exit is Move.GATHER_SEQUENCE_WHOLE
     in_layers = within(module, plan.layers)
     if cut or joined or not (in_layers or (own is not None and own.style == "sequence_parallel")):
-        return whole
+        return everything
     share = length // ranks
     begin = coordinates["tp"] * share
     return Held(range(rows), (range(begin, begin + share),))
