@@ -237,7 +237,7 @@ def test_logits_and_labels_that_are_not_what_they_should_be() -> None:
 
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         for placement in (Replicate(), Shard(1)):
-            with pytest.raises(ValueError, match="legal is their last dimension sharded over one axis"):
+            with pytest.raises(ValueError, match="legal is Shard of the last dimension, over one axis"):
                 cross_entropy_sum(
                     distribute_tensor(torch.zeros(1, 2, 4), mesh, [placement]), torch.zeros(1, 2, dtype=torch.long)
                 )

@@ -174,7 +174,9 @@ EXPERTS = {
 
 
 UNSOUND = {
-    "q alone": ("llama", {"model.layers.*.self_attn.q_proj": "colwise"}, "q_proj' has the style colwise, so its output stays sliced"),
+    "q alone": (
+        "llama", {"model.layers.*.self_attn.q_proj": "colwise"}, "q_proj' has the style colwise, so its output stays sliced",
+    ),
     "gate without up": (
         "llama", {"model.layers.*.mlp.gate_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"},
         "up_proj.weight' has no style, but 'model.layers.*.mlp' is split over tp",
@@ -195,7 +197,8 @@ UNSOUND = {
         "qwen3", ATTENTION, "q_norm.weight' has no style, but 'model.layers.*.self_attn' is split over tp; legal are repl",
     ),
     "norms of queries replicated": (
-        "qwen3", {**ATTENTION, "model.layers.*.self_attn.*_norm": "replicate"}, "has the style replicate, but computes with slices",
+        "qwen3", {**ATTENTION, "model.layers.*.self_attn.*_norm": "replicate"},
+        "has the style replicate, but computes with slices",
     ),
     "sinks forgotten": ("gpt_oss", ATTENTION, "sinks' has no style"),
     "not packed, and is": (

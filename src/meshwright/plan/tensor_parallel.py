@@ -176,7 +176,7 @@ def _not_generic(draft: Draft) -> str:
             if matrices_of_part != matrices:
                 shown, wanted = (", ".join(sorted(names)) for names in (matrices_of_part, matrices))
                 return f"{generalize(layer)}.{part} holds {shown}; a Llama's holds {wanted}"
-        # A Llama's attention reads the number of heads from shapes. One that reads it elsewhere counts those of the whole model.
+        # A Llama's attention reads heads from shapes. One that knows their number would not see that it has fewer.
         if count := counts_heads(modules[f"{layer}.self_attn"]):
             return f"{generalize(layer)}.self_attn uses {count} of the whole model, but a rank has only some of the heads"
     return "" if layers else "there are no layers"
