@@ -98,7 +98,7 @@ def test_other_parameters_trained(copy: RunConfig, tiny: Tiny) -> None:
     train(frozen, 2)
     thawed = tiny("training.steps=4", f"output={frozen.output}", name="frozen")
     _, _, store = prepare_run(thawed, 2)
-    with pytest.raises(RankError, match=r"CheckpointError.*holds no optimizer\.lm_head\.weight\.exp_avg.*parallel\.freeze"):
+    with pytest.raises(RankError, match=r"CheckpointError.*lacks optimizer\.lm_head\.weight\.exp_avg.*parallel\.freeze"):
         run_ranks(train_on_rank, 2, thawed, store.directory)
 
 

@@ -86,7 +86,7 @@ def test_a_hang_ends_with_1_and_says_who_waits_where(meshwright, config: str, tm
         (["layout.cp=2"], "cp=2: context parallel is planned but not carried out by this version"),
         (["layout.dp_replicate=3", "--nproc", "2", "--full"], "dp_replicate=3"),
         (["data.files=[nowhere/*.txt]"], "glob matches no file"),
-        (["data.files=[nowhere/*.txt]"], "--drawn audits with drawn tokens"),
+        (["data.files=[nowhere/*.txt]"], "--drawn audits with random tokens"),
         (["model.config.num_attention_heads=5"], "model"),
         (["--matrix"], "--matrix audits tiny models of its own"),
     ],

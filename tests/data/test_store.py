@@ -232,7 +232,7 @@ def test_broken_stores_are_refused(tmp_path, jsonl, tokenizer):
         TokenStore.open(store.directory)
     (store.directory / "index.json").write_text(json.dumps(index))
     (store.directory / "tokens.bin").write_bytes(b"short")
-    with pytest.raises(DataError, match="5 bytes where"):
+    with pytest.raises(DataError, match="has 5 bytes instead of"):
         TokenStore.open(store.directory)
 
 

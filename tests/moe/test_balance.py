@@ -259,7 +259,7 @@ def test_refusals(tiny: Tiny) -> None:
     frozen = refused(tiny, MIXTRAL, "moe.aux_loss=0.01", "parallel.freeze=['model.layers.*.mlp.gate.*']")
     assert "moe.aux_loss=0.01: the router 'model.layers.0.mlp.gate' is frozen" in frozen
     with_logits = MIXTRAL[:-1] + ", output_router_logits: true}"
-    assert "moe.aux_loss is the coefficient of a balance loss" in refused(tiny, with_logits)
+    assert "for a balance loss, set its coefficient moe.aux_loss" in refused(tiny, with_logits)
     with pytest.raises(ConfigError, match=r"moe\.aux_loss=-1: "):
         tiny("moe.aux_loss=-1")
     make_setup(tiny(MIXTRAL, "moe.aux_loss=0", "moe.bias_update_rate=0"), 1)

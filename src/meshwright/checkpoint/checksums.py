@@ -89,7 +89,7 @@ def listed(checkpoint: Path) -> dict[str, str]:
         digest, separator, name = line.partition("  ")
         inside = name and not Path(name).is_absolute() and ".." not in Path(name).parts
         if not separator or not inside or len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
-            raise ValueError(f"line {number} is no sum of a file")
+            raise ValueError(f"line {number} is not a file's checksum and name")
         found[name] = digest
     return found
 

@@ -86,7 +86,7 @@ def _sums(checkpoint: Path) -> tuple[dict[str, str], list[str]]:
     except ValueError as error:  # also bytes that are no text
         return {}, [f"{checksums.NAME} cannot be read: {error}"]
     lacking = sorted({"meta.json", ".metadata"} - sums.keys())
-    return sums, [f"{checksums.NAME} has no sum of {name}" for name in lacking]
+    return sums, [f"{checksums.NAME} has no checksum of {name}" for name in lacking]
 
 
 def damage_in_brief(checkpoint: Path) -> list[str]:

@@ -46,12 +46,12 @@ class _TableUnpickler(pickle.Unpickler):
         values = (torch.dtype, torch.layout, torch.memory_format)
         if (module, name) in _TABLE_CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), values)):
             return super().find_class(module, name)
-        raise CheckpointError(f"the checkpoint's table of contents names {module}.{name}; it is not read")
+        raise CheckpointError(f"the checkpoint's table of contents refers to {module}.{name}, so it is not read")
 
 
 def _member(kind: Any, name: str) -> Any:
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
-        raise CheckpointError(f"the checkpoint's table of contents names {name} of {kind}; it is not read")
+        raise CheckpointError(f"the checkpoint's table of contents refers to {name} of {kind}, so it is not read")
     return kind[name]
 
 

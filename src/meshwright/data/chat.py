@@ -39,7 +39,7 @@ def check_chat_tokenizer(tokenizer: "PreTrainedTokenizerBase", source: str = "da
     if not tokenizer.chat_template:
         raise DataError(f"{source}: the tokenizer has no chat template; set tokenizer.chat_template (jinja or a file)")
     if not tokenizer.is_fast:
-        raise DataError(f"{source}: {type(tokenizer).__name__} does not tell which text a token stands for; use a fast one")
+        raise DataError(f"{source}: {type(tokenizer).__name__} does not say which text each token is for; use a fast tokenizer")
 
 
 def encode_chat(

@@ -150,11 +150,11 @@ class DataConfig(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> "DataConfig":
         problems = []
-        given = [name for name, value in (("corpus", self.corpus), ("files", self.files), ("hub", self.hub)) if value]
-        if len(given) != 1:
+        sources = [name for name, value in (("corpus", self.corpus), ("files", self.files), ("hub", self.hub)) if value]
+        if len(sources) != 1:
             empty = " (files is an empty list)" if "files" in self.model_fields_set and not self.files else ""
-            found = " and ".join(given) or "none"
-            problems.append(f"data: exactly one of corpus, files and hub names the source; found {found}{empty}")
+            shown = " and ".join(sources) or "none"
+            problems.append(f"data: exactly one of corpus, files and hub must be set; set here: {shown}{empty}")
         for name in ("hub_config", "hub_split"):
             if getattr(self, name) is not None and self.hub is None:
                 problems.append(f"data.{name}={getattr(self, name)!r} needs data.hub")

@@ -92,7 +92,7 @@ class RowReader:
         name = self._format(row)
         used = [self._column(key) for key in FORMATS[name].required + FORMATS[name].optional]
         if isinstance(row.values, DuplicateKeys):
-            raise DataError(f"{row.source}: a key of the row stands twice (keys: {_names(row.values)})")
+            raise DataError(f"{row.source}: a key of the row occurs twice (keys: {_names(row.values)})")
         _check_sound([row.values.get(column) for column in used], row.source)
         if name == "text":
             return Document(_text(row, self._column("text")), None, row.source)
@@ -231,7 +231,7 @@ def _check_sound(value: Any, source: str) -> None:
         below: list[Any] = []
         for item in level:
             if isinstance(item, DuplicateKeys):
-                raise DataError(f"{source}: a key stands twice in one object (keys: {_names(item)})")
+                raise DataError(f"{source}: a key occurs twice in one object (keys: {_names(item)})")
             if isinstance(item, dict):
                 below.extend(item)
                 below.extend(item.values())

@@ -59,8 +59,8 @@ def check_boundaries(
 
 def _largest(logits: torch.Tensor) -> float:
     """The largest absolute value of all entries; the same on all ranks."""
-    found = logits.abs().max()
-    return float(found.full_tensor() if isinstance(found, DTensor) else found)
+    largest = logits.abs().max()
+    return float(largest.full_tensor() if isinstance(largest, DTensor) else largest)
 
 
 def _refusal(model: nn.Module, rows: int) -> str:
