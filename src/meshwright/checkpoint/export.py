@@ -44,8 +44,8 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
     from meshwright.models.init import initialize_buffers
 
     meta = read_meta(checkpoint)
-    if found := damage(checkpoint):
-        raise CheckpointError([f"{checkpoint}: is damaged: {line}" for line in found])
+    if damages := damage(checkpoint):
+        raise CheckpointError([f"{checkpoint}: is damaged: {line}" for line in damages])
     if directory.exists() and (not directory.is_dir() or (any(directory.iterdir()) and not (directory / MARK).is_file())):
         raise CheckpointError(f"{directory}: has files that are no export of Meshwright; choose another directory")
     check_writable(directory.parent)

@@ -30,12 +30,12 @@ def expand_files(patterns: list[str]) -> list[Path]:
     A pattern that is itself an existing file stands for this file, not for a glob. A pattern that matches nothing adds nothing
     here; :meth:`DataConfig.problems` reports it.
     """
-    found: dict[Path, None] = {}
+    files: dict[Path, None] = {}
     for pattern in patterns:
         expanded = os.path.expanduser(pattern)
         names = [expanded] if os.path.isfile(expanded) else sorted(glob.glob(expanded, recursive=True))
-        found.update(dict.fromkeys(Path(name) for name in names if os.path.isfile(name)))
-    return list(found)
+        files.update(dict.fromkeys(Path(name) for name in names if os.path.isfile(name)))
+    return list(files)
 
 
 def _file_problems(knob: str, patterns: list[str]) -> list[str]:

@@ -78,8 +78,8 @@ def _collate(
             for key, rows in batch.items()
         }
     if positions is not None:
-        mine = positions(dataset.sequence_length + lacking)
-        batch = {key: rows[:, mine] for key, rows in batch.items()}
+        columns = positions(dataset.sequence_length + lacking)
+        batch = {key: rows[:, columns] for key, rows in batch.items()}
     return {key: torch.from_numpy(rows) for key, rows in batch.items()}
 
 
@@ -163,11 +163,11 @@ class TrainLoader:
 
     def sequences(self, epochs: float) -> int:
         """Return the number of sequences in this many epochs, from the first one on. For a part of an epoch, round up."""
-        whole = int(epochs)
-        while len(self._starts) <= whole + (epochs > whole):
+        full = int(epochs)
+        while len(self._starts) <= full + (epochs > full):
             self._dataset(len(self._starts) - 1)
-        begin = self._starts[whole]
-        return begin if epochs == whole else begin + math.ceil((epochs - whole) * (self._starts[whole + 1] - begin))
+        begin = self._starts[full]
+        return begin if epochs == full else begin + math.ceil((epochs - full) * (self._starts[full + 1] - begin))
 
     def steps(self, epochs: float) -> int:
         """Return the number of optimizer steps for this many epochs. The last one is filled from the next epoch.
@@ -195,14 +195,14 @@ class TrainLoader:
             CheckpointError: the state is that of other data, another order or another batch size: resuming would repeat some
                 sequences and skip others.
         """
-        mine = self.state_dict(0)
-        missing = [key for key in mine if key not in state]
+        own = self.state_dict(0)
+        missing = [key for key in own if key not in state]
         if missing:
             raise CheckpointError(f"state of the data loader lacks {', '.join(missing)}")
         problems = [
-            f"data loader: the checkpoint has {key}={state[key]!r}, this run has {key}={mine[key]!r}"
-            for key in mine
-            if key != "next_step" and state[key] != mine[key]
+            f"data loader: the checkpoint has {key}={state[key]!r}, this run has {key}={own[key]!r}"
+            for key in own
+            if key != "next_step" and state[key] != own[key]
         ]
         if problems:
             raise CheckpointError(problems)
