@@ -81,13 +81,13 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"init_nvfsdp_with_meta_device": True}, "init_nvfsdp_with_meta_device=True: no parameter is on the meta device"),
     (
         {"init_nvfsdp_with_meta_device": True, "data_parallel_sharding_strategy": "no_shard"},
-        "init_nvfsdp_with_meta_device=True: not with no_shard",
+        "init_nvfsdp_with_meta_device=True: not supported with no_shard",
     ),
     ({"tp_shard_plan": {}}, "tp_shard_plan and tp=1: "),
     ({"tp_mesh_name": "cp", "cp_mesh_name": "tp"}, "tp_shard_plan and cp=2: "),
     ({"cp_mesh_name": "tp"}, "dp_mesh_name, cp_mesh_name, tp_mesh_name: dp, tp, tp must be different axes"),
     ({"dp_mesh_name": "data"}, "dp_mesh_name='data': device_mesh has no such axis; it has dp, cp, tp"),
-    ({"nvfsdp_unit_modules": ["Block"]}, "nvfsdp_unit_modules: 'Block' is the class of no module"),
+    ({"nvfsdp_unit_modules": ["Block"]}, "nvfsdp_unit_modules: no module has the class 'Block'"),
     ({"nvfsdp_unit_modules": []}, "nvfsdp_unit_modules=[]: "),
     (
         {"nvfsdp_unit_modules": ["LlamaDecoderLayer", "LlamaMLP"]},
