@@ -102,4 +102,4 @@ def test_what_cannot_be_audited_is_refused_with_2(meshwright, config: str, argum
 def test_without_a_configuration_it_says_what_is_missing(meshwright) -> None:
     outcome = meshwright("audit")
     assert outcome.code == 2
-    assert "CONFIG: missing" in outcome.error
+    assert "CONFIG is missing" in outcome.error

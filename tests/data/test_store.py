@@ -101,9 +101,9 @@ def test_max_documents(jsonl):
     [
         ([{"body": "x", "n": 1}], {}, ":1: no fields of a format: neither 'text' .*'messages'.*body, n; set data.format"),
         ([{"text": "x", "messages": []}], {}, "several formats, 'text' .text., 'messages' .*set data.format, data.kind or"),
-        ([{"body": "x"}], {"kind": "text"}, "no field 'text'; fields there are body; set data.text_field"),
+        ([{"body": "x"}], {"kind": "text"}, "no field 'text'; its fields are body; set data.text_field"),
         ([{"text": "x"}], {"kind": "chat"}, ":1: no fields of a format: neither 'messages'"),
-        ([{"text": "x"}], {"format": "messages"}, "no field 'messages'; fields there are text; set data.messages_field or"),
+        ([{"text": "x"}], {"format": "messages"}, "no field 'messages'; its fields are text; set data.messages_field or"),
         ([{"text": "x"}, {"text": None}], {}, ":2: field 'text' holds null, not text"),
         ([{"text": 3}], {}, ":1: field 'text' holds int"),
         ([{"messages": "hello"}], {}, "not a list of messages"),

@@ -73,7 +73,7 @@ def audit(
     if dtype not in TOLERANCES:
         raise ConfigError(f"dtype={dtype!r}: legal are {', '.join(TOLERANCES)}")
     if steps < 1:
-        raise ConfigError(f"steps={steps}: at least 1")
+        raise ConfigError(f"steps={steps}: must be at least 1")
     changes: tuple[Change, ...] = ()
     if full:
         small, world_size = config, nproc or config.launch.nproc or _fewest(config)

@@ -61,7 +61,7 @@ def check_columns(config: DataConfig, seen: dict[str, None], name: str) -> None:
     within = {key for layout in config.formats for key in FORMATS[layout].within}
     missing = [(key, column) for key, column in config.columns.items() if column not in seen and key not in within]
     if seen and missing:
-        there = f"columns there are {_names(seen)}"
+        there = f"its columns are {_names(seen)}"
         raise DataError(f"data.columns: {name} has no column {column!a} (for {key!r}); {there}" for key, column in missing)
 
 
@@ -115,7 +115,7 @@ class RowReader:
             if matching
             else f"no fields of a format: neither {', '.join(shown)}"
         )
-        there = f"fields there are {_names(row.values)}"
+        there = f"its fields are {_names(row.values)}"
         raise DataError(f"{row.source}: {which}; {there}; set data.format, data.kind or data.columns")
 
     # ---- chats -----------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def _exchange(asked: str, row: Row, answer: str) -> list[dict[str, Any]]:
 
 def _field(row: Row, column: str, knob: str) -> Any:
     if column not in row.values:
-        raise DataError(f"{row.source}: no field {column!a}; fields there are {_names(row.values)}; set data.{knob}")
+        raise DataError(f"{row.source}: no field {column!a}; its fields are {_names(row.values)}; set data.{knob}")
     return row.values[column]
 
 

@@ -36,7 +36,7 @@ def check_batch_sizes(global_batch_size: int, microbatch_size: int, data_ranks: 
     """
     for name, value in (("global_batch_size", global_batch_size), ("microbatch_size", microbatch_size)):
         if value < 1:
-            raise ConfigError(f"{name}={value}: at least 1")
+            raise ConfigError(f"{name}={value}: must be at least 1")
     unit = microbatch_size * data_ranks
     if global_batch_size % unit == 0:
         return
@@ -267,7 +267,7 @@ class EvalLoader:
         _check_rank(data_rank, data_ranks)
         for name, value in (("microbatch_size", microbatch_size), ("max_sequences", max_sequences)):
             if value is not None and value < 1:
-                raise ConfigError(f"{name}={value}: at least 1")
+                raise ConfigError(f"{name}={value}: must be at least 1")
         self.dataset, self.microbatch_size = dataset, microbatch_size
         self.data_rank, self.data_ranks, self.multiple, self.positions = data_rank, data_ranks, multiple, positions
         self.sequences = len(dataset) if max_sequences is None else min(max_sequences, len(dataset))

@@ -99,7 +99,7 @@ def train_tokenizer(
     smallest = len(alphabet) + len(SPECIAL_TOKENS)
     if vocab_size < smallest:
         raise ConfigError(
-            f"tokenizer.vocab_size={vocab_size}: at least {smallest} ({len(alphabet)} bytes and "
+            f"tokenizer.vocab_size={vocab_size}: must be at least {smallest} ({len(alphabet)} bytes and "
             f"{len(SPECIAL_TOKENS)} special tokens)"
         )
     backend = Tokenizer(models.BPE())

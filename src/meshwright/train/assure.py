@@ -116,7 +116,7 @@ def assure_on_rank_0(config: RunConfig, source: Source | None, prove: Prove) -> 
             raise error
     else:
         _wait(store)
-        error = _told(store.get(KEY))
+        error = _error_from(store.get(KEY))
         _leave_together(store, rank, world_size)
         if error is not None:
             leave_to_rank_0(error)
@@ -136,7 +136,7 @@ def _wait(store: dist.Store) -> None:
         raise WorkerError(f"rank 0 ended while it audited the layout: {str(error).splitlines()[0]}") from error
 
 
-def _told(text: bytes) -> MeshwrightError | None:
+def _error_from(text: bytes) -> MeshwrightError | None:
     content = json.loads(text)
     return getattr(errors, content[0], WorkerError)(content[1]) if content else None
 
