@@ -74,7 +74,10 @@ REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
     ({"overlap_grad_reduce": False}, "overlap_grad_reduce=False: "),
     ({"overlap_param_gather": False}, "overlap_param_gather=False: "),
     ({"disable_bucketing": True}, "disable_bucketing=True: "),
-    ({"average_in_collective": True, "calculate_per_token_loss": True}, "average_in_collective=True: "),
+    (
+        {"average_in_collective": True, "calculate_per_token_loss": True},
+        "average_in_collective=True and calculate_per_token_loss=True exclude",
+    ),
     ({"keep_fp8_transpose_cache_when_using_custom_fsdp": True}, "keep_fp8_transpose_cache_when_using_custom_fsdp=True: "),
     ({"nccl_ub": True}, "nccl_ub=True: needs the NCCL allocator"),
     ({"fsdp_double_buffer": True, "data_parallel_sharding_strategy": "optim"}, "fsdp_double_buffer=True: optim gathers"),

@@ -278,9 +278,7 @@ class _Settings:
         if strategy not in STRATEGIES:
             problems.append(f"data_parallel_sharding_strategy={strategy!r}: legal are {', '.join(STRATEGIES)}")
         if self.init_nvfsdp_with_meta_device and strategy == "no_shard":
-            problems.append(
-                "init_nvfsdp_with_meta_device=True: not supported with no_shard; legal is False, or another strategy"
-            )
+            problems.append("init_nvfsdp_with_meta_device=True: not supported with no_shard; use False, or another strategy")
         if not self.overlap_grad_reduce:
             problems.append("overlap_grad_reduce=False: megatron-fsdp then reduces twice, or overlaps anyway; legal is True")
         if not self.overlap_param_gather and strategy != "no_shard":
@@ -289,9 +287,7 @@ class _Settings:
                 "anyway; legal is True, or data_parallel_sharding_strategy='no_shard'"
             )
         if self.average_in_collective and self.calculate_per_token_loss:
-            problems.append(
-                "average_in_collective=True: excludes calculate_per_token_loss=True, which sums gradients; set one to False"
-            )
+            problems.append("average_in_collective=True and calculate_per_token_loss=True exclude each other; set one to False")
         if self.disable_bucketing:
             problems.append("disable_bucketing=True: megatron-fsdp has one bucket a unit with both values; legal is False")
         if self.keep_fp8_transpose_cache_when_using_custom_fsdp and not _has_transformer_engine(model):
@@ -300,9 +296,7 @@ class _Settings:
                 "is no such cache; legal is False"
             )
         if self.nccl_ub and not (_importable("megatron.core.nccl_allocator") or _importable("apex.contrib.nccl_allocator")):
-            problems.append(
-                "nccl_ub=True: needs the NCCL allocator of megatron-core or apex, not installed here; legal is False"
-            )
+            problems.append("nccl_ub=True: needs the NCCL allocator of megatron-core or apex, not installed; legal is False")
         for name in ("nccl_ub", "fsdp_double_buffer"):
             if getattr(self, name) and strategy in ("no_shard", "optim"):
                 problems.append(
@@ -320,9 +314,7 @@ def _machine_problems(mesh: DeviceMesh) -> list[str]:
     if not HAVE_NVFSDP:
         problems.append("megatron-fsdp is not installed: pip install 'meshwright[megatron]'")
     if not torch.cuda.is_available():
-        problems.append(
-            "no CUDA device here: megatron-fsdp runs on NVIDIA GPUs alone; fsdp2_strategy_parallelize runs anywhere"
-        )
+        problems.append("no CUDA device here: megatron-fsdp needs an NVIDIA GPU; fsdp2_strategy_parallelize runs anywhere")
     elif mesh.device_type != "cuda":
         problems.append(f"device_mesh: is of {mesh.device_type!r}; legal is 'cuda'")
     return problems
