@@ -129,7 +129,7 @@ def test_bad_files(tmp_path, jsonl):
     with pytest.raises(DataError, match=r"gone.txt' matches no file"):
         list(documents(config("gone.txt")))
     (tmp_path / "data.csv").write_text("x")
-    with pytest.raises(DataError, match="extensions of rows"):
+    with pytest.raises(DataError, match="the extension of a file of rows"):
         list(documents(config(str(tmp_path / "data.csv"))))
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(DataError, match=r"is chat.*is text|is text.*is chat"):

@@ -55,7 +55,7 @@ _BORDERS_AGREE = (
 )
 
 
-_FOREIGN = "is not made of the gradients of the microbatches: something foreign is in it, or part of it is missing"
+_FOREIGN = "is no weighted sum of the gradients of the microbatches: it has other contributions, or lacks a part of one"
 _ALIKE = "is wrong, and the gradients of the microbatches are too much alike to tell which of them are in it"
 _UNEXPLAINED = (_FOREIGN, _ALIKE)
 

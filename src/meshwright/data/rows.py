@@ -77,7 +77,7 @@ def file_rows(path: Path, bad: BadRows, cache_dir: str | Path | None) -> Iterato
     """
     readers = {".jsonl": _json_lines, ".json": _json_values}
     if path.suffix not in (*readers, ".parquet"):
-        raise DataError(f"data: {str(path)!r}: extensions of rows are {', '.join(readers)}, .parquet")
+        raise DataError(f"data: {str(path)!r}: the extension of a file of rows must be one of {', '.join(readers)}, .parquet")
     with open_file(path) as file:
         begin: bytes = file.read(4)
     if not begin:
