@@ -295,7 +295,7 @@ def test_scores_that_are_unknown_are_refused_to_the_loss_alone(tiny: Tiny) -> No
         ModelError, match=r"aux_loss: the kind of scores of the routers \['model.layers.1.mlp.gate'\] is unknown"
     ):
         Balance(model, plan.experts, CPU, aux_loss=0.1)
-    with pytest.raises(ModelError, match="legal: softmax, sigmoid, probabilities"):
+    with pytest.raises(ModelError, match="legal are softmax, sigmoid, probabilities"):
         sequence_balance(torch.ones(2, 4), torch.zeros(2, 1).long(), torch.ones(1, 2).bool(), Scores.UNKNOWN)
 
 
