@@ -32,10 +32,10 @@ def test_head_and_tail_stay_and_a_short_message_is_as_it_was() -> None:
 
 
 def test_an_exception_of_others_is_never_described_by_nothing() -> None:
-    assert described(EOFError()) == "EOFError, which says no more"
+    assert described(EOFError()) == "EOFError without a message"
     echo = EOFError()
     echo.__cause__ = KeyError("weight")
-    assert described(echo) == "EOFError, which says no more; after KeyError: 'weight'"
+    assert described(echo) == "EOFError without a message; after KeyError: 'weight'"
     assert described(OSError(28, "No space left on device", "/data/x")) == "OSError: No space left on device: '/data/x'"
     assert described(ValueError("two\nlines")) == "ValueError: two lines"
 

@@ -31,7 +31,7 @@ LONGEST_WORD, LONGEST_LINE = 300, 1500
 
 def shortened(text: str) -> str:
     """A message in which what is too long to read is cut in its middle; the first and the last words stay."""
-    words = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda found: _cut(found.group(), LONGEST_WORD // 3), text)
+    words = re.sub(rf"\S{{{LONGEST_WORD + 1},}}", lambda word: _cut(word.group(), LONGEST_WORD // 3), text)
     return "\n".join(_cut(line, LONGEST_LINE // 3) if len(line) > LONGEST_LINE else line for line in words.split("\n"))
 
 
@@ -54,7 +54,7 @@ def described(error: BaseException, near: object = None) -> str:
     if text:
         return f"{kind}: {text}"
     cause = error.__cause__ or error.__context__
-    return f"{kind}, which says no more" + (f"; after {described(cause)}" if cause is not None else "")
+    return f"{kind} without a message" + (f"; after {described(cause)}" if cause is not None else "")
 
 
 class MeshwrightError(Exception):

@@ -60,23 +60,23 @@ class ModelSizes:
 
     def problems(self, layout: "Layout") -> list[str]:
         """What of a layout does not fit the model, one message a knob."""
-        found = []
+        problems = []
         tp, pp = layout.size("tp"), layout.size("pp")
-        for what, count, grouped in (
+        for heads, count, grouped in (
             ("attention heads", self.heads, False),
             ("key/value heads", self.kv_heads, self.kv_groups),
         ):
             if count and tp > 1 and count % tp and not (grouped and tp % count == 0):
                 several = f", or shared by a multiple of {count} ranks" if grouped else ""
-                found.append(f"tp={tp}: {count} {what} are divisible by {_listed(divisors(count))}{several}")
+                problems.append(f"tp={tp}: {count} {heads} are divisible by {_listed(divisors(count))}{several}")
         if self.layers is not None and pp > self.layers:
-            found.append(f"pp={pp}: {self.layers} layers make at most {self.layers} stages")
+            problems.append(f"pp={pp}: {self.layers} layers make at most {self.layers} stages")
         if self.experts is not None and layout.ep > 1:
             if self.experts == 0:
-                found.append(f"ep={layout.ep}: the model has no experts; the legal value is 1")
+                problems.append(f"ep={layout.ep}: the model has no experts; the legal value is 1")
             elif self.experts % layout.ep:
-                found.append(f"ep={layout.ep}: {self.experts} experts are divisible by {_listed(divisors(self.experts))}")
-        return found
+                problems.append(f"ep={layout.ep}: {self.experts} experts are divisible by {_listed(divisors(self.experts))}")
+        return problems
 
 
 @dataclass(frozen=True)
@@ -111,40 +111,40 @@ class Layout:
         Raises:
             LayoutError: all problems together, each with the knob, its value and the legal values.
         """
-        found = self._illegal_values()
+        problems = self._illegal_values()
         if world_size < 1:
-            found.append(f"world size {world_size}: must be at least 1")
-        if found:
-            raise LayoutError(found)
+            problems.append(f"world size {world_size}: must be at least 1")
+        if problems:
+            raise LayoutError(problems)
 
         unknown = [axis for axis in AXES if getattr(self, axis) in (None, -1)]
         given = {axis: getattr(self, axis) for axis in AXES if axis not in unknown}
         product = prod(given.values())
         resolved = self
         if len(unknown) > 1:
-            found.append(f"{' and '.join(f'{axis}={getattr(self, axis)}' for axis in unknown)}: only one can be inferred")
+            problems.append(f"{' and '.join(f'{axis}={getattr(self, axis)}' for axis in unknown)}: only one can be inferred")
         elif (unknown and world_size % product) or (not unknown and world_size != product):
-            found.extend(self._misfits(world_size, given, inferred=unknown[0] if unknown else None))
+            problems.extend(self._misfits(world_size, given, inferred=unknown[0] if unknown else None))
         elif unknown:
             resolved = replace(self, **{unknown[0]: world_size // product})
 
         # The model's limits are checked also where the world size does not fit: all problems in one report.
         checkable = replace(resolved, **{axis: 1 for axis in AXES if getattr(resolved, axis) in (None, -1)})
         if sizes is not None:
-            found.extend(sizes.problems(checkable))
-        if not found:
+            problems.extend(sizes.problems(checkable))
+        if not problems:
             inside_replica = prod(resolved.sizes()[axis] for axis in ("dp_shard", "cp", "tp"))
             if inside_replica % self.ep:
-                found.append(
+                problems.append(
                     f"ep={self.ep}: dp_shard * cp * tp = {inside_replica} ranks of a replica are divisible by "
                     f"{_listed(divisors(inside_replica))}"
                 )
-        if found:
-            raise LayoutError(found)
+        if problems:
+            raise LayoutError(problems)
         return resolved
 
     def _illegal_values(self) -> list[str]:
-        found = []
+        problems = []
         for field in fields(self):
             value = getattr(self, field.name)
             inferable = field.name != "ep"
@@ -152,8 +152,8 @@ class Layout:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 legal = "a positive whole number" + (", or -1 to infer it" if inferable else "")
-                found.append(f"{field.name}={value!r}: must be {legal}")
-        return found
+                problems.append(f"{field.name}={value!r}: must be {legal}")
+        return problems
 
     @staticmethod
     def _misfits(world_size: int, given: dict[str, int], inferred: str | None) -> list[str]:
@@ -161,17 +161,17 @@ class Layout:
         product = prod(given.values())
         terms = " * ".join(f"{axis}={size}" for axis, size in given.items() if size > 1) or "all sizes 1"
         relation = "is not a divisor of" if inferred else "is not"
-        found = [f"world size {world_size}: {terms} = {product}, which {relation} the world size"]
+        problems = [f"world size {world_size}: {terms} = {product}, which {relation} the world size"]
         for axis, size in given.items():
             others = product // size
             if size == 1 or world_size % others:
                 continue
             rest = world_size // others
             legal = divisors(rest) if inferred else (rest,)
-            found.append(f"{axis}={size}: with the other sizes and {world_size} ranks, legal is {_listed(legal)}")
-        if len(found) == 1:
-            found.append(f"legal sizes of any axis are divisors of {world_size}: {_listed(divisors(world_size))}")
-        return found
+            problems.append(f"{axis}={size}: with the other sizes and {world_size} ranks, legal is {_listed(legal)}")
+        if len(problems) == 1:
+            problems.append(f"legal sizes of any axis are divisors of {world_size}: {_listed(divisors(world_size))}")
+        return problems
 
     # -- rank arithmetic, for a resolved layout -----------------------------------------------------------------------
 
@@ -213,10 +213,10 @@ class Layout:
         sizes = self.expert_sizes() if experts else self.sizes()
         if not 0 <= rank < prod(sizes.values()):
             raise LayoutError(f"rank {rank}: legal are 0 to {self.world_size - 1}")
-        found: dict[str, int] = {}
+        coordinates: dict[str, int] = {}
         for axis in reversed(sizes):
-            rank, found[axis] = divmod(rank, sizes[axis])
-        return {axis: found[axis] for axis in sizes}
+            rank, coordinates[axis] = divmod(rank, sizes[axis])
+        return {axis: coordinates[axis] for axis in sizes}
 
     def groups(self, axes: str | Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """All groups of ranks that differ only on the given axes.

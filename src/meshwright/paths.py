@@ -21,7 +21,7 @@ def _possible(value: str) -> str:
     if not value.strip():
         problem = "is empty"
     elif "\0" in value:
-        problem = "holds a NUL character, which no path may"
+        problem = "contains a NUL character, which is illegal in a path"
     elif len(value.encode(errors="replace")) > LONGEST_PATH or any(
         len(name.encode(errors="replace")) > LONGEST_NAME for name in value.split("/")
     ):
@@ -31,7 +31,7 @@ def _possible(value: str) -> str:
             value.encode()
             Path(value).expanduser()
         except (RuntimeError, UnicodeError):
-            problem = "is no path: the user after ~ is unknown, or it holds half a character"
+            problem = "is no legal path: the user after ~ is unknown, or it is not valid Unicode"
     if problem is not None:
         raise PydanticCustomError("path", "{problem}", {"problem": problem})
     return value
@@ -54,5 +54,5 @@ def no_directory(knob: str, value: str) -> str | None:
     path = Path(value).expanduser()
     if path.is_dir() or (_HUB_NAME.fullmatch(value) and ".." not in value and not path.exists()):
         return None
-    what = "is a file, no directory" if path.exists() else "no such directory"
-    return f"{knob}={value!r}: {what} (working directory {Path.cwd()})"
+    problem = "is a file, not a directory" if path.exists() else "no such directory"
+    return f"{knob}={value!r}: {problem} (working directory {Path.cwd()})"

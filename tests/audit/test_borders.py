@@ -107,11 +107,11 @@ def rows(rank: int, *wrong: int) -> RankResult:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ((2, 3, 5, 6), "forward parts in 1.norm: its inputs agree, its output is off by 2 on ranks 0, 1"),
-        ((3, 4), "forward parts in 1: its inputs agree, its output is off by 2 on ranks 0, 1"),
-        ((1, 2, 3), "forward parts before 1.norm: all that was computed before agrees, and what goes into it is off by 2"),
-        ((6, 7), "backward parts in 1.norm: the gradient of its output agrees, that of its input is off by 2 on ranks 0, 1"),
-        ((5, 6, 7), "backward parts behind 1.norm: forward agrees and so does all that backward computed before"),
+        ((2, 3, 5, 6), "forward diverges in 1.norm: its inputs agree, its output is off by 2 on ranks 0, 1"),
+        ((3, 4), "forward diverges in 1: its inputs agree, its output is off by 2 on ranks 0, 1"),
+        ((1, 2, 3), "forward diverges before 1.norm: all that was computed before agrees, but its input is off by 2"),
+        ((6, 7), "backward diverges in 1.norm: the gradient of its output agrees, that of its input is off by 2 on ranks 0, 1"),
+        ((5, 6, 7), "backward diverges behind 1.norm: forward agrees and so does all that backward computed before"),
     ],
     ids=str,
 )

@@ -35,8 +35,8 @@ def said(*rows: Row) -> list[str]:
     ("changed", "words"),
     [
         ({"ratio": 0.5, "residual": 0.0}, "is 0.5 times that of one process"),
-        ({"ratio": 1.00001, "residual": 0.001}, "something foreign is in it, or part of it is missing (off by 0.3)"),
-        ({"weights": (1.00002, 1.00001, 1.0, 1.0)}, "something foreign is in it, or part of it is missing (off by 0.3)"),
+        ({"ratio": 1.00001, "residual": 0.001}, "it has other contributions, or lacks a part of one (off by 0.3)"),
+        ({"weights": (1.00002, 1.00001, 1.0, 1.0)}, "it has other contributions, or lacks a part of one (off by 0.3)"),
         ({"weights": (0.5, 0.5, 0.5, math.nan)}, "is 0.5 times that of one process"),
         ({"weights": (math.nan,) * 4}, "the gradients of the microbatches are too much alike to tell which of them are in it"),
         ({"weights": (math.nan,) * 4, "ratio": 2.0, "residual": 0.0}, "is 2 times that of one process"),

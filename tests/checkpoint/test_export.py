@@ -130,7 +130,7 @@ def test_directories_that_are_refused_or_replaced(trained: tuple[RunConfig, torc
                 (other / "config.json").write_text("{}")
         else:
             other.write_text("years of work")
-        with pytest.raises(CheckpointError, match="holds something that is no export"):
+        with pytest.raises(CheckpointError, match="has files that are no export"):
             export_checkpoint(source, other)
         kept = other / "thesis.txt" if other.is_dir() else other
         assert kept.read_text() == "years of work"

@@ -98,7 +98,7 @@ def test_other_parameters_trained(copy: RunConfig, tiny: Tiny) -> None:
     train(frozen, 2)
     thawed = tiny("training.steps=4", f"output={frozen.output}", name="frozen")
     _, _, store = prepare_run(thawed, 2)
-    with pytest.raises(RankError, match=r"CheckpointError.*holds no optimizer\.lm_head\.weight\.exp_avg.*parallel\.freeze"):
+    with pytest.raises(RankError, match=r"CheckpointError.*lacks optimizer\.lm_head\.weight\.exp_avg.*parallel\.freeze"):
         run_ranks(train_on_rank, 2, thawed, store.directory)
 
 
@@ -176,7 +176,7 @@ def test_pickle_in_the_table_of_contents_does_not_run(copy: RunConfig, tmp_path:
     sign.rmdir()
     (checkpoint(copy) / ".metadata").write_bytes(bomb)
     seal(copy)
-    assert "names posix.mkdir; it is not read" in refusal(copy)[0]
+    assert "refers to posix.mkdir, so it is not read" in refusal(copy)[0]
     assert not sign.exists()
 
 
@@ -185,7 +185,7 @@ def test_only_classes_of_a_table_are_named(copy: RunConfig, name: str) -> None:
     module, _, attribute = name.rpartition(".")
     (checkpoint(copy) / ".metadata").write_bytes(f"c{module}\n{attribute}\n.".encode())
     seal(copy)
-    assert f"names {name}" in refusal(copy)[0]
+    assert f"refers to {name}" in refusal(copy)[0]
 
 
 def test_members_of_enums_are_read_as_python_3_11_0_wrote_them_and_no_other_attributes(copy: RunConfig) -> None:
@@ -199,7 +199,7 @@ def test_members_of_enums_are_read_as_python_3_11_0_wrote_them_and_no_other_attr
     for name in (b"__class__", b"mro"):
         table.write_bytes(b"cbuiltins\ngetattr\n(" + kind + b"V" + name + b"\ntR.")
         seal(copy)
-        assert f"names {name.decode()} of" in refusal(copy)[0]
+        assert f"refers to {name.decode()} of" in refusal(copy)[0]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

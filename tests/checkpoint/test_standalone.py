@@ -152,7 +152,7 @@ def test_keys_that_stand_twice_and_empty_sections(tmp_path: Path, corpus: Path) 
     with pytest.raises(ConfigError, match="base: unknown key"):  # merge keys work; `base` itself is no section
         load_config(file)
     file.write_text(text + "training: {steps: 3, global_batch_size: 8}\n")
-    with pytest.raises(ConfigError, match="the key 'training' stands twice"):
+    with pytest.raises(ConfigError, match="the key 'training' occurs twice"):
         load_config(file)
 
 

@@ -86,7 +86,7 @@ def test_a_hang_ends_with_1_and_says_who_waits_where(meshwright, config: str, tm
         (["layout.cp=2"], "cp=2: context parallel is planned but not carried out by this version"),
         (["layout.dp_replicate=3", "--nproc", "2", "--full"], "dp_replicate=3"),
         (["data.files=[nowhere/*.txt]"], "glob matches no file"),
-        (["data.files=[nowhere/*.txt]"], "--drawn audits with drawn tokens"),
+        (["data.files=[nowhere/*.txt]"], "--drawn audits with random tokens"),
         (["model.config.num_attention_heads=5"], "model"),
         (["--matrix"], "--matrix audits tiny models of its own"),
     ],
@@ -102,4 +102,4 @@ def test_what_cannot_be_audited_is_refused_with_2(meshwright, config: str, argum
 def test_without_a_configuration_it_says_what_is_missing(meshwright) -> None:
     outcome = meshwright("audit")
     assert outcome.code == 2
-    assert "CONFIG: missing" in outcome.error
+    assert "CONFIG is missing" in outcome.error

@@ -43,7 +43,7 @@ def test_steps_of_denoising_are_for_what_denoises(meshwright: Meshwright, tmp_pa
     assert meshwright("train", config, "training.steps=1", "export=true").code == 0
     refused = meshwright("generate", tmp_path / "out" / "export", "abc", "--steps", 5)
     assert refused.code == 2
-    assert "steps=5: LlamaForCausalLM says one token after another" in refused.error
+    assert "steps=5: LlamaForCausalLM generates one token at a time" in refused.error
 
 
 @pytest.mark.parametrize("ranks", [8, 64])

@@ -97,7 +97,7 @@ def test_a_damaged_record_stops_nothing(meshwright, config: str, records: Path) 
     file.write_text("{")
     outcome = meshwright("plan", config, "-n", 2, *SMALL)
     assert outcome.code == 0, outcome.error
-    assert f"an audit's record is passed over: {file}: JSONDecodeError" in outcome.out
+    assert f"a recorded audit is ignored: {file}: JSONDecodeError" in outcome.out
     assert "unproven: " in outcome.out
 
 
@@ -106,7 +106,7 @@ def test_a_cache_that_cannot_be_written_stops_no_audit(meshwright, config: str, 
     records.parent.write_text("a file where a directory should be")
     outcome = meshwright("audit", config, "--nproc", 2, *SMALL, "--steps", 1)
     assert outcome.code == 0, outcome.error
-    assert "the verdict is not on record: " in outcome.out
+    assert "the verdict of the audit could not be recorded: " in outcome.out
     assert outcome.out.splitlines()[-1].startswith("PASS: ")
 
 

@@ -81,7 +81,7 @@ def test_export_refusals(meshwright: Meshwright, config: str, tmp_path: Path) ->
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("")
     for arguments, part in (
-        ((run, tmp_path / "mine"), "mine: holds something that is no export of Meshwright"),
+        ((run, tmp_path / "mine"), "mine: has files that are no export of Meshwright"),
         ((tmp_path / "mine", tmp_path / "to"), "mine: neither a complete checkpoint nor a run that has one"),
         ((run, tmp_path / "to", "--dtype", "int4"), "--dtype=int4: legal are float32, bfloat16, float16"),
     ):

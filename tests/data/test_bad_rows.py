@@ -38,7 +38,7 @@ def problems(data, tokenizer, folder):
 
 def test_all_kinds_of_bad_rows_are_reported_at_once(spoiled, tokenizer, tmp_path):
     head, *rows = problems(config(spoiled), tokenizer, tmp_path / "store")
-    assert head.startswith("data: 4 of 10 rows cannot be used, and data.bad_rows is 'stop'; mend them, or set 'skip'")
+    assert head.startswith("data: 4 of 10 rows cannot be used, and data.bad_rows is 'stop'; correct them, or set 'skip'")
     expected = {
         2: "cannot be read as json (Expecting",
         4: "'messages' is not a list",

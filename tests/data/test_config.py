@@ -14,7 +14,7 @@ from meshwright.data.config import DataConfig, TokenizerConfig, expand_files
     [
         ({}, ["exactly one of corpus, files and hub", "none"]),
         ({"files": []}, ["files is an empty list"]),
-        ({"files": ["a.txt"], "hub": "x/y"}, ["found files and hub"]),
+        ({"files": ["a.txt"], "hub": "x/y"}, ["set here: files and hub"]),
         ({"corpus": "wikipedia"}, ["python-stdlib"]),
         ({"files": ["a.txt"], "hub_split": "test"}, ["data.hub_split='test' needs data.hub"]),
         ({"corpus": "python-stdlib", "kind": "chat"}, ["data.kind='chat'", "legal"]),

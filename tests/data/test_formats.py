@@ -142,8 +142,8 @@ def test_texts_in_a_column_of_another_name(jsonl):
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ({"messages": "dialogue"}, "no field 'dialogue'; fields there are dialog, n; set data"),
-        ({"completion": "answer", "prompt": "n"}, "no field 'answer'; fields there are dialog, n|holds int"),
+        ({"messages": "dialogue"}, "no field 'dialogue'; its fields are dialog, n; set data"),
+        ({"completion": "answer", "prompt": "n"}, "no field 'answer'; its fields are dialog, n|holds int"),
     ],
 )
 def test_a_column_that_is_not_there(jsonl, columns, words):
@@ -157,7 +157,7 @@ def test_an_optional_column_that_no_row_has(jsonl):
     assert len(list(documents(config(jsonl(rows), **wish)))) == 2
     both = [jsonl(rows[:1], "a.jsonl"), jsonl(rows[1:], "b.jsonl")]
     assert len(list(documents(config("", files=both, **wish)))) == 2
-    with pytest.raises(DataError, match=r"no column 'brief' .for 'system'.; columns there are prompt, completion"):
+    with pytest.raises(DataError, match=r"no column 'brief' .for 'system'.; its columns are prompt, completion"):
         list(documents(config(jsonl(rows[:1]), **wish)))
 
 

@@ -176,7 +176,7 @@ def test_texts_too_few_because_of_bad_rows(tmp_path: Path) -> None:
         ("a.jsonl", "{}".encode("utf-16"), "UTF-16: write it as UTF-8"),
         ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', ":2: cannot be read as json .not UTF-8: byte 11"),
         ("a.jsonl", b'\n\r\n{"text": "\\ud800"}\n', r":3: a text holds half of a character, the lone surrogate '\\ud800'"),
-        ("a.jsonl", b'{"text": "x", "text": "y"}\n', ":1: a key of the row stands twice .keys: text"),
+        ("a.jsonl", b'{"text": "x", "text": "y"}\n', ":1: a key of the row occurs twice .keys: text"),
         ("a.jsonl", deep(300).encode(), ":1: nested deeper than 64 levels"),
         ("a.jsonl", deep(100_000).encode(), ":1: cannot be read as json .nested too deeply"),
         ("a.jsonl", b'{"text": ' + b"9" * 5000 + b"}", ":1: cannot be read as json .Exceeds the limit"),

@@ -101,9 +101,9 @@ def test_max_documents(jsonl):
     [
         ([{"body": "x", "n": 1}], {}, ":1: no fields of a format: neither 'text' .*'messages'.*body, n; set data.format"),
         ([{"text": "x", "messages": []}], {}, "several formats, 'text' .text., 'messages' .*set data.format, data.kind or"),
-        ([{"body": "x"}], {"kind": "text"}, "no field 'text'; fields there are body; set data.text_field"),
+        ([{"body": "x"}], {"kind": "text"}, "no field 'text'; its fields are body; set data.text_field"),
         ([{"text": "x"}], {"kind": "chat"}, ":1: no fields of a format: neither 'messages'"),
-        ([{"text": "x"}], {"format": "messages"}, "no field 'messages'; fields there are text; set data.messages_field or"),
+        ([{"text": "x"}], {"format": "messages"}, "no field 'messages'; its fields are text; set data.messages_field or"),
         ([{"text": "x"}, {"text": None}], {}, ":2: field 'text' holds null, not text"),
         ([{"text": 3}], {}, ":1: field 'text' holds int"),
         ([{"messages": "hello"}], {}, "not a list of messages"),
@@ -129,7 +129,7 @@ def test_bad_files(tmp_path, jsonl):
     with pytest.raises(DataError, match=r"gone.txt' matches no file"):
         list(documents(config("gone.txt")))
     (tmp_path / "data.csv").write_text("x")
-    with pytest.raises(DataError, match="extensions of rows"):
+    with pytest.raises(DataError, match="the extension of a file of rows"):
         list(documents(config(str(tmp_path / "data.csv"))))
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(DataError, match=r"is chat.*is text|is text.*is chat"):
@@ -232,7 +232,7 @@ def test_broken_stores_are_refused(tmp_path, jsonl, tokenizer):
         TokenStore.open(store.directory)
     (store.directory / "index.json").write_text(json.dumps(index))
     (store.directory / "tokens.bin").write_bytes(b"short")
-    with pytest.raises(DataError, match="5 bytes where"):
+    with pytest.raises(DataError, match="has 5 bytes instead of"):
         TokenStore.open(store.directory)
 
 

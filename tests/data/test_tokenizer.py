@@ -50,7 +50,7 @@ def test_state_ignores_padding_and_truncation(tokenizer):
 
 
 def test_bad_sizes():
-    with pytest.raises(ConfigError, match="vocab_size=100: at least 261"):
+    with pytest.raises(ConfigError, match="vocab_size=100: must be at least 261"):
         train_tokenizer(sentences(5), 100)
     with pytest.raises(DataError, match="corpus is too small"):
         train_tokenizer(["abc"], 5000)

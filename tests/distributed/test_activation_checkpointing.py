@@ -617,7 +617,7 @@ def test_operators_to_keep() -> None:
         (
             ("'aten.mm': is no operator", "did you mean", "aten.mm.default"),
             ("'aten.mmm.default': is no operator", "did you mean", "aten.mm.default"),
-            ("'aten.linear.default': is taken apart into other operators",),
+            ("'aten.linear.default': is decomposed into other operators",),
             ("'aten.add_.Tensor': writes into its inputs", "aten.add.Tensor"),
             ("'aten.bernoulli.p': draws random numbers",),
             ("'mm': is no operator", "did you mean", "aten.mm.default"),

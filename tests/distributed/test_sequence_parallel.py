@@ -184,11 +184,9 @@ def refused(family: str, layout: Layout = TP2, **options: Any) -> str:
 
 
 def test_what_cannot_be_is_refused_with_the_reason() -> None:
-    assert "sequence_parallel=True: is a matter of tensor parallel, and tp is 1" in refused(
-        "llama", ALONE, sequence_parallel=True
-    )
-    assert "loss_parallel=True: is a matter of tensor parallel, and tp is 1" in refused("llama", ALONE, loss_parallel=True)
-    assert "tp_plan: is a matter of tensor parallel, and tp is 1" in refused("llama", ALONE, tp_plan={"lm_head": "colwise_rep"})
+    assert "sequence_parallel=True: needs tensor parallelism, but tp is 1" in refused("llama", ALONE, sequence_parallel=True)
+    assert "loss_parallel=True: needs tensor parallelism, but tp is 1" in refused("llama", ALONE, loss_parallel=True)
+    assert "tp_plan: needs tensor parallelism, but tp is 1" in refused("llama", ALONE, tp_plan={"lm_head": "colwise_rep"})
     with_embeddings = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 67}
     text = refused("gemma4_text", sequence_parallel=True, model=with_embeddings)
     assert "each layer adds an embedding of the whole sequence (hidden_size_per_layer_input); the legal value is False" in text
@@ -239,7 +237,7 @@ def test_logits_and_labels_that_are_not_what_they_should_be() -> None:
 
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         for placement in (Replicate(), Shard(1)):
-            with pytest.raises(ValueError, match="legal is their last dimension sharded over one axis"):
+            with pytest.raises(ValueError, match="legal is Shard of the last dimension, over one axis"):
                 cross_entropy_sum(
                     distribute_tensor(torch.zeros(1, 2, 4), mesh, [placement]), torch.zeros(1, 2, dtype=torch.long)
                 )

@@ -388,5 +388,5 @@ def test_what_does_not_fit_is_refused() -> None:
     model = tiny_model(meta=True)
     with pytest.raises(PlanError, match="twin_units=True: no two layers of LlamaForCausalLM share parameters"):
         resolve(spec_of(model), model, Layout(), ParallelOptions(twin_units=True), world_size=2)
-    with pytest.raises(PlanError, match="are one unit, and are given"):
+    with pytest.raises(PlanError, match="are one unit, but have the policies"):
         planned(False, sync_units={"model.decoder.layers.0": "reduce_each"})

@@ -250,7 +250,7 @@ def test_grad_sync_on_a_model_that_is_no_unit_itself() -> None:
         # Without a common root every unit is its own; the policies hold all the same.
         assert counter.counts["reduce_scatter"] == 3 + 3
         assert all_sharded(model)
-        with pytest.raises(PlanError, match=r"'blocks\.9', which is no FSDP unit; units are 'blocks\.0'"):
+        with pytest.raises(PlanError, match=r"'blocks\.9' is no FSDP unit; units are 'blocks\.0'"):
             GradSync(model, {"blocks.9": SyncPolicy.DEFER})
 
     run_ranks(on_rank, 2)

@@ -389,5 +389,5 @@ def test_a_draft_shows_what_is_certain() -> None:
 
 
 def test_denoising_needs_a_temperature() -> None:
-    with pytest.raises(ConfigError, match=r"temperature=0.*legal is above 0"):
+    with pytest.raises(ConfigError, match=r"temperature=0.*must be above 0"):
         continue_text(tiny_diffusion_gemma(), _Letters(), torch.tensor([[5]]), temperature=0.0)

@@ -142,7 +142,7 @@ def test_a_bias_that_there_is_not_is_refused() -> None:
     spec = spec_of(model)
     wrong = replace(spec, experts=tuple(replace(rule, bias=_BIASES[0]) for rule in spec.experts))
     with pytest.raises(
-        PlanError, match=r"bias 'e_score_correction_bias' is no buffer of the router 'model\.layers\.0\.mlp\.gate'"
+        PlanError, match=r"bias 'e_score_correction_bias' is a buffer neither of the router 'model\.layers\.0\.mlp\.gate'"
     ):
         resolve(wrong, model, Layout(), world_size=1)
 

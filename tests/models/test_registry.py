@@ -221,7 +221,7 @@ def test_what_the_reference_signature_refuses() -> None:
         with pytest.raises(LayoutError, match=r"'stages': 2.*legal here are 'dp_replicate', 'dp_shard_cp', 'tp'"):
             found.parallelize(model, init_device_mesh("cpu", (2,), mesh_dim_names=("stages",)))
         mesh = build_mesh(Layout(tp=2), "cpu").root
-        with pytest.raises(PlanError, match="sequence_parallel=True: nothing is known of the regions of plain"):
+        with pytest.raises(PlanError, match="sequence_parallel=True: the spec of plain does not say which modules need"):
             found.parallelize(model, mesh, sequence_parallel=True, tp_shard_plan={"head": "colwise_rep"})
         with pytest.raises(PlanError, match="tp_plan pattern 'nowhere' matches no parameter"):
             found.parallelize(model, mesh, tp_shard_plan={"nowhere": "colwise"})

@@ -70,7 +70,7 @@ CASES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "bart": (family("bart"), "is an encoder-decoder (bart)", "take a decoder"),
     "llava": (family("llava"), "is a model of images and text (llava)", "text_config"),
     "bert": (family("bert"), "is an encoder (bert)", "take a decoder"),
-    "vit": (family("vit"), "is of a kind (vit) that has no head for saying text", "causal language modeling"),
+    "vit": (family("vit"), "is of a kind (vit) that has no head to generate text", "causal language modeling"),
 }
 
 

@@ -252,14 +252,13 @@ def refused(tiny: Tiny, *overrides: str) -> str:
 
 def test_refusals(tiny: Tiny) -> None:
     assert "moe.aux_loss=0.01: LlamaForCausalLM has no mixtures of experts" in refused(tiny, "moe.aux_loss=0.01")
-    assert (
-        "moe.bias_update_rate=0.001: the router 'model.layers.0.mlp.gate' has no buffer that is known to be added"
-        in refused(tiny, MIXTRAL, "moe.bias_update_rate=0.001")
+    assert "moe.bias_update_rate=0.001: the router 'model.layers.0.mlp.gate' has no bias buffer for balance" in refused(
+        tiny, MIXTRAL, "moe.bias_update_rate=0.001"
     )
     frozen = refused(tiny, MIXTRAL, "moe.aux_loss=0.01", "parallel.freeze=['model.layers.*.mlp.gate.*']")
     assert "moe.aux_loss=0.01: the router 'model.layers.0.mlp.gate' is frozen" in frozen
     with_logits = MIXTRAL[:-1] + ", output_router_logits: true}"
-    assert "moe.aux_loss is the coefficient of a balance loss" in refused(tiny, with_logits)
+    assert "for a balance loss, set its coefficient moe.aux_loss" in refused(tiny, with_logits)
     with pytest.raises(ConfigError, match=r"moe\.aux_loss=-1: "):
         tiny("moe.aux_loss=-1")
     make_setup(tiny(MIXTRAL, "moe.aux_loss=0", "moe.bias_update_rate=0"), 1)
@@ -287,16 +286,16 @@ def test_scores_that_are_unknown_are_refused_to_the_loss_alone(tiny: Tiny) -> No
     assert plan.experts[0].scores == "unknown"
     (found,) = refusals(plan, aux_loss=0.1, bias_update_rate=0.1, uncounted="")
     assert found == (
-        "moe.aux_loss=0.1: what the scores of the router 'model.layers.1.mlp.gate' are is unknown; declare it (scores of an "
+        "moe.aux_loss=0.1: the kind of scores of the router 'model.layers.1.mlp.gate' is unknown; declare it (scores of an "
         "ExpertsRule in a strategy, docs/adding-a-family.md): softmax, sigmoid, probabilities, or leave moe.aux_loss out"
     )
     assert refusals(plan, aux_loss=0.0, bias_update_rate=0.1, uncounted="") == []
     Balance(model, plan.experts, CPU, bias_update_rate=0.1)
     with pytest.raises(
-        ModelError, match=r"aux_loss: what the scores of the routers \['model.layers.1.mlp.gate'\] are is unknown"
+        ModelError, match=r"aux_loss: the kind of scores of the routers \['model.layers.1.mlp.gate'\] is unknown"
     ):
         Balance(model, plan.experts, CPU, aux_loss=0.1)
-    with pytest.raises(ModelError, match="legal: softmax, sigmoid, probabilities"):
+    with pytest.raises(ModelError, match="legal are softmax, sigmoid, probabilities"):
         sequence_balance(torch.ones(2, 4), torch.zeros(2, 1).long(), torch.ones(1, 2).bool(), Scores.UNKNOWN)
 
 

@@ -135,7 +135,7 @@ def test_an_expert_that_there_is_not_stops_all_ranks() -> None:
         assert torch.allclose(output, alone(hidden, index, weights), rtol=0, atol=1e-14)
         return found
 
-    message = "the router chose an expert that there is not, {}: legal are 0 to 3"
+    message = "the router chose an expert that does not exist, {}; legal are 0 to 3"
     wanted = [message.format("2 times on rank 1"), message.format("2 times on rank 0, 2 times on rank 1")]
     for found in run_ranks(on_rank, 2):
         assert [text for text, _ in found] == wanted

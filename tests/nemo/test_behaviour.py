@@ -513,7 +513,7 @@ def test_a_configuration_and_meshes_of_later_versions() -> None:
         with pytest.raises(LayoutError, match="needs device_mesh"):
             FSDP2Manager(config)
         turned = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "ep", "ep_shard"))
-        with pytest.raises(LayoutError, match="moe_mesh: the ranks of ep here are"):
+        with pytest.raises(LayoutError, match="moe_mesh: this rank's group on ep is"):
             FSDP2Manager(FSDP2Config(), device_mesh=mesh, moe_mesh=turned)
 
     run_ranks(on_rank, 4)

@@ -226,14 +226,14 @@ def test_a_layer_that_shares_only_some_parameters_is_refused() -> None:
             fully_shard_diffusion_gemma(layer, mesh, FP32)
         fully_shard(model, mesh=mesh, mp_policy=FP32)
         ids = torch.zeros(1, 8, dtype=torch.long)
-        with pytest.raises(UnsupportedError, match="EncoderTextLayer: fully_shard_diffusion_gemma sharded it, and not"):
+        with pytest.raises(UnsupportedError, match="EncoderTextLayer: fully_shard_diffusion_gemma sharded this layer, but not"):
             model(input_ids=ids, decoder_input_ids=ids)
         whole = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
         for module in (whole[0][0], whole[0], whole):
             fully_shard_diffusion_gemma(module, mesh, FP32)
         whole.to_empty(device="cpu")
         assert fully_shard_diffusion_gemma(tiny_diffusion_gemma(), init_device_mesh("cpu", (2,)), FP32) is not None
-        with pytest.raises(UnsupportedError, match="ignored_params: of a whole model, legal is reshard_after_forward"):
+        with pytest.raises(UnsupportedError, match="ignored_params: for a whole model only reshard_after_forward is legal"):
             fully_shard_diffusion_gemma(tiny_diffusion_gemma(), mesh, FP32, ignored_params=set())
 
     run_ranks(on_rank, 2)

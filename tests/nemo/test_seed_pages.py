@@ -132,7 +132,7 @@ def test_the_rest_of_that_page() -> None:
 
     def on_rank(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("dp", "cp", "tp"))
-        with pytest.raises(UnsupportedError, match="megatron-fsdp runs on NVIDIA GPUs alone"):
+        with pytest.raises(UnsupportedError, match="megatron-fsdp needs an NVIDIA GPU"):
             parallelizer.nvfsdp_strategy_parallelize(make("llama")[0], mesh)
 
     if not torch.cuda.is_available():

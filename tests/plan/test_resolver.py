@@ -287,7 +287,9 @@ def test_expert_parallel_that_cannot_be_is_refused_with_what_is_legal() -> None:
     ):
         resolve(spec, model, Layout(ep=2), ParallelOptions(gradient_reduction="mean", reduce_dtype="float16"), world_size=2)
     options = ParallelOptions(tp_plan={"model.layers.*.mlp.experts": "moe_tp_experts"})
-    with pytest.raises(PlanError, match=r"tp_plan: slices the experts 'model.layers.1.mlp.experts', which ep=2 shares"):
+    with pytest.raises(
+        PlanError, match=r"tp_plan: slices the experts 'model.layers.1.mlp.experts', but ep=2 distributes whole"
+    ):
         resolve(spec, model, Layout(dp_shard=1, tp=2, ep=2), options, world_size=2)
     with pytest.raises(PlanError, match="router pattern 'gate' matches no module beside"):
         resolve(replace(spec, experts=(ExpertsRule("model.layers.*.mlp.experts", "gate"),)), model, Layout(), world_size=2)

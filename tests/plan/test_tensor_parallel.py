@@ -111,17 +111,20 @@ def test_styles_of_torch_mean_what_they_mean_there() -> None:
     ("given", "expected"),
     [
         ({"model.layers.*.mlp.gate": "colwise"}, r"tp_plan pattern 'model.layers.\*.mlp.gate' matches no parameter"),
-        ({"lm_head": "columns"}, "the style 'columns' of 'lm_head' is not carried out; legal are colwise"),
+        ({"lm_head": "columns"}, "the style 'columns' of 'lm_head' is not supported; legal are colwise"),
         (
             {"model.norm": "sequence_parallel"},
-            r"tp_plan\['model.norm'\]: speaks of a sharded sequence; set sequence_parallel=True",
+            r"tp_plan\['model.norm'\]: the style refers to a sharded sequence; set sequence_parallel=True",
         ),
-        ({"lm_head": ColwiseParallel(input_layouts=Shard(1))}, "speaks of a sharded sequence; set sequence_parallel=True"),
+        (
+            {"lm_head": ColwiseParallel(input_layouts=Shard(1))},
+            "the style refers to a sharded sequence; set sequence_parallel=True",
+        ),
         (
             {"lm_head": PrepareModuleInput(input_layouts=Shard(2), desired_input_layouts=Replicate())},
-            "is not carried out; legal",
+            "is not supported; legal",
         ),
-        ({"lm_head": ColwiseParallel(input_layouts=Shard(0))}, "is not carried out; legal are names of styles"),
+        ({"lm_head": ColwiseParallel(input_layouts=Shard(0))}, "is not supported; legal are names of styles"),
         ({}, "is dict; legal is a dict of module patterns"),
         ("no.such.module", "tp_plan='no.such.module': cannot be imported.*no such module"),
         (f"{__name__}.NOTHING", "has no NOTHING.*legal is the import path of a dict or of a function"),
@@ -136,7 +139,7 @@ def test_a_given_plan_that_is_wrong_is_refused(given: Any, expected: str) -> Non
 
 def test_a_norm_that_is_not_on_the_residual_stream_cannot_be_sequence_parallel() -> None:
     text = refused(tp_plan={**MLP_ONLY, "model.layers.*.self_attn.o_proj": "sequence_parallel"}, sequence_parallel=True)
-    assert "'model.layers.0.self_attn.o_proj' is given sequence_parallel, but is not on the residual stream" in text
+    assert "'model.layers.0.self_attn.o_proj' has the style sequence_parallel, but is not on the residual stream" in text
 
 
 def test_regions_whose_matrices_are_not_all_given_compute_whole() -> None:
@@ -157,7 +160,7 @@ def test_every_style_of_transformers_is_carried_out_or_refused_by_its_name() -> 
     assert len(known & set(ALL_PARALLEL_STYLES)) >= 10
     for style in set(ALL_PARALLEL_STYLES) - known:
         text = refused(tp_plan={"model.layers.*.mlp.up_proj": style})
-        assert f"the style {style!r} of 'model.layers.*.mlp.up_proj' is not carried out; legal are colwise, " in text
+        assert f"the style {style!r} of 'model.layers.*.mlp.up_proj' is not supported; legal are colwise, " in text
 
 
 ATTENTION = {f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {
@@ -171,46 +174,50 @@ EXPERTS = {
 
 
 UNSOUND = {
-    "q alone": ("llama", {"model.layers.*.self_attn.q_proj": "colwise"}, "q_proj' is colwise, so its output stays sliced"),
+    "q alone": (
+        "llama", {"model.layers.*.self_attn.q_proj": "colwise"}, "q_proj' has the style colwise, so its output stays sliced",
+    ),
     "gate without up": (
         "llama", {"model.layers.*.mlp.gate_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"},
-        "up_proj.weight' has no style, and stands where",
+        "up_proj.weight' has no style, but 'model.layers.*.mlp' is split over tp",
     ),
     "a parameter alone": (
         "llama", {"model.layers.*.mlp.gate_proj.weight": "colwise"},
-        "is sliced (colwise), and 'model.layers.0.mlp.gate_proj' has no style to compute",
+        "is sliced (colwise), but 'model.layers.0.mlp.gate_proj' has no style to compute",
     ),
     "a norm of whole states": (
         "llama", {**MLP_ONLY, "model.norm": "replicated_with_grad_allreduce"},
-        "'model.norm' is replicated_with_grad_allreduce, and nothing beside it is split",
+        "'model.norm' has the style replicated_with_grad_allreduce, but no module beside it is sliced",
     ),
     "packed, and is not": (
-        "llama", {**MLP_ONLY, "model.layers.*.mlp.up_proj": "packed_colwise"}, "is packed_colwise, and by the model colwise",
+        "llama", {**MLP_ONLY, "model.layers.*.mlp.up_proj": "packed_colwise"},
+        "has the style packed_colwise, but the model declares colwise",
     ),
     "norms of queries forgotten": (
-        "qwen3", ATTENTION, "q_norm.weight' has no style, and stands where 'model.layers.*.self_attn' is split; legal are repl",
+        "qwen3", ATTENTION, "q_norm.weight' has no style, but 'model.layers.*.self_attn' is split over tp; legal are repl",
     ),
     "norms of queries replicated": (
-        "qwen3", {**ATTENTION, "model.layers.*.self_attn.*_norm": "replicate"}, "is replicate, and sees the slices",
+        "qwen3", {**ATTENTION, "model.layers.*.self_attn.*_norm": "replicate"},
+        "has the style replicate, but computes with slices",
     ),
     "sinks forgotten": ("gpt_oss", ATTENTION, "sinks' has no style"),
     "not packed, and is": (
         "phi3", {"model.layers.*.mlp.gate_up_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"},
-        "is colwise, and by the model packed_colwise",
+        "has the style colwise, but the model declares packed_colwise",
     ),
     "experts whole": (
         "mixtral", {"model.layers.*.mlp.experts": "moe_tp_experts"},
-        "gate_up_proj' is not sliced, and 'model.layers.0.mlp.experts' adds parts up",
+        "gate_up_proj' is not sliced, but the ranks of tp sum the outputs of 'model.layers.0.mlp.experts'",
     ),
     "shared experts whole": (
-        "deepseek_v3", EXPERTS, "shared_experts.gate_proj.weight' stands beside experts whose parts are added up",
+        "deepseek_v3", EXPERTS, "shared_experts.gate_proj.weight' is beside experts whose outputs are summed over tp",
     ),
     "one name of a tied one": (
         "qwen2", {"model.embed_tokens": "embedding_rowwise"}, "'lm_head.weight' (tied to 'model.embed_tokens.weight')",
     ),
     "tied, sliced both ways": (
         "qwen2", {"model.embed_tokens": "embedding_colwise", "lm_head": "colwise_rep"},
-        "tied parameters need styles that slice the same dimension",
+        "modules that share a parameter need styles that slice the same dimension",
     ),
     "heads that the attention counts": (
         "opt",
@@ -218,10 +225,10 @@ UNSOUND = {
             **{f"model.decoder.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"},
             "model.decoder.layers.*.self_attn.out_proj": "rowwise",
         },
-        "v_proj' is colwise, and 'model.decoder.layers.*.self_attn' counts heads by itself (num_heads)",
+        "v_proj' has the style colwise, but 'model.decoder.layers.*.self_attn' uses num_heads of the whole model",
     ),
     "a statistic over features": (
-        "gemma3n_text", MLP_ONLY, "'model.layers.*.mlp' is sliced over features, and its code takes their mean",
+        "gemma3n_text", MLP_ONLY, "'model.layers.*.mlp' is sliced over features, but its code takes their mean",
     ),
 }  # fmt: skip
 
@@ -249,7 +256,7 @@ def test_a_llama_whose_attention_counts_heads_is_not_generic() -> None:
     layer = nn.ModuleDict({"self_attn": Attention()})
     layer["mlp"] = nn.ModuleDict({f"{name}_proj": nn.Linear(8, 8) for name in ("gate", "up", "down")})
     model = nn.ModuleDict({"layers": nn.ModuleList([layer])})
-    with pytest.raises(PlanError, match=r"self_attn counts heads by itself \(n_heads\)"):
+    with pytest.raises(PlanError, match=r"self_attn uses n_heads of the whole model"):
         resolve(ParallelSpec("mine", layers=("layers.*",)), model, TP2, ParallelOptions())
 
 
@@ -317,5 +324,7 @@ def test_biases_of_packed_matrices_are_packed_too_and_refused_where_fsdp_would_s
     spec = ParallelSpec("mine", layers=("blocks.*",), tp_styles=styles)
     row = resolve(spec, model, TP2, ParallelOptions()).parameter("blocks.0.mlp.gate_up.bias")
     assert (row.placements, row.local_shape) == ((("tp", "StridedShard(0, 2)"),), (4,))
-    with pytest.raises(PlanError, match=r"gate_up.bias' is packed along its rows, so FSDP shards nothing else"):
+    with pytest.raises(
+        PlanError, match=r"gate_up.bias' packs matrices along its rows, which tp slices, so FSDP can shard no other"
+    ):
         resolve(spec, model, Layout(tp=2, dp_shard=2), ParallelOptions())

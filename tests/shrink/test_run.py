@@ -549,7 +549,7 @@ def test_patterns_that_cannot_be_rewritten_are_refused(tmp_path: Path) -> None:
     tower = "model.vision_tower.encoder.layers"
     for pattern in (f"{tower}.*.**", f"{tower}.1.**"):
         shrink(run_config(source=source, parallel={"freeze": [pattern]}), 2)
-    with pytest.raises(ConfigError, match=r"only layers 0, 5 stay, .* 'model\.vision_tower.*' would match nothing"):
+    with pytest.raises(ConfigError, match=r"keeps only layers 0, 5, .* 'model\.vision_tower.*' would match nothing"):
         shrink(run_config(source=source, parallel={"freeze": [f"{tower}.7.**"]}), 2)
 
 

@@ -245,7 +245,7 @@ def test_a_damaged_record_is_said_and_passed_over(records: Path, content: str | 
         path.write_text(content)
     said: list[str] = []
     assert standing(setup_of(), said).state is State.UNPROVEN
-    assert said[0].startswith(f"an audit's record is passed over: {path}: ")
+    assert said[0].startswith(f"a recorded audit is ignored: {path}: ")
 
 
 def test_a_cache_that_cannot_be_written_is_said_and_passed_over(records: Path) -> None:
@@ -254,7 +254,7 @@ def test_a_cache_that_cannot_be_written_is_said_and_passed_over(records: Path) -
     said: list[str] = []
     keep(setup_of(), said.append)
     assert len(said) == 1
-    assert said[0].startswith("the verdict is not on record: ")
+    assert said[0].startswith("the verdict of the audit could not be recorded: ")
     assert standing(setup_of(), said).state is State.UNPROVEN
 
 
@@ -305,7 +305,7 @@ def test_a_damaged_matrix_is_said_and_passed_over(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(proof, "_matrix", lambda: {"versions": claims.versions()})
     said: list[str] = []
     assert standing(setup_of(), said).state is State.UNPROVEN
-    assert said == ["the support matrix is passed over: KeyError: 'cells'"]
+    assert said == ["the support matrix is ignored: KeyError: 'cells'"]
 
 
 def test_the_matrix_that_comes_with_the_package_knows_the_families_of_this_version() -> None:

@@ -63,7 +63,7 @@ def test_a_strategy_that_parallelizes_by_itself_is_refused(tiny: Tiny, module: s
     Path("finer_llama.py").write_text(FAMILY + own)
 
     def on_rank(rank: int) -> None:
-        with pytest.raises(UnsupportedError, match=r"Finer.parallelize: a run carries a plan out, and would not call it"):
+        with pytest.raises(UnsupportedError, match=r"Finer.parallelize: is overridden, but a run does not call it"):
             make_setup(tiny(f"imports=[{module}]"), 1)
 
     run_ranks(on_rank, 1)

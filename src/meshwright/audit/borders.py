@@ -205,67 +205,67 @@ def compare_borders(
     """
     pairs: dict[Point, tuple[torch.Tensor, torch.Tensor]] = {}
     largest = {False: 0.0, True: 0.0}
-    for point, found in recorded.items():
+    for point, actual in recorded.items():
         truth = truth_of(point)
-        held = None if truth is None else hold(point, truth.shape[-1] if truth.ndim else 0)
-        if truth is None or held is None or (pair := part_of(truth, found, held)) is None or not pair[0].numel():
+        held_part = None if truth is None else hold(point, truth.shape[-1] if truth.ndim else 0)
+        if truth is None or held_part is None or (pair := part_of(truth, actual, held_part)) is None or not pair[0].numel():
             continue
         pairs[point] = pair
         size = float(pair[0].abs().max()) if pair[0].is_floating_point() else 0.0
         if size < MASKED:
             largest[point.gradient] = max(largest[point.gradient], size)
     return [
-        BorderRow(point, border_error(found, truth, share * largest[point.gradient]), tolerance, rank)
-        for point, (truth, found) in pairs.items()
+        BorderRow(point, border_error(actual, truth, share * largest[point.gradient]), tolerance, rank)
+        for point, (truth, actual) in pairs.items()
     ]
 
 
 def worst_of_ranks(rows: Iterable[BorderRow]) -> tuple[BorderRow, ...]:
     """Return for each tensor the row with the largest error, in the order in which the tensors first occur."""
-    found: dict[Point, BorderRow] = {}
+    worst: dict[Point, BorderRow] = {}
     for row in rows:
-        if row.point not in found or row.error > found[row.point].error:
-            found[row.point] = row
-    return tuple(found.values())
+        if row.point not in worst or row.error > worst[row.point].error:
+            worst[row.point] = row
+    return tuple(worst.values())
 
 
-def part_of(truth: torch.Tensor, found: torch.Tensor, held: Held) -> tuple[torch.Tensor, torch.Tensor] | None:
+def part_of(truth: torch.Tensor, actual: torch.Tensor, held: Held) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the parts of a tensor of one process and of that of a rank that can be compared: the tokens that both have.
 
     Args:
         truth: the tensor of one process: [rows, length, ...], or [rows * length, ...] with all tokens one after another, or of
             any shape if it has no tokens.
-        found: the tensor of the rank, with its part of the positions, and padding after ``length``.
+        actual: the tensor of the rank, with its part of the positions, and padding after ``length``.
         held: what the rank has of the tensor.
 
     Returns:
         The two parts; ``None`` if the shapes do not match.
     """
-    if held.words is not None and truth.shape[:-1] == found.shape[:-1] and found.shape[-1] == len(held.words):
-        return truth[..., held.words.start : held.words.stop], found
+    if held.words is not None and truth.shape[:-1] == actual.shape[:-1] and actual.shape[-1] == len(held.words):
+        return truth[..., held.words.start : held.words.stop], actual
     rows, positions = len(held.rows), list(chain(*held.positions))
-    if truth.shape == found.shape:
-        return truth, found
-    if truth.ndim < 1 or truth.ndim != found.ndim or not rows or not positions:
+    if truth.shape == actual.shape:
+        return truth, actual
+    if truth.ndim < 1 or truth.ndim != actual.ndim or not rows or not positions:
         return None
-    if truth.ndim > 1 and truth.shape[0] == found.shape[0] and found.shape[1] == len(positions):
+    if truth.ndim > 1 and truth.shape[0] == actual.shape[0] and actual.shape[1] == len(positions):
         pass
-    elif found.shape[0] == rows * len(positions) and truth.shape[0] % rows == 0:
-        truth, found = (tensor.unflatten(0, (rows, -1)) for tensor in (truth, found))
+    elif actual.shape[0] == rows * len(positions) and truth.shape[0] % rows == 0:
+        truth, actual = (tensor.unflatten(0, (rows, -1)) for tensor in (truth, actual))
     else:
         return None
-    if truth.shape[2:] != found.shape[2:]:
+    if truth.shape[2:] != actual.shape[2:]:
         return None
     here = [place for place, position in enumerate(positions) if position < truth.shape[1]]
-    return truth[:, [positions[place] for place in here]], found[:, here]
+    return truth[:, [positions[place] for place in here]], actual[:, here]
 
 
-def border_error(found: torch.Tensor, truth: torch.Tensor, floor: float) -> float:
+def border_error(actual: torch.Tensor, truth: torch.Tensor, floor: float) -> float:
     """Return the largest difference of an entry, relative to the largest entry of the reference, or to ``floor`` if larger.
 
     Entries that are infinite or NaN on both sides alike are equal: those of masks, and of rows that are masked as a whole.
     """
-    value, reference = found.double().flatten(), truth.double().flatten()
+    value, reference = actual.double().flatten(), truth.double().flatten()
     same = (value == reference) | (value.isnan() & reference.isnan())
     if bool(same.all()):
         return 0.0

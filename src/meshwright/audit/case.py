@@ -148,9 +148,9 @@ class AuditTrainer(Trainer):
         silence_dropout(setup.model)
 
         def noting(trainer: Made) -> Engine:
-            made = sequential(trainer, engine)
-            made.trainer = self
-            return made
+            sequential_engine = sequential(trainer, engine)
+            sequential_engine.trainer = self
+            return sequential_engine
 
         # All cases of a layout share one mesh: its process groups have threads, and cannot be destroyed one by one.
         own = {"mesh": lambda trainer: _mesh(setup.layout, device.type), "loader": _loader, "fill": _fill, "engine": noting}

@@ -73,12 +73,12 @@ class Row:
 
 
 def compare(
-    found: torch.Tensor | None, reference: torch.Tensor, floor: float = 0.0, slack: torch.Tensor | None = None
+    actual: torch.Tensor | None, reference: torch.Tensor, floor: float = 0.0, slack: torch.Tensor | None = None
 ) -> tuple[float, float, float, float]:
     """Return the error, ratio, residual and scale of a tensor; the module says what they are.
 
     Args:
-        found: the tensor; ``None``: it is missing.
+        actual: the tensor; ``None``: it is missing.
         reference: the reference, of the same shape.
         floor: smallest scale, so that noise in a tensor that should be zero is not compared with itself.
         slack: added to the scale, entry by entry, for entries that are known to be ill-conditioned.
@@ -86,9 +86,9 @@ def compare(
     truth = reference.detach().double().flatten().cpu()
     largest = float(truth.abs().max()) if truth.numel() else 0.0
     scale = max(largest, floor)
-    if found is None:
+    if actual is None:
         return (math.inf, 0.0, 1.0, scale) if largest else (0.0, math.nan, 0.0, scale)
-    value = found.detach().double().flatten().cpu()
+    value = actual.detach().double().flatten().cpu()
     if not bool(value.isfinite().all()):
         return math.inf, math.nan, math.inf, scale
     distance = (value - truth).abs()
@@ -105,14 +105,14 @@ def compare(
     return error, ratio, float((value - ratio * truth).norm()) / math.sqrt(power), scale
 
 
-def weights_of_parts(found: torch.Tensor, parts: Sequence[torch.Tensor]) -> tuple[float, ...]:
+def weights_of_parts(tensor: torch.Tensor, parts: Sequence[torch.Tensor]) -> tuple[float, ...]:
     """Return the weights w for which ``sum_i w_i parts_i`` is nearest to a tensor; empty if the tensor is no such sum.
 
     The weight of a part that is zero, or only rounding, is unknown: its microbatch does not touch the parameter. Such a part
     gets NaN. All parts get NaN if they are so similar that a small error of the tensor is a large error of the weights.
     """
     matrix = torch.stack([part.detach().double().flatten().cpu() for part in parts], dim=1)
-    value = found.detach().double().flatten().cpu()
+    value = tensor.detach().double().flatten().cpu()
     sizes = matrix.norm(dim=0)
     known = sizes > ROUNDING * sizes.max()
     if not bool(value.isfinite().all()) or not bool(known.any()) or matrix.shape[0] < int(known.sum()):

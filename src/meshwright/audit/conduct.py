@@ -73,7 +73,7 @@ def audit(
     if dtype not in TOLERANCES:
         raise ConfigError(f"dtype={dtype!r}: legal are {', '.join(TOLERANCES)}")
     if steps < 1:
-        raise ConfigError(f"steps={steps}: at least 1")
+        raise ConfigError(f"steps={steps}: must be at least 1")
     changes: tuple[Change, ...] = ()
     if full:
         small, world_size = config, nproc or config.launch.nproc or _fewest(config)
@@ -104,7 +104,7 @@ def _keep(config: RunConfig, setup: RunSetup, report: AuditReport, say: Callable
     spec, model = describe_model(config)
     large, small = (model_digest(*of, config.imports, with_heads=False) for of in ((spec, model), (setup.spec, setup.model)))
     if large != small:
-        say("the verdict is not on record: the audit's small model has not the structure of the run's; --full audits that")
+        say("the verdict was not recorded: the audit's small model differs in structure from the run's; audit that with --full")
         return
     worst = report.worst_gradient if math.isfinite(report.worst_gradient) else None
     entry = Record(report.passed, report.verdict, today(), report.dtype, report.layout, report.world_size, report.steps, worst)
@@ -180,7 +180,7 @@ def _store(config: RunConfig, setup: RunSetup, folder: Path, steps: int, drawn: 
         count = 4 * training.global_batch_size * steps
         return draw_documents(vocabulary, data.sequence_length, count, training.seed, folder / "documents").directory
     if problems := config.data.problems():
-        raise ConfigError([*problems, "--drawn audits with drawn tokens instead of the run's data"])
+        raise ConfigError([*problems, "--drawn audits with random tokens instead of the run's data"])
     return documents_of_run(config, vocabulary, data.sequence_length, folder).directory
 
 
@@ -269,7 +269,7 @@ class Auditor:
         drift: dict[str, tuple[float, float]] = self._pool(1).run(measure_drift, case, folder)[0]
         for name, (error, scale) in drift.items():
             if error > tolerances.state(name, tolerances.gradient(name, scale)):
-                return f"one process with the last bits of its weights moved goes astray in them too: {name} by {error:.2g}"
+                return f"one process differs as much from itself if the last bits of its weights change: {name} by {error:.2g}"
         return ""
 
     def _pool(self, world_size: int) -> Pool:

@@ -99,11 +99,11 @@ class UnevenLoader(TrainLoader):
     unlabelled = range(0)
 
     def _sequence(self, number: int) -> dict[str, Integers]:
-        found = super()._sequence(number)
+        sequence = super()._sequence(number)
         kept = self.sequence_length - int(self.sequence_length * (number * _GOLDEN % 1) * 2 / 3)
         if number in self.unlabelled:
             kept = 0
-        ids, labels = found["input_ids"].copy(), found["labels"].copy()
+        ids, labels = sequence["input_ids"].copy(), sequence["labels"].copy()
         labels[kept:] = IGNORE
         if self.starves and number // self.microbatch_size % 3 == 1:
             ids[:] = ids[0]
@@ -112,20 +112,20 @@ class UnevenLoader(TrainLoader):
             ids[_places(labels)[: len(words)]] = words
             targets = labels[:-1] != IGNORE
             labels[:-1][targets] = ids[1:][targets]
-        return {**found, "input_ids": ids, "labels": labels}
+        return {**sequence, "input_ids": ids, "labels": labels}
 
     @cached_property
     def _words_by_sequence(self) -> dict[int, tuple[int, ...]]:
         """The token ids that are put into each sequence of the first step: as many as fit, in their order."""
         words, self.words = self.words, ()  # `_sequence` below must not insert them
-        found, begin = {}, 0
+        by_sequence, begin = {}, 0
         for number in range(self.global_batch_size):
             starved = self.starves and number // self.microbatch_size % 3 == 1
             room = 0 if starved or begin == len(words) else len(_places(self._sequence(number)["labels"]))
-            found[number] = words[begin : begin + room]
-            begin += len(found[number])
+            by_sequence[number] = words[begin : begin + room]
+            begin += len(by_sequence[number])
         self.words = words
-        return found
+        return by_sequence
 
 
 def _places(labels: Integers) -> npt.NDArray[np.intp]:

@@ -27,12 +27,12 @@ def to_be_decayed(model: nn.Module, experts: int, no_decay: Iterable[str]) -> li
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    found = []
+    decayed = []
     for name, parameter in model.named_parameters():
         excepted = any(match_names(pattern, names[id(parameter)]) for pattern in no_decay)
         if parameter.requires_grad and not excepted and not _is_vector(model, name, parameter, experts):
-            found.append(name)
-    return found
+            decayed.append(name)
+    return decayed
 
 
 def _is_vector(model: nn.Module, name: str, parameter: nn.Parameter, experts: int) -> bool:
@@ -61,5 +61,5 @@ def plain_optimizer(model: nn.Module, settings: OptimizerConfig, decayed: Iterab
 
 def decayed_by_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the names of the parameters that an optimizer decays."""
-    held = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
-    return [name for name, parameter in model.named_parameters() if id(parameter) in held]
+    decayed = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    return [name for name, parameter in model.named_parameters() if id(parameter) in decayed]

@@ -24,7 +24,7 @@ __all__ = ["Finding", "Kind", "diagnose"]
 def diagnose(plan: ShardingPlan, reference: Reference, ranks: Sequence[RankResult], tolerances: Tolerances) -> list[Finding]:
     """Return what is wrong, causes first and without their consequences; empty if the layout computes what one process does."""
     rows = ranks[0].rows
-    found = [
+    findings = [
         *_values(plan, rows, ranks),
         *_data(plan.layout, reference, ranks),
         *_random(ranks),
@@ -41,10 +41,10 @@ def diagnose(plan: ShardingPlan, reference: Reference, ranks: Sequence[RankResul
         *_state(rows),
         *_collectives(plan, ranks),
     ]
-    there = {finding.kind for finding in found}
+    there = {finding.kind for finding in findings}
     follows = {kind for cause in there for kind in CONSEQUENCES.get(cause, ())}
     order = list(Kind)
-    return sorted((item for item in found if item.kind not in follows), key=lambda finding: order.index(finding.kind))
+    return sorted((item for item in findings if item.kind not in follows), key=lambda finding: order.index(finding.kind))
 
 
 # -- before the gradient -----------------------------------------------------------------------------------------------------
@@ -78,10 +78,10 @@ def _data(layout: Layout, reference: Reference, ranks: Sequence[RankResult]) -> 
             others = [
                 other for other in range(readers) if other != reader and fed == truth[other * share : (other + 1) * share]
             ]
-            what = f"the data of data rank {others[0]}" if others else _strange(fed, due, truth)
+            data = f"the data of data rank {others[0]}" if others else _strange(fed, due, truth)
             yield Finding(
                 Kind.DATA,
-                f"rank {result.rank} was fed {what} in step {step + 1}; it is data rank {reader}",
+                f"rank {result.rank} was fed {data} in step {step + 1}; it is data rank {reader}",
                 (f"rank {result.rank}",),
             )
             return
@@ -120,7 +120,7 @@ def _modes(reference: Reference, ranks: Sequence[RankResult]) -> Iterator[Findin
 def _lost(ranks: Sequence[RankResult]) -> Iterator[Finding]:
     names = tuple(dict.fromkeys(name for result in ranks for name in result.lost))
     if names:
-        yield Finding(Kind.LOST, f"only one process or only the ranks have, after the steps: {listed(names)}", names)
+        yield Finding(Kind.LOST, f"after the steps, only one process or only the ranks have {listed(names)}", names)
 
 
 def _ties(ranks: Sequence[RankResult]) -> Iterator[Finding]:
@@ -135,7 +135,7 @@ def _ties(ranks: Sequence[RankResult]) -> Iterator[Finding]:
 def _frozen(ranks: Sequence[RankResult]) -> Iterator[Finding]:
     names = tuple(dict.fromkeys(name for result in ranks for name in result.frozen_moved))
     if names:
-        yield Finding(Kind.FROZEN, f"moved, or got a gradient, though frozen: {listed(names)}", names)
+        yield Finding(Kind.FROZEN, f"frozen parameters moved or got a gradient: {listed(names)}", names)
 
 
 def _origin(rows: Sequence[Row], ranks: Sequence[RankResult], tolerances: Tolerances) -> Iterator[Finding]:
@@ -147,8 +147,8 @@ def _origin(rows: Sequence[Row], ranks: Sequence[RankResult], tolerances: Tolera
 def _decay(reference: Reference, ranks: Sequence[RankResult]) -> Iterator[Finding]:
     for result in ranks:
         for wrong, words in (
-            (set(result.decayed) - set(reference.decayed), "decays what is no matrix, or is excepted"),
-            (set(reference.decayed) - set(result.decayed), "does not decay what is a matrix"),
+            (set(result.decayed) - set(reference.decayed), "applies weight decay to vectors, or to excepted parameters"),
+            (set(reference.decayed) - set(result.decayed), "applies no weight decay to matrices"),
         ):
             if wrong:
                 names = tuple(sorted(wrong))
@@ -167,11 +167,11 @@ def _loss(layout: Layout, reference: Reference, ranks: Sequence[RankResult], tol
                 continue
             how = f"{loss / truth:.4g} times it" if math.isfinite(loss) else f"not finite{_unlabelled(reference, step)}"
             tokens = sum(reference.microbatch_tokens)
-            for what, weights in averages(reference, layout.size("dp")) if step == 0 else ():
+            for averaged_over, weights in averages(reference, layout.size("dp")) if step == 0 else ():
                 parts = zip(weights, reference.microbatch_losses, strict=True)
                 average = sum(weight * part for weight, part in parts if not math.isnan(weight)) / tokens
                 if _near(loss, average, max(tolerances.scalar("loss", step), 1e-6)):
-                    how = f"averaged over {what}, not over tokens"
+                    how = f"averaged over {averaged_over}, not over tokens"
             where = f"rank {result.rank} in step {step + 1}"
             kind = Kind.LATER if step and math.isfinite(loss) else Kind.LOSS
             yield Finding(kind, f"the loss on {where} is {loss:.9g}, that of one process {truth:.9g}: {how}")
@@ -219,12 +219,12 @@ def _state(rows: Sequence[Row]) -> Iterator[Finding]:
     for row in rows:
         if row.what not in ("gradient", "initial value") and not row.passed and row.name not in blamed:
             wrong.setdefault(row.what, []).append(row)
-    for found in wrong.values():
-        found.sort(key=lambda row: -row.severity)
-    for what, found in sorted(wrong.items(), key=lambda item: -item[1][0].severity):
-        worst, names = found[0], tuple(row.name for row in found)
+    for of_kind in wrong.values():
+        of_kind.sort(key=lambda row: -row.severity)
+    for kind, of_kind in sorted(wrong.items(), key=lambda item: -item[1][0].severity):
+        worst, names = of_kind[0], tuple(row.name for row in of_kind)
         when = f"step {worst.step}" if worst.step else "the steps"
-        noun = {"parameter": "the values", "buffer": "the buffers"}.get(what, f"the optimizer's {what}")
+        noun = {"parameter": "the values", "buffer": "the buffers"}.get(kind, f"the optimizer's {kind}")
         yield Finding(
             Kind.STATE,
             f"{noun} of {listed(names)} differ after {when}, the worst first (error {worst.error:.2g}, ratio "
@@ -252,33 +252,35 @@ def _collectives(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Fi
         narrower = plan.layout.coordinates(result.rank)["tp"] > 0  # the plan describes the rank with the widest slices
         for axes in _together([*due, *axis_names(plan.layout, result.rank).values(), *counts]):
             names = [name for name in counts if set(name.split("+")) <= axes]
-            made, made_bytes = _added(counts, names), _added(sizes_made, names)
+            counted, counted_bytes = _added(counts, names), _added(sizes_made, names)
             planned = _added(due, axes)
-            for kind in dict.fromkeys([*planned, *made]):
+            for kind in dict.fromkeys([*planned, *counted]):
                 if not exact and (axes & {"tp", "cp"} or ("ep" in axes and kind not in kinds)):
                     continue
-                count, size = made[kind], made_bytes[kind]
+                count, size = counted[kind], counted_bytes[kind]
                 of_plan = kind in kinds and "dp" in axes and not axes & {"tp", "cp"}  # other bytes depend on the batch
                 if count != planned[kind] or (of_plan and not (size == sizes[kind] or (narrower and size < sizes[kind]))):
-                    what = f"{count} {kind} of {size:,} bytes over {'+'.join(sorted(axes))}"
-                    wrong.append(f"{what} where the plan has {planned[kind]}" + (f" of {sizes[kind]:,}" if of_plan else ""))
+                    collectives = f"{count} {kind} of {size:,} bytes over {'+'.join(sorted(axes))}"
+                    wrong.append(
+                        f"{collectives} where the plan has {planned[kind]}" + (f" of {sizes[kind]:,}" if of_plan else "")
+                    )
         if wrong:
             yield Finding(Kind.COLLECTIVES, f"rank {result.rank} in step {step + 1} made {'; '.join(wrong)}", kinds)
             return
 
 
 def _added(counts: Mapping[str, Counter[str]], names: Iterable[str]) -> Counter[str]:
-    found: Counter[str] = Counter()
+    total: Counter[str] = Counter()
     for name in names:
-        found.update(counts.get(name, {}))
-    return found
+        total.update(counts.get(name, {}))
+    return total
 
 
 def _together(names: Iterable[str]) -> list[set[str]]:
     """Return the axes in groups. Axes with the same ranks somewhere are in one group: their collectives look alike there."""
-    found: list[set[str]] = []
+    groups: list[set[str]] = []
     for name in names:
         axes = set(name.split("+"))
-        touching = [other for other in found if other & axes]
-        found = [other for other in found if not other & axes] + [axes.union(*touching)]
-    return found
+        touching = [other for other in groups if other & axes]
+        groups = [other for other in groups if not other & axes] + [axes.union(*touching)]
+    return groups

@@ -113,9 +113,9 @@ def described(plan: ShardingPlan, names: Sequence[str]) -> str:
     if trained <= set(names):
         return f"all {len(names)} parameters"
     units = list(dict.fromkeys(plan.parameter(name).unit for name in names))
-    whole = all(set(plan.unit(unit).parameters) & trained <= set(names) for unit in units)
+    all_of_units = all(set(plan.unit(unit).parameters) & trained <= set(names) for unit in units)
     labels = [plan.unit(unit).label for unit in units]
-    if whole:
+    if all_of_units:
         return f"all {len(names)} parameters of unit {listed(labels)}"
     return f"{len(names)} parameters ({listed(names)}) of unit {listed(labels)}"
 

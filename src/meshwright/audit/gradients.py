@@ -55,7 +55,7 @@ _BORDERS_AGREE = (
 )
 
 
-_FOREIGN = "is not made of the gradients of the microbatches: something foreign is in it, or part of it is missing"
+_FOREIGN = "is no weighted sum of the gradients of the microbatches: it has other contributions, or lacks a part of one"
 _ALIKE = "is wrong, and the gradients of the microbatches are too much alike to tell which of them are in it"
 _UNEXPLAINED = (_FOREIGN, _ALIKE)
 
@@ -89,9 +89,9 @@ def _weighed(readers: int, reference: Reference, row: Row) -> tuple[Kind, str]:
         return Kind.GRADIENT, f"lacks microbatch {', '.join(map(str, lost))} of {len(by_microbatch)}"
     if lost := [index for index, group in enumerate(by_rank) if _is_lost(group)]:
         return Kind.UNREDUCED, f"lacks what data {in_ranks(lost)} computed: it is not summed over all ranks"
-    for what, average in averages(reference, readers):
+    for averaged_over, average in averages(reference, readers):
         if _fits(row.weights, average):
-            return Kind.GRADIENT, f"is averaged over {what}, not over tokens"
+            return Kind.GRADIENT, f"is averaged over {averaged_over}, not over tokens"
     shown = ", ".join("?" if math.isnan(weight) else f"{weight:.3f}" for weight in row.weights)
     return Kind.GRADIENT, f"weighs the microbatches of the ranks by {shown}; each should weigh 1"
 

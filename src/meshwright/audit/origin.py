@@ -60,12 +60,14 @@ def _forward(rows: Sequence[BorderRow], point: Point, error: float, where: str) 
     if point.side is Side.INPUT:
         return Finding(
             Kind.FORWARD,
-            f"forward parts before {point.module}: all that was computed before agrees, and what goes into it is off by "
+            f"forward diverges before {point.module}: all that was computed before agrees, but its input is off by "
             f"{error:.2g} {where}",
             names,
         )
     before = "its inputs agree" if _knows(rows, point, Side.INPUT) else "all that was computed before agrees"
-    return Finding(Kind.FORWARD, f"forward parts in {point.module}: {before}, its output is off by {error:.2g} {where}", names)
+    return Finding(
+        Kind.FORWARD, f"forward diverges in {point.module}: {before}, its output is off by {error:.2g} {where}", names
+    )
 
 
 def _backward(rows: Sequence[BorderRow], point: Point, error: float, where: str) -> Finding:
@@ -73,11 +75,11 @@ def _backward(rows: Sequence[BorderRow], point: Point, error: float, where: str)
     if point.side is Side.OUTPUT:
         return Finding(
             Kind.BACKWARD,
-            f"backward parts behind {point.module}: forward agrees and so does all that backward computed before, and the "
+            f"backward diverges behind {point.module}: forward agrees and so does all that backward computed before, and the "
             f"gradient of its output is off by {error:.2g} {where}",
             names,
         )
     before = "the gradient of its output agrees" if _knows(rows, point, Side.OUTPUT) else "all before it agrees"
     return Finding(
-        Kind.BACKWARD, f"backward parts in {point.module}: {before}, that of its input is off by {error:.2g} {where}", names
+        Kind.BACKWARD, f"backward diverges in {point.module}: {before}, that of its input is off by {error:.2g} {where}", names
     )

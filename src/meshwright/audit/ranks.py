@@ -136,8 +136,8 @@ class RankTrainer(AuditTrainer):
         begun = time.perf_counter()
         for name, parameter in self.named.items():
             self._row("initial value", name, parameter, self.reference.get(f"initial.{name}"), tolerance=0.0)
-        held = {**self.named, **dict(self.model.named_buffers())}
-        self.result.digests["initial value"] = {name: digest(tensor) for name, tensor in held.items()}
+        tensors = {**self.named, **dict(self.model.named_buffers())}
+        self.result.digests["initial value"] = {name: digest(tensor) for name, tensor in tensors.items()}
         self.at_borders = self._border_recorder()
         frozen = {name: digest(p) for name, p in self.named.items() if not self.planned[name].trainable}
         while self.step < self.case.steps:
@@ -155,11 +155,11 @@ class RankTrainer(AuditTrainer):
         self.result.decayed = decayed_by_optimizer(self.model, self.optimizer)
         moved = [name for name, before in frozen.items() if digest(self.named[name]) != before]
         self.result.frozen_moved = sorted({*self.result.frozen_moved, *moved})
-        found = dict(self.model.named_parameters(remove_duplicate=False))
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
         self.result.come_apart = [
             (row.name, *row.aliases)
             for row in self.planned.values()
-            if row.aliases and len({id(found.get(name)) for name in (row.name, *row.aliases)}) > 1
+            if row.aliases and len({id(parameters.get(name)) for name in (row.name, *row.aliases)}) > 1
         ]
         self.result.seconds = time.perf_counter() - begun
 
@@ -199,10 +199,10 @@ class RankTrainer(AuditTrainer):
 
     def _by_axis(self, of_groups: Mapping[tuple[int, ...], Counter[str]]) -> dict[str, Counter[str]]:
         names = axis_names(self.setup.layout, self.rank)
-        found: dict[str, Counter[str]] = {}
+        by_axis: dict[str, Counter[str]] = {}
         for ranks, counts in of_groups.items():
-            found.setdefault(names.get(ranks, str(ranks)), Counter()).update(counts)
-        return found
+            by_axis.setdefault(names.get(ranks, str(ranks)), Counter()).update(counts)
+        return by_axis
 
     def _clip(self) -> torch.Tensor:
         """Clip the gradient as a run does, and measure its norm again afterwards."""
@@ -293,18 +293,23 @@ class RankTrainer(AuditTrainer):
             size = (variance.double() / (1 - settings.betas[1] ** steps)).sqrt() + settings.eps
             slack = settings.lr * steps * (off / size).clamp(max=2.0)
             slack = (slack + 4 * steps * self.tolerances.storage_eps(name) * float(after.abs().max())) / tolerance
-        whole = _whole(parameter)
+        gathered = _whole(parameter)
         moved = None if before is None or after is None else after.double() - before.double()
         self._row(
-            "parameter", name, None if before is None else whole.double().cpu() - before.double(), moved, tolerance, slack=slack
+            "parameter",
+            name,
+            None if before is None else gathered.double().cpu() - before.double(),
+            moved,
+            tolerance,
+            slack=slack,
         )
 
     def _optimizer_states(self) -> dict[str, dict[str, torch.Tensor]]:
-        found: dict[str, dict[str, torch.Tensor]] = {}
+        by_kind: dict[str, dict[str, torch.Tensor]] = {}
         for key, value in state.optimizer_tensors(self.model, self.optimizer).items():
             name, _, kind = key.removeprefix("optimizer.").rpartition(".")
-            found.setdefault(kind, {})[name] = value
-        return found
+            by_kind.setdefault(kind, {})[name] = value
+        return by_kind
 
     def _row(
         self,
@@ -358,14 +363,14 @@ def digest(tensor: torch.Tensor) -> str:
 
 def axis_names(layout: Layout, rank: int) -> dict[tuple[int, ...], str]:
     """Return, for each group of ranks that ``rank`` is in (a tuple of ranks), the name of its axes."""
-    found: dict[tuple[int, ...], list[str]] = {}
+    names_of: dict[tuple[int, ...], list[str]] = {}
     data = ("dp_replicate", "dp_shard", "dp_shard_cp", "dp_cp", "ep_shard")
     axes = {**dict.fromkeys(data, "dp"), "ep": "ep", "cp": "cp", "tp": "tp"}
     for axis, name in axes.items():
         ranks = tuple(layout.group(axis, rank))
-        if len(ranks) > 1 and name not in found.setdefault(ranks, []):
-            found[ranks].append(name)
-    return {ranks: "+".join(names) for ranks, names in found.items()}
+        if len(ranks) > 1 and name not in names_of.setdefault(ranks, []):
+            names_of[ranks].append(name)
+    return {ranks: "+".join(names) for ranks, names in names_of.items()}
 
 
 def audit_on_rank(

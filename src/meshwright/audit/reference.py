@@ -319,7 +319,7 @@ def measure_drift(device: torch.device, case: Case, folder: Path, bits: int = 1)
     """
     reference = Reference(folder)
     floor = FLOORS[case.dtype] * reference.largest_gradient
-    found: dict[str, tuple[float, float]] = {}
+    drift: dict[str, tuple[float, float]] = {}
     for seed in range(SHAKES):
         trainer = ReferenceTrainer(case.on_one_process(), device)
         _shake(trainer, seed, bits)
@@ -332,8 +332,8 @@ def measure_drift(device: torch.device, case: Case, folder: Path, bits: int = 1)
                 continue
             scale = max(float(gradient.abs().max()), floor)
             error = compare(trainer.tensors.get(key), truth, share * scale)[0]
-            found[name] = (max(error, found.get(name, (0.0, 0.0))[0]), scale)
-    return found
+            drift[name] = (max(error, drift.get(name, (0.0, 0.0))[0]), scale)
+    return drift
 
 
 # -- the plain model, and the mixed precision of the plan ---------------------------------------------------------------------

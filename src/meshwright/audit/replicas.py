@@ -16,17 +16,17 @@ def replica_findings(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterato
     # A gradient that was not summed over replicas is reported already, and its consequences are not reported.
     wrong = (row.name for row in ranks[0].rows if row.what == "gradient" and not row.passed)
     reported = {name for name in wrong if differing(plan.layout, sharded[name], name, "gradient", ranks)}
-    for what in dict.fromkeys(kind for result in ranks for kind in result.digests if kind != "initial value"):
-        found: dict[tuple[tuple[int, ...], ...], list[str]] = {}
-        for name in dict.fromkeys(name for result in ranks for name in result.digests.get(what, {})):
+    for digested in dict.fromkeys(kind for result in ranks for kind in result.digests if kind != "initial value"):
+        names_of: dict[tuple[tuple[int, ...], ...], list[str]] = {}
+        for name in dict.fromkeys(name for result in ranks for name in result.digests.get(digested, {})):
             if name in reported:
                 continue
-            pairs = differing(plan.layout, sharded.get(name, set()), name, what, ranks)
+            pairs = differing(plan.layout, sharded.get(name, set()), name, digested, ranks)
             if pairs:
-                found.setdefault(pairs, []).append(name)
+                names_of.setdefault(pairs, []).append(name)
                 reported.add(name)
-        for pairs, names in found.items():
-            noun = {"parameter": "values", "gradient": "the gradient", "buffer": "the buffer"}.get(what, what)
+        for pairs, names in names_of.items():
+            noun = {"parameter": "values", "gradient": "the gradient", "buffer": "the buffer"}.get(digested, digested)
             yield Finding(
                 Kind.REPLICAS,
                 f"replicas differ: {noun} of {described(plan, names)} {apart(plan.layout, pairs)}",
@@ -47,7 +47,7 @@ def apart(layout: Layout, pairs: Sequence[Sequence[int]]) -> str:
 
 
 def differing(
-    layout: Layout, sharded: set[str], name: str, what: str, ranks: Sequence[RankResult]
+    layout: Layout, sharded: set[str], name: str, kind: str, ranks: Sequence[RankResult]
 ) -> tuple[tuple[int, ...], ...]:
     """Return pairs of ranks that should hold the same values of a tensor, and do not."""
     holders: dict[tuple[int, ...], list[RankResult]] = {}
@@ -57,7 +57,7 @@ def differing(
     for group in holders.values():
         first = group[0]
         for other in group[1:]:
-            if first.digests.get(what, {}).get(name) != other.digests.get(what, {}).get(name):
+            if first.digests.get(kind, {}).get(name) != other.digests.get(kind, {}).get(name):
                 pairs.append((first.rank, other.rank))
     return tuple(pairs)
 

@@ -175,9 +175,9 @@ def _borders(rows: Sequence[BorderRow]) -> "Table":
     first = next(index for index, row in enumerate(rows) if not row.passed)
     for row in rows[max(0, first - WORST // 2) : first + WORST // 2]:
         mark = "[green]ok[/green]" if row.passed else "[red]FAIL[/red]"
-        what = "gradient" if row.point.gradient else "value"
+        kind = "gradient" if row.point.gradient else "value"
         place = f"{row.point.side}{_plain(row.point.place)}"
-        table.add_row(mark, what, place, row.point.module, str(row.rank), f"{row.error:.1e}", f"{row.tolerance:.0e}")
+        table.add_row(mark, kind, place, row.point.module, str(row.rank), f"{row.error:.1e}", f"{row.tolerance:.0e}")
     return table
 
 

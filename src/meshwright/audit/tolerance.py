@@ -74,12 +74,12 @@ class Tolerances:
 
     def gradient(self, name: str, scale: float) -> float:
         """For the gradient of a parameter, whose largest entry is ``scale``."""
-        found = max(TOLERANCES[self.dtype], NOISE_FACTOR * self.noise.get(name, 0.0))
+        tolerance = max(TOLERANCES[self.dtype], NOISE_FACTOR * self.noise.get(name, 0.0))
         if name in self.half and scale > 0:
             parts = self.reference.parts(name)
             largest = float(sum(part.double().abs() for part in parts).max()) if parts else 4 * scale  # type: ignore[union-attr]
-            found = max(found, 2 * HALF_EPS * largest / scale)
-        return found
+            tolerance = max(tolerance, 2 * HALF_EPS * largest / scale)
+        return tolerance
 
     def state(self, name: str, gradient: float) -> float:
         """For optimizer state and movement after the steps, of a parameter whose gradient has the tolerance ``gradient``."""
@@ -89,11 +89,11 @@ class Tolerances:
         """Relative rounding of the dtype that a parameter is stored in."""
         return torch.finfo(getattr(torch, self.rows[name].dtype)).eps
 
-    def scalar(self, what: str, step: int) -> float:
+    def scalar(self, name: str, step: int) -> float:
         """For ``loss`` or ``norm`` of a step, counted from 0."""
-        half = self.rounded() or (self.dtype == "bfloat16" and what == "norm" and bool(self.half))
-        first = ROUNDED_SCALARS[what] if half else TOLERANCES[self.dtype]
-        if what == "loss" and half:
+        half = self.rounded() or (self.dtype == "bfloat16" and name == "norm" and bool(self.half))
+        first = ROUNDED_SCALARS[name] if half else TOLERANCES[self.dtype]
+        if name == "loss" and half:
             first = max(first, NOISE_FACTOR * self.noise.get(LOSS, 0.0))
         return first if step == 0 else max(first, step * STATE_TOLERANCES[self.dtype])
 

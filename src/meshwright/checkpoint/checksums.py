@@ -84,14 +84,14 @@ def listed(checkpoint: Path) -> dict[str, str]:
         ValueError: a line of the list is no checksum of a file.
         OSError: there is no list, or it cannot be read.
     """
-    found = {}
+    sums = {}
     for number, line in enumerate((checkpoint / NAME).read_text().splitlines(), start=1):
         digest, separator, name = line.partition("  ")
         inside = name and not Path(name).is_absolute() and ".." not in Path(name).parts
         if not separator or not inside or len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
-            raise ValueError(f"line {number} is no sum of a file")
-        found[name] = digest
-    return found
+            raise ValueError(f"line {number} is not a file's checksum and name")
+        sums[name] = digest
+    return sums
 
 
 def damage(checkpoint: Path, sums: Mapping[str, str]) -> list[str]:
@@ -101,14 +101,14 @@ def damage(checkpoint: Path, sums: Mapping[str, str]) -> list[str]:
         OSError: a file cannot be read. This does not say whether its bytes are right: the mount may be broken, or a permission
             missing.
     """
-    found = []
+    damages = []
     for name, expected in sums.items():
         try:
             if sum_of(checkpoint / name) != expected:
-                found.append(f"{name} is not what was written (its SHA-256 differs)")
+                damages.append(f"{name} is not what was written (its SHA-256 differs)")
         except FileNotFoundError:
-            found.append(f"{name} is missing")
-    return found
+            damages.append(f"{name} is missing")
+    return damages
 
 
 def sizes(checkpoint: Path, names: Iterable[str]) -> dict[str, int]:
@@ -117,13 +117,13 @@ def sizes(checkpoint: Path, names: Iterable[str]) -> dict[str, int]:
     Raises:
         OSError: the system cannot get the size of a file.
     """
-    found = {}
+    bytes_of = {}
     for name in names:
         try:
-            found[name] = (checkpoint / name).stat().st_size
+            bytes_of[name] = (checkpoint / name).stat().st_size
         except FileNotFoundError:
-            found[name] = 0
-    return found
+            bytes_of[name] = 0
+    return bytes_of
 
 
 def share(sizes: Mapping[str, int], rank: int, ranks: int) -> list[str]:
@@ -134,10 +134,10 @@ def share(sizes: Mapping[str, int], rank: int, ranks: int) -> list[str]:
         rank: the rank.
         ranks: number of ranks.
     """
-    loads, mine = [0] * ranks, []
+    loads, own = [0] * ranks, []
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         lightest = loads.index(min(loads))
         loads[lightest] += sizes[name] + 1
         if lightest == rank:
-            mine.append(name)
-    return mine
+            own.append(name)
+    return own

@@ -31,8 +31,8 @@ def _named(directory: Path) -> list[Path]:
     """Return checkpoints by their names, oldest first."""
     if not directory.is_dir():
         return []
-    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    checkpoints = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(checkpoints, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def complete(directory: Path) -> list[Path]:
@@ -86,7 +86,7 @@ def _sums(checkpoint: Path) -> tuple[dict[str, str], list[str]]:
     except ValueError as error:  # also bytes that are no text
         return {}, [f"{checksums.NAME} cannot be read: {error}"]
     lacking = sorted({"meta.json", ".metadata"} - sums.keys())
-    return sums, [f"{checksums.NAME} has no sum of {name}" for name in lacking]
+    return sums, [f"{checksums.NAME} has no checksum of {name}" for name in lacking]
 
 
 def damage_in_brief(checkpoint: Path) -> list[str]:
@@ -99,10 +99,10 @@ def damage_in_brief(checkpoint: Path) -> list[str]:
         CheckpointError: files cannot be read, so it is unknown whether they are damaged.
     """
     try:
-        sums, found = _sums(checkpoint)
+        sums, damages = _sums(checkpoint)
         small = {name: digest for name, digest in sums.items() if not name.endswith(".distcp")}
-        found += [f"{name} is missing" for name in sums.keys() - small if not (checkpoint / name).is_file()]
-        return found + checksums.damage(checkpoint, small)
+        damages += [f"{name} is missing" for name in sums.keys() - small if not (checkpoint / name).is_file()]
+        return damages + checksums.damage(checkpoint, small)
     except OSError as error:
         raise CheckpointError(_unreadable(checkpoint, error)) from error
 
@@ -123,25 +123,25 @@ def damage(checkpoint: Path, group: dist.ProcessGroup | None = None) -> list[str
     outcome: list[Any] = [_table(checkpoint)]
     if group is not None:
         dist.broadcast_object_list(outcome, src=0, group=group)  # a shared file system may not show the same to all ranks
-    sums, sizes, found, refused = outcome[0]
+    sums, sizes, damages, refused = outcome[0]
     rank, ranks = (group.rank(), group.size()) if group is not None else (0, 1)
     try:
-        found = found + checksums.damage(checkpoint, {name: sums[name] for name in checksums.share(sizes, rank, ranks)})
+        damages = damages + checksums.damage(checkpoint, {name: sums[name] for name in checksums.share(sizes, rank, ranks)})
     except OSError as error:
         refused = _unreadable(checkpoint, error)
-    outcomes: list[tuple[list[str], str]] = [(found, refused)] * ranks
+    outcomes: list[tuple[list[str], str]] = [(damages, refused)] * ranks
     if group is not None:
-        dist.all_gather_object(outcomes, (found, refused), group=group)
-    if told := [text for _, text in outcomes if text]:
-        raise CheckpointError(told[0])
+        dist.all_gather_object(outcomes, (damages, refused), group=group)
+    if failures := [text for _, text in outcomes if text]:
+        raise CheckpointError(failures[0])
     return sorted({line for lines, _ in outcomes for line in lines})
 
 
 def _table(checkpoint: Path) -> tuple[dict[str, str], dict[str, int], list[str], str]:
     """Return checksums and sizes by file name, what is wrong with the list itself, and why nothing is known, if so."""
     try:
-        sums, found = _sums(checkpoint)
-        return sums, checksums.sizes(checkpoint, sums), found, ""
+        sums, damages = _sums(checkpoint)
+        return sums, checksums.sizes(checkpoint, sums), damages, ""
     except OSError as error:
         return {}, {}, [], _unreadable(checkpoint, error)
 

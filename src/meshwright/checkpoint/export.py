@@ -44,10 +44,10 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
     from meshwright.models.init import initialize_buffers
 
     meta = read_meta(checkpoint)
-    if found := damage(checkpoint):
-        raise CheckpointError([f"{checkpoint}: is damaged: {line}" for line in found])
+    if damages := damage(checkpoint):
+        raise CheckpointError([f"{checkpoint}: is damaged: {line}" for line in damages])
     if directory.exists() and (not directory.is_dir() or (any(directory.iterdir()) and not (directory / MARK).is_file())):
-        raise CheckpointError(f"{directory}: holds something that is no export of Meshwright; choose another directory")
+        raise CheckpointError(f"{directory}: has files that are no export of Meshwright; choose another directory")
     check_writable(directory.parent)
     import_modules(meta["config"].get("imports", []))  # the run's imports, which may define the model
     config = ModelConfig.model_validate(meta["config"]["model"])
@@ -221,4 +221,4 @@ def _asked(tokenizer: Any, prompt: str) -> Any:
     try:
         return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     except Exception as error:  # a template is a program of others
-        raise ModelError(f"the chat template refuses the prompt ({described(error)}); raw continues it as it stands") from error
+        raise ModelError(f"the chat template refuses the prompt ({described(error)}); raw does without it") from error

@@ -48,34 +48,36 @@ def check_same_model(
     Raises:
         CheckpointError: lists the names and shapes that differ.
     """
-    held = {
+    saved = {
         name.removeprefix("model."): shape
         for name, (shape, _) in storage.contents(checkpoint).items()
         if name.startswith("model.")
     }
-    absent = [f"{name} {shape}: not in the checkpoint" for name, shape in expected.items() if name not in held]
+    absent = [f"{name} {shape}: not in the checkpoint" for name, shape in expected.items() if name not in saved]
     # Other tensors of the checkpoint (buffers) are compared when it is read.
-    known_parameters = set(read_meta(checkpoint).get("parameters", held))
-    excess = [f"{name} {held[name]}: only in the checkpoint" for name in held if name in known_parameters - set(expected)]
+    known_parameters = set(read_meta(checkpoint).get("parameters", saved))
+    excess = [f"{name} {saved[name]}: only in the checkpoint" for name in saved if name in known_parameters - set(expected)]
     shapes = [
-        f"{name}: {held[name]} in the checkpoint, {shape} in the model"
+        f"{name}: {saved[name]} in the checkpoint, {shape} in the model"
         for name, shape in expected.items()
-        if name in held and held[name] != shape
+        if name in saved and saved[name] != shape
     ]
-    held_config, given = read_meta(checkpoint).get("model_config"), model_config
+    saved_config, current_config = read_meta(checkpoint).get("model_config"), model_config
     settings = []
-    if held_config is not None and given is not None:
+    if saved_config is not None and current_config is not None:
         settings = [
-            f"{key}: {held_config.get(key)!r} in the checkpoint, {given.get(key)!r} in the model"
+            f"{key}: {saved_config.get(key)!r} in the checkpoint, {current_config.get(key)!r} in the model"
             # Only keys of both are compared: another release of transformers may have keys of its own.
-            for key in sorted((held_config.keys() & given.keys()) - COSMETIC)
-            if _plain(held_config[key]) != _plain(given[key])
+            for key in sorted((saved_config.keys() & current_config.keys()) - COSMETIC)
+            if _plain(saved_config[key]) != _plain(current_config[key])
         ]
-    found = []
+    differences = []
     for kind in (absent, excess, shapes, settings):
-        found += kind[:limit] + ([f"... and {len(kind) - limit} more like these"] if len(kind) > limit else [])
-    if found:
-        raise CheckpointError("\n  ".join([f"{checkpoint} is of another model; nothing was read or overwritten:", *found]))
+        differences += kind[:limit] + ([f"... and {len(kind) - limit} more like these"] if len(kind) > limit else [])
+    if differences:
+        raise CheckpointError(
+            "\n  ".join([f"{checkpoint} is of another model; nothing was read or overwritten:", *differences])
+        )
 
 
 def check_writable(directory: Path, needed: int = 0) -> None:
@@ -219,9 +221,9 @@ class CheckpointManager:
         if dist.is_initialized():
             failures = [""] * dist.get_world_size()
             dist.all_gather_object(failures, failure)
-        told = [text for text in failures if text]
-        if told:
-            raise CheckpointError(failure or told[0])
+        reported = [text for text in failures if text]
+        if reported:
+            raise CheckpointError(failure or reported[0])
 
 
 def _remove(checkpoint: Path) -> None:

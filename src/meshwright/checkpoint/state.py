@@ -12,10 +12,10 @@ __all__ = ["initialize_optimizer", "model_tensors", "optimizer_tensors", "rng_te
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters, each tied one once, and the buffers that are in the state dict."""
-    found: dict[str, torch.Tensor] = {f"model.{name}": parameter.data for name, parameter in model.named_parameters()}
+    tensors: dict[str, torch.Tensor] = {f"model.{name}": parameter.data for name, parameter in model.named_parameters()}
     persistent = model.state_dict().keys()
-    found.update((f"model.{name}", buffer) for name, buffer in model.named_buffers() if name in persistent)
-    return found
+    tensors.update((f"model.{name}", buffer) for name, buffer in model.named_buffers() if name in persistent)
+    return tensors
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -54,10 +54,10 @@ def initialize_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 def rng_tensors(rank: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Return the states of this rank's random number generators (dropout uses them)."""
-    found = {f"rng.{rank}.cpu": torch.get_rng_state()}
+    states = {f"rng.{rank}.cpu": torch.get_rng_state()}
     if device.type == "cuda":
-        found[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state(device)
-    return found
+        states[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state(device)
+    return states
 
 
 def set_rng(tensors: dict[str, torch.Tensor], rank: int, device: torch.device) -> None:

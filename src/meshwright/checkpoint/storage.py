@@ -46,12 +46,12 @@ class _TableUnpickler(pickle.Unpickler):
         values = (torch.dtype, torch.layout, torch.memory_format)
         if (module, name) in _TABLE_CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), values)):
             return super().find_class(module, name)
-        raise CheckpointError(f"the checkpoint's table of contents names {module}.{name}; it is not read")
+        raise CheckpointError(f"the checkpoint's table of contents refers to {module}.{name}, so it is not read")
 
 
 def _member(kind: Any, name: str) -> Any:
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
-        raise CheckpointError(f"the checkpoint's table of contents names {name} of {kind}; it is not read")
+        raise CheckpointError(f"the checkpoint's table of contents refers to {name} of {kind}, so it is not read")
     return kind[name]
 
 
@@ -109,8 +109,8 @@ def read(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
     Raises:
         CheckpointError: files are missing or damaged, or do not hold these tensors.
     """
-    held = contents(directory)
-    if missing := [name for name in tensors if name not in held]:
+    stored = contents(directory)
+    if missing := [name for name in tensors if name not in stored]:
         shown = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
         raise CheckpointError(f"{directory}: holds no tensor {shown}")
     try:
@@ -121,8 +121,8 @@ def read(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
             for name, tensor in tensors.items():
                 held_as = plain[name]
                 if held_as is not tensor and isinstance(tensor, DTensor) and isinstance(held_as, DTensor):
-                    whole = whole_tensor(held_as)
-                    again = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+                    gathered = whole_tensor(held_as)
+                    again = distribute_tensor(gathered, tensor.device_mesh, tensor.placements, src_data_rank=None)
                     tensor.to_local().copy_(again.to_local())
     except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
         raise CheckpointError(f"{directory}: cannot be read: {reason(error)}") from error
@@ -130,14 +130,14 @@ def read(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors that DCP can describe. A packed matrix under tensor parallel is redistributed, others are unchanged."""
-    found = dict(tensors)
+    plain = dict(tensors)
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and (placements := _torch_compat.plain_placements(tensor)) is not None:
             mesh = tensor.device_mesh
             with torch.no_grad():
-                found[name] = distribute_tensor(whole_tensor(tensor), mesh, placements, src_data_rank=None)
-                _torch_compat.own_memory(found[name])  # else it would keep the whole tensor's memory until it is written
-    return found
+                plain[name] = distribute_tensor(whole_tensor(tensor), mesh, placements, src_data_rank=None)
+                _torch_compat.own_memory(plain[name])  # else it would keep the whole tensor's memory until it is written
+    return plain
 
 
 class _Written(list[Any]):

@@ -114,19 +114,19 @@ def plan(
     from meshwright.train.setup import make_setup
 
     setup = make_setup(run, world_size or planned_processes(run))
-    found = setup.plan
+    sharding_plan = setup.plan
     if against is not None:
-        differences = [str(item) for item in ShardingPlan.from_json(_read(against)).diff(found)]
+        differences = [str(item) for item in ShardingPlan.from_json(_read(against)).diff(sharding_plan)]
         typer.echo("\n".join(differences) or "no difference")
         return
     if as_json:
-        typer.echo(priced_json(found))
+        typer.echo(priced_json(sharding_plan))
         return
     console = Console(width=None if sys.stdout.isatty() else 160)
     if program:
-        console.print(explain_program(found, full=full))
+        console.print(explain_program(sharding_plan, full=full))
     else:
-        console.print(explain(found, full=full))
+        console.print(explain(sharding_plan, full=full))
         if line := waits(run):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         assure(setup, Source(str(config), tuple(overrides or ())), None)
@@ -179,7 +179,7 @@ def audit(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the whole report to a file.", show_default=False)
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Audit the model as it is, not a small one of its kind.")] = False,
-    drawn: Annotated[bool, typer.Option("--drawn", help="Feed drawn tokens instead of the run's documents.")] = False,
+    drawn: Annotated[bool, typer.Option("--drawn", help="Feed random tokens instead of the run's documents.")] = False,
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds without progress that are a hang.")] = 30.0,
     matrix: Annotated[bool, typer.Option("--matrix", help="Audit every family on every layout instead.")] = False,
     output: Annotated[Path, typer.Option("--output", help="With --matrix: the page to write.")] = Path(
@@ -203,7 +203,7 @@ def audit(
 
         _end(0 if write_matrix(output, typer.echo, data=proofs) else 1)
     if config is None:
-        raise ConfigError("CONFIG: missing; the YAML file of a run, or --matrix")
+        raise ConfigError("CONFIG is missing: give the YAML file of a run, or --matrix")
     from rich.console import Console
 
     from meshwright.audit.conduct import audit as run_audit
@@ -212,7 +212,7 @@ def audit(
 
     run = load_config(config, overrides or [])
     if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
-        raise ConfigError(f"--json={json_file}: is a directory, or in none")
+        raise ConfigError(f"--json={json_file}: is a directory, or its directory does not exist")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and temporary files end with this one
     try:
         report = run_audit(run, nproc=nproc, steps=steps, dtype=dtype, full=full, drawn=drawn, patience=timeout, say=typer.echo)

@@ -57,7 +57,7 @@ def judge(config: DataConfig, rows: int, bad: int, shown: Sequence[str]) -> None
     limit = f"data.bad_rows_limit={config.bad_rows_limit:g}"
     count = f"data: {bad:,} of {rows:,} rows cannot be used"
     if config.bad_rows == "stop":
-        head = f"{count}, and data.bad_rows is 'stop'; mend them, or set 'skip', which leaves out a share of {limit} at most"
+        head = f"{count}, and data.bad_rows is 'stop'; correct them, or set 'skip', which leaves out at most a share of {limit}"
     else:
         head = f"{count}, a share of {bad / rows:.3g}; {limit} is the most that data.bad_rows='skip' leaves out"
     rest = [f"... and {bad - len(shown):,} more bad rows"] if bad > len(shown) else []

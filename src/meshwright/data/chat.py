@@ -39,7 +39,7 @@ def check_chat_tokenizer(tokenizer: "PreTrainedTokenizerBase", source: str = "da
     if not tokenizer.chat_template:
         raise DataError(f"{source}: the tokenizer has no chat template; set tokenizer.chat_template (jinja or a file)")
     if not tokenizer.is_fast:
-        raise DataError(f"{source}: {type(tokenizer).__name__} does not tell which text a token stands for; use a fast one")
+        raise DataError(f"{source}: {type(tokenizer).__name__} does not say which text each token is for; use a fast tokenizer")
 
 
 def encode_chat(
@@ -72,14 +72,14 @@ def encode_chat(
         if message["role"] != "assistant":
             continue
         answer = _said(message).strip()
-        found = learned.find(answer, at)
-        if found >= 0:
-            at = found + len(answer)
-        for what, other in _other_answers(message, answer_found=found >= 0):
+        place = learned.find(answer, at)
+        if place >= 0:
+            at = place + len(answer)
+        for part, other in _other_answers(message, answer_found=place >= 0):
             changed = [*messages[:turn], other, *messages[turn + 1 :]]
             if _learned_of(tokenizer, changed, marked, source) == learned:
                 raise DataError(
-                    f"{source}: message {turn + 1}: the chat template leaves out the assistant's {what}, so it would not be "
+                    f"{source}: message {turn + 1}: the chat template leaves out the assistant's {part}, so it would not be "
                     "learned; set tokenizer.chat_template to a template that writes it"
                 )
     return ids, mask
@@ -121,19 +121,19 @@ def _calls(message: dict[str, Any]) -> list[Any]:
 
 def _other_answers(message: dict[str, Any], answer_found: bool) -> list[tuple[str, dict[str, Any]]]:
     """Return the message with another answer, or another tool call, one for each part that is not known to be learned."""
-    found = []
+    changed = []
     if not answer_found:
-        found.append(("answer", {**message, "content": f"{_said(message)} (otherwise)"}))
+        changed.append(("answer", {**message, "content": f"{_said(message)} (otherwise)"}))
     for number, call in enumerate(_calls(message), start=1):
         other = copy.deepcopy(message)
         inner = _calls(other)[number - 1]
         inner = inner.get("function", inner) if isinstance(inner, dict) else inner
         if isinstance(inner, dict):
             inner["name"] = f"{inner.get('name')}_otherwise"
-            found.append((f"tool call {number}", other))
+            changed.append((f"tool call {number}", other))
         else:
-            found.append((f"tool call {number}, which is {type(call).__name__} and no object", message))
-    return found
+            changed.append((f"tool call {number}, which is {type(call).__name__} and no object", message))
+    return changed
 
 
 def _learned_of(tokenizer: "PreTrainedTokenizerBase", messages: Messages, marked: bool, source: str) -> str | None:
@@ -156,20 +156,20 @@ def _encode(
     tokenizer: "PreTrainedTokenizerBase", messages: Messages, marked: bool, source: str
 ) -> tuple[list[int], list[bool], str]:
     """Return token ids, loss mask, and the text of the tokens that are learned."""
-    whole: str = _apply(tokenizer, messages, source, tokenize=False)
+    text: str = _apply(tokenizer, messages, source, tokenize=False)
     if marked:
         kwargs = {"return_dict": True, "return_assistant_tokens_mask": True}
         out = _apply(tokenizer, messages, source, tokenizer_kwargs={"return_offsets_mapping": True}, **kwargs)
         mask = [bool(bit) for bit in out["assistant_masks"]]
     else:
-        spans = [_span(tokenizer, messages, turn, whole, source) for turn, m in enumerate(messages) if m["role"] == "assistant"]
+        spans = [_span(tokenizer, messages, turn, text, source) for turn, m in enumerate(messages) if m["role"] == "assistant"]
         # Texts are compared, and the whole text is tokenized once: tokens of a prefix need not be a prefix of the tokens.
-        out = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         mask = [any(start < last and end > first for first, last in spans) for start, end in out["offset_mapping"]]
     learned, at = [], 0
     for (start, end), bit in zip(out["offset_mapping"], mask, strict=True):
         if bit:  # tokens of one character have the same offsets
-            learned.append(whole[max(start, at) : end])
+            learned.append(text[max(start, at) : end])
             at = max(at, end)
     return list(out["input_ids"]), mask, "".join(learned)
 

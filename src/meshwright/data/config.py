@@ -30,12 +30,12 @@ def expand_files(patterns: list[str]) -> list[Path]:
     A pattern that is itself an existing file stands for this file, not for a glob. A pattern that matches nothing adds nothing
     here; :meth:`DataConfig.problems` reports it.
     """
-    found: dict[Path, None] = {}
+    files: dict[Path, None] = {}
     for pattern in patterns:
         expanded = os.path.expanduser(pattern)
         names = [expanded] if os.path.isfile(expanded) else sorted(glob.glob(expanded, recursive=True))
-        found.update(dict.fromkeys(Path(name) for name in names if os.path.isfile(name)))
-    return list(found)
+        files.update(dict.fromkeys(Path(name) for name in names if os.path.isfile(name)))
+    return list(files)
 
 
 def _file_problems(knob: str, patterns: list[str]) -> list[str]:
@@ -150,11 +150,11 @@ class DataConfig(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> "DataConfig":
         problems = []
-        given = [name for name, value in (("corpus", self.corpus), ("files", self.files), ("hub", self.hub)) if value]
-        if len(given) != 1:
+        sources = [name for name, value in (("corpus", self.corpus), ("files", self.files), ("hub", self.hub)) if value]
+        if len(sources) != 1:
             empty = " (files is an empty list)" if "files" in self.model_fields_set and not self.files else ""
-            found = " and ".join(given) or "none"
-            problems.append(f"data: exactly one of corpus, files and hub names the source; found {found}{empty}")
+            shown = " and ".join(sources) or "none"
+            problems.append(f"data: exactly one of corpus, files and hub must be set; set here: {shown}{empty}")
         for name in ("hub_config", "hub_split"):
             if getattr(self, name) is not None and self.hub is None:
                 problems.append(f"data.{name}={getattr(self, name)!r} needs data.hub")

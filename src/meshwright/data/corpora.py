@@ -131,17 +131,17 @@ def _kind(document: Document) -> str:
 def _stdlib_files() -> list[Path]:
     """Return the source files of the standard library that every installation of this Python version has, in a fixed order."""
     root = Path(sysconfig.get_path("stdlib"))
-    found: list[tuple[tuple[str, ...], Path]] = []
+    files: list[tuple[tuple[str, ...], Path]] = []
     for folder, subfolders, names in os.walk(root):
         inside = Path(folder).relative_to(root).parts
         # The top level also has site-packages, files of the distribution and files of this build.
         subfolders[:] = [name for name in subfolders if name not in _STDLIB_SKIPPED and (inside or _in_stdlib(name))]
         for name in names:
             if name.endswith(".py") and (inside or _in_stdlib(name.removesuffix(".py"))):
-                found.append(((*inside, name), Path(folder, name)))
-    if not found:
+                files.append(((*inside, name), Path(folder, name)))
+    if not files:
         raise DataError(f"data.corpus='python-stdlib': no source files under {root}; this Python comes without them")
-    return [path for _, path in sorted(found)]
+    return [path for _, path in sorted(files)]
 
 
 def _in_stdlib(name: str) -> bool:

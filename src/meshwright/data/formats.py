@@ -61,7 +61,7 @@ def check_columns(config: DataConfig, seen: dict[str, None], name: str) -> None:
     within = {key for layout in config.formats for key in FORMATS[layout].within}
     missing = [(key, column) for key, column in config.columns.items() if column not in seen and key not in within]
     if seen and missing:
-        there = f"columns there are {_names(seen)}"
+        there = f"its columns are {_names(seen)}"
         raise DataError(f"data.columns: {name} has no column {column!a} (for {key!r}); {there}" for key, column in missing)
 
 
@@ -92,7 +92,7 @@ class RowReader:
         name = self._format(row)
         used = [self._column(key) for key in FORMATS[name].required + FORMATS[name].optional]
         if isinstance(row.values, DuplicateKeys):
-            raise DataError(f"{row.source}: a key of the row stands twice (keys: {_names(row.values)})")
+            raise DataError(f"{row.source}: a key of the row occurs twice (keys: {_names(row.values)})")
         _check_sound([row.values.get(column) for column in used], row.source)
         if name == "text":
             return Document(_text(row, self._column("text")), None, row.source)
@@ -105,15 +105,17 @@ class RowReader:
         if len(self.candidates) == 1:
             return self.candidates[0]
         needed = {name: [self._column(key) for key in FORMATS[name].required] for name in self.candidates}
-        found = [name for name, columns in needed.items() if all(column in row.values for column in columns)]
-        if len(found) == 1:
-            self.candidates = (found[0],)
-            return found[0]
-        shown = [f"{' and '.join(map(repr, needed[name]))} ({name})" for name in found or needed]
+        matching = [name for name, columns in needed.items() if all(column in row.values for column in columns)]
+        if len(matching) == 1:
+            self.candidates = (matching[0],)
+            return matching[0]
+        shown = [f"{' and '.join(map(repr, needed[name]))} ({name})" for name in matching or needed]
         which = (
-            f"fields of several formats, {', '.join(shown)}" if found else f"no fields of a format: neither {', '.join(shown)}"
+            f"fields of several formats, {', '.join(shown)}"
+            if matching
+            else f"no fields of a format: neither {', '.join(shown)}"
         )
-        there = f"fields there are {_names(row.values)}"
+        there = f"its fields are {_names(row.values)}"
         raise DataError(f"{row.source}: {which}; {there}; set data.format, data.kind or data.columns")
 
     # ---- chats -----------------------------------------------------------------------------------------------------------
@@ -124,19 +126,19 @@ class RowReader:
 
     def _sharegpt(self, row: Row) -> list[dict[str, Any]]:
         from_key, value_key = self._column("from"), self._column("value")
-        found = self._system(row)
+        messages = self._system(row)
         for number, message in self._turns(row, "conversations"):
             where = f"{row.source}: message {number}"
             if from_key not in message and "role" in message:  # conversations with the keys of messages
-                found.append(_message(message, "role", "content", where))
+                messages.append(_message(message, "role", "content", where))
                 continue
             turn = _message(message, from_key, value_key, where)
             if turn["role"] not in SPEAKERS:
                 raise DataError(f"{where} is from {turn['role']!a:.40}; legal are {', '.join(SPEAKERS)}")
             if turn["role"] == "function_call" and "content" in turn:
                 turn |= {"content": "", "tool_calls": [_call(turn["content"], where)]}
-            found.append(turn | {"role": SPEAKERS[turn["role"]]})
-        return found
+            messages.append(turn | {"role": SPEAKERS[turn["role"]]})
+        return messages
 
     def _alpaca(self, row: Row) -> list[dict[str, Any]]:
         # The blank line is from Alpaca's own prompt. The other words of that prompt are left to the template.
@@ -169,8 +171,8 @@ def _message(message: dict[str, Any], role_key: str, content_key: str, where: st
     """Return a message with `role`, `content` unless it is null, and all other keys that a template may know."""
     role = message.get(role_key)
     if not isinstance(role, str):
-        what = f"no {role_key}" if role is None else f"a {role_key} that is {_kind(role)}, not text"
-        raise DataError(f"{where} has {what}; its keys are {_names(message)}")
+        wrong = f"no {role_key}" if role is None else f"a {role_key} that is {_kind(role)}, not text"
+        raise DataError(f"{where} has {wrong}; its keys are {_names(message)}")
     rest = {key: part for key, part in message.items() if key not in (role_key, content_key, "role", "content")}
     return {"role": role, **_content(message.get(content_key), where), **rest}
 
@@ -183,7 +185,7 @@ def _exchange(asked: str, row: Row, answer: str) -> list[dict[str, Any]]:
 
 def _field(row: Row, column: str, knob: str) -> Any:
     if column not in row.values:
-        raise DataError(f"{row.source}: no field {column!a}; fields there are {_names(row.values)}; set data.{knob}")
+        raise DataError(f"{row.source}: no field {column!a}; its fields are {_names(row.values)}; set data.{knob}")
     return row.values[column]
 
 
@@ -206,8 +208,8 @@ def _content(value: Any, where: str) -> dict[str, Any]:
     for part in value:
         text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
         if not isinstance(text, str):
-            what = f"of type {part.get('type')!a:.40}" if isinstance(part, dict) else _kind(part)
-            raise DataError(f"{where}: a part of its content is {what}; only text can be learned")
+            kind = f"of type {part.get('type')!a:.40}" if isinstance(part, dict) else _kind(part)
+            raise DataError(f"{where}: a part of its content is {kind}; only text can be learned")
         parts.append(text)
     return {"content": "".join(parts)}
 
@@ -231,14 +233,14 @@ def _check_sound(value: Any, source: str) -> None:
         below: list[Any] = []
         for item in level:
             if isinstance(item, DuplicateKeys):
-                raise DataError(f"{source}: a key stands twice in one object (keys: {_names(item)})")
+                raise DataError(f"{source}: a key occurs twice in one object (keys: {_names(item)})")
             if isinstance(item, dict):
                 below.extend(item)
                 below.extend(item.values())
             elif isinstance(item, (list, tuple)):
                 below.extend(item)
-            elif isinstance(item, str) and not item.isascii() and (found := _SURROGATE.search(item)):
-                raise DataError(f"{source}: a text holds half of a character, the lone surrogate {found.group()!a}")
+            elif isinstance(item, str) and not item.isascii() and (match := _SURROGATE.search(item)):
+                raise DataError(f"{source}: a text holds half of a character, the lone surrogate {match.group()!a}")
         if not below:
             return
         level = below
@@ -251,5 +253,5 @@ def _kind(value: Any) -> str:
 
 def _names(names: Iterable[str]) -> str:
     """Return some names of columns or keys in printable form."""
-    found = [name if name.isidentifier() and len(name) <= 40 else f"{name!a:.40}" for name in names]
-    return ", ".join(found[:20]) + (f" and {len(found) - 20} more" if len(found) > 20 else "") if found else "none"
+    shown = [name if name.isidentifier() and len(name) <= 40 else f"{name!a:.40}" for name in names]
+    return ", ".join(shown[:20]) + (f" and {len(shown) - 20} more" if len(shown) > 20 else "") if shown else "none"

@@ -33,7 +33,7 @@ def check_batch_sizes(global_batch_size: int, microbatch_size: int, data_ranks: 
     """
     for name, value in (("global_batch_size", global_batch_size), ("microbatch_size", microbatch_size)):
         if value < 1:
-            raise ConfigError(f"{name}={value}: at least 1")
+            raise ConfigError(f"{name}={value}: must be at least 1")
     unit = microbatch_size * data_ranks
     if global_batch_size % unit == 0:
         return
@@ -150,11 +150,11 @@ class TrainLoader:
 
     def sequences(self, epochs: float) -> int:
         """Return the number of sequences in this many epochs, from the first one on. For a part of an epoch, round up."""
-        whole = int(epochs)
-        while len(self._starts) <= whole + (epochs > whole):
+        full = int(epochs)
+        while len(self._starts) <= full + (epochs > full):
             self._dataset(len(self._starts) - 1)
-        begin = self._starts[whole]
-        return begin if epochs == whole else begin + math.ceil((epochs - whole) * (self._starts[whole + 1] - begin))
+        begin = self._starts[full]
+        return begin if epochs == full else begin + math.ceil((epochs - full) * (self._starts[full + 1] - begin))
 
     def steps(self, epochs: float) -> int:
         """Return the number of optimizer steps for this many epochs. The last one is filled from the next epoch.
@@ -182,14 +182,14 @@ class TrainLoader:
             CheckpointError: the state is that of other data, another order or another batch size: resuming would repeat some
                 sequences and skip others.
         """
-        mine = self.state_dict(0)
-        missing = [key for key in mine if key not in state]
+        own = self.state_dict(0)
+        missing = [key for key in own if key not in state]
         if missing:
             raise CheckpointError(f"state of the data loader lacks {', '.join(missing)}")
         problems = [
-            f"data loader: the checkpoint has {key}={state[key]!r}, this run has {key}={mine[key]!r}"
-            for key in mine
-            if key != "next_step" and state[key] != mine[key]
+            f"data loader: the checkpoint has {key}={state[key]!r}, this run has {key}={own[key]!r}"
+            for key in own
+            if key != "next_step" and state[key] != own[key]
         ]
         if problems:
             raise CheckpointError(problems)
@@ -252,7 +252,7 @@ class EvalLoader:
         _check_rank(data_rank, data_ranks)
         for name, value in (("microbatch_size", microbatch_size), ("max_sequences", max_sequences)):
             if value is not None and value < 1:
-                raise ConfigError(f"{name}={value}: at least 1")
+                raise ConfigError(f"{name}={value}: must be at least 1")
         self.dataset, self.microbatch_size = dataset, microbatch_size
         self.data_rank, self.data_ranks, self.multiple = data_rank, data_ranks, multiple
         self.sequences = len(dataset) if max_sequences is None else min(max_sequences, len(dataset))

@@ -101,8 +101,8 @@ def pack(lengths: Integers, sequence_length: int, split: bool) -> PackIndex:
                 next_start = (start if end == document else 0) + tail - 1
         elif end == document:
             raise DataError(
-                f"a document of {int(lengths[document])} tokens is to stay whole in sequences of {sequence_length}; "
-                "prepare the data for this sequence_length"
+                f"a document of {int(lengths[document])} tokens must not be split, but does not fit into sequences of "
+                f"{sequence_length}; prepare the data for this sequence_length"
             )
         rows.append((document, start, end, tail))
         document, start = end, next_start

@@ -42,8 +42,8 @@ class DuplicateKeys(dict[str, Any]):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    return found if len(found) == len(pairs) else DuplicateKeys(found)
+    fields = dict(pairs)
+    return fields if len(fields) == len(pairs) else DuplicateKeys(fields)
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_object)
@@ -77,7 +77,7 @@ def file_rows(path: Path, bad: BadRows, cache_dir: str | Path | None) -> Iterato
     """
     readers = {".jsonl": _json_lines, ".json": _json_values}
     if path.suffix not in (*readers, ".parquet"):
-        raise DataError(f"data: {str(path)!r}: extensions of rows are {', '.join(readers)}, .parquet")
+        raise DataError(f"data: {str(path)!r}: the extension of a file of rows must be one of {', '.join(readers)}, .parquet")
     with open_file(path) as file:
         begin: bytes = file.read(4)
     if not begin:
@@ -85,9 +85,9 @@ def file_rows(path: Path, bad: BadRows, cache_dir: str | Path | None) -> Iterato
     if path.suffix == ".parquet":
         yield from _parquet(path, bad, cache_dir)
         return
-    for magic, what in _NOT_JSON.items():
+    for magic, kind in _NOT_JSON.items():
         if begin.startswith(magic):
-            raise DataError(f"{path}: cannot be read as json: it is {what}")
+            raise DataError(f"{path}: cannot be read as json: it is {kind}")
     yield from readers[path.suffix](path, bad)
 
 
@@ -149,13 +149,13 @@ def _json_values(path: Path, bad: BadRows) -> Iterator[Row]:
     end = _skip(text, at + 1) if at < len(text) else -1
     if array and end != len(text):
         line += text.count("\n", seen, end if end >= 0 else at)
-        what = "the ] at the end is missing" if end < 0 else "there is more after the ]"
-        raise DataError(f"{path}:{line}: cannot be read as json ({what})")
+        reason = "the ] at the end is missing" if end < 0 else "there is more after the ]"
+        raise DataError(f"{path}:{line}: cannot be read as json ({reason})")
 
 
 def _skip(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    return found.end() if found else at
+    match = _SPACE.match(text, at)
+    return match.end() if match else at
 
 
 def _is_json(line: str) -> bool:

@@ -110,9 +110,9 @@ class TokenStore:
         if index.kind == "chat":
             sizes["loss_mask.bin"] = index.tokens
         for name, size in sizes.items():
-            found = (directory / name).stat().st_size if (directory / name).is_file() else 0
-            if found != size:
-                raise DataError(f"{directory / name}: {found} bytes where {size} are due; remove the store and prepare again")
+            actual = (directory / name).stat().st_size if (directory / name).is_file() else 0
+            if actual != size:
+                raise DataError(f"{directory / name}: has {actual} bytes instead of {size}; remove the store and prepare again")
         return cls(directory, index)
 
     @property

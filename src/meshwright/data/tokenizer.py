@@ -99,7 +99,7 @@ def train_tokenizer(
     smallest = len(alphabet) + len(SPECIAL_TOKENS)
     if vocab_size < smallest:
         raise ConfigError(
-            f"tokenizer.vocab_size={vocab_size}: at least {smallest} ({len(alphabet)} bytes and "
+            f"tokenizer.vocab_size={vocab_size}: must be at least {smallest} ({len(alphabet)} bytes and "
             f"{len(SPECIAL_TOKENS)} special tokens)"
         )
     backend = Tokenizer(models.BPE())
@@ -156,7 +156,7 @@ def build_tokenizer(
     vocab_size = default_vocab_size if config.vocab_size is None else config.vocab_size
     if vocab_size is None:
         raise ConfigError(
-            "tokenizer: the model brings none; set tokenizer.path (a directory or hub name) or "
+            "tokenizer: the model has none; set tokenizer.path (a directory or hub name) or "
             "tokenizer.vocab_size (to train one on the corpus)"
         )
     from meshwright.data.bad_rows import BadRows

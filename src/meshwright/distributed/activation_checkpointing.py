@@ -162,7 +162,7 @@ class _Run:
     @property
     def legal(self) -> str:
         """The modes that work for a layer for which this one fails, in words."""
-        return "is none" if self.kept == _ROUTES else "are none, full, submodule"
+        return "none" if self.kept == _ROUTES else "none, full, submodule"
 
 
 @dataclass(frozen=True)
@@ -224,8 +224,8 @@ class _Keep(_Watching):
     def _forget(self, written: set[int]) -> None:
         """Drop the stored results that were overwritten, and those that lie in the memory given."""
 
-        def lost(held: _Held) -> bool:
-            return not held.intact or (bool(written) and _torch_compat.memory_of(held.tensor) in written)
+        def lost(kept: _Held) -> bool:
+            return not kept.intact or (bool(written) and _torch_compat.memory_of(kept.tensor) in written)
 
         for position, (operator, result) in enumerate(self.run.results):
             if any(lost(item) for item in tree_iter(result) if isinstance(item, _Held)):
@@ -257,18 +257,18 @@ class _Replay(_Watching):
             if operator is not func:
                 raise UnsupportedError(
                     f"activation_checkpointing: the recomputation of a layer runs {func} where its forward ran {operator}, so "
-                    f"what it does depends on more than its inputs; legal for it {self.run.legal}"
+                    f"the layer's code depends on more than its inputs; legal modes for this layer: {self.run.legal}"
                 )
             self.position += 1
             # Code behind the layer may have overwritten it, too.
             if result is not None and all(item.intact for item in tree_iter(result) if isinstance(item, _Held)):
-                return tree_map_only(_Held, lambda held: _handed_out(func, held.tensor), result)
+                return tree_map_only(_Held, lambda kept: _handed_out(func, kept.tensor), result)
         return func(*args, **kwargs)
 
 
 def _hold(operator: Any, tensor: torch.Tensor) -> _Held:
-    held = _handed_out(operator, tensor)
-    return _Held(held, held._version)
+    kept = _handed_out(operator, tensor)
+    return _Held(kept, kept._version)
 
 
 def _handed_out(operator: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -323,8 +323,8 @@ def _dropout_argument(operator: Any) -> tuple[int | None, float]:
     """Position and default of an operator's argument ``dropout_p``; the position is ``None`` without such an argument."""
     schema = _torch_compat.operator_schema(operator)
     arguments = () if schema is None else schema.arguments
-    found = [(place, item.default_value or 0.0) for place, item in enumerate(arguments) if item.name == "dropout_p"]
-    return found[0] if found else (None, 0.0)
+    dropouts = [(place, item.default_value or 0.0) for place, item in enumerate(arguments) if item.name == "dropout_p"]
+    return dropouts[0] if dropouts else (None, 0.0)
 
 
 def find_operators(names: Iterable[str]) -> Operators:
@@ -336,7 +336,7 @@ def find_operators(names: Iterable[str]) -> Operators:
     Raises:
         PlanError: for all names that are no operators or whose results cannot be kept, each with similar legal names.
     """
-    found, problems = [], []
+    operators, problems = [], []
     for name in names:
         operator = _operator(name)
         problem = "is no operator" if operator is None else _unkeepable(operator)
@@ -344,18 +344,18 @@ def find_operators(names: Iterable[str]) -> Operators:
             hint = f"; did you mean {' or '.join(near)}?" if (near := _near(name)) else ", such as aten.mm.default"
             problems.append(f"activation_checkpointing_save={name!r}: {problem}; legal are namespace.operator.overload{hint}")
         else:
-            found.append(operator)
+            operators.append(operator)
     if problems:
         raise PlanError(problems)
-    return frozenset(found)
+    return frozenset(operators)
 
 
 def _operator(name: str) -> torch._ops.OpOverload | None:
     try:
-        found = attrgetter(name)(torch.ops)
+        operator = attrgetter(name)(torch.ops)
     except AttributeError:
         return None
-    return found if isinstance(found, torch._ops.OpOverload) else None
+    return operator if isinstance(operator, torch._ops.OpOverload) else None
 
 
 def _near(name: str) -> list[str]:
@@ -377,5 +377,5 @@ def _unkeepable(operator: torch._ops.OpOverload) -> str:
     if torch.Tag.nondeterministic_seeded in operator.tags and _dropout_argument(operator)[0] is None:
         return "draws random numbers, which a recomputation has to draw again"
     if _torch_compat.is_decomposed(operator):
-        return "is taken apart into other operators before it runs, so there is nothing to keep"
+        return "is decomposed into other operators before it runs, so it has no result to keep"
     return ""

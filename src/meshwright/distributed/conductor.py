@@ -69,13 +69,13 @@ def check_supported(layout: Layout) -> None:
     Raises:
         UnsupportedError: one message an axis.
     """
-    found = [
-        f"{axis}={layout.size(axis)}: {what} is planned but not carried out by this version; the legal value is 1"
-        for axis, what in _NOT_YET.items()
+    problems = [
+        f"{axis}={layout.size(axis)}: {feature} is planned but not carried out by this version; the legal value is 1"
+        for axis, feature in _NOT_YET.items()
         if layout.size(axis) > 1
     ]
-    if found:
-        raise UnsupportedError(found)
+    if problems:
+        raise UnsupportedError(problems)
 
 
 def parallelize(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.Module:
@@ -105,19 +105,21 @@ def parallelize(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.
 
 
 def _check_belongs(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> None:
-    found = []
+    problems = []
     if not plan.program:
-        found.append("the plan has no program: resolve() makes it, and an earlier version of Meshwright wrote none")
+        problems.append(
+            "the plan has no program, because an earlier version of Meshwright wrote it; make it anew with resolve()"
+        )
     if mesh.layout != plan.layout:
-        found.append(f"the mesh has the layout ({mesh.layout}), the plan has ({plan.layout})")
+        problems.append(f"the mesh has the layout ({mesh.layout}), the plan has ({plan.layout})")
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     planned = {row.name: row.shape for row in plan.parameters}
-    found.extend(f"parameter {name!r} is in the model but not in the plan" for name in shapes.keys() - planned.keys())
-    found.extend(f"parameter {name!r} is in the plan but not in the model" for name in planned.keys() - shapes.keys())
+    problems.extend(f"parameter {name!r} is in the model but not in the plan" for name in shapes.keys() - planned.keys())
+    problems.extend(f"parameter {name!r} is in the plan but not in the model" for name in planned.keys() - shapes.keys())
     for name in shapes.keys() & planned.keys():
         if shapes[name] != planned[name]:
-            found.append(f"parameter {name!r} has shape {shapes[name]} in the model and {planned[name]} in the plan")
+            problems.append(f"parameter {name!r} has shape {shapes[name]} in the model and {planned[name]} in the plan")
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        found.append("the model has FSDP units already")
-    if found:
-        raise PlanError(sorted(found))
+        problems.append("the model has FSDP units already")
+    if problems:
+        raise PlanError(sorted(problems))

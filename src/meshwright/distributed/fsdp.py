@@ -116,13 +116,13 @@ def fsdp_units(model: nn.Module) -> dict[str, FSDPModule]:
     Modules that were wrapped together are one unit, under the name of the first.
     """
     seen: set[int] = set()
-    found = {}
+    units = {}
     for name, module in model.named_modules():
         state = _torch_compat.fsdp_state(module)
         if state is not None and id(state) not in seen:
             seen.add(id(state))
-            found[name] = module
-    return found
+            units[name] = module
+    return units
 
 
 def refuse_parallelized(model: nn.Module) -> None:
@@ -133,8 +133,8 @@ def refuse_parallelized(model: nn.Module) -> None:
     """
     for name in fsdp_units(model):
         raise PlanError(
-            f"{class_name(model)}: already parallelized ({name or 'it'} is an FSDP unit); ask before that, or build the model "
-            "anew"
+            f"{class_name(model)}: the model is already parallelized ({name or 'its root'} is an FSDP unit); call this before "
+            "that, or build the model anew"
         )
 
 

@@ -37,8 +37,8 @@ def total_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) 
         key: tuple[object, ...] = ()
         if isinstance(gradient, DTensor):
             if any(isinstance(placement, Partial) for placement in gradient.placements):
-                whole = [Replicate() if isinstance(p, Partial) else p for p in gradient.placements]
-                gradient = gradient.redistribute(placements=whole)
+                placements = [Replicate() if isinstance(p, Partial) else p for p in gradient.placements]
+                gradient = gradient.redistribute(placements=placements)
             key = (gradient.device_mesh, *(isinstance(p, Replicate) for p in gradient.placements))
             meshes.setdefault(key, gradient)
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient

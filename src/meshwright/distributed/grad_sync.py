@@ -81,7 +81,7 @@ class GradSync:
         units = fsdp_units(model)
         if unknown := policies.keys() - units.keys():
             known = ", ".join(repr(name) for name in units) or "none"
-            raise PlanError([f"sync policy for {name!r}, which is no FSDP unit; units are {known}" for name in unknown])
+            raise PlanError([f"policies: {name!r} is no FSDP unit; units are {known}" for name in unknown])
         for module in units.values():
             _torch_compat.supervise(module)
         self._model, self._use = model, FlagsOfUse(units, exchanged=exchange_use)

@@ -31,7 +31,7 @@ def cross_entropy_sum(logits: DTensor, labels: torch.Tensor, ignore_index: int =
         IndexError: a label is outside of the vocabulary. Not checked on a GPU, where the check would wait for the device.
     """
     if logits.device_mesh.ndim != 1 or logits.placements != (Shard(logits.ndim - 1),):
-        raise ValueError(f"logits are placed {logits.placements}; legal is their last dimension sharded over one axis")
+        raise ValueError(f"logits have the placements {logits.placements}; legal is Shard of the last dimension, over one axis")
     group, words = logits.device_mesh.get_group(), logits.shape[-1]
     if labels.device.type == "cpu" and not ((labels == ignore_index) | ((labels >= 0) & (labels < words))).all():
         raise IndexError(f"labels must be {ignore_index}, or at least 0 and below {words}")
@@ -48,20 +48,20 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         counts = labels != ignore_index
         place = labels - begin
-        mine = counts & (place >= 0) & (place < logits.shape[-1])
-        place = place.masked_fill(~mine, 0)
+        is_own = counts & (place >= 0) & (place < logits.shape[-1])
+        place = place.masked_fill(~is_own, 0)
         largest = logits.amax(dim=-1)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        own = logits.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0.0)
+        own = logits.gather(-1, place.unsqueeze(-1)).squeeze(-1).masked_fill(~is_own, 0.0)
         sums = torch.stack([(logits - largest.unsqueeze(-1)).exp().sum(dim=-1), own])
         dist.all_reduce(sums, group=group)
         normalizer = sums[0].log() + largest
-        context.save_for_backward(logits, normalizer, place, mine, counts)
+        context.save_for_backward(logits, normalizer, place, is_own, counts)
         return (normalizer - sums[1]).masked_fill(~counts, 0.0).sum()
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        logits, normalizer, place, mine, counts = context.saved_tensors
-        found = (logits - normalizer.unsqueeze(-1)).exp()
-        found.scatter_add_(-1, place.unsqueeze(-1), -mine.to(found.dtype).unsqueeze(-1))
-        return found.mul_((counts * gradient).unsqueeze(-1)), None, None, None, None
+        logits, normalizer, place, is_own, counts = context.saved_tensors
+        logits_gradient = (logits - normalizer.unsqueeze(-1)).exp()
+        logits_gradient.scatter_add_(-1, place.unsqueeze(-1), -is_own.to(logits_gradient.dtype).unsqueeze(-1))
+        return logits_gradient.mul_((counts * gradient).unsqueeze(-1)), None, None, None, None

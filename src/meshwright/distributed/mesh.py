@@ -171,7 +171,7 @@ def mesh_of(device_mesh: DeviceMesh, moe_mesh: DeviceMesh | None = None) -> Para
     for axis in ("ep", "ep_shard"):
         theirs, ours = moe_mesh[axis].mesh.tolist(), list(layout.group(axis, dist.get_rank()))
         if theirs != ours:
-            raise LayoutError(f"moe_mesh: the ranks of {axis} here are {theirs}; legal for the layout ({layout}) are {ours}")
+            raise LayoutError(f"moe_mesh: this rank's group on {axis} is {theirs}; the layout ({layout}) needs {ours}")
     with _torch_compat.shared_groups():
         experts = init_device_mesh(mesh.device_type, tuple(layout.expert_sizes().values()), mesh_dim_names=EXPERT_AXES)
         return _complete(layout, mesh.root, experts)

@@ -113,9 +113,9 @@ def _joined(piece: torch.Tensor, dim: int, size: int, group: Group) -> torch.Ten
 def _scattered(part: torch.Tensor, dim: int, group: Group) -> torch.Tensor:
     ranks = dist.get_world_size(group)
     pieces = torch.cat(part.chunk(ranks, dim=dim))
-    mine = pieces.new_empty((pieces.shape[0] // ranks, *pieces.shape[1:]))
-    _torch_compat.reduce_scatter_single(mine, pieces, group=group)
-    return mine
+    own_part = pieces.new_empty((pieces.shape[0] // ranks, *pieces.shape[1:]))
+    _torch_compat.reduce_scatter_single(own_part, pieces, group=group)
+    return own_part
 
 
 class _Enter(torch.autograd.Function):
@@ -258,10 +258,10 @@ def _index(routes: Routes, device: torch.device) -> torch.Tensor:
 
 def _places(held: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     """Indices, ascending, of the columns that lie in some ranges, in a tensor that holds other ranges one after another."""
-    found: list[int] = []
+    indices: list[int] = []
     offset = 0
     for begin, end in held:
         for low, high in wanted:
-            found += range(offset + max(low, begin) - begin, offset + max(min(high, end) - begin, max(low, begin) - begin))
+            indices += range(offset + max(low, begin) - begin, offset + max(min(high, end) - begin, max(low, begin) - begin))
         offset += end - begin
-    return tuple(sorted(found))
+    return tuple(sorted(indices))

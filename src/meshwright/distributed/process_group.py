@@ -43,8 +43,8 @@ def whole_number(variable: str, default: int | None = None, *, least: int = 0) -
     text = os.environ.get(variable) or ("" if default is None else str(default))
     if not (text.isascii() and text.isdigit() and int(text) >= least):
         raise ConfigError(
-            f"the environment variable {variable}={text!r}: a launcher sets it to a whole number of at least {least}; "
-            "unset it, or mend what set it"
+            f"the environment variable {variable}={text!r}: must be a whole number of at least {least}, and launchers set it; "
+            "unset it, or correct the script that sets it"
         )
     return int(text)
 
@@ -61,14 +61,14 @@ def adopt_slurm() -> None:
     # Jobs and steps that share a node need ports of their own; all tasks of one step derive the same.
     step = whole_number("SLURM_JOB_ID", 0) + 7919 * whole_number("SLURM_STEP_ID", 0)
     port = 20000 + step % 20000
-    found = {
+    variables = {
         "MASTER_ADDR": os.environ.get("MASTER_ADDR") or _first_host(nodes),
         "MASTER_PORT": os.environ.get("MASTER_PORT") or str(port),
         "RANK": str(whole_number("SLURM_PROCID")),
         "WORLD_SIZE": str(whole_number("SLURM_STEP_NUM_TASKS")),
         "LOCAL_RANK": str(whole_number("SLURM_LOCALID", 0)),
     }
-    os.environ.update(found)
+    os.environ.update(variables)
 
 
 def _first_host(node_list: str) -> str:
@@ -77,7 +77,9 @@ def _first_host(node_list: str) -> str:
         raise ConfigError("SLURM_STEP_NODELIST is not set; set MASTER_ADDR to the host of rank 0")
     match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?([^,\[]*)", node_list)
     if match is None:
-        raise ConfigError(f"SLURM_STEP_NODELIST={node_list!r}: begins with no host; set MASTER_ADDR to that of rank 0")
+        raise ConfigError(
+            f"SLURM_STEP_NODELIST={node_list!r}: does not begin with a host name; set MASTER_ADDR to the host of rank 0"
+        )
     return "".join(part or "" for part in match.groups())
 
 
@@ -123,11 +125,11 @@ def _check_torchrun() -> None:
     """
     rank, ranks = whole_number("RANK"), whole_number("WORLD_SIZE", least=1)
     if rank >= ranks:
-        raise ConfigError(f"the environment variables RANK={rank} and WORLD_SIZE={ranks}: a rank is 0 to {ranks - 1}")
+        raise ConfigError(f"the environment variables RANK={rank} and WORLD_SIZE={ranks}: RANK must be 0 to {ranks - 1}")
     if not 1 <= whole_number("MASTER_PORT") <= 65535:
         raise ConfigError(f"the environment variable MASTER_PORT={os.environ['MASTER_PORT']}: legal are 1 to 65535")
     if not os.environ.get("MASTER_ADDR"):
-        raise ConfigError("the environment variable MASTER_ADDR is not set, and RANK is; it is the host of rank 0")
+        raise ConfigError("the environment variable MASTER_ADDR is not set, although RANK is; set it to the host of rank 0")
 
 
 def end_openmp_threads() -> None:

@@ -14,12 +14,12 @@ __all__ = ["assign", "freeze", "slice_parameter"]
 
 def slice_parameter(model: nn.Module, action: Slice, mesh: ParallelMesh) -> None:
     """Make a parameter, on the meta device or with the same values on every rank, a DTensor under all its names."""
-    whole = model.get_parameter(action.names[0])
+    parameter = model.get_parameter(action.names[0])
     placement: Placement = Shard(action.dim)
     if action.pieces > 1:
         placement = _torch_compat.strided_shard(action.dim, action.pieces)
-    value = distribute_tensor(whole.data, mesh[action.axis], [placement], src_data_rank=None)
-    sliced = nn.Parameter(value, requires_grad=whole.requires_grad)
+    value = distribute_tensor(parameter.data, mesh[action.axis], [placement], src_data_rank=None)
+    sliced = nn.Parameter(value, requires_grad=parameter.requires_grad)
     for name in action.names:
         module, _, own = name.rpartition(".")
         model.get_submodule(module)._parameters[own] = sliced

@@ -37,8 +37,8 @@ def stage_backward(
     if backward_type not in _KINDS:
         raise RuntimeError(f"Unknown backward type: {backward_type}")
     if sync is None:
-        found: Any = _torch_compat.own_backward_of_stage(backward_type, stage, bwd_kwargs, last=last_backward)
-        return found
+        own_gradients: Any = _torch_compat.own_backward_of_stage(backward_type, stage, bwd_kwargs, last=last_backward)
+        return own_gradients
     last = last_backward and sync.ends_step
     sync.begin_backward(last=last, splits=backward_type != "full")
     gradients, groups = _torch_compat.backward_of_stage(backward_type, stage, bwd_kwargs)

@@ -163,11 +163,11 @@ def _vocabulary_rows(module: nn.Module, action: Compute, group: dist.ProcessGrou
         if padding is not None:  # the row of the padding token gets no gradient; one rank has it
             module.padding_idx = padding - begin if begin <= padding < begin + rows else None  # type: ignore[assignment]
         try:
-            found = inner((ids - begin).masked_fill(foreign, 0))
+            embedded = inner((ids - begin).masked_fill(foreign, 0))
         finally:
             if padding is not None:
                 module.padding_idx = padding  # type: ignore[assignment]
-        return found.masked_fill(foreign.unsqueeze(-1), 0)
+        return embedded.masked_fill(foreign.unsqueeze(-1), 0)
 
     return forward
 

@@ -85,7 +85,7 @@ class FlagsOfUse:
                 names = {parameter: name for name, parameter in model.named_parameters()}
                 raise UnsupportedError(
                     f"parameter {names.get(parameter, '?')!r}: got no gradient, but the spec says that each microbatch uses "
-                    "all parameters; with ParallelSpec.uses_all_parameters=False the ranks exchange flags of use"
+                    "all parameters; set ParallelSpec.uses_all_parameters=False, and the ranks exchange which they use"
                     for parameter in left_out
                 )
         except BaseException:
@@ -159,21 +159,21 @@ class FlagsOfUse:
         """
         if extremes[0] == -extremes[1]:
             return
-        told: dict[int, list[str]] = {dist.get_rank(): list(self._events)}
+        events_of: dict[int, list[str]] = {dist.get_rank(): list(self._events)}
         for group in self.groups:
             parts: list[dict[int, list[str]]] = [{} for _ in range(dist.get_world_size(group))]
-            dist.all_gather_object(parts, told, group=group)
-            told = {rank: events for part in parts for rank, events in part.items()}
-        raise UnsupportedError(_difference(told))
+            dist.all_gather_object(parts, events_of, group=group)
+            events_of = {rank: events for part in parts for rank, events in part.items()}
+        raise UnsupportedError(_difference(events_of))
 
 
 def _groups(units: Iterable[FSDPModule]) -> list[dist.ProcessGroup]:
     """The process groups that units are sharded or replicated over, each once."""
-    found: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for unit in units:
         for group in _torch_compat.data_groups(unit):
-            found.setdefault(tuple(dist.get_process_group_ranks(group)), group)
-    return list(found.values())
+            groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+    return list(groups.values())
 
 
 def _with_negative(number: int) -> list[int]:
@@ -181,10 +181,10 @@ def _with_negative(number: int) -> list[int]:
     return [number, -number]
 
 
-def _difference(told: Mapping[int, Sequence[str]]) -> str:
+def _difference(events_of: Mapping[int, Sequence[str]]) -> str:
     """The first event in which ranks differ, in words."""
-    first, events = min(told.items())
-    for rank, others in sorted(told.items()):
+    first, events = min(events_of.items())
+    for rank, others in sorted(events_of.items()):
         for index in range(max(len(events), len(others))):
             ours, theirs = (list_[index] if index < len(list_) else "does nothing more" for list_ in (events, others))
             if ours != theirs:

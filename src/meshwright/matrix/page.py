@@ -80,13 +80,13 @@ def _cells_as_json(cells: Mapping[tuple[str, str], Cell], variants: Sequence[Var
 def _read_cells(partial: Path, variants: Sequence[Variant]) -> dict[tuple[str, str], Cell]:
     """Return the cells that an earlier, interrupted matrix audited with the same versions and variants."""
     content = json.loads(partial.read_text()) if partial.is_file() else {"cells": []}
-    found: dict[tuple[str, str], Cell] = {}
+    cells: dict[tuple[str, str], Cell] = {}
     if any(content.get(key) != value for key, value in _audited_under(variants).items()):
-        return found
+        return cells
     for family, label, cell in content["cells"]:
         claims = tuple(Claim(**{**claim, "axes": tuple(claim["axes"])}) for claim in cell["claims"])
-        found[family, label] = Cell(Outcome(cell["outcome"]), cell["worst"], cell["note"], claims)
-    return found
+        cells[family, label] = Cell(Outcome(cell["outcome"]), cell["worst"], cell["note"], claims)
+    return cells
 
 
 def _data(cells: Mapping[tuple[str, str], Cell]) -> str:

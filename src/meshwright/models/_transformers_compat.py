@@ -53,8 +53,8 @@ def untested() -> str:
     """Return a warning if this transformers is newer than all that the tests have run with; otherwise an empty string."""
     import transformers
 
-    newest, found = ".".join(map(str, CEILING)), transformers.__version__
-    return f"transformers {found}: Meshwright's tests have run with {newest} at the newest" if _version() > CEILING else ""
+    newest, installed = ".".join(map(str, CEILING)), transformers.__version__
+    return f"transformers {installed}: Meshwright's tests have run with {newest} at the newest" if _version() > CEILING else ""
 
 
 def check() -> None:
@@ -66,21 +66,21 @@ def check() -> None:
     import transformers
     from transformers import PreTrainedModel
 
-    found = []
+    problems = []
     if _version() < MINIMUM_TRANSFORMERS:
         needed = ".".join(map(str, MINIMUM_TRANSFORMERS))
-        found.append(f"transformers {transformers.__version__}: Meshwright needs {needed} or later")
+        problems.append(f"transformers {transformers.__version__}: Meshwright needs {needed} or later")
     for name in ("_init_weights", "_load_pretrained_model", "_finalize_model_loading", "_no_split_modules"):
         if not hasattr(PreTrainedModel, name):
-            found.append(f"transformers {transformers.__version__} has no PreTrainedModel.{name}")
+            problems.append(f"transformers {transformers.__version__} has no PreTrainedModel.{name}")
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: F401
         from transformers.initialization import guard_torch_init_functions  # noqa: F401
         from transformers.modeling_utils import LoadStateDictConfig  # noqa: F401
     except ImportError as error:
-        found.append(f"transformers {transformers.__version__}: {error}")
-    if found:
-        raise UnsupportedError(found)
+        problems.append(f"transformers {transformers.__version__}: {error}")
+    if problems:
+        raise UnsupportedError(problems)
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,12 @@ def _tp_plan(model: "PreTrainedModel") -> dict[str, str]:
     """
     from transformers import PreTrainedModel
 
-    found: dict[str, str] = {}
+    styles: dict[str, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, PreTrainedModel):
             prefix = f"{name}." if name else ""
-            found.update({f"{prefix}{pattern}": style for pattern, style in (module.tp_plan or {}).items()})
-    return found
+            styles.update({f"{prefix}{pattern}": style for pattern, style in (module.tp_plan or {}).items()})
+    return styles
 
 
 def tp_style_names() -> frozenset[str]:
@@ -160,15 +160,15 @@ def router_classes(model: "nn.Module") -> "tuple[type[nn.Module], ...]":
     """Return the classes whose first output a model, or one inside it, records as ``router_logits``."""
     from transformers import PreTrainedModel
 
-    found = []
+    classes = []
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             recorded = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
             for item in recorded if isinstance(recorded, list) else [recorded]:
                 kind = getattr(item, "target_class", item)
                 if isinstance(kind, type) and getattr(item, "index", 0) == 0:
-                    found.append(kind)
-    return tuple(dict.fromkeys(found))
+                    classes.append(kind)
+    return tuple(dict.fromkeys(classes))
 
 
 TURNED_ROUTERS = frozenset(

@@ -74,13 +74,13 @@ never end if the number had a digit too many."""
 
 
 def _too_many_layers(values: Mapping[str, Any], where: str) -> list[str]:
-    found = []
+    problems = []
     for key, value in values.items():
         if isinstance(value, dict) and key.endswith("_config"):
-            found += _too_many_layers(value, f"{where}.{key}")
+            problems += _too_many_layers(value, f"{where}.{key}")
         elif isinstance(value, int | float) and value > MOST_LAYERS and re.search(r"(layers?|blocks|depth)$", key):
-            found.append(f"{where}.{key}={value}: legal are at most {MOST_LAYERS:,} layers")
-    return found
+            problems.append(f"{where}.{key}={value}: legal are at most {MOST_LAYERS:,} layers")
+    return problems
 
 
 def _filled(values: Mapping[str, Any], defaults: Mapping[str, Any], legal: set[str]) -> dict[str, Any]:
@@ -211,18 +211,18 @@ def check_files(files: list[Path], model: "nn.Module") -> None:
     from safetensors import SafetensorError, safe_open
 
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    found = []
+    problems = []
     for file in files:
         try:
             with safe_open(file, framework="pt") as content:
                 for name in content.keys():  # noqa: SIM118 (not a dict)
                     shape = tuple(content.get_slice(name).get_shape())
                     if shapes.get(name, shape) != shape:
-                        found.append(f"{file.name}: {name} has shape {shape}, the model has {shapes[name]}")
+                        problems.append(f"{file.name}: {name} has shape {shape}, the model has {shapes[name]}")
         except SafetensorError as error:
-            found.append(f"{file}: truncated or not safetensors: {error}")
-    if found:
-        raise ModelError(found)
+            problems.append(f"{file}: truncated or not safetensors: {error}")
+    if problems:
+        raise ModelError(problems)
 
 
 def materialize(
@@ -253,9 +253,9 @@ def materialize(
         initialize(model, device, seed, units)
         return
     report = _transformers_compat.load_sharded(model, [str(file) for file in weight_files(config)], device)
-    found = [f"{name}: not in the files" for name in report.missing]
-    found += [f"{name}: shape {theirs} in the files, {ours} in the model" for name, theirs, ours in report.mismatched]
-    found += list(report.errors)
-    found += [f"{name}: in the files, but the model has no such parameter" for name in report.unexpected]
-    if found:
-        raise ModelError("\n  ".join([f"model.path={config.path!r} does not fit {class_name(model)}:", *found]))
+    problems = [f"{name}: not in the files" for name in report.missing]
+    problems += [f"{name}: shape {theirs} in the files, {ours} in the model" for name, theirs, ours in report.mismatched]
+    problems += list(report.errors)
+    problems += [f"{name}: in the files, but the model has no such parameter" for name in report.unexpected]
+    if problems:
+        raise ModelError("\n  ".join([f"model.path={config.path!r} does not fit {class_name(model)}:", *problems]))

@@ -67,6 +67,6 @@ class ModelConfig(BaseModel):
 
     def said(self, key: str) -> Any:
         """Return the value of a key in the config of a new model, else in its ``text_config``; ``None`` if neither has it."""
-        held = self.config or {}
-        inner = held.get("text_config") or {}
-        return inner.get(key) if held.get(key) is None else held[key]
+        values = self.config or {}
+        inner = values.get("text_config") or {}
+        return inner.get(key) if values.get(key) is None else values[key]

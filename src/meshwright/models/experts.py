@@ -81,13 +81,13 @@ def experts_of(model: "PreTrainedModel") -> tuple[ExpertsRule, ...]:
         }
         rule = _rule(name, modules[parent], beside)
         rules.setdefault(rule.pattern, {})[name] = rule
-    found = []
+    experts = []
     for alike in rules.values():
         if len(set(alike.values())) == 1:
-            found.append(next(iter(alike.values())))
+            experts.append(next(iter(alike.values())))
         else:  # layers with different routing, such as the first ones of DeepSeek-V4
-            found += [replace(rule, pattern=name) for name, rule in alike.items()]
-    return tuple(found)
+            experts += [replace(rule, pattern=name) for name, rule in alike.items()]
+    return tuple(experts)
 
 
 def _rule(name: str, block: "nn.Module", routers: "dict[str, nn.Module]") -> ExpertsRule:

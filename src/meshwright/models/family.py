@@ -93,8 +93,8 @@ class Family:
         import torch
 
         if sampling.steps is not None:
-            raise ConfigError(f"steps={sampling.steps}: {class_name(model)} says one token after another; leave it out")
-        drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p} if (sampling.temperature or 0) > 0 else {}
+            raise ConfigError(f"steps={sampling.steps}: {class_name(model)} generates one token at a time; leave it out")
+        sampled = {"temperature": sampling.temperature, "top_p": sampling.top_p} if (sampling.temperature or 0) > 0 else {}
         torch.manual_seed(sampling.seed)
         with torch.no_grad():
             output = model.generate(
@@ -102,7 +102,7 @@ class Family:
                 attention_mask=inputs["attention_mask"],
                 max_new_tokens=sampling.max_new_tokens,
                 pad_token_id=tokenizer.pad_token_id,
-                do_sample=bool(drawn),
-                **drawn,
+                do_sample=bool(sampled),
+                **sampled,
             )
         return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -19,18 +19,18 @@ def import_modules(names: Iterable[str]) -> None:
     Raises:
         ConfigError: one line for each module that cannot be imported, with its name and the reason.
     """
-    here, found = os.getcwd(), []
+    here, problems = os.getcwd(), []
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
-            found.append(f"imports: {name!r} is no name of a module; legal are names as in an import statement: my_family")
+            problems.append(f"imports: {name!r} is no name of a module; legal are names as in an import statement: my_family")
             continue
         if here not in sys.path:  # not first, so that a file of that directory cannot replace a library
             sys.path.append(here)
         try:
             import_module(name)
         except MeshwrightError as error:
-            found.extend(f"imports: {name!r}: {line}" for line in error.problems)
+            problems.extend(f"imports: {name!r}: {line}" for line in error.problems)
         except Exception as error:
-            found.append(f"imports: {name!r} cannot be imported: {described(error)}")
-    if found:
-        raise ConfigError(found)
+            problems.append(f"imports: {name!r} cannot be imported: {described(error)}")
+    if problems:
+        raise ConfigError(problems)

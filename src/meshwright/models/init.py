@@ -149,18 +149,18 @@ class _Whole:
     def __enter__(self) -> "_Whole":
         for module, name, sharded in self.places:
             if id(sharded) not in self.wholes:  # a tied parameter stays one tensor
-                whole = torch.full(sharded.shape, float("nan"), dtype=sharded.dtype, device=sharded.device)
-                self.wholes[id(sharded)] = nn.Parameter(whole, requires_grad=False)
+                whole_tensor = torch.full(sharded.shape, float("nan"), dtype=sharded.dtype, device=sharded.device)
+                self.wholes[id(sharded)] = nn.Parameter(whole_tensor, requires_grad=False)
             module._parameters[name] = self.wholes[id(sharded)]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for module, name, sharded in self.places:
             module._parameters[name] = sharded  # type: ignore[assignment]
-            whole = self.wholes.pop(id(sharded), None)
-            if whole is not None and kind is None:
+            whole_parameter = self.wholes.pop(id(sharded), None)
+            if whole_parameter is not None and kind is None:
                 # src_data_rank=None: each rank slices its own copy, and nothing is sent
-                local = distribute_tensor(whole.data, sharded.device_mesh, sharded.placements, src_data_rank=None)
+                local = distribute_tensor(whole_parameter.data, sharded.device_mesh, sharded.placements, src_data_rank=None)
                 sharded.to_local().copy_(local.to_local())
 
 

@@ -68,11 +68,11 @@ def register_parallel_strategy(*names: Any, name: str | None = None) -> Any:
 def _model_of(strategy: type) -> str:
     """Return the name of the model class that a registration without arguments means."""
     for ending in ("ParallelizationStrategy", "Strategy"):
-        found = strategy.__name__.removesuffix(ending)
-        if not found:
+        model_name = strategy.__name__.removesuffix(ending)
+        if not model_name:
             raise TypeError(f"{strategy.__name__}: names no model class; register it as @register_parallel_strategy('MyModel')")
-        if found != strategy.__name__:
-            return found
+        if model_name != strategy.__name__:
+            return model_name
     return strategy.__name__
 
 
@@ -80,19 +80,19 @@ def _register(strategy: Strategy, names: tuple[str, ...]) -> Strategy:
     if not (isinstance(strategy, type) and issubclass(strategy, ParallelizationStrategy)):
         raise TypeError(f"{strategy!r}: is no subclass of ParallelizationStrategy")
     if all(getattr(strategy, name) is getattr(ParallelizationStrategy, name) for name in ("spec", "parallelize")):
-        raise TypeError(f"{strategy.__name__}: defines neither spec() nor parallelize(), so it says nothing of a model")
-    held = {name: type(_REGISTRY[name]) for name in names if name in _REGISTRY}
+        raise TypeError(f"{strategy.__name__}: defines neither spec() nor parallelize(); define one of them")
+    registered = {name: type(_REGISTRY[name]) for name in names if name in _REGISTRY}
     problems = [
-        f"the strategy of {name!r} is {_full_name(other)} already, so {_full_name(strategy)} cannot be; register it for a "
-        "subclass of the model, or pass a ParallelSpec"
-        for name, other in held.items()
+        f"{name!r} has the strategy {_full_name(other)} already, so {_full_name(strategy)} cannot be registered for it; "
+        "register it for a subclass of the model, or pass a ParallelSpec"
+        for name, other in registered.items()
         if _full_name(other) != _full_name(strategy)
     ]
     if problems:
         raise ConfigError(problems)
     instance = strategy()
     for name in names:
-        if held.get(name) is not strategy:
+        if registered.get(name) is not strategy:
             _REGISTRY[name] = instance
     return strategy
 

@@ -80,10 +80,10 @@ def _declared(config: ModelConfig) -> dict[str, Any]:
     from transformers import PretrainedConfig
 
     try:
-        found, _ = PretrainedConfig.get_config_dict(str(config.local or config.path))
+        values, _ = PretrainedConfig.get_config_dict(str(config.local or config.path))
     except Exception:
         return {}
-    return found if isinstance(found, dict) else {}
+    return values if isinstance(values, dict) else {}
 
 
 _GENERATES = ("CausalLM", "ConditionalGeneration", "BlockDiffusion")
@@ -101,7 +101,7 @@ def _kind_problem(declared: dict[str, Any], trust_remote_code: bool, *, new: boo
     task = re.search(r"For([A-Z]\w+)$", named) if isinstance(named, str) else None
     if task is not None and not task.group(1).startswith(_GENERATES):
         return (
-            f"is {_article(str(named))}: it has the head of another task, and what is trained here says text; take "
+            f"is {_article(str(named))}, which has the head of another task; Meshwright trains models that generate text: take "
             "the base model that it was made of, or another model for causal language modeling"
         )
     custom = trust_remote_code and "AutoModelForCausalLM" in (declared.get("auto_map") or {})
@@ -111,19 +111,19 @@ def _kind_problem(declared: dict[str, Any], trust_remote_code: bool, *, new: boo
     of = CONFIG_MAPPING[kind]
     if declared.get("is_encoder_decoder", getattr(of, "is_encoder_decoder", False)):
         return (
-            f"is an encoder-decoder ({kind}), which reads one text and says another; what is trained here says one text on and "
-            "on: take a decoder, such as one of llama, qwen3 or gemma3_text"
+            f"is an encoder-decoder ({kind}); Meshwright trains models that continue a text: take a decoder, such as one of "
+            "llama, qwen3 or gemma3_text"
         )
     if of not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return (
-            f"is a model of images and text ({kind}); text alone is trained here: save its language model with its own config "
-            "(the text_config), and take that"
+            f"is a model of images and text ({kind}); Meshwright trains on text alone: save its language model with its own "
+            "config (the text_config), and take that"
             if of in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-            else f"is of a kind ({kind}) that has no head for saying text; take a model for causal language modeling"
+            else f"is of a kind ({kind}) that has no head to generate text; take a model for causal language modeling"
         )
     if of in MASKED and not declared.get("is_decoder", getattr(of, "is_decoder", True)):
-        remedy = "set is_decoder: true for a new one that does not" if new else "take a decoder"
-        return f"is an encoder ({kind}), which sees the tokens that it would have to say; {remedy}"
+        remedy = "set is_decoder: true for a new model with causal attention" if new else "take a decoder"
+        return f"is an encoder ({kind}), whose attention sees the tokens that it would have to predict; {remedy}"
     return None
 
 
@@ -172,9 +172,9 @@ def _generation(folder: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot be read: {described(error)}") from error
-    if not isinstance(found, dict):
-        raise ModelError(f"{path}: must be a mapping, found {type(found).__name__}")
-    return found
+    if not isinstance(values, dict):
+        raise ModelError(f"{path}: must be a mapping, found {type(values).__name__}")
+    return values

@@ -79,7 +79,7 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
         return _around(derived_spec(wrapped, param_dtype))
     if not is_transformers(model):
         raise ModelError(
-            f"{class_name(model)} is not a model of transformers, so nothing is known of it: "
+            f"{class_name(model)} is not a model of transformers, so its layers are unknown: "
             "pass a ParallelSpec that names its layers, such as ParallelSpec(family='mine', layers=('blocks.*',)), or register "
             "a strategy for its class (docs/adding-a-family.md)"
         )
@@ -88,8 +88,8 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
 
     declared = compat.declarations(model)
     modules = dict(model.named_modules())
-    whole = [name for name, module in modules.items() if class_name(module) in declared.no_split and name]
-    layers = [name for name in whole if isinstance(modules[holder_of(name)], nn.ModuleList)]
+    no_split = [name for name, module in modules.items() if class_name(module) in declared.no_split and name]
+    layers = [name for name in no_split if isinstance(modules[holder_of(name)], nn.ModuleList)]
     if not layers:
         raise ModelError(
             f"{class_name(model)} declares no layers: set _no_split_modules on the class to the class name of its "
@@ -105,7 +105,7 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
     return ParallelSpec(
         family=class_name(model),
         layers=_patterns(layers),
-        units=tuple(UnitRule(pattern) for pattern in _patterns(name for name in whole if name not in layers)),
+        units=tuple(UnitRule(pattern) for pattern in _patterns(name for name in no_split if name not in layers)),
         experts=experts,
         fp32=_patterns(name for name, module in modules.items() if _wants_fp32(name, module, fp32)),
         tied=_tied_groups(declared.tied),
@@ -156,13 +156,13 @@ def _sizes(model: "PreTrainedModel") -> dict[str, str]:
     config = model.config
     text = config.get_text_config()
     prefix = next((f"{name}." for name, value in vars(config).items() if value is text and value is not config), "")
-    found = {}
+    sizes = {}
     for field, attributes in _SIZES.items():
         for attribute in attributes:
             if isinstance(_read(text, attribute), int):
-                found[field] = prefix + attribute
+                sizes[field] = prefix + attribute
                 break
-    return found
+    return sizes
 
 
 def _read(config: Any, attribute: str) -> Any:

@@ -154,20 +154,20 @@ class ParallelizationStrategy:
         else:
             mesh = adopt_mesh(device_mesh, dp_replicate_mesh_name, dp_shard_cp_mesh_name, tp_mesh_name)
         sliced = mesh.layout.size("tp") > 1
-        given = None if tp_shard_plan is request.styles or not sliced else tp_shard_plan
+        given_styles = None if tp_shard_plan is request.styles or not sliced else tp_shard_plan
         chosen: dict[str, Any] = {"sync": SyncPolicy.REDUCE_EACH, "loss_parallel": None, **request.options}
         options = options_of_policies(mp_policy, offload_policy, activation_checkpointing, mesh.device_type, **chosen)
         spec = request.spec or self.spec(model, options.param_dtype)
         facts = inspect_model(spec, model)
-        if given is not None:
-            given = _naming_something(read_plan(given), facts.modules, class_name(model))
+        if given_styles is not None:
+            given_styles = _naming_something(read_plan(given_styles), facts.modules, class_name(model))
         elif use_hf_tp_plan and sliced:
-            given = declared_styles(spec)
-        head = given is not None and leaves_logits_sharded(spec, given, facts)
+            given_styles = declared_styles(spec)
+        head = given_styles is not None and leaves_logits_sharded(spec, given_styles, facts)
         options = replace(
             options,
-            tp_plan=given,
-            sequence_parallel=sliced and (sequence_parallel or (given is not None and shards_sequence(given))),
+            tp_plan=given_styles,
+            sequence_parallel=sliced and (sequence_parallel or (given_styles is not None and shards_sequence(given_styles))),
             loss_parallel=head if options.loss_parallel is None else options.loss_parallel,
         )
         plan = resolve(spec, facts, mesh.layout, options)

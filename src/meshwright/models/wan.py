@@ -59,14 +59,14 @@ class WanParallelizationStrategy(ParallelizationStrategy):
         modules = dict(model.named_modules())
         if fused := [name for name, module in modules.items() if getattr(module, "fused_projections", False)]:
             raise ModelError(f"{fused[0]}: holds its projections twice, fused and not; call unfuse_projections() first")
-        held = [name for name, module in modules.items() if any(True for _ in module.parameters())]
-        image = {pattern: style for pattern, style in _IMAGE_TP_STYLES.items() if match_names(pattern, held)}
+        with_parameters = [name for name, module in modules.items() if any(True for _ in module.parameters())]
+        image = {pattern: style for pattern, style in _IMAGE_TP_STYLES.items() if match_names(pattern, with_parameters)}
         return ParallelSpec(
             family=class_name(model),
             layers=("blocks.*",),
             # It runs first in forward and last in backward. In the root it would stay gathered all the time in between.
             units=(UnitRule("condition_embedder"),),
-            fp32=tuple(pattern for pattern in _FP32 if match_names(pattern, held)),
+            fp32=tuple(pattern for pattern in _FP32 if match_names(pattern, with_parameters)),
             structure=Structure(
                 styles={**_TP_STYLES, **image},
                 no_sequence_parallel="its tokens are patches of a video, and its attention stays whole on every rank",

@@ -66,7 +66,7 @@ def sequence_balance(
         ModelError: it is unknown what the scores are.
     """
     if kind is Scores.UNKNOWN:
-        raise ModelError(f"a balance loss is made of probabilities, and what the scores are is unknown; legal: {_KINDS}")
+        raise ModelError(f"the balance loss needs the kind of the router's scores, which is unknown; legal are {_KINDS}")
     experts, chosen = scores.shape[-1], index.shape[-1]
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if kind is Scores.SOFTMAX:
@@ -143,10 +143,10 @@ class Balance:
             known = []
         blind = [row.router for row in known if aux_loss and row.scores == Scores.UNKNOWN]
         if blind:
-            raise ModelError(f"aux_loss: what the scores of the routers {blind} are is unknown; {_DECLARE}")
+            raise ModelError(f"aux_loss: the kind of scores of the routers {blind} is unknown; {_DECLARE}")
         self._all_loads = torch.zeros(sum(row.experts for row in known), dtype=torch.int64, device=device)
         loads = self._all_loads.split([row.experts for row in known])
-        self._routers = [_Router(row, label, mine) for row, label, mine in zip(known, _labels(known), loads, strict=True)]
+        self._routers = [_Router(row, label, load) for row, label, load in zip(known, _labels(known), loads, strict=True)]
         self._tokens = torch.ones((), dtype=torch.int64, device=device)
         self._value = torch.zeros((), device=device)
         self._open = False
@@ -225,13 +225,13 @@ class Balance:
                 bias.add_((self.rate * share * direction).to(bias.dtype))
 
     def _metrics(self) -> dict[str, torch.Tensor]:
-        found = {}
+        metrics = {}
         for router in self._routers:
             if router.fits:
                 loads = router.loads.double()
-                found[f"moe/max_load/{router.label}"] = loads.max() / loads.mean().clamp(min=1e-9)
-                found[f"moe/idle_experts/{router.label}"] = (router.loads == 0).sum().double()
-        return found
+                metrics[f"moe/max_load/{router.label}"] = loads.max() / loads.mean().clamp(min=1e-9)
+                metrics[f"moe/idle_experts/{router.label}"] = (router.loads == 0).sum().double()
+        return metrics
 
     # -- one call of one router ------------------------------------------------------------------------------------------------
 
@@ -280,7 +280,7 @@ def _misfit(output: Any, row: ExpertsRow, counts: torch.Tensor | None) -> str:
     if scores.ndim != 2 or scores.shape[1] != row.experts or weights.shape != index.shape or index.is_floating_point():
         shapes = ", ".join(str(tuple(item.shape)) for item in output[:3])
         return (
-            f"should return scores [tokens, {row.experts}], weights and numbers of experts [tokens, k], and they are {shapes}"
+            f"must return scores [tokens, {row.experts}], weights and numbers of experts [tokens, k]; the shapes are {shapes}"
         )
     if counts is not None and len(index) != counts.numel():
         return f"was given {len(index)} tokens of a batch of {counts.numel()}"
@@ -303,37 +303,36 @@ def refusals(plan: ShardingPlan, *, aux_loss: float, bias_update_rate: float, un
         bias_update_rate: what is added to or subtracted from biases after a step; 0: not asked for.
         uncounted: why the objective does not say which tokens of a batch count; empty: it does.
     """
-    found = []
-    wishes = {"moe.aux_loss": aux_loss, "moe.bias_update_rate": bias_update_rate}
-    asked = [f"{key}={value:g}" for key, value in wishes.items() if value]
+    problems = []
+    options = {"moe.aux_loss": aux_loss, "moe.bias_update_rate": bias_update_rate}
+    asked = [f"{key}={value:g}" for key, value in options.items() if value]
     if asked and not plan.experts:
-        return [f"{wish}: {plan.family} has no mixtures of experts; leave it out" for wish in asked]
-    for wish in asked:
-        found += [
-            f"{wish}: the router of {row.module!r} is unknown (router of its ExpertsRule), so nothing can balance it"
+        return [f"{option}: {plan.family} has no mixtures of experts; leave it out" for option in asked]
+    for option in asked:
+        problems += [
+            f"{option}: the router of {row.module!r} is unknown (router of its ExpertsRule), so nothing can balance it"
             for row in plan.experts
             if not row.router
         ]
     if aux_loss:
         if uncounted:
-            found.append(f"{asked[0]}: {uncounted}")
-        found += [
-            f"{asked[0]}: what the scores of the router {row.router!r} are is unknown; {_DECLARE}, or leave moe.aux_loss out"
+            problems.append(f"{asked[0]}: {uncounted}")
+        problems += [
+            f"{asked[0]}: the kind of scores of the router {row.router!r} is unknown; {_DECLARE}, or leave moe.aux_loss out"
             for row in plan.experts
             if row.router and row.scores == Scores.UNKNOWN
         ]
         for row in plan.experts:
             own = [item for item in plan.parameters if row.router and inside(item.name, row.router)]
             if own and not any(item.trainable for item in own):
-                found.append(
-                    f"{asked[0]}: the router {row.router!r} is frozen, so that the loss would move everything but the choice; "
-                    "train it (parallel.freeze), or leave moe.aux_loss out"
+                problems.append(
+                    f"{asked[0]}: the router {row.router!r} is frozen, so a balance loss cannot change its choices; train it "
+                    "(parallel.freeze), or leave moe.aux_loss out"
                 )
     if bias_update_rate:
-        found += [
-            f"{asked[-1]}: the router {row.router!r} has no buffer that is known to be added for the choice alone (bias of its "
-            "ExpertsRule); use moe.aux_loss"
+        problems += [
+            f"{asked[-1]}: the router {row.router!r} has no bias buffer for balance (bias of its ExpertsRule); use moe.aux_loss"
             for row in plan.experts
             if row.router and not row.bias
         ]
-    return found
+    return problems

@@ -122,8 +122,8 @@ def _route(index: torch.Tensor, experts: int, group: dist.ProcessGroup) -> _Rout
     totals = torch.cat([sent.sum(1), received.sum(1), strays.flatten()]).tolist()
     if any(totals[2 * ranks :]):
         where = zip(dist.get_process_group_ranks(group), totals[2 * ranks :], strict=True)
-        found = ", ".join(f"{count} times on rank {rank}" for rank, count in where if count)
-        raise ModelError(f"the router chose an expert that there is not, {found}: legal are 0 to {experts - 1}")
+        shown = ", ".join(f"{count} times on rank {rank}" for rank, count in where if count)
+        raise ModelError(f"the router chose an expert that does not exist, {shown}; legal are 0 to {experts - 1}")
     local = torch.arange(experts // ranks, device=ids.device).repeat(ranks)
     taken = totals[ranks : 2 * ranks]
     return _Route(order, totals[:ranks], taken, local.repeat_interleave(received.flatten(), output_size=sum(taken)))

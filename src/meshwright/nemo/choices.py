@@ -21,13 +21,13 @@ def choices_of(config: Any, known: Mapping[str, str]) -> dict[str, Any]:
         UnsupportedError: another field is set, to a value that is not its default.
     """
     if isinstance(config, type):
-        raise LayoutError(f"FSDP2Manager: {config.__name__} is a class; legal is an instance of it")
+        raise LayoutError(f"FSDP2Manager: {config.__name__} is a class; pass an instance of it")
     values = dict(config) if isinstance(config, Mapping) else {name: getattr(config, name) for name in _names(config)}
     if not known.keys() & values.keys():
         raise LayoutError(f"FSDP2Manager(dp_size={config!r}): legal are a number, None, or a configuration object")
     defaults = _defaults(config)
     problems = [
-        f"FSDP2Manager(config): {name}={value!r} of {type(config).__name__} is not carried out"
+        f"FSDP2Manager(config): {name}={value!r} of {type(config).__name__} is not supported"
         for name, value in values.items()
         if name not in known and value and not callable(value) and value != defaults.get(name, MISSING)
     ]
@@ -52,10 +52,10 @@ def _is_field(config: Any, name: str) -> bool:
 
 def _defaults(config: Any) -> dict[str, Any]:
     if is_dataclass(config):
-        made = {item.name: item.default_factory() for item in fields(config) if item.default_factory is not MISSING}
-        return {item.name: item.default for item in fields(config)} | made
+        from_factories = {item.name: item.default_factory() for item in fields(config) if item.default_factory is not MISSING}
+        return {item.name: item.default for item in fields(config)} | from_factories
     if isinstance(config, Mapping):
         return {}
     of_pydantic = getattr(type(config), "model_fields", {})
-    found = {name: getattr(type(config), name, MISSING) for name in _names(config)}
-    return found | {name: item.get_default(call_default_factory=True) for name, item in of_pydantic.items()}
+    defaults = {name: getattr(type(config), name, MISSING) for name in _names(config)}
+    return defaults | {name: item.get_default(call_default_factory=True) for name, item in of_pydantic.items()}

@@ -83,8 +83,8 @@ def fully_shard_diffusion_gemma(
     Raises:
         UnsupportedError: a layer shares only some of its parameters; or a whole model gets other ``fsdp_kwargs``.
     """
-    found = get_parallelization_strategy(module)
-    strategy = found if isinstance(found, DiffusionGemmaParallelizationStrategy) else None
+    registered = get_parallelization_strategy(module)
+    strategy = registered if isinstance(registered, DiffusionGemmaParallelizationStrategy) else None
     if strategy is not None and is_transformers(module) and not fsdp_units(module):
         return _by_plan(module, strategy, mesh, mp_policy, offload_policy, fsdp_kwargs)
 
@@ -122,7 +122,8 @@ _READY: WeakSet[nn.Module] = WeakSet()
 def _check_root(layer: nn.Module) -> None:
     if layer not in _READY:
         raise UnsupportedError(
-            f"{class_name(layer)}: fully_shard_diffusion_gemma sharded it, and not the root; call it for the whole model, too"
+            f"{class_name(layer)}: fully_shard_diffusion_gemma sharded this layer, but not the root; call it for the whole "
+            "model, too"
         )
 
 
@@ -138,7 +139,7 @@ def _sharded_before(module: nn.Module, originals: dict[str, nn.Parameter]) -> nn
         return None
     if len(firsts) > 1 or known.keys() != originals.keys() or any(name != own for name, (_, own) in known.items()):
         raise UnsupportedError(
-            f"{class_name(module)}: shares {next(iter(known))!r} with a module that is sharded already, and not all of its "
+            f"{class_name(module)}: shares {next(iter(known))!r} with a module that is sharded already, but not all of its "
             "parameters under the same names; shard the whole model at once"
         )
     return next(iter(firsts.values()))
@@ -154,7 +155,7 @@ def _by_plan(
 ) -> nn.Module:
     if unknown := sorted(fsdp_kwargs.keys() - {"reshard_after_forward"}):
         raise UnsupportedError(
-            f"{', '.join(unknown)}: of a whole model, legal is reshard_after_forward; the rest is for its layers one by one"
+            f"{', '.join(unknown)}: for a whole model only reshard_after_forward is legal; the others are for single layers"
         )
     if mesh.mesh_dim_names is None:
         mesh = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=("dp_replicate", "dp_shard_cp")[-mesh.ndim :])

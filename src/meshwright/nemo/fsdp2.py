@@ -117,9 +117,9 @@ class FSDP2Manager:
         if self.dp_size is not None and not isinstance(self.dp_size, int):
             self.config, self.dp_size = self.dp_size, None
         for name in ("dp_replicate_size", "tp_size"):  # FSDP2Manager(config, device_mesh, moe_mesh)
-            if isinstance(found := getattr(self, name), DeviceMesh):
+            if isinstance(mesh := getattr(self, name), DeviceMesh):
                 setattr(self, name, 1)
-                setattr(self, "device_mesh" if self.device_mesh is None else "moe_mesh", found)
+                setattr(self, "device_mesh" if self.device_mesh is None else "moe_mesh", mesh)
         if self.config is not None:
             config, self.config = self.config, None
             for name, value in choices_of(config, _CHOICES).items():
@@ -152,11 +152,11 @@ class FSDP2Manager:
     def _check_sizes(self, layout: Layout) -> None:
         """Refuse sizes that differ from those of a given mesh. A size of 1 is the default of most, so it is not checked."""
         sizes = {"dp_size": "dp", "ep_size": "ep", **{f"{axis}_size": axis for axis in layout.sizes()}}
-        given = {name: getattr(self, name) for name in _SIZES}
+        sizes_given = {name: getattr(self, name) for name in _SIZES}
         problems = [
-            f"{name}={given[name]}: device_mesh has {layout.size(axis)}; leave the size out, or the mesh"
+            f"{name}={sizes_given[name]}: device_mesh has {layout.size(axis)}; leave the size out, or the mesh"
             for name, axis in sizes.items()
-            if name in given and given[name] not in (None, 1, layout.size(axis))
+            if name in sizes_given and sizes_given[name] not in (None, 1, layout.size(axis))
         ]
         if problems:
             raise LayoutError(problems)
@@ -211,15 +211,15 @@ class FSDP2Manager:
             return give_no_sync(model)
         refuse_parallelized(model)
         strategy = get_parallelization_strategy(model)
-        styles, made = self.custom_tp_plan, None
+        styles, made_styles = self.custom_tp_plan, None
         if styles is None and self.use_hf_tp_plan and self.mesh.layout.tp != 1:
             styles = declared_styles(spec or spec_of(model))
         if type(strategy).parallelize is not ParallelizationStrategy.parallelize and self.mesh.layout.tp != 1:
-            styles, made = self._styles_of_torch(model)
+            styles, made_styles = self._styles_of_torch(model)
         sync = SyncPolicy.RESHARD_EACH if self.defer_fsdp_grad_sync else SyncPolicy.REDUCE_EACH
-        request = Request(self.mesh, spec, {"sync": sync, "loss_parallel": self.loss_parallel}, made)
+        request = Request(self.mesh, spec, {"sync": sync, "loss_parallel": self.loss_parallel}, made_styles)
         with requested(request):
-            found = fsdp2_strategy_parallelize(
+            parallelized = fsdp2_strategy_parallelize(
                 model,
                 device_mesh=self.device_mesh,
                 mp_policy=self.mp_policy,
@@ -229,7 +229,7 @@ class FSDP2Manager:
                 tp_shard_plan=styles,
             )
         self.plan = request.plan if request.model is model else None
-        return give_no_sync(found, self.plan)
+        return give_no_sync(parallelized, self.plan)
 
     def _styles_of_torch(self, model: nn.Module) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
         """Return the plan that NeMo AutoModel passes to a strategy, in styles of torch.
@@ -238,10 +238,10 @@ class FSDP2Manager:
         """
         asked = {"sequence_parallel": self.sequence_parallel, "use_hf_tp_plan": self.use_hf_tp_plan}
         try:
-            found = _get_parallel_plan(model, tp_shard_plan=self.custom_tp_plan, **asked)
+            styles = _get_parallel_plan(model, tp_shard_plan=self.custom_tp_plan, **asked)
         except MissingPlanError:  # the strategy may have one
             return None, None
-        return found, None if self.custom_tp_plan is not None or self.use_hf_tp_plan else found
+        return styles, None if self.custom_tp_plan is not None or self.use_hf_tp_plan else styles
 
     def _recompute(self, model: nn.Module, spec: ParallelSpec | None) -> None:
         spec = spec or spec_of(model)

@@ -103,7 +103,7 @@ def _sync_of(module: Any) -> GradSync | None:
 
 
 def _policies(module: Any, names: list[str]) -> dict[str, SyncPolicy]:
-    found: dict[str, SyncPolicy] = {}
+    policies: dict[str, SyncPolicy] = {}
     for pattern, policy in getattr(module, "fsdp_sync_policies", {}).items():
         matched = match_names(pattern, names)
         if not matched:
@@ -111,8 +111,8 @@ def _policies(module: Any, names: list[str]) -> dict[str, SyncPolicy]:
                 f"fsdp_sync_policies pattern {pattern!r} of {class_name(module)} matches no FSDP unit; units are "
                 + ", ".join(map(repr, names))
             )
-        found.update(dict.fromkeys(matched, SyncPolicy(policy)))
-    return found
+        policies.update(dict.fromkeys(matched, SyncPolicy(policy)))
+    return policies
 
 
 def _iter_fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:

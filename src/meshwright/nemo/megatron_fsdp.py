@@ -103,9 +103,9 @@ def nvfsdp_strategy_parallelize(
     Raises:
         UnsupportedError: everything that is missing or not supported, in one report, before anything was changed.
     """
-    given = dict(locals())
+    arguments = dict(locals())
     _torch_compat.check()
-    settings = _Settings(**{item.name: given[item.name] for item in fields(_Settings)})
+    settings = _Settings(**{item.name: arguments[item.name] for item in fields(_Settings)})
     problems = [*_machine_problems(device_mesh), *settings.problems(model)]
     names = {"dp_mesh_name": dp_mesh_name, "cp_mesh_name": cp_mesh_name, "tp_mesh_name": tp_mesh_name}
     axes = {argument: name for argument, name in names.items() if name is not None}
@@ -274,35 +274,35 @@ class _Settings:
 
     def problems(self, model: nn.Module) -> list[str]:
         """Return the values that the library does not support for this model."""
-        strategy, found = self.data_parallel_sharding_strategy, []
+        strategy, problems = self.data_parallel_sharding_strategy, []
         if strategy not in STRATEGIES:
-            found.append(f"data_parallel_sharding_strategy={strategy!r}: legal are {', '.join(STRATEGIES)}")
+            problems.append(f"data_parallel_sharding_strategy={strategy!r}: legal are {', '.join(STRATEGIES)}")
         if self.init_nvfsdp_with_meta_device and strategy == "no_shard":
-            found.append("init_nvfsdp_with_meta_device=True: not with no_shard; legal is False, or another strategy")
+            problems.append("init_nvfsdp_with_meta_device=True: not supported with no_shard; use False, or another strategy")
         if not self.overlap_grad_reduce:
-            found.append("overlap_grad_reduce=False: megatron-fsdp reduces twice then, or overlaps all the same; legal is True")
+            problems.append("overlap_grad_reduce=False: megatron-fsdp then reduces twice, or overlaps anyway; legal is True")
         if not self.overlap_param_gather and strategy != "no_shard":
-            found.append(
-                "overlap_param_gather=False: megatron-fsdp goes on with the weights of before the optimizer step then, or "
-                "overlaps all the same; legal is True, or data_parallel_sharding_strategy='no_shard'"
+            problems.append(
+                "overlap_param_gather=False: megatron-fsdp then uses the weights from before the optimizer step, or overlaps "
+                "anyway; legal is True, or data_parallel_sharding_strategy='no_shard'"
             )
         if self.average_in_collective and self.calculate_per_token_loss:
-            found.append("average_in_collective=True: calculate_per_token_loss=True adds gradients up; legal is one of the two")
+            problems.append("average_in_collective=True and calculate_per_token_loss=True exclude each other; set one to False")
         if self.disable_bucketing:
-            found.append("disable_bucketing=True: megatron-fsdp has one bucket a unit with both values; legal is False")
+            problems.append("disable_bucketing=True: megatron-fsdp has one bucket a unit with both values; legal is False")
         if self.keep_fp8_transpose_cache_when_using_custom_fsdp and not _has_transformer_engine(model):
-            found.append(
+            problems.append(
                 "keep_fp8_transpose_cache_when_using_custom_fsdp=True: the model has no layers of TransformerEngine, so there "
                 "is no such cache; legal is False"
             )
         if self.nccl_ub and not (_importable("megatron.core.nccl_allocator") or _importable("apex.contrib.nccl_allocator")):
-            found.append("nccl_ub=True: needs the NCCL allocator of megatron-core or apex, not installed here; legal is False")
+            problems.append("nccl_ub=True: needs the NCCL allocator of megatron-core or apex, not installed; legal is False")
         for name in ("nccl_ub", "fsdp_double_buffer"):
             if getattr(self, name) and strategy in ("no_shard", "optim"):
-                found.append(
+                problems.append(
                     f"{name}=True: {strategy} gathers and scatters in place, so there is nothing to buffer; legal is False"
                 )
-        return found
+        return problems
 
 
 def _device() -> torch.device:
@@ -310,14 +310,14 @@ def _device() -> torch.device:
 
 
 def _machine_problems(mesh: DeviceMesh) -> list[str]:
-    found = []
+    problems = []
     if not HAVE_NVFSDP:
-        found.append("megatron-fsdp is not installed: pip install 'meshwright[megatron]'")
+        problems.append("megatron-fsdp is not installed: pip install 'meshwright[megatron]'")
     if not torch.cuda.is_available():
-        found.append("no CUDA device here: megatron-fsdp runs on NVIDIA GPUs alone; fsdp2_strategy_parallelize runs anywhere")
+        problems.append("no CUDA device here: megatron-fsdp needs an NVIDIA GPU; fsdp2_strategy_parallelize runs anywhere")
     elif mesh.device_type != "cuda":
-        found.append(f"device_mesh: is of {mesh.device_type!r}; legal is 'cuda'")
-    return found
+        problems.append(f"device_mesh: is of {mesh.device_type!r}; legal is 'cuda'")
+    return problems
 
 
 def _axis_sizes(mesh: DeviceMesh, axes: dict[str, str]) -> tuple[dict[str, int], list[str]]:
@@ -361,14 +361,14 @@ def _library_problems(library: ModuleType, settings: _Settings) -> list[str]:
         "MixedPrecisionPolicy": set(settings.precision()),
         "fully_shard_optimizer": set(),
     }
-    found = []
+    problems = []
     for name, arguments in needed.items():
         if not hasattr(library, name):
-            found.append(f"{release} has no {name}; the tests ran with 0.6.1")
+            problems.append(f"{release} has no {name}; the tests ran with 0.6.1")
             continue
         missing = arguments - inspect.signature(getattr(library, name)).parameters.keys()
-        found += [f"{release}: {name} takes no {argument}; the tests ran with 0.6.1" for argument in sorted(missing)]
-    return found
+        problems += [f"{release}: {name} takes no {argument}; the tests ran with 0.6.1" for argument in sorted(missing)]
+    return problems
 
 
 def _has_transformer_engine(model: nn.Module) -> bool:

@@ -25,7 +25,7 @@ def model_problems(model: nn.Module, from_meta: bool) -> list[str]:
     it is tied.
     """
     named = dict(model.named_parameters())
-    found = [
+    problems = [
         f"parameter {name!r} is {str(parameter.dtype).removeprefix('torch.')}; legal for a trained one are float32, bfloat16, "
         "float16"
         for name, parameter in named.items()
@@ -34,13 +34,13 @@ def model_problems(model: nn.Module, from_meta: bool) -> list[str]:
     on_meta = [name for name, parameter in named.items() if parameter.is_meta]
     if not from_meta:
         if on_meta:
-            found.append(
+            problems.append(
                 f"init_nvfsdp_with_meta_device=False: {on_meta[0]!r} is on the meta device, and {len(on_meta) - 1} others; "
                 "legal is True, or a model that was materialised"
             )
-        return found
+        return problems
     if not on_meta:
-        found.append("init_nvfsdp_with_meta_device=True: no parameter is on the meta device; legal is False")
+        problems.append("init_nvfsdp_with_meta_device=True: no parameter is on the meta device; legal is False")
     silent, owned = [], set()
     for name, module in model.named_modules():
         if not any(parameter.is_meta for parameter in module.parameters(recurse=False)):
@@ -49,18 +49,18 @@ def model_problems(model: nn.Module, from_meta: bool) -> list[str]:
         if not (hasattr(module, "reset_parameters") or hasattr(module, "_reset_parameters")):
             silent.append(f"{name or '(root)'} ({class_name(module)})")
     if silent:
-        found.append(
+        problems.append(
             f"init_nvfsdp_with_meta_device=True: {silent[0]} has no reset_parameters(), nor have {len(silent) - 1} others; "
             "materialise the model, and pass False"
         )
     lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and id(buffer) not in owned]
     if lost:
-        found.append(f"init_nvfsdp_with_meta_device=True: nothing would fill the buffer {lost[0]!r}; materialise the model")
+        problems.append(f"init_nvfsdp_with_meta_device=True: nothing would fill the buffer {lost[0]!r}; materialise the model")
     tied = _names_by_parameter(model)
     shared = next((names for names in tied.values() if len(names) > 1 and named[names[0]].is_meta), None)
     if shared:
-        found.append(f"init_nvfsdp_with_meta_device=True: {' and '.join(shared)} are one parameter, and would be two then")
-    return found
+        problems.append(f"init_nvfsdp_with_meta_device=True: {' and '.join(shared)} are one parameter, and would become two")
+    return problems
 
 
 def _names_by_parameter(model: nn.Module) -> dict[int, list[str]]:
@@ -82,10 +82,10 @@ def unit_classes(
     """
     problems: list[str] = []
     modules = dict(model.named_modules())
-    found: dict[type[nn.Module], None] = {}
+    kinds: dict[type[nn.Module], None] = {}
     if names is None:
         try:
-            found = dict.fromkeys(type(layer) for layer in get_lm_ac_layers(model))
+            kinds = dict.fromkeys(type(layer) for layer in get_lm_ac_layers(model))
         except (ModelError, PlanError) as error:
             problems.append(f"nvfsdp_unit_modules=None: {'; '.join(error.problems)}; or name the classes of the units")
     else:
@@ -97,9 +97,9 @@ def unit_classes(
             matched = matched or [kind for kind in known if kind.__name__ == name]
             if not matched:
                 some = sorted({kind.__name__ for kind in known})
-                problems.append(f"nvfsdp_unit_modules: {name!r} is the class of no module; there are {', '.join(some)}")
-            found.update(dict.fromkeys(matched))
-    units = [name for name, module in modules.items() if isinstance(module, tuple(found))]
+                problems.append(f"nvfsdp_unit_modules: no module has the class {name!r}; legal are {', '.join(some)}")
+            kinds.update(dict.fromkeys(matched))
+    units = [name for name, module in modules.items() if isinstance(module, tuple(kinds))]
     nested = next((name for name in units if any(inside(name, other) for other in units)), None)
     if nested is not None:
         around = next(other for other in units if inside(nested, other))
@@ -113,7 +113,7 @@ def unit_classes(
         problems.append(
             f"{same_size}=True: needs units of one size, and {units[0]!r} and {other!r} differ; legal is False, or other units"
         )
-    return list(found), problems
+    return list(kinds), problems
 
 
 def _resolved(path: str) -> type:
@@ -134,7 +134,7 @@ def parameter_groups(model: nn.Module, optimizer: Optimizer | None) -> tuple[lis
     if optimizer is None:
         return [], []
     problems = []
-    names = {key: found[0] for key, found in _names_by_parameter(model).items()}
+    names = {key: alike[0] for key, alike in _names_by_parameter(model).items()}
     groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
     if strangers := sum(not name for name in _flat(groups)):
         problems.append(f"optimizer: {strangers} of its parameters are not the model's")

@@ -145,7 +145,7 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
     Raises:
         ValueError: the name is unknown, or torch has no such style; the message names the legal ones.
     """
-    found: dict[str, ParallelStyle] = {
+    torch_styles: dict[str, ParallelStyle] = {
         "colwise": ColwiseParallel(),
         "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
         "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
@@ -156,9 +156,9 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
         "embedding_colwise": ColwiseParallel(output_layouts=Replicate()),
         "sequence_parallel": SequenceParallel(),
     }
-    if style not in found:
-        raise ValueError(f"style {style!r}: torch has no such style; legal are {', '.join(found)}")
-    return found[style]
+    if style not in torch_styles:
+        raise ValueError(f"style {style!r}: torch has no such style; legal are {', '.join(torch_styles)}")
+    return torch_styles[style]
 
 
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
@@ -207,14 +207,14 @@ def _get_parallel_plan(
         return read_plan(tp_shard_plan)
     if use_hf_tp_plan:
         if sequence_parallel:
-            raise PlanError("use_hf_tp_plan=True: what a model declares shards no sequence; legal is sequence_parallel=False")
+            raise PlanError("use_hf_tp_plan=True: a model's own plan shards no sequence; legal is sequence_parallel=False")
         return dict(get_hf_tp_shard_plan(model))
     spec = spec_of(model)
     options = ParallelOptions(sequence_parallel=sequence_parallel)
     draft = Draft(spec, inspect_model(spec, model), Layout().resolve(1), options)
     _, styles, _ = choose_styles(draft)
     if sequence_parallel and (spec.structure is None or spec.structure.no_sequence_parallel or not spec.structure.regions):
-        why = spec.structure.no_sequence_parallel if spec.structure else "nothing is known of the inside of its layers"
+        why = spec.structure.no_sequence_parallel if spec.structure else "the inside of its layers is unknown"
         draft.problems.append(f"sequence_parallel=True: {why}; the legal value is False")
     draft.refuse()
     plan = _as_torch(spec, styles, sequence_parallel)
@@ -226,21 +226,21 @@ def _get_parallel_plan(
 def _as_torch(spec: ParallelSpec, styles: Mapping[str, str], sequence_parallel: bool) -> PlanOfStyles:
     sharded = Shard(1)
     head = spec.structure.head if spec.structure else None
-    found: PlanOfStyles = {}
+    torch_styles: PlanOfStyles = {}
     for pattern, style in styles.items():
         if (pattern == head or pattern.split(".")[-1] == "lm_head") and style in HEAD:
             entry = sharded if sequence_parallel else Replicate()
-            found[pattern] = ColwiseParallel(input_layouts=entry, output_layouts=Shard(-1), use_local_output=False)
+            torch_styles[pattern] = ColwiseParallel(input_layouts=entry, output_layouts=Shard(-1), use_local_output=False)
         elif sequence_parallel and style == "rowwise":
-            found[pattern] = RowwiseParallel(output_layouts=sharded)
+            torch_styles[pattern] = RowwiseParallel(output_layouts=sharded)
         elif sequence_parallel and style == "embedding_rowwise":
-            found[pattern] = RowwiseParallel(input_layouts=Replicate(), output_layouts=sharded)
+            torch_styles[pattern] = RowwiseParallel(input_layouts=Replicate(), output_layouts=sharded)
         else:
             try:
-                found[pattern] = translate_to_torch_parallel_style(style)
+                torch_styles[pattern] = translate_to_torch_parallel_style(style)
             except ValueError:
-                found[pattern] = style
-    return found
+                torch_styles[pattern] = style
+    return torch_styles
 
 
 def _norms(spec: ParallelSpec, model: nn.Module) -> list[str]:
@@ -279,10 +279,10 @@ def import_class_from_path(name: str) -> Any:
 
 def import_classes_from_paths(class_paths: list[str]) -> list[Any]:
     """Return the classes at several paths, in their order. A path that cannot be imported is left out, with a warning."""
-    found = []
+    classes = []
     for path in class_paths:
         try:
-            found.append(import_class_from_path(path))
+            classes.append(import_class_from_path(path))
         except Exception as error:  # errors of the user's module
             warnings.warn(f"{path!r}: left out, because it cannot be imported: {described(error)}", stacklevel=2)
-    return found
+    return classes

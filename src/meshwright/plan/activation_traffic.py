@@ -58,7 +58,7 @@ def _sizes(plan: ShardingPlan, tokens: int) -> dict[str, Counter[str]]:
         return {}
     compute = itemsize(options.param_dtype or first.dtype)
     stream = first.shape[-1]  # width of the embedding, and of what a layer takes and returns
-    found: dict[str, Counter[str]] = {"tp": Counter(), "ep": Counter()}
+    sizes: dict[str, Counter[str]] = {"tp": Counter(), "ep": Counter()}
     rows = {row.name: row for row in plan.parameters}
     for row in plan.tensor_parallel:
         enters, leaves = _widths(row, matrices, stream)
@@ -68,21 +68,21 @@ def _sizes(plan: ShardingPlan, tokens: int) -> dict[str, Counter[str]]:
             share = plan.layout.size("tp") if move is Move.EXCHANGE_FEATURES else 1
             for kind, times in zip(MOVED.get(move, (None, None)), (forwards, 1), strict=True):
                 if kind is not None:
-                    found["tp"][kind] += times * tokens * width * compute // share
+                    sizes["tp"][kind] += times * tokens * width * compute // share
         for name in row.sums:
             summed = rows.get(f"{row.module}.{name}")
-            found["tp"]["all_reduce"] += summed.numel * compute if summed is not None else 0
+            sizes["tp"]["all_reduce"] += summed.numel * compute if summed is not None else 0
         if row.exit is Move.VOCABULARY:
-            found["tp"]["all_reduce"] += (LOSS_PARALLEL + 1) * tokens * itemsize("float32")
+            sizes["tp"]["all_reduce"] += (LOSS_PARALLEL + 1) * tokens * itemsize("float32")
     for mixture in plan.experts if plan.layout.ep > 1 else ():
         forwards = plan.forwards(mixture.module)
         share = plan.layout.size(mixture.token_axis) if mixture.token_axis else 1
         routed = tokens * (options.experts_of_token or 1) // share
-        found["ep"]["all_to_all"] += 2 * (forwards + 1) * routed * stream * compute
+        sizes["ep"]["all_to_all"] += 2 * (forwards + 1) * routed * stream * compute
         if mixture.token_axis:
             gathered = tokens * (stream * (forwards + 1) + (options.experts_of_token or 1)) * compute
-            found.setdefault(mixture.token_axis, Counter())["all_gather"] += gathered
-    scaled = {axis: Counter({kind: options.microbatches * size for kind, size in of.items()}) for axis, of in found.items()}
+            sizes.setdefault(mixture.token_axis, Counter())["all_gather"] += gathered
+    scaled = {axis: Counter({kind: options.microbatches * size for kind, size in of.items()}) for axis, of in sizes.items()}
     return {**scaled, "cp": context_bytes(plan, tokens)}
 
 

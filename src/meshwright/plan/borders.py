@@ -53,13 +53,13 @@ def borders(plan: ShardingPlan, model: nn.Module) -> tuple[str, ...]:
     wanted = layers | {unit.name for unit in plan.units}
     wanted |= {row.module for row in plan.tensor_parallel if row.style == "region"}
     wanted |= {name for row in plan.experts for name in (row.module, row.router)}
-    found = []
+    names = []
     for name, module in model.named_modules():
         parent, inner = holder_of(name), any(inside(name, layer) for layer in layers)
         leaf = not inner and next(module.children(), None) is None
         if name and (name in wanted or parent in layers or leaf) and not isinstance(module, nn.ModuleList | nn.ModuleDict):
-            found.append(name)
-    return tuple(found)
+            names.append(name)
+    return tuple(names)
 
 
 def tokens_of_units(plan: ShardingPlan) -> tuple[UnitRow, ...]:
@@ -106,36 +106,36 @@ def held(
             equal.
     """
     balance, cp = plan.options.context_balance, plan.layout.size("cp")
-    whole = Held(range(rows), positions_of(length, cp, balance, coordinates["cp"]))
+    everything = Held(range(rows), positions_of(length, cp, balance, coordinates["cp"]))
     ranks = plan.layout.size("tp")
     if ranks == 1:
-        return whole
+        return everything
     own = next((row for row in plan.tensor_parallel if row.module == module), None)
     around = next((row for row in plan.tensor_parallel if row.style == "region" and inside(module, row.module)), None)
     if around is not None:
-        return whole if around.entry is Move.GATHER_SEQUENCE_WHOLE else None
+        return everything if around.entry is Move.GATHER_SEQUENCE_WHOLE else None
     if own is not None and side is Side.OUTPUT and own.exit is Move.VOCABULARY:
         width = -(-features // ranks)
         begin = min(coordinates["tp"] * width, features)
-        return replace(whole, words=range(begin, min(begin + width, features)))
+        return replace(everything, words=range(begin, min(begin + width, features)))
     if not plan.options.sequence_parallel:
-        return whole
+        return everything
     # The residual stream is split where it enters the first layer, and all-gathered where it leaves the last norm.
     cut = own is not None and side is Side.INPUT and own.entry is Move.SPLIT_SEQUENCE
     joined = own is not None and side is Side.OUTPUT and own.exit is Move.GATHER_SEQUENCE_WHOLE
     in_layers = within(module, plan.layers)
     if cut or joined or not (in_layers or (own is not None and own.style == "sequence_parallel")):
-        return whole
+        return everything
     share = length // cp // ranks
-    return Held(range(rows), _slice(whole.positions, coordinates["tp"] * share, share))
+    return Held(range(rows), _slice(everything.positions, coordinates["tp"] * share, share))
 
 
 def _slice(pieces: tuple[range, ...], begin: int, count: int) -> tuple[range, ...]:
     """Return the positions with the numbers ``begin`` to ``begin + count - 1`` among those of some pieces."""
-    found = []
+    slices = []
     for piece in pieces:
         part = piece[max(0, begin) : max(0, begin + count)]
         if part:
-            found.append(part)
+            slices.append(part)
         begin -= len(piece)
-    return tuple(found)
+    return tuple(slices)

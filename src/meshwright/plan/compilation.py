@@ -41,8 +41,8 @@ def compile_actions(draft: Draft, plan: ShardingPlan, *, inside: bool) -> Iterat
         if not unit.compile or inside != (bool(plan.tensor_parallel) and mode is not ActivationCheckpointing.NONE):
             continue
         alone = inside and mode is ActivationCheckpointing.SUBMODULE
-        for whole in parts_of_layer(draft.model, unit.name) if alone else (unit.name,):
-            for part in _parts(draft.model, whole, experts):
+        for layer_part in parts_of_layer(draft.model, unit.name) if alone else (unit.name,):
+            for part in _parts(draft.model, layer_part, experts):
                 if part not in as_it_is:
                     yield Compile(part, plan.options.compile_backend)
 

@@ -100,11 +100,11 @@ class Draft:
         if self.problems:
             raise self.error(self.problems)
 
-    def match(self, what: str, pattern: str, names: Iterable[str], kind: str) -> list[str]:
+    def match(self, rule: str, pattern: str, names: Iterable[str], kind: str) -> list[str]:
         """Return the names that a pattern matches; if there are none, note a problem.
 
         Args:
-            what: rule or option that the pattern belongs to, for the message.
+            rule: rule or option that the pattern belongs to, for the message.
             pattern: see :func:`~meshwright.plan.names.match_names`.
             names: names to match.
             kind: what the names belong to (modules, units, parameters), for the message.
@@ -113,7 +113,7 @@ class Draft:
         matched = match_names(pattern, names)
         if not matched:
             there = "units are" if kind == "unit" else "there are, for example,"
-            self.problems.append(f"{what} pattern {pattern!r} matches no {kind}; {there} {_examples(names)}")
+            self.problems.append(f"{rule} pattern {pattern!r} matches no {kind}; {there} {_examples(names)}")
         return matched
 
 

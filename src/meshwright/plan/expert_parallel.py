@@ -49,7 +49,7 @@ def _row(draft: Draft, rule: ExpertsRule, name: str) -> ExpertsRow | None:
     counts = {shape[0] if shape else 0 for shape in shapes.values()}
     if len(counts) != 1:
         draft.problems.append(
-            f"experts {name!r}: the first dimension of its parameters should count experts, and they are {shapes}"
+            f"experts {name!r}: the first dimension of each parameter must be the number of experts; the shapes are {shapes}"
         )
         return None
     (experts,) = counts
@@ -58,7 +58,8 @@ def _row(draft: Draft, rule: ExpertsRule, name: str) -> ExpertsRow | None:
         draft.problems.append(f"ep={ep}: {experts} experts of {name!r} are divisible by {legal}")
     if ep > 1 and any("." in own for own in shapes):
         draft.problems.append(
-            f"ep={ep}: {name!r} has modules with parameters in it, and no matrices of its own; the legal value is 1"
+            f"ep={ep}: the experts {name!r} keep their parameters in submodules, and ep needs stacked parameters (one tensor "
+            "with an entry for each expert); the legal value is 1"
         )
     router = _beside(draft, name, rule.router)
     if rule.router is not None and router is None:
@@ -68,7 +69,7 @@ def _row(draft: Draft, rule: ExpertsRule, name: str) -> ExpertsRow | None:
         places = (router, holder_of(name))
         holder = next((place for place in places if rule.bias in modules[place].buffers), None)
         if holder is None:
-            draft.problems.append(f"bias {rule.bias!r} is no buffer of the router {router!r}, nor of the module that holds it")
+            draft.problems.append(f"bias {rule.bias!r} is a buffer neither of the router {router!r} nor of its parent module")
         bias = f"{holder}.{rule.bias}" if holder else rule.bias
     return ExpertsRow(
         module=name,
@@ -83,8 +84,8 @@ def _row(draft: Draft, rule: ExpertsRule, name: str) -> ExpertsRow | None:
 
 def _beside(draft: Draft, name: str, pattern: str | None) -> str | None:
     """Return the first module that matches a pattern and is in the module that also holds ``name``."""
-    found = match_names(pattern, draft.model.names) if pattern is not None else []
-    return next((other for other in found if inside(other, holder_of(name))), None)
+    matched = match_names(pattern, draft.model.names) if pattern is not None else []
+    return next((other for other in matched if inside(other, holder_of(name))), None)
 
 
 def expert_parallel_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action]:
@@ -114,11 +115,11 @@ def expert_parallel_counts(plan: ShardingPlan) -> dict[str, Counter[str]]:
     if plan.layout.ep == 1:
         return {}
     steps = plan.options.microbatches
-    found: dict[str, Counter[str]] = {"ep": Counter()}
+    counts: dict[str, Counter[str]] = {"ep": Counter()}
     for row in plan.experts:
         forwards = plan.forwards(row.module)
-        found["ep"]["all_to_all"] += steps * (forwards * _EXCHANGES[0] + _EXCHANGES[1])
+        counts["ep"]["all_to_all"] += steps * (forwards * _EXCHANGES[0] + _EXCHANGES[1])
         if row.token_axis:
             gathers = steps * (forwards * _GATHERS[0] + _GATHERS[1])
-            found.setdefault(row.token_axis, Counter())["all_gather"] += gathers
-    return found
+            counts.setdefault(row.token_axis, Counter())["all_gather"] += gathers
+    return counts

@@ -76,8 +76,8 @@ _NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")
 
 
 def _summary(plan: ShardingPlan) -> Table:
-    found, options = totals(plan), plan.options
-    traffic = found.traffic
+    total, options = totals(plan), plan.options
+    traffic = total.traffic
     others = activation_traffic(plan)
     over = " over data ranks" if others else ""
     where = "host memory" if options.cpu_offload else "per rank"
@@ -85,17 +85,17 @@ def _summary(plan: ShardingPlan) -> Table:
     table.add_column(style="bold")
     table.add_column(justify="right")
     table.add_column(style="dim")
-    share = 100 * found.trainable / found.parameters if found.parameters else 0
+    share = 100 * total.trainable / total.parameters if total.parameters else 0
     for line in (
-        ("parameters", f"{found.parameters:,}", f"{share:.4g} % trainable"),
-        (f"parameters, {where}", human_bytes(found.parameter_bytes), "shards as stored"),
-        (f"gradients, {where}", human_bytes(found.gradient_bytes), "shards"),
-        (f"optimizer state, {where}", human_bytes(found.optimizer_bytes), "AdamW, two moments"),
-        ("largest gathered unit", human_bytes(found.largest_unit_bytes), found.largest_unit),
-        ("gathered at the peak", human_bytes(found.gathered_peak_bytes), f"parameters that a rank holds{_ahead(plan)}"),
+        ("parameters", f"{total.parameters:,}", f"{share:.4g} % trainable"),
+        (f"parameters, {where}", human_bytes(total.parameter_bytes), "shards as stored"),
+        (f"gradients, {where}", human_bytes(total.gradient_bytes), "shards"),
+        (f"optimizer state, {where}", human_bytes(total.optimizer_bytes), "AdamW, two moments"),
+        ("largest gathered unit", human_bytes(total.largest_unit_bytes), total.largest_unit),
+        ("gathered at the peak", human_bytes(total.gathered_peak_bytes), f"parameters that a rank holds{_ahead(plan)}"),
         (
             "unsharded gradients at the peak",
-            human_bytes(found.unsharded_gradient_peak_bytes),
+            human_bytes(total.unsharded_gradient_peak_bytes),
             f"{options.microbatches} microbatch{'es' if options.microbatches > 1 else ''} a step",
         ),
         (f"all-gathered{over} per step", human_bytes(traffic.all_gather_bytes), f"{traffic.all_gathers} collectives"),

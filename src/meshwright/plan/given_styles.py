@@ -31,16 +31,16 @@ def import_object(path: str) -> Any:
     for cut in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:cut])
         try:
-            found: Any = importlib.import_module(name)
+            target: Any = importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
                 continue  # a shorter path may be a module that has the rest as attributes
             raise
         for part in parts[cut:]:
-            if not hasattr(found, part):
+            if not hasattr(target, part):
                 raise ImportError(f"{path!r}: {name} has no {'.'.join(parts[cut:])}")
-            found = getattr(found, part)
-        return found
+            target = getattr(target, part)
+        return target
     raise ImportError(f"{path!r}: no such module; write package.module.name")
 
 
@@ -82,18 +82,18 @@ def load_styles(given: Mapping[str, Any] | str, model: Inspection, sequence_para
     Raises:
         PlanError: everything that is wrong with the plan.
     """
-    found, problems = {}, []
+    styles, problems = {}, []
     for pattern, style in read_plan(given).items():
         matched = match_names(pattern, model.modules)
         try:
-            found[pattern] = style_name(style, is_embedding=any(model.modules[name].embedding for name in matched))
+            styles[pattern] = style_name(style, is_embedding=any(model.modules[name].embedding for name in matched))
             if _speaks_of_sequence(style) and not sequence_parallel:
-                raise PlanError("speaks of a sharded sequence; set sequence_parallel=True")
+                raise PlanError("the style refers to a sharded sequence; set sequence_parallel=True")
         except PlanError as error:
             problems.append(f"tp_plan[{pattern!r}]: {error}")
     if problems:
         raise PlanError(problems)
-    return found
+    return styles
 
 
 def declared_styles(spec: ParallelSpec) -> dict[str, str]:
@@ -161,7 +161,7 @@ def style_name(style: Any, *, is_embedding: bool = False) -> str:
         }
         if name := names.get((colwise, _kept(entry), _kept(exit_))):
             return name
-    raise PlanError(f"{style!r} is not carried out; legal are names of styles, and ColwiseParallel, RowwiseParallel and "
+    raise PlanError(f"{style!r} is not supported; legal are names of styles, and ColwiseParallel, RowwiseParallel and "
                     "SequenceParallel of torch on hidden states that are whole or split over their last dimension")  # fmt: skip
 
 

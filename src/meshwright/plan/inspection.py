@@ -140,11 +140,11 @@ class Inspection:
 
     @cached_property
     def _with_parameters(self) -> set[str]:
-        found = {""} if self.parameters else set()
+        modules = {""} if self.parameters else set()
         for name in self.parameter_of:
-            while (name := holder_of(name)) not in found:
-                found.add(name)
-        return found
+            while (name := holder_of(name)) not in modules:
+                modules.add(name)
+        return modules
 
     def inside(self, module: str) -> list[str]:
         """Return the names of the modules inside a module, in model order."""
@@ -162,8 +162,8 @@ class Inspection:
         """Return the shapes of the parameters in a module, at any depth, by their names relative to it."""
         prefix = f"{module}." if module else ""
         begin = bisect_left(self._sorted_names, prefix)
-        found = takewhile(lambda name: name.startswith(prefix), islice(self._sorted_names, begin, None))
-        return {name.removeprefix(prefix): self.parameter_of[name].shape for name in found}
+        names = takewhile(lambda name: name.startswith(prefix), islice(self._sorted_names, begin, None))
+        return {name.removeprefix(prefix): self.parameter_of[name].shape for name in names}
 
     def children(self, module: str) -> list[str]:
         """Return the names of the direct children of a module."""
@@ -199,22 +199,22 @@ def inspect_model(spec: ParallelSpec, model: nn.Module) -> Inspection:
         if getattr(config, "use_cache", False):
             configs.setdefault(id(config), name)
     places = {id(module): name for name, module in modules.items()}
-    found = {name: _facts_of(name, module, places) for name, module in modules.items()}
+    facts = {name: _facts_of(name, module, places) for name, module in modules.items()}
     trace = None if spec.attentions is None else partial(spec.attentions, model)
-    return Inspection(found, parameters, model_sizes(spec, model), tuple(configs.values()), trace)
+    return Inspection(facts, parameters, model_sizes(spec, model), tuple(configs.values()), trace)
 
 
 def model_sizes(spec: ParallelSpec, model: nn.Module) -> ModelSizes:
     """Read the sizes that limit a layout from the model's config, through the names that the spec gives."""
-    found = {}
+    sizes = {}
     for field_name, attribute in spec.sizes.items():
         value = getattr(model, "config", None)
         for part in attribute.split("."):
             value = getattr(value, part, None)
         if isinstance(value, int):
-            found[field_name] = value
+            sizes[field_name] = value
     groups = spec.structure is not None and bool(spec.structure.kv_projections)
-    return ModelSizes(**found, kv_groups=groups)
+    return ModelSizes(**sizes, kv_groups=groups)
 
 
 def _facts_of(name: str, module: nn.Module, places: Mapping[int, str]) -> ModuleFacts:
@@ -280,19 +280,19 @@ def _hidden_argument(forward: Callable[..., Any]) -> tuple[int, str]:
 @lru_cache(maxsize=4096)
 def _names_of(kind: type[nn.Module]) -> tuple[str, ...]:
     """Return the names of the attributes and globals that the forward of a class, and the methods that it calls, use."""
-    found: list[str] = []
+    names: list[str] = []
     todo: list[Callable[..., object]] = [_forward_of(kind)]
     seen: set[str] = set()
     while todo:
         function = inspect.unwrap(todo.pop())
         code = getattr(function, "__code__", None)
         for name in _names_in(code) if isinstance(code, CodeType) else ():
-            found.append(name)
+            names.append(name)
             method = inspect.getattr_static(kind, name, None)
             if isinstance(method, FunctionType) and name not in seen and not hasattr(nn.Module, name):
                 seen.add(name)
                 todo.append(method)
-    return tuple(found)
+    return tuple(names)
 
 
 def _names_in(code: CodeType) -> list[str]:

@@ -173,7 +173,7 @@ class ParallelOptions:
         Raises:
             PlanError: all illegal values together.
         """
-        found = []
+        problems = []
         for name, choices in (
             ("sync", SyncPolicy),
             ("activation_checkpointing", ActivationCheckpointing),
@@ -186,30 +186,30 @@ class ParallelOptions:
             try:
                 object.__setattr__(self, name, choices(getattr(self, name)))
             except ValueError:
-                found.append(f"{name}={getattr(self, name)!r}: legal are {', '.join(choices)}")
+                problems.append(f"{name}={getattr(self, name)!r}: legal are {', '.join(choices)}")
         for name, choices in (("sync_units", SyncPolicy), ("activation_checkpointing_layers", ActivationCheckpointing)):
             chosen = {}
             for pattern, value in getattr(self, name).items():
                 try:
                     chosen[pattern] = choices(value)
                 except ValueError:
-                    found.append(f"{name}[{pattern!r}]={value!r}: legal are {', '.join(choices)}")
+                    problems.append(f"{name}[{pattern!r}]={value!r}: legal are {', '.join(choices)}")
             object.__setattr__(self, name, chosen)
         for name in ("freeze", "no_decay", "activation_checkpointing_save"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             if getattr(self, name) not in (None, *DTYPES):
-                found.append(f"{name}={getattr(self, name)!r}: legal are {', '.join(DTYPES)}")
+                problems.append(f"{name}={getattr(self, name)!r}: legal are {', '.join(DTYPES)}")
         if self.microbatches < 1:
-            found.append(f"microbatches={self.microbatches}: must be at least 1")
+            problems.append(f"microbatches={self.microbatches}: must be at least 1")
         if self.prefetch_forward is not None and self.prefetch_forward < 1:
-            found.append(
+            problems.append(
                 f"prefetch_forward={self.prefetch_forward}: must be at least 1; FSDP2 cannot be kept from running ahead"
             )
         if self.prefetch_backward is not None and self.prefetch_backward < 0:
-            found.append(f"prefetch_backward={self.prefetch_backward}: must be at least 0")
-        if found:
-            raise PlanError(found)
+            problems.append(f"prefetch_backward={self.prefetch_backward}: must be at least 0")
+        if problems:
+            raise PlanError(problems)
 
     def sequence_multiple(self, layout: Layout) -> int:
         """Return the number that must divide the length of a sequence, so that all ranks have parts of equal length."""

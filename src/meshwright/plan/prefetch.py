@@ -37,17 +37,17 @@ class Turns:
 def turns(plan: ShardingPlan) -> Turns:
     """Group the units of a plan into turns."""
     around: list[UnitRow] = []
-    found: list[list[UnitRow]] = []
+    groups: list[list[UnitRow]] = []
     for unit in plan.fsdp_units:  # in model order, parents first
         if not unit.forwards:
             continue
         if unit.name == ROOT or any(inside(layer, unit.name) for layer in plan.layers):
             around.append(unit)
-        elif found and inside(unit.name, found[-1][0].name):
-            found[-1].append(unit)
+        elif groups and inside(unit.name, groups[-1][0].name):
+            groups[-1].append(unit)
         else:
-            found.append([unit])
-    return Turns(tuple(around), tuple(map(tuple, found)))
+            groups.append([unit])
+    return Turns(tuple(around), tuple(map(tuple, groups)))
 
 
 def prefetch_targets(plan: ShardingPlan) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:

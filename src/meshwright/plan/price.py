@@ -104,16 +104,16 @@ def tensor_parallel_counts(plan: ShardingPlan) -> Counter[str]:
     The counts assume that everything is trained and nothing is recomputed. A module that no gradient flows through has fewer
     collectives, recomputation has more.
     """
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for row in plan.tensor_parallel:
         forwards = plan.forwards(row.module)
         # Two tensors enter experts: the hidden state and the weights of the routing.
         for move, times in ((row.entry, 2 if row.style == "moe_tp_experts" else 1), (row.exit, 1)):
             forward, backward = MOVED.get(move, (None, None))
-            found[forward or ""] += times * forwards
-            found[backward or ""] += times
-        found["all_reduce"] += len(row.sums) + (LOSS_PARALLEL if row.exit is Move.VOCABULARY else 0)
-    return Counter({kind: count * plan.options.microbatches for kind, count in found.items() if kind and count})
+            counts[forward or ""] += times * forwards
+            counts[backward or ""] += times
+        counts["all_reduce"] += len(row.sums) + (LOSS_PARALLEL if row.exit is Move.VOCABULARY else 0)
+    return Counter({kind: count * plan.options.microbatches for kind, count in counts.items() if kind and count})
 
 
 def use_traffic(plan: ShardingPlan, stage: int) -> UnitTraffic:
@@ -130,7 +130,7 @@ def use_traffic(plan: ShardingPlan, stage: int) -> UnitTraffic:
 def totals(plan: ShardingPlan) -> Totals:
     """Add up a plan, for the pipeline stage that stores the most."""
     stages = range(plan.layout.size("pp"))
-    return max((_stage_totals(plan, stage) for stage in stages), key=lambda found: found.parameter_bytes)
+    return max((_stage_totals(plan, stage) for stage in stages), key=lambda stage_totals: stage_totals.parameter_bytes)
 
 
 def priced_json(plan: ShardingPlan) -> str:

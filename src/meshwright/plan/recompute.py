@@ -20,7 +20,7 @@ def checkpointing_modes(draft: Draft) -> dict[str, ActivationCheckpointing]:
         matched = match_names(pattern, layers)
         if not matched:
             lists = dict.fromkeys(generalize(name) for name in layers)
-            shown = ", ".join(f"{every} ({(found := match_names(every, layers))[0]} to {found[-1]})" for every in lists)
+            shown = ", ".join(f"{every} ({(alike := match_names(every, layers))[0]} to {alike[-1]})" for every in lists)
             draft.problems.append(f"activation_checkpointing_layers pattern {pattern!r} matches no layer; layers are {shown}")
         modes.update(dict.fromkeys(matched, mode))
     for name, mode in modes.items():

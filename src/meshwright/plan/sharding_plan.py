@@ -88,10 +88,10 @@ class ShardingPlan:
 
     @cached_property
     def _rows_of_units(self) -> dict[str, list[ParameterRow]]:
-        found: dict[str, list[ParameterRow]] = {}
+        rows: dict[str, list[ParameterRow]] = {}
         for row in self.parameters:
-            found.setdefault(row.unit, []).append(row)
-        return found
+            rows.setdefault(row.unit, []).append(row)
+        return rows
 
     def rows(self, unit: UnitRow) -> list[ParameterRow]:
         """Return the rows of the parameters that a unit gathers. The second of two twin units gathers those of the first."""
@@ -177,7 +177,7 @@ class ShardingPlan:
 
     def diff(self, other: "ShardingPlan") -> list[PlanDifference]:
         """Return what differs in ``other``: row by row and, if all rows are equal, action by action."""
-        found = [
+        differences = [
             *field_differences("layout", self.layout, other.layout),
             *field_differences("options", self.options, other.options),
             *row_differences("parameter", self.parameters, other.parameters),
@@ -186,11 +186,11 @@ class ShardingPlan:
             *row_differences("experts", self.experts, other.experts),
             *row_differences("attention", self.attentions, other.attentions),
         ]
-        if not found and self.program and other.program:  # plans of earlier versions have no program
+        if not differences and self.program and other.program:  # plans of earlier versions have no program
             ours, theirs = (dict.fromkeys(map(_line, plan.program)) for plan in (self, other))
-            found += [PlanDifference(f"action {line}", "", line, None) for line in ours if line not in theirs]
-            found += [PlanDifference(f"action {line}", "", None, line) for line in theirs if line not in ours]
-        return found
+            differences += [PlanDifference(f"action {line}", "", line, None) for line in ours if line not in theirs]
+            differences += [PlanDifference(f"action {line}", "", None, line) for line in theirs if line not in ours]
+        return differences
 
 
 def _decayed_then(parameter: dict[str, Any]) -> dict[str, Any]:

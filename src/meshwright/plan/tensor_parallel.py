@@ -51,9 +51,9 @@ def resolve_tensor_parallel(draft: Draft) -> TensorParallelChoice:
     if tp == 1:
         for name, chosen in (("sequence_parallel", options.sequence_parallel), ("loss_parallel", options.loss_parallel)):
             if chosen:
-                problems.append(f"{name}=True: is a matter of tensor parallel, and tp is 1; the legal value is False")
+                problems.append(f"{name}=True: needs tensor parallelism, but tp is 1; the legal value is False")
         if options.tp_plan is not None:
-            problems.append("tp_plan: is a matter of tensor parallel, and tp is 1; leave it out")
+            problems.append("tp_plan: needs tensor parallelism, but tp is 1; leave it out")
         # Check declared styles here too, so that errors show on a laptop and not first on a cluster.
         declared = spec.structure.styles if spec.structure else {}
         problems += styles_of_parameters("tp_styles", declared or spec.tp_styles, draft.parameters)[1]
@@ -61,18 +61,18 @@ def resolve_tensor_parallel(draft: Draft) -> TensorParallelChoice:
     level, styles, passed_over = choose_styles(draft)
     for pattern, style in styles.items():
         if style not in STYLES and style != "sequence_parallel":
-            problems.append(f"tp={tp}: the style {style!r} of {pattern!r} is not carried out; legal are {', '.join(STYLES)}")
+            problems.append(f"tp={tp}: the style {style!r} of {pattern!r} is not supported; legal are {', '.join(STYLES)}")
     builder = Rows(draft)
     builder.assign(level == "given", styles)
     if not problems:
         builder.derive()
-    for what, count in spec.structure.divisible if spec.structure else ():
+    for counted, count in spec.structure.divisible if spec.structure else ():
         if count % tp:
-            problems.append(f"tp={tp}: {count} {what} are divisible by {', '.join(map(str, divisors(count)))}")
+            problems.append(f"tp={tp}: {count} {counted} are divisible by {', '.join(map(str, divisors(count)))}")
     draft.tp_styles = builder.of_parameters
     _check_slices(draft)
-    whole = tuple((name, f"takes the {statistic} of its features") for name, statistic in builder.left_whole.items())
-    return TensorParallelChoice(level, (*passed_over, *whole), builder.sorted_rows())
+    left_whole = tuple((name, f"takes the {statistic} of its features") for name, statistic in builder.left_whole.items())
+    return TensorParallelChoice(level, (*passed_over, *left_whole), builder.sorted_rows())
 
 
 def tensor_parallel_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action]:
@@ -169,16 +169,16 @@ def _not_generic(draft: Draft) -> str:
     layers = [name for pattern in draft.spec.layers for name in match_names(pattern, modules)]
     for layer in layers:
         for part, matrices in expected.items():
-            whole = f"{layer}.{part}"
-            if whole not in modules:
+            module_name = f"{layer}.{part}"
+            if module_name not in modules:
                 return f"{generalize(layer)} has no {part}, so it is not the layer of a Llama"
-            found = {name.partition(".")[0] for name in draft.model.parameters_inside(whole)}
-            if found != matrices:
-                shown, wanted = (", ".join(sorted(names)) for names in (found, matrices))
+            matrices_of_part = {name.partition(".")[0] for name in draft.model.parameters_inside(module_name)}
+            if matrices_of_part != matrices:
+                shown, wanted = (", ".join(sorted(names)) for names in (matrices_of_part, matrices))
                 return f"{generalize(layer)}.{part} holds {shown}; a Llama's holds {wanted}"
         # A Llama's attention reads heads from shapes. One that knows their number would not see that it has fewer.
         if count := counts_heads(modules[f"{layer}.self_attn"]):
-            return f"{generalize(layer)}.self_attn counts heads by itself ({count}), and would not see that it has fewer"
+            return f"{generalize(layer)}.self_attn uses {count} of the whole model, but a rank has only some of the heads"
     return "" if layers else "there are no layers"
 
 
@@ -193,13 +193,14 @@ def _check_slices(draft: Draft) -> None:
             problems.append(f"tp={tp}: {parameter.name!r} has {size} entries to slice, too few for each rank")
         if pieces > 1 and (size // pieces) % tp:
             problems.append(
-                f"tp={tp}: {parameter.name!r} holds {pieces} matrices of {size // pieces} rows; legal are "
-                f"{', '.join(map(str, divisors(size // pieces)))}"
+                f"tp={tp}: {parameter.name!r} packs {pieces} matrices of {size // pieces} rows, which tp must divide; legal "
+                f"are {', '.join(map(str, divisors(size // pieces)))}"
             )
         if pieces > 1 and cut == 0 and shards > 1 and (len(parameter.shape) == 1 or parameter.shape[1] % shards):
-            what = f"its {parameter.shape[1]} columns" if len(parameter.shape) > 1 else "nothing else"
+            reason = f"its {parameter.shape[1]} columns, not evenly" if len(parameter.shape) > 1 else "no other dimension"
             problems.append(
-                f"dp_shard={shards}: {parameter.name!r} is packed along its rows, so FSDP shards {what}, and not evenly"
+                f"dp_shard={shards}: {parameter.name!r} packs matrices along its rows, which tp slices, so FSDP can shard "
+                f"{reason}"
             )
 
 

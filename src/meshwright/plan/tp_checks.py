@@ -45,46 +45,59 @@ def unsound(
         own_styles: styles of parameters that the family or the model itself declares, by first name.
         adapters: names of modules that peft wrapped.
     """
-    told: set[str] = set()
+    reported: set[str] = set()
     for name, style in of_modules.items():
         if style not in FIRST or name == head:
             continue
         scope = _scope(name, of_modules, layers)
         if scope is None:
             yield (
-                f"{name!r} is {style}, so its output stays sliced, and no rowwise matrix near it takes slices; legal is "
-                "colwise_gather_output, or a rowwise one behind it"
+                f"{name!r} has the style {style}, so its output stays sliced, and no rowwise module in its part of the layer "
+                "takes sliced input; give it the style colwise_gather_output, or give the matrix behind it the style rowwise"
             )
-        elif scope and scope not in layers and scope not in told:
-            told.add(scope)
+        elif scope and scope not in layers and scope not in reported:
+            reported.add(scope)
             yield from _between(scope, model, of_modules, of_parameters, own_styles, adapters)
     yield from _counting(model, of_modules, head)
     for name, style in of_modules.items():
         if style == "replicated_with_grad_allreduce" and not _split_around(name, of_modules, layers):
-            yield f"{name!r} is {style}, and nothing beside it is split, so that it sees no slices; legal is replicate"
+            yield (
+                f"{name!r} has the style {style}, but no module beside it is sliced, so it computes with whole tensors; the "
+                "legal style is replicate"
+            )
         if style == "moe_tp_experts":
             for own, shape in model.modules[name].parameters.items():
                 if tp_dim(of_parameters.get(model.parameter_of[f"{name}.{own}"].name), shape) is None:
-                    yield f"{f'{name}.{own}'!r} is not sliced, and {name!r} adds parts up (moe_tp_experts); give it a style"
+                    yield (
+                        f"{f'{name}.{own}'!r} is not sliced, but the ranks of tp sum the outputs of {name!r} (moe_tp_experts); "
+                        "give it a style that slices it"
+                    )
     for parameter in model.parameters:
-        given, known = of_parameters.get(parameter.name), own_styles.get(parameter.name)
+        given_style, model_style = of_parameters.get(parameter.name), own_styles.get(parameter.name)
         if any(holder_of(name) == head for name in parameter.names):
             continue  # its logits may stay sharded
-        if given in FIRST and known not in (None, given) and (given in _PACKED or known in _PACKED | _GATHERED):
-            yield f"{parameter.name!r} is {given}, and by the model {known}, for its output is taken apart; legal is {known}"
+        if (
+            given_style in FIRST
+            and model_style not in (None, given_style)
+            and (given_style in _PACKED or model_style in _PACKED | _GATHERED)
+        ):
+            yield (
+                f"{parameter.name!r} has the style {given_style}, but the model declares {model_style}, because its output is "
+                f"split into parts; the legal style is {model_style}"
+            )
 
 
 def _counting(model: Inspection, of_modules: Mapping[str, str], head: str | None) -> Iterator[str]:
     """Yield a message for each module that counts the heads of a matrix with sliced output, and not those of its rank."""
     parents = {holder_of(name): name for name, style in of_modules.items() if style in _BLIND and name != head}
-    told: set[str] = set()
+    reported: set[str] = set()
     for parent, name in parents.items():
         count = counts_heads(model.modules[parent])
-        if count and generalize(parent) not in told:
-            told.add(generalize(parent))
+        if count and generalize(parent) not in reported:
+            reported.add(generalize(parent))
             yield (
-                f"{generalize(name)!r} is {of_modules[name]}, and {generalize(parent)!r} counts heads by itself ({count}), so "
-                "it would not see that it has fewer; legal is colwise_gather_output, or no style"
+                f"{generalize(name)!r} has the style {of_modules[name]}, but {generalize(parent)!r} uses {count} of the whole "
+                "model, and a rank has only some of the heads; legal are colwise_gather_output and no style"
             )
 
 
@@ -130,13 +143,13 @@ def _between(
             style = of_modules.get(name) or of_parameters.get(parameter)
             if style is None:
                 yield (
-                    f"{f'{generalize(name)}.{own}'!r} has no style, and stands where {generalize(scope)!r} is split; legal are "
-                    "replicated_with_grad_allreduce where it sees slices, replicate where it sees the whole"
+                    f"{f'{generalize(name)}.{own}'!r} has no style, but {generalize(scope)!r} is split over tp; legal are "
+                    "replicated_with_grad_allreduce if it computes with slices, replicate if it computes with whole tensors"
                 )
             elif style == "replicate" and own_styles.get(parameter) == "replicated_with_grad_allreduce":
                 yield (
-                    f"{f'{generalize(name)}.{own}'!r} is replicate, and sees the slices of {generalize(scope)!r}; legal is "
-                    "replicated_with_grad_allreduce"
+                    f"{f'{generalize(name)}.{own}'!r} has the style replicate, but computes with slices of "
+                    f"{generalize(scope)!r}; the legal style is replicated_with_grad_allreduce"
                 )
 
 
@@ -160,9 +173,9 @@ def unheld(
             if row is None:
                 tied = f" (tied to {parameter.name!r})" if name != parameter.name else ""
                 where = canonical(module)
-                yield f"{canonical(name)!r}{tied} is sliced ({style}), and {where!r} has no style to compute with slices"
+                yield f"{canonical(name)!r}{tied} is sliced ({style}), but {where!r} has no style to compute with slices"
             elif row.style in {**STYLES, **DERIVED} and tp_dim(row.style, parameter.shape) not in (None, cut):
                 yield (
-                    f"{name!r} is sliced as {style} for {parameter.name!r}, and {module!r} computes as {row.style}; tied "
-                    "parameters need styles that slice the same dimension"
+                    f"{name!r} is tied to {parameter.name!r} and so sliced as {style}, but {module!r} has the style "
+                    f"{row.style}; modules that share a parameter need styles that slice the same dimension"
                 )

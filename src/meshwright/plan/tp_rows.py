@@ -59,7 +59,7 @@ class Rows:
         self.own_styles, _ = styles_of_parameters(where, own if given else styles, self.model.parameters)
         styled = self._matched(tuple(styles))
         self.problems += [
-            f"tp={self.tp}: peft wraps {name!r}, which is no linear layer, and this is not carried out"
+            f"tp={self.tp}: peft wraps {name!r}, which is no linear layer; only linear layers may have adapters under tp"
             for name, module in self.model.modules.items()
             if module.wrapped == "other" and name in styled
         ]
@@ -84,8 +84,8 @@ class Rows:
                 continue
             if given or not name or name in layers:
                 self.problems.append(
-                    f"{'tp_plan' if given else 'tp_styles'}: {generalize(name)!r} is sliced over features, and its code takes "
-                    f"their {statistic}. Of a slice that is another number; leave the module out"
+                    f"{'tp_plan' if given else 'tp_styles'}: {generalize(name)!r} is sliced over features, but its code takes "
+                    f"their {statistic}, which differs on a slice; leave the module out"
                 )
                 continue
             self.left_whole[generalize(name)] = statistic
@@ -100,7 +100,7 @@ class Rows:
             of_parameters = [own for own in self.of_parameters if inside(own, name)]
             if given and (of_parameters or name in self.of_modules):
                 self.problems.append(
-                    f"tp_plan: slices the experts {name!r}, which ep={self.ep} shares by whole experts; leave them out"
+                    f"tp_plan: slices the experts {name!r}, but ep={self.ep} distributes whole experts; leave them out"
                 )
             self.of_modules.pop(name, None)
             for own in of_parameters:
@@ -142,7 +142,8 @@ class Rows:
         for name, style in self.of_modules.items():
             if style == "sequence_parallel" and (name not in self.rows or self.rows[name].style != style):
                 self.problems.append(
-                    f"tp_plan: {name!r} is given sequence_parallel, but is not on the residual stream of {self.spec.family}"
+                    f"tp_plan: {name!r} has the style sequence_parallel, but is not on the residual stream of "
+                    f"{self.spec.family}"
                 )
         problems += unheld(self.rows, self.of_parameters, self.model.parameters)
 
@@ -154,8 +155,8 @@ class Rows:
             self.problems.append(f"{where}: {self.structure.no_sequence_parallel}; the legal value is False")
         elif not self.structure.regions or not self._matched(self.structure.tokenwise):
             self.problems.append(
-                f"{where}: nothing is known of the regions of {self.spec.family} that need the whole sequence (structure of "
-                "its ParallelSpec); the legal value is False"
+                f"{where}: the spec of {self.spec.family} does not say which modules need the whole sequence "
+                "(ParallelSpec.structure); the legal value is False"
             )
         elif len({holder_of(name) for name in self._layers()}) != 1:
             self.problems.append(f"{where}: {self.spec.family} has more than one stack of layers; the legal value is False")
@@ -203,8 +204,8 @@ class Rows:
         for own, shape in self.model.modules[name].parameters.items():
             if shape[0] not in routes:
                 self.problems.append(
-                    f"tp={self.tp}: {f'{name}.{own}'!r} stands beside experts whose parts are added up, and is no router; it "
-                    "needs a style that slices it"
+                    f"tp={self.tp}: {f'{name}.{own}'!r} is beside experts whose outputs are summed over tp, and is no router; "
+                    "give it a style that slices it"
                 )
         if own_names := self._own(name):
             self._add(name, "router", exit_=Move.COUNT_ONCE, sums=own_names)
@@ -218,12 +219,12 @@ class Rows:
         if "moe_tp_experts" in styles:
             return "partial"
         plain = styles <= FIRST | {"rowwise", "replicated_with_grad_allreduce"}
-        whole = [
+        unsliced = [
             f"{name}.{own}" for name in self.model.inside(region) for own in self._own(name)
             if not within(name, (styled for styled, _ in inner))
         ]  # fmt: skip
-        whole += [f"{region}.{own}" for own in self._own(region) if f"{region}.{own}" not in self.of_parameters]
-        return "split" if plain and styles & FIRST and "rowwise" in styles and not whole else "whole"
+        unsliced += [f"{region}.{own}" for own in self._own(region) if f"{region}.{own}" not in self.of_parameters]
+        return "split" if plain and styles & FIRST and "rowwise" in styles and not unsliced else "whole"
 
     def _heads_of(self, region: str) -> tuple[int, ...]:
         """Return the query heads and key/value heads that a rank computes, if the module cannot tell them from shapes."""
@@ -268,18 +269,18 @@ class Rows:
             self._add(name, style, entry, exit_, sums, parts)
 
     def _parts_of(self, name: str) -> tuple[int, ...]:
-        found = [parts for pattern, parts in self.structure.fused.items() if match_names(pattern, [name])]
-        if not found:
+        matching_parts = [parts for pattern, parts in self.structure.fused.items() if match_names(pattern, [name])]
+        if not matching_parts:
             self.problems.append(
-                f"tp_plan: {name!r} is fused_colwise, and nothing is known of its parts (structure of its ParallelSpec)"
+                f"tp_plan: {name!r} has the style fused_colwise, but ParallelSpec.structure does not say what it packs"
             )
-        return found[0] if found else ()
+        return matching_parts[0] if matching_parts else ()
 
     def _adapted(self, name: str, style: str, entry: Move, exit_: Move, parts: tuple[int, ...]) -> None:
         """Add the rows of a matrix with a low-rank adapter of peft: the moves of the matrix are placed around both."""
         self.problems += [
-            f"tp={self.tp}: {name!r} has {what}, which is not carried out inside of tensor parallel layers"
-            for what in self.model.modules[name].unheld
+            f"tp={self.tp}: {name!r} has {feature}, which is not supported inside of tensor parallel layers"
+            for feature in self.model.modules[name].unheld
         ]
         self._add(name, "adapted", entry, exit_, parts=parts if style == "fused_colwise" else ())
         inner = "colwise" if style == "fused_colwise" else style
@@ -311,7 +312,7 @@ class Rows:
                 continue
             if (style := self.of_modules.get(name, "sequence_parallel")) != "sequence_parallel":
                 self.problems.append(
-                    f"sequence_parallel=True: {name!r} has the style {style} and stands outside of every region"
+                    f"sequence_parallel=True: {name!r} has the style {style}, but no module around it gathers the sequence"
                 )
                 continue
             # After the last norm the hidden state is whole again, for the head and for everything else that uses it.

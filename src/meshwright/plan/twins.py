@@ -43,8 +43,8 @@ def choose_twins(draft: Draft) -> None:
         draft.problems.append(
             f"twin_units={options.twin_units}: no two layers of {draft.spec.family} share parameters; leave it out"
         )
-    held = sum(row.gathered_bytes for row in draft.rows if row.trainable and row.unit in draft.twins.values())
-    twin = held > options.sync_budget if options.twin_units is None else options.twin_units
+    gathered_bytes = sum(row.gathered_bytes for row in draft.rows if row.trainable and row.unit in draft.twins.values())
+    twin = gathered_bytes > options.sync_budget if options.twin_units is None else options.twin_units
     for name, first in draft.twins.items():
         unit, partner = draft.units[name], draft.units[first]
         if twin:
@@ -55,8 +55,8 @@ def choose_twins(draft: Draft) -> None:
             unit.part_of = first
             if unit.sync is not partner.sync:
                 draft.problems.append(
-                    f"sync_units: {name!r} and {first!r} are one unit, and are given {unit.sync} and {partner.sync}; give them "
-                    "the same, or set twin_units=True"
+                    f"sync_units: {name!r} and {first!r} are one unit, but have the policies {unit.sync} and {partner.sync}; "
+                    "give both the same, or set twin_units=True"
                 )
 
 
@@ -64,11 +64,11 @@ def twin_parameters(plan: ShardingPlan) -> tuple[tuple[str, str], ...]:
     """Return the two names of each parameter of twin units: that in the first unit and that in the second."""
     first = {unit.name: unit.twin_of for unit in plan.units if unit.twin_of}
     units = {unit.name for unit in plan.units}
-    found = []
+    pairs = []
     for row in plan.parameters:
         for name in (row.name, *row.aliases):
             unit = nearest(name, units)
             ours = f"{first.get(unit, '')}{name.removeprefix(unit)}"
             if unit in first and ours in (row.name, *row.aliases):
-                found.append((ours, name))
-    return tuple(found)
+                pairs.append((ours, name))
+    return tuple(pairs)

@@ -37,8 +37,8 @@ def draft_units(draft: Draft) -> None:
             return
         units[name] = UnitDraft(name, kind, rule, reshard if explicit is None else explicit, *dtypes, None, sync)
 
-    def matched(what: str, pattern: str) -> list[str]:
-        return draft.match(what, pattern, draft.model.modules, "module")
+    def matched(rule: str, pattern: str) -> list[str]:
+        return draft.match(rule, pattern, draft.model.modules, "module")
 
     for pattern in spec.layers:
         names = matched("layers", pattern)

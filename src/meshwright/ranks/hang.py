@@ -206,8 +206,8 @@ def describe(states: Sequence[RankState]) -> list[str]:
     if 0 < len(silent) < len(states):
         unknown = f"no rank goes on, and {_ranks(silent)} did not answer"
     lost = [state.rank for state in states if state.silent]
-    found = f"{_ranks(lost)} did not answer" if lost else disagreement(states)
-    return [found or unknown, *map(str, states)]
+    reason = f"{_ranks(lost)} did not answer" if lost else disagreement(states)
+    return [reason or unknown, *map(str, states)]
 
 
 def disagreement(states: Sequence[RankState]) -> str | None:
@@ -217,14 +217,14 @@ def disagreement(states: Sequence[RankState]) -> str | None:
     others wait. Of several such ranks, it is one that waits in no collective itself, because the others may wait for it.
     """
     known = {state.rank: state for state in states}
-    missing = [found for group in _by_group(states) for found in _never_entered(group, known)]
+    missing = [absence for group in _by_group(states) for absence in _never_entered(group, known)]
     return mismatch(states) or (min(missing)[2] if missing else None)
 
 
 def mismatch(states: Sequence[RankState]) -> str | None:
     """Return, in words, the first collective whose kind, size or dtype differs between the ranks of its group."""
-    found = [difference for group in _by_group(states) if (difference := _first_difference(group))]
-    return min(found)[1] if found else None
+    differences = [difference for group in _by_group(states) if (difference := _first_difference(group))]
+    return min(differences)[1] if differences else None
 
 
 def _by_group(states: Sequence[RankState]) -> list[dict[int, dict[int, Collective]]]:
@@ -256,7 +256,7 @@ def _first_difference(group: dict[int, dict[int, Collective]]) -> tuple[int, str
 
 def _never_entered(group: dict[int, dict[int, Collective]], known: dict[int, RankState]) -> list[tuple[bool, int, str]]:
     """Ranks that others wait for. For each: whether it waits itself, since when others wait for it, and the words."""
-    found = []
+    absences = []
     waiting: dict[int, list[Collective]] = {}
     for rank, entered in group.items():
         pending = [item for item in entered.values() if not item.finished]
@@ -271,8 +271,8 @@ def _never_entered(group: dict[int, dict[int, Collective]], known: dict[int, Ran
             ranks = tuple(rank for rank, item in missed.items() if item.number == first.number)
             words = f"rank {absent} never entered {first}, in which {_ranks(ranks)} wait{'s' if len(ranks) == 1 else ''}"
             own = known[absent].waits if known[absent].ending is None else None
-            found.append((own is not None, first.time, f"{words}; it waits in {own}" if own else words))
-    return found
+            absences.append((own is not None, first.time, f"{words}; it waits in {own}" if own else words))
+    return absences
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -351,28 +351,28 @@ class Pace:
         now, time_now = pulse(), time.monotonic()
         used = time.clock_gettime(self._clock) if self._clock is not None else 0.0
         computed = used > self._spent + BUSY * (time_now - self._time)
-        found = now != self._pulse or computed
+        moved = now != self._pulse or computed
         self._pulse, self._spent, self._time = now, used, time_now
-        return found
+        return moved
 
 
 def _frames(thread: int) -> list[Frame]:
     """The frames of a thread, innermost first. It must not make progress: its frames must not end while they are read."""
-    found = []
+    frames = []
     try:
         frame = sys._current_frames().get(thread)
         while frame is not None:
-            found.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+            frames.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
             frame = frame.f_back
     except AttributeError:  # in Python 3.11 f_back of a frame that has ended is sometimes not a frame
         pass
-    return found
+    return frames
 
 
 def stack_of_text(text: str) -> tuple[Frame, ...]:
     """Return the useful frames of the text that ``faulthandler`` wrote about one thread."""
-    found = re.findall(r'File "(.+)", line (\d+) in (.+)', text)
-    return _useful([Frame(file, int(line), function) for file, line, function in found])
+    lines = re.findall(r'File "(.+)", line (\d+) in (.+)', text)
+    return _useful([Frame(file, int(line), function) for file, line, function in lines])
 
 
 def _useful(frames: Sequence[Frame]) -> tuple[Frame, ...]:

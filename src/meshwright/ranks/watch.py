@@ -60,9 +60,9 @@ class Watch:
         self._ended.set()
         self._thread.join(2 * BEAT)
 
-    def tick(self, what: str) -> None:
+    def tick(self, activity: str) -> None:
         """Record that the main thread makes progress, and what it does, such as ``step 12``."""
-        self._what, self._ticks = what, self._ticks + 1
+        self._what, self._ticks = activity, self._ticks + 1
 
     def verdict(self) -> str | None:
         """Return the first line of the last report, whichever rank made it, for the error that ends the run.
@@ -70,8 +70,8 @@ class Watch:
         ``None`` if this rank has made progress since it answered, or there is no report.
         """
         try:
-            told = self._told == self._ticks and self._store.check(["verdict"])
-            return self._store.get("verdict").decode() if told else None
+            reported = self._told == self._ticks and self._store.check(["verdict"])
+            return self._store.get("verdict").decode() if reported else None
         except RuntimeError:
             return None
 
@@ -89,10 +89,10 @@ class Watch:
                 elif self._asked():
                     # A rank that has just entered the collective answers as soon as it counts as standing still. A rank that
                     # makes progress for longer never entered it.
-                    stands, asked = still >= STANDS, asked + BEAT
-                    if stands or asked >= STANDS + BEAT:
-                        self._answer(standing=stands)
-                        reported, asked = stands, 0.0  # the report being made covers this standstill
+                    standing, asked = still >= STANDS, asked + BEAT
+                    if standing or asked >= STANDS + BEAT:
+                        self._answer(standing=standing)
+                        reported, asked = standing, 0.0  # the report being made covers this standstill
             except RuntimeError as error:  # the store is gone, or does not answer: the other ranks cannot be asked
                 if not reported:
                     self._alone(still, str(error).partition("\n")[0])

@@ -162,8 +162,8 @@ def _attempt(function: Callable[..., Any], *args: Any) -> bytes:
     try:
         return pickle.dumps(ending)
     except Exception as error:
-        what = "result" if ending.error is None else "error"
-        reason = WorkerError(f"the {what} cannot be pickled: {type(error).__name__}: {error}")
+        outcome = "result" if ending.error is None else "error"
+        reason = WorkerError(f"the {outcome} cannot be pickled: {type(error).__name__}: {error}")
         return pickle.dumps(Ending(error=reason, trace=ending.trace, time=time.monotonic()))
 
 

@@ -126,13 +126,13 @@ def _shrink_layout(config: RunConfig, world_size: int | None, sizes: ModelSizes)
         raise LayoutError(f"--nproc={world_size}: an audit compares one process with at least 2")
     known = {axis: size for axis in AXES if (size := getattr(original, axis)) not in (None, -1)}
     free = [axis for axis in AXES if axis not in known]
-    whole = None
+    full_layout = None
     if not free or len(free) > 1 or min(*known.values(), original.ep) < 1:
-        whole = original.resolve(max(1, math.prod(known.values())), sizes)
+        full_layout = original.resolve(max(1, math.prod(known.values())), sizes)
     elif problems := sizes.problems(replace(original, **{free[0]: 1})):
         raise LayoutError(problems)  # a layout that the model does not allow must not be shrunk to one that it allows
-    whole = whole or _resolved(original, nproc, sizes)
-    microbatches = microbatches_per_step(config, whole) if whole else None
+    full_layout = full_layout or _resolved(original, nproc, sizes)
+    microbatches = microbatches_per_step(config, full_layout) if full_layout else None
 
     if world_size is None and nproc is not None and 2 <= nproc <= MAX_PROCESSES and _resolved(original, nproc, sizes):
         world_size = nproc
@@ -140,7 +140,7 @@ def _shrink_layout(config: RunConfig, world_size: int | None, sizes: ModelSizes)
         chosen = original
     else:
         # An inferred axis counts as above 1, unless it is 1 with the run's number of processes.
-        least = 1 if free and whole and whole.world_size > 1 and whole.size(free[0]) == 1 else 2
+        least = 1 if free and full_layout and full_layout.world_size > 1 and full_layout.size(free[0]) == 1 else 2
         tried = {*range(2, MAX_PROCESSES + 1), world_size or 2}
         fits = {count: fit for count in sorted(tried) if (fit := _fitting(original, known, free, least, count, sizes))}
         if world_size is None and fits:
@@ -171,16 +171,16 @@ def _fitting(
     """Return the best layout for a number of processes, and whether its experts lose FSDP (ep_shard is 1, and was more)."""
     choices = {axis: _smaller(size, max(world_size, MAX_PROCESSES)) for axis, size in (*known.items(), ("ep", original.ep))}
     inside = math.prod(known.get(axis, 0) for axis in ("dp_shard", "cp", "tp"))
-    found = []
+    fitting = []
     for values in product(*choices.values()):
         layout = replace(original, **dict(zip(choices, values, strict=True)))
         resolved = _resolved(layout, world_size, sizes)
         if resolved is not None and all(resolved.size(axis) >= least for axis in free):
             loses = original.ep > 1 and inside != original.ep and resolved.ep_shard == 1
-            found.append((loses, sum(size > 2 for size in values), -resolved.size("dp_shard"), values, layout))
-    if not found:
+            fitting.append((loses, sum(size > 2 for size in values), -resolved.size("dp_shard"), values, layout))
+    if not fitting:
         return None
-    loses, *_, layout = min(found, key=lambda item: item[:4])
+    loses, *_, layout = min(fitting, key=lambda item: item[:4])
     return loses, layout
 
 
@@ -296,22 +296,22 @@ def _flag(value: Any, sizes: bool) -> Hashable:
 
 def _lost(large: "PreTrainedModel", small: "PreTrainedModel", spec: ParallelSpec, path: str, kept: Sequence[int]) -> list[str]:
     """Return what the small model lacks of the large one, or has in addition, or why it is still too large."""
-    models, found = (large, small), []
+    models, differences = (large, small), []
     classes = [{type(module).__name__ for module in model.modules()} for model in models]
     names = [{generalize(name) for name, _ in model.named_parameters()} for model in models]
     tied = [{" = ".join(dict.fromkeys(map(generalize, group))) for group in of.tied} for of in (spec, spec_of(small))]
-    for what, (old, new) in (("class", classes), ("parameter", names), ("tie", tied)):
-        found += [f"the {what} {name} would be lost" for name in sorted(old - new)]
-        found += [f"the {what} {name} would be new" for name in sorted(new - old)]
+    for kind, (old, new) in (("class", classes), ("parameter", names), ("tie", tied)):
+        differences += [f"the {kind} {name} would be lost" for name in sorted(old - new)]
+        differences += [f"the {kind} {name} would be new" for name in sorted(new - old)]
     lists = _lists(large, sum(1 for _ in large.get_submodule(path).children()))
     if (left := sum(1 for _ in small.get_submodule(path).children())) != len(kept):
-        return [*found, f"{left} layers would be left, not {len(kept)}"]
+        return [*differences, f"{left} layers would be left, not {len(kept)}"]
     pairs = zip(kept, _kinds(large, path, kept, lists), _kinds(small, path, range(len(kept)), lists), strict=True)
-    found += [f"layer {index} would become another" for index, before, after in pairs if before != after]
+    differences += [f"layer {index} would become another" for index, before, after in pairs if before != after]
     if (total := sum(parameter.numel() for parameter in small.parameters())) > LARGE:
         name, largest = max(small.named_parameters(), key=lambda item: item[1].numel())
-        found.append(f"{total:,} parameters would be left, the largest {name} of shape {tuple(largest.shape)}")
-    return found
+        differences.append(f"{total:,} parameters would be left, the largest {name} of shape {tuple(largest.shape)}")
+    return differences
 
 
 # -- patterns with numbers of layers --------------------------------------------------------------------------------------
@@ -337,10 +337,10 @@ def _decided(patterns: _Patterns, model: nn.Module) -> dict[str, Hashable]:
     for key in _BY_MODULE:
         for pattern, choice in patterns[key].items():
             decided.update({(name, key): choice for name in match_names(pattern, modules)})
-    found: dict[str, list[tuple[str, str]]] = {}
+    choices_of: dict[str, list[tuple[str, str]]] = {}
     for (name, key), choice in sorted(decided.items()):
-        found.setdefault(name, []).append((key, choice))
-    return {name: tuple(choices) for name, choices in found.items()}
+        choices_of.setdefault(name, []).append((key, choice))
+    return {name: tuple(choices) for name, choices in choices_of.items()}
 
 
 def _marks(patterns: _Patterns, model: nn.Module, path: str, count: int) -> list[Hashable]:
@@ -348,7 +348,7 @@ def _marks(patterns: _Patterns, model: nn.Module, path: str, count: int) -> list
     decided = _decided(patterns, model)
     starts = [f"{path}.{index}." for index in range(count)]
     return [
-        frozenset((f"{name}.".removeprefix(start), what) for name, what in decided.items() if f"{name}.".startswith(start))
+        frozenset((f"{name}.".removeprefix(start), choice) for name, choice in decided.items() if f"{name}.".startswith(start))
         for start in starts
     ]
 
@@ -384,8 +384,8 @@ def _renumbered(
             wrong.append(f"{pattern!r} would match nothing")
     if wrong:
         raise ConfigError(
-            f"patterns of parallel and optimizer: only layers {', '.join(map(str, kept))} stay, and with the patterns "
-            f"renumbered for them {wrong[0]}; number layers as in '{path}.0.**', or audit the model as it is with --full"
+            f"patterns of parallel and optimizer: the audit keeps only layers {', '.join(map(str, kept))}, and with the "
+            f"patterns renumbered for them {wrong[0]}; number layers as in '{path}.0.**', or audit the whole model with --full"
         )
     return result
 

@@ -64,8 +64,8 @@ def small_config(
         count: number of layers of the large model.
         rules: the rules for numbers.
     """
-    given = {**defaults, **source.config} if source.config is not None else large.to_diff_dict()
-    values = {"model_type": large.model_type, **_legal(type(large), given)}
+    config_values = {**defaults, **source.config} if source.config is not None else large.to_diff_dict()
+    values = {"model_type": large.model_type, **_legal(type(large), config_values)}
     text = large.get_text_config()
     noted: list[Change] = []
     _rewrite(large, values, _Numbers(text, needs, kept, count), rules, "model.config", noted)
@@ -84,9 +84,9 @@ def _rewrite(
     inside = {key: value for key, value in complete.items() if key in _INSIDE and where != "model.config"}
     for key, before in {**_legal(type(section), complete), **inside}.items():
         if isinstance(inner := vars(section).get(key), PretrainedConfig):
-            given: dict[str, Any] = values.get(key) or {}
-            kept = {name: value for name, value in given.items() if name in _INSIDE}
-            values[key] = {"model_type": inner.model_type, **kept, **_legal(type(inner), given)}
+            inner_values: dict[str, Any] = values.get(key) or {}
+            kept = {name: value for name, value in inner_values.items() if name in _INSIDE}
+            values[key] = {"model_type": inner.model_type, **kept, **_legal(type(inner), inner_values)}
             _rewrite(inner, values[key], text, rules, f"{where}.{key}", noted)
             continue
         after, why = numbers.new(key, before, rules)
@@ -126,8 +126,8 @@ class _Numbers:
         values, names = section.to_dict(), type(section).attribute_map
 
         def number(*choices: str) -> int:
-            found = [values.get(names.get(name, name)) for name in choices]
-            return next((value for value in found if isinstance(value, int) and value), 0)
+            numbers = [values.get(names.get(name, name)) for name in choices]
+            return next((value for value in numbers if isinstance(value, int) and value), 0)
 
         self.section, self.needs, self.text = section, needs, text
         self.layers = count or number("num_hidden_layers", "depth")

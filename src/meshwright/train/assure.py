@@ -116,7 +116,7 @@ def assure_on_rank_0(config: RunConfig, source: Source | None, prove: Prove) -> 
             raise error
     else:
         _wait(store)
-        error = _told(store.get(KEY))
+        error = _error_from(store.get(KEY))
         _leave_together(store, rank, world_size)
         if error is not None:
             leave_to_rank_0(error)
@@ -136,7 +136,7 @@ def _wait(store: dist.Store) -> None:
         raise WorkerError(f"rank 0 ended while it audited the layout: {str(error).splitlines()[0]}") from error
 
 
-def _told(text: bytes) -> MeshwrightError | None:
+def _error_from(text: bytes) -> MeshwrightError | None:
     content = json.loads(text)
     return getattr(errors, content[0], WorkerError)(content[1]) if content else None
 
@@ -163,14 +163,14 @@ class _Audit:
     def end(self) -> MeshwrightError | None:
         """Wait for the process, and return the error that it failed with, or ``None``."""
         try:
-            told = self.ours.recv()
+            outcome = self.ours.recv()
         except EOFError:
             self.process.join()
             code = self.process.exitcode or 0
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             return WorkerError(f"the audit of the layout ended with {how}")
         self.process.join()
-        return told
+        return outcome
 
 
 def _audit_alone(
@@ -184,10 +184,10 @@ def _audit_alone(
     error: MeshwrightError | None = None
     try:
         assure(make_setup(config, world_size), source, prove)
-    except MeshwrightError as found:
-        error = type(found)(found.problems)  # without what cannot be pickled
-    except Exception as found:  # whatever it was, the ranks must not wait in vain
-        error = WorkerError(f"the audit of the layout: {type(found).__name__}: {found}")
+    except MeshwrightError as raised:
+        error = type(raised)(raised.problems)  # without what cannot be pickled
+    except Exception as raised:  # whatever it was, the ranks must not wait in vain
+        error = WorkerError(f"the audit of the layout: {type(raised).__name__}: {raised}")
     results.send(error)
 
 

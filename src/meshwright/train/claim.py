@@ -106,8 +106,8 @@ def versions() -> dict[str, str]:
 
     import meshwright
 
-    found = {"torch": torch.__version__, "transformers": transformers.__version__, "meshwright": meshwright.__version__}
-    return {name: str(version).partition("+")[0] for name, version in found.items()}
+    installed = {"torch": torch.__version__, "transformers": transformers.__version__, "meshwright": meshwright.__version__}
+    return {name: str(version).partition("+")[0] for name, version in installed.items()}
 
 
 def _choices(plan: ShardingPlan) -> dict[str, str]:
@@ -118,7 +118,7 @@ def _choices(plan: ShardingPlan) -> dict[str, str]:
     for unit in units:
         policies.setdefault(unit.kind, set()).add(str(unit.sync))
     every = set().union(*policies.values())
-    by_kind = ", ".join(f"{kind}: {'+'.join(sorted(found))}" for kind, found in sorted(policies.items()))
+    by_kind = ", ".join(f"{kind}: {'+'.join(sorted(chosen))}" for kind, chosen in sorted(policies.items()))
     modes = {str(unit.activation_checkpointing) for unit in units if unit.kind == "layer"}
     ahead = (options.prefetch_forward, options.prefetch_backward)
     frozen = {(generalize(row.name), row.trainable) for row in plan.parameters}
@@ -186,11 +186,11 @@ def model_digest(spec: ParallelSpec, model: nn.Module, imports: Iterable[str] = 
 def _structure(value: Any) -> Any:
     """Return a value of a config without what is only a size."""
     if isinstance(value, Mapping):
-        found: dict[str, Any] = {}
+        structure: dict[str, Any] = {}
         for key, item in value.items():
             if not re.search(_NOT_STRUCTURAL, str(key)):
-                found.setdefault(re.sub(r"\d+", "*", str(key)), _structure(item))
-        return found
+                structure.setdefault(re.sub(r"\d+", "*", str(key)), _structure(item))
+        return structure
     if isinstance(value, (list, tuple, set)):  # which kinds of items it has; integers in it are sizes, 0 too
         value = [1 if type(item) is int else item for item in value]
         return sorted({json.dumps(_structure(item), sort_keys=True) for item in value})
@@ -201,17 +201,17 @@ def _structure(value: Any) -> Any:
 
 def _foreign_code(modules: Iterable[str]) -> list[str]:
     """Digests of the files of modules that belong to no library whose version counts."""
-    found = []
+    code = []
     for name in sorted(modules):
         module = sys.modules.get(name)
         standard = name.partition(".")[0] in sys.stdlib_module_names
         if module is None or standard or f"{name}.".startswith(_KNOWN_CODE):
             continue
         try:
-            found.append(hashlib.sha256(Path(inspect.getfile(module)).read_bytes()).hexdigest()[:16])
+            code.append(hashlib.sha256(Path(inspect.getfile(module)).read_bytes()).hexdigest()[:16])
         except (OSError, TypeError):  # the module has no file
-            found.append(name)
-    return found
+            code.append(name)
+    return code
 
 
 def _digest(value: Any) -> str:

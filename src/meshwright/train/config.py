@@ -193,17 +193,17 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        found = []
+        problems = []
         if self.training.steps is not None and (problem := self.warmup_problem(self.training.steps)):
-            found.append(problem)
+            problems.append(problem)
         if self.training.eval_every and not self.data.held_out and not self.data.eval_files:
-            found.append(
+            problems.append(
                 f"training.eval_every={self.training.eval_every}: nothing is held out (data.eval_fraction, eval_files)"
             )
         if self.sample.prompts and not self.export:
-            found.append("sample.prompts: are asked of the exported model; set export: true, or leave them out")
-        if found:
-            raise ValueError("; ".join(found))
+            problems.append("sample.prompts: the prompts are for the exported model; set export: true, or leave them out")
+        if problems:
+            raise ValueError("; ".join(problems))
         return self
 
     def warmup_problem(self, steps: int) -> str:

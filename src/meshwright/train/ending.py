@@ -84,13 +84,13 @@ class Agreement:
         Args:
             step: number of optimizer steps done.
         """
-        found = Decision()
+        decision = Decision()
         if self._store.check([str(step)]):
             word, _, reason = self._store.get(str(step)).decode().partition(" ")
-            found = Decision(save=word == "save", end=reason)
-        if self._rank0 and not found.end:
+            decision = Decision(save=word == "save", end=reason)
+        if self._rank0 and not decision.end:
             self._decide(step + 1)
-        return found
+        return decision
 
     def _decide(self, step: int) -> None:
         word = ""

@@ -13,7 +13,7 @@ __all__ = ["Journal"]
 class _Entry:
     step: int
     rate: float
-    found: dict[str, torch.Tensor]
+    metrics: dict[str, torch.Tensor]
     seconds: float
 
 
@@ -25,16 +25,16 @@ class Journal:
         self._last: dict[str, Any] = {}
         self._steps, self._seconds, self._tokens = 0, 0.0, 0.0
 
-    def add(self, step: int, rate: float, found: dict[str, torch.Tensor], seconds: float) -> None:
+    def add(self, step: int, rate: float, metrics: dict[str, torch.Tensor], seconds: float) -> None:
         """Record a step.
 
         Args:
             step: number of the step.
             rate: learning rate.
-            found: name to metric, fp64 scalars on one device; ``tokens`` is among them.
+            metrics: name to metric, fp64 scalars on one device; ``tokens`` is among them.
             seconds: time that the host spent on the step.
         """
-        self._unread.append(_Entry(step, rate, found, seconds))
+        self._unread.append(_Entry(step, rate, metrics, seconds))
 
     def read(self) -> list[tuple[int, dict[str, float]]]:
         """Wait for the device, and return the number and the metrics of each step that was not read yet."""
@@ -42,8 +42,8 @@ class Journal:
             return []
         begun = time.perf_counter()
         entries, self._unread = self._unread, []
-        flat = iter(torch.stack([value for entry in entries for value in entry.found.values()]).tolist())
-        read = [(entry.step, {name: next(flat) for name in entry.found}) for entry in entries]
+        flat = iter(torch.stack([value for entry in entries for value in entry.metrics.values()]).tolist())
+        read = [(entry.step, {name: next(flat) for name in entry.metrics}) for entry in entries]
         self._steps += len(entries)
         self._seconds += sum(entry.seconds for entry in entries) + time.perf_counter() - begun
         self._tokens += sum(values["tokens"] for _, values in read)
@@ -55,11 +55,11 @@ class Journal:
 
         Tokens per second and seconds per step are means since the last summary.
         """
-        found = {
+        means = {
             **self._last,
             "tokens": int(self._last["tokens"]),
             "tokens_per_second": self._tokens / self._seconds,
             "step_seconds": self._seconds / self._steps,
         }
         self._steps, self._seconds, self._tokens = 0, 0.0, 0.0
-        return found
+        return means

@@ -60,15 +60,15 @@ def device_kind(config: RunConfig, processes: int, *, launched: bool = False) ->
     Raises:
         ConfigError: there are fewer GPUs than processes, and GPUs are asked for or another launcher started the workers.
     """
-    wish, gpus = config.launch.device, _gpus()
-    if wish == "cpu" or (wish == "auto" and gpus == 0):
+    device, gpus = config.launch.device, _gpus()
+    if device == "cpu" or (device == "auto" and gpus == 0):
         return "cpu"
     if gpus >= processes or (launched and gpus == 1):
         return "cuda"
-    if wish == "auto" and not launched:
+    if device == "auto" and not launched:
         return "cpu"
     legal = f"legal launch.nproc: 1 to {gpus}" if gpus else "there is no GPU on this machine"
-    raise ConfigError(f"launch.device={wish}: {processes} processes and {gpus} GPUs here; {legal}, or launch.device=cpu")
+    raise ConfigError(f"launch.device={device}: {processes} processes and {gpus} GPUs here; {legal}, or launch.device=cpu")
 
 
 def _gpus() -> int:
@@ -163,7 +163,7 @@ def _local_world_size(config: RunConfig) -> int:
         return config.launch.nproc or 1
     first = re.match(r"[1-9]\d*(?=$|[(,])", slurm)
     if first is None:
-        raise ConfigError(f"the environment variable SLURM_STEP_TASKS_PER_NODE={slurm!r}: Slurm writes it as in 8(x2),4")
+        raise ConfigError(f"the environment variable SLURM_STEP_TASKS_PER_NODE={slurm!r}: must be of the form 8(x2),4")
     return int(first.group())
 
 
@@ -307,22 +307,22 @@ def _worker_entry(
 
 def _first_failure(reports: Path, failed: Any) -> MeshwrightError:
     """Return the failure that came first, with its rank. Later failures are mostly peers that lost a connection."""
-    found = {int(path.stem.removeprefix("rank-")): json.loads(path.read_text()) for path in reports.glob("rank-*.json")}
-    silent = {rank: failure for rank, failure in failed.failures.items() if rank not in found}
-    if not found and any(failure.exitcode == StoppedError.exit_code for failure in silent.values()):
+    failures = {int(path.stem.removeprefix("rank-")): json.loads(path.read_text()) for path in reports.glob("rank-*.json")}
+    silent = {rank: failure for rank, failure in failed.failures.items() if rank not in failures}
+    if not failures and any(failure.exitcode == StoppedError.exit_code for failure in silent.values()):
         return StoppedError(UNEXPORTED)
     killed = {rank: failure for rank, failure in silent.items() if failure.exitcode not in (0, -signal.SIGTERM)}
     if killed:
         rank, failure = min(killed.items(), key=lambda item: item[1].timestamp)
         name = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
         hint = " (the system kills with SIGKILL when memory runs out)" if name == "SIGKILL" else ""
-        first = min((report["time"] for report in found.values()), default=float("inf"))
+        first = min((report["time"] for report in failures.values()), default=float("inf"))
         if failure.timestamp <= first + 1:
             return WorkerError(f"rank {rank} ended with {name}{hint}")
-    if not found:
+    if not failures:
         return WorkerError(str(failed))
-    rank, report = min(found.items(), key=lambda item: item[1]["time"])
+    rank, report = min(failures.items(), key=lambda item: item[1]["time"])
     kind = getattr(errors, report["type"], WorkerError)
-    alike = [other for other, item in found.items() if item["problems"] == report["problems"]]
+    alike = [other for other, item in failures.items() if item["problems"] == report["problems"]]
     prefix = "" if len(alike) > 1 else f"rank {rank}: "
     return kind([f"{prefix}{line}" for line in report["problems"]])

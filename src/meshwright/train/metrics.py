@@ -167,15 +167,15 @@ class Recorder:
         self._times = StepTimes()
         if not speaks:
             return
-        paths, wish = Paths(config.directory), config.metrics
-        if wish.jsonl:
+        paths, metrics = Paths(config.directory), config.metrics
+        if metrics.jsonl:
             self.sinks.append(Jsonl(paths.metrics, resumed_step))
-        if wish.tensorboard:
+        if metrics.tensorboard:
             self.sinks.append(_TensorBoard(paths.tensorboard, resumed_step))
-        if wish.wandb is not None:
-            self.sinks.append(_Wandb(wish.wandb, config))
-        if wish.mlflow is not None:
-            self.sinks.append(_MLflow(wish.mlflow, config))
+        if metrics.wandb is not None:
+            self.sinks.append(_Wandb(metrics.wandb, config))
+        if metrics.mlflow is not None:
+            self.sinks.append(_MLflow(metrics.mlflow, config))
         if self.console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeRemainingColumn())
             self._progress = Progress(*columns, console=self.console)

@@ -25,7 +25,7 @@ def make_objective(config: RunConfig, model: "PreTrainedModel") -> Objective:
         ConfigError: the configuration names an objective that the model is not made for, sets options of another objective, or
             has settings that this objective refuses.
     """
-    kind, name, wish = family_of(model).objective(), class_name(model), config.training.objective
+    kind, name, wanted = family_of(model).objective(), class_name(model), config.training.objective
     parallel = config.parallel
     run = RunFacts(
         seed=config.training.seed,
@@ -37,13 +37,13 @@ def make_objective(config: RunConfig, model: "PreTrainedModel") -> Objective:
     )
     options = getattr(config, kind.section) if kind.section else None
     problems = []
-    if wish not in (None, kind.name):
-        problems.append(f"training.objective={wish}: {name} is made for {kind.name}; legal are {kind.name} and null")
+    if wanted not in (None, kind.name):
+        problems.append(f"training.objective={wanted}: {name} is made for {kind.name}; legal are {kind.name} and null")
     for other in dict.fromkeys(family.objective() for family in FAMILIES):
         if other.section not in ("", kind.section):
             section = getattr(config, other.section)
             problems += [
-                f"{other.section}.{key}={value!r}: says something of {other.name.replace('_', ' ')}, and {name} is trained to "
+                f"{other.section}.{key}={value!r}: applies only to {other.name.replace('_', ' ')}, but {name} is trained to "
                 f"{kind.purpose}; leave it out"
                 for key, value in section
                 if value != getattr(type(section)(), key)

@@ -20,7 +20,7 @@ class Loader(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != merge]
         for key in keys:
             if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} occurs twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
 

@@ -99,23 +99,23 @@ def _checked_draft(config: RunConfig, world_size: int) -> RunSetup:
     """Check data files, extras, layout, model and plan, and return the resolved run; raise all problems as one error."""
     from importlib.util import find_spec
 
-    found: list[MeshwrightError] = []
+    errors: list[MeshwrightError] = []
     if problems := config.data.problems():
-        found.append(DataError(problems))
+        errors.append(DataError(problems))
     if problems := [
         f"metrics.{name}={getattr(config.metrics, name)!r}: needs `pip install 'meshwright[{name}]'`"
         for name in ("wandb", "mlflow")
         if getattr(config.metrics, name) is not None and find_spec(name) is None
     ]:
-        found.append(ConfigError(problems))
+        errors.append(ConfigError(problems))
     draft = None
     try:
         draft = make_setup(config, world_size)
         check_supported(draft.layout)
     except MeshwrightError as error:
-        found.append(error)
-    if draft is None or found:
-        raise together(found)
+        errors.append(error)
+    if draft is None or errors:
+        raise together(errors)
     return draft
 
 
@@ -151,8 +151,8 @@ def _refuse_another_tokenizer(config: RunConfig, paths: Paths) -> None:
     earlier = load_config(paths.config).tokenizer
     if earlier != config.tokenizer:
         raise CheckpointError(
-            f"tokenizer: the run in {config.output} began with {earlier.model_dump(exclude_none=True)}, and is asked to go on "
-            f"with {config.tokenizer.model_dump(exclude_none=True)}; choose another output"
+            f"tokenizer: the run in {config.output} began with {earlier.model_dump(exclude_none=True)}, but the configuration "
+            f"now has {config.tokenizer.model_dump(exclude_none=True)}; choose another output"
         )
 
 

@@ -72,7 +72,7 @@ def message(item: Mapping[str, Any], schema: type[BaseModel]) -> str:
     """
     location = [str(part) for part in item["loc"]]
     where = ".".join(location)
-    kind, given = item["type"], item.get("input")
+    kind, value = item["type"], item.get("input")
     if kind == "extra_forbidden":
         legal = _legal_keys(schema, location[:-1])
         return f"{where}: unknown key; {_hint(location, legal)}legal here: {', '.join(legal)}"
@@ -80,7 +80,7 @@ def message(item: Mapping[str, Any], schema: type[BaseModel]) -> str:
         return f"{where}: is required"
     if kind == "value_error":
         return str(item["ctx"]["error"])
-    return f"{where}={given!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
+    return f"{where}={value!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
 
 
 def _hint(location: Sequence[str], legal: Sequence[str]) -> str:

@@ -123,8 +123,8 @@ def _directory() -> Path:
 
     By the XDG Base Directory Specification (freedesktop.org), ``XDG_CACHE_HOME`` counts only if it is an absolute path.
     """
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(given) if given.startswith("/") else Path.home() / ".cache") / "meshwright" / "audits"
+    directory = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(directory) if directory.startswith("/") else Path.home() / ".cache") / "meshwright" / "audits"
 
 
 def record(claim: Claim, entry: Record, say: Callable[[str], None]) -> None:
@@ -150,7 +150,7 @@ def record(claim: Claim, entry: Record, say: Callable[[str], None]) -> None:
                 Path(name).unlink()
             raise
     except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
-        say(f"the verdict is not on record: {getattr(error, 'filename', None) or 'cache'}: {error}")
+        say(f"the verdict of the audit could not be recorded: {getattr(error, 'filename', None) or 'cache'}: {error}")
 
 
 _KINDS: dict[str, Any] = {
@@ -166,7 +166,7 @@ def read_records(claim: Claim, say: Callable[[str], None]) -> list[Record]:
         claim: the claim.
         say: called with a line for each record that cannot be read or is damaged.
     """
-    found = []
+    records = []
     names = {item.name for item in fields(Record)}
     for dtype in ARITHMETICS:
         try:
@@ -175,12 +175,12 @@ def read_records(claim: Claim, say: Callable[[str], None]) -> list[Record]:
             entry = Record(**{name: content[name] for name in names})
             if wrong := [name for name, kind in _KINDS.items() if not isinstance(getattr(entry, name), kind)]:
                 raise ValueError(f"{wrong[0]} is of another type")
-            found.append(entry)
+            records.append(entry)
         except FileNotFoundError:
             continue
         except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
-            say(f"an audit's record is passed over: {path}: {type(error).__name__}: {error}")
-    return found
+            say(f"a recorded audit is ignored: {path}: {type(error).__name__}: {error}")
+    return records
 
 
 # -- the matrix ---------------------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def standing_of(setup: RunSetup, source: Source | None, say: Callable[[str], Non
     try:
         cell = _in_matrix(claim, _matrix())
     except (OSError, ValueError, KeyError, TypeError) as error:
-        say(f"the support matrix is passed over: {type(error).__name__}: {error}")
+        say(f"the support matrix is ignored: {type(error).__name__}: {error}")
         cell = None
     if cell is None:
         return Standing(State.UNPROVEN, f"no audit on record of {where} with these options and versions; prove it: {command}")

@@ -28,21 +28,21 @@ def checkpoint_to_resume(config: RunConfig) -> Path | None:
             or it is ``never``, and the output directory has checkpoints.
     """
     last = latest(Paths(config.directory).checkpoints)
-    wish = config.checkpoint.resume
-    if wish == "auto":
+    resume = config.checkpoint.resume
+    if resume == "auto":
         return last
-    if wish == "never":
+    if resume == "never":
         if last is not None:
             raise CheckpointError(
                 f"checkpoint.resume=never, but {config.output} holds {last.name}; choose another output, or resume=auto"
             )
         return None
-    path = Path(wish).expanduser()
+    path = Path(resume).expanduser()
     meta = read_meta(path)
     if last is not None and read_meta(last)["step"] > meta["step"]:
         # The next checkpoints would be older than those in the directory: they would be removed, and not resumed from.
         raise CheckpointError(
-            f"checkpoint.resume={wish}: {config.output} holds the later {last.name}; choose another output, resume=auto, or "
+            f"checkpoint.resume={resume}: {config.output} holds the later {last.name}; choose another output, resume=auto, or "
             f"remove what is later than step {meta['step']}"
         )
     return path
@@ -58,13 +58,13 @@ def pass_over_damaged(config: RunConfig, say: Say) -> None:
     Raises:
         CheckpointError: a damaged checkpoint was asked for by its path, or is the only one.
     """
-    wish, directory = config.checkpoint.resume, Paths(config.directory).checkpoints
-    if wish != "auto":
-        if (path := Path(wish).expanduser()).is_dir():
-            _refuse(path, wish, damage_in_brief(path))
+    resume, directory = config.checkpoint.resume, Paths(config.directory).checkpoints
+    if resume != "auto":
+        if (path := Path(resume).expanduser()).is_dir():
+            _refuse(path, resume, damage_in_brief(path))
         return
-    while (last := newest(directory)) is not None and (found := damage_in_brief(last)):
-        _set_aside(last, found, say)
+    while (last := newest(directory)) is not None and (damages := damage_in_brief(last)):
+        _set_aside(last, damages, say)
 
 
 def verified(config: RunConfig, checkpoint: Path | None, say: Say) -> Path | None:
@@ -84,12 +84,12 @@ def verified(config: RunConfig, checkpoint: Path | None, say: Say) -> Path | Non
         return None
     # One rank may read a large file for longer than a collective of training may wait.
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=2))
-    while checkpoint is not None and (found := damage(checkpoint, patient)):
-        _refuse(checkpoint, config.checkpoint.resume, found)
+    while checkpoint is not None and (damages := damage(checkpoint, patient)):
+        _refuse(checkpoint, config.checkpoint.resume, damages)
         outcome: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
-                _set_aside(checkpoint, found, say)
+                _set_aside(checkpoint, damages, say)
                 pass_over_damaged(config, say)
                 outcome = [checkpoint_to_resume(config)]
             except CheckpointError as error:
@@ -103,13 +103,13 @@ def verified(config: RunConfig, checkpoint: Path | None, say: Say) -> Path | Non
     return checkpoint
 
 
-def _refuse(checkpoint: Path, wish: str, found: list[str]) -> None:
-    if found and wish != "auto":
-        raise CheckpointError([f"checkpoint.resume={wish}: {checkpoint} is damaged: {line}" for line in found])
+def _refuse(checkpoint: Path, resume: str, damages: list[str]) -> None:
+    if damages and resume != "auto":
+        raise CheckpointError([f"checkpoint.resume={resume}: {checkpoint} is damaged: {line}" for line in damages])
 
 
-def _set_aside(checkpoint: Path, found: list[str], say: Say) -> None:
-    shown = "; ".join(found[:4]) + (f"; and {len(found) - 4} more files" if len(found) > 4 else "")
+def _set_aside(checkpoint: Path, damages: list[str], say: Say) -> None:
+    shown = "; ".join(damages[:4]) + (f"; and {len(damages) - 4} more files" if len(damages) > 4 else "")
     before = [path for path in complete(checkpoint.parent) if path != checkpoint]
     if not before:
         raise CheckpointError(
@@ -129,13 +129,13 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     Returns:
         A line for each such key, such as ``optimizer.lr: 0.0003 in the checkpoint, 0.0001 now``.
     """
-    found = []
+    changed = []
     for section, keys in _DECIDE_UPDATES.items():
-        held, given = before.get(section) or {}, now.get(section) or {}
-        for key in keys or sorted(held.keys() & given.keys()):  # a key that only one of two versions has cannot be compared
-            if key in held and key in given and held[key] != given[key]:
-                found.append(f"{section}.{key}: {held[key]} in the checkpoint, {given[key]} now")
-    return found
+        saved, current = before.get(section) or {}, now.get(section) or {}
+        for key in keys or sorted(saved.keys() & current.keys()):  # a key that only one of two versions has cannot be compared
+            if key in saved and key in current and saved[key] != current[key]:
+                changed.append(f"{section}.{key}: {saved[key]} in the checkpoint, {current[key]} now")
+    return changed
 
 
 _DECIDE_UPDATES: dict[str, tuple[str, ...]] = {

@@ -163,7 +163,7 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
         problems.append(
             ConfigError(
                 "model.config.output_router_logits=true: transformers' auxiliary loss of the router is no part of the training "
-                "loss; the legal value is false, and moe.aux_loss is the coefficient of a balance loss"
+                "loss; the legal value is false; for a balance loss, set its coefficient moe.aux_loss"
             )
         )
     if tokenizer is not None:
@@ -208,7 +208,7 @@ def describe_model(
     strategy = get_parallelization_strategy(model)
     if type(strategy).parallelize is not ParallelizationStrategy.parallelize:
         raise UnsupportedError(
-            f"{type(strategy).__name__}.parallelize: a run carries a plan out, and would not call it; override spec() or "
+            f"{type(strategy).__name__}.parallelize: is overridden, but a run does not call it; override spec() or "
             "carry_out(), or shard with FSDP2Manager in a loop of your own"
         )
     return strategy.spec(model, config.parallel.param_dtype), model
@@ -220,7 +220,7 @@ def _tokens(config: RunConfig, layout: Layout, model: "PreTrainedModel") -> tupl
     length = -(-config.data.sequence_length // multiple) * multiple // layout.size("cp")
     text = model.config.get_text_config()
     names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
-    experts = next((found for name in names if isinstance(found := getattr(text, name, None), int)), None)
+    experts = next((number for name in names if isinstance(number := getattr(text, name, None), int)), None)
     return config.training.microbatch_size * length, experts
 
 
@@ -239,7 +239,7 @@ def vocabulary_defaults(config: RunConfig, tokenizer: "PreTrainedTokenizerBase |
         # A tokenizer that is trained here gives its special tokens these ids; the plan does not depend on them.
         return {"vocab_size": config.tokenizer.vocab_size, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     if config.model.config is not None:
-        raise ConfigError("model.config.vocab_size: is required where neither tokenizer.path nor tokenizer.vocab_size says it")
+        raise ConfigError("model.config.vocab_size: is required if neither tokenizer.path nor tokenizer.vocab_size is set")
     return {}
 
 
@@ -255,13 +255,13 @@ def _length_problems(config: RunConfig, model: "PreTrainedModel") -> list[Meshwr
 
 
 def _vocabulary_problems(config: RunConfig, model: "PreTrainedModel", tokens: int) -> list[MeshwrightError]:
-    held = model.config.get_text_config().vocab_size
-    if tokens <= held:
+    vocabulary = model.config.get_text_config().vocab_size
+    if tokens <= vocabulary:
         return []
     where = "model.config.vocab_size" if config.model.config is not None else f"the vocabulary of {config.model.path}"
     return [
         ConfigError(
-            f"{where}={held}: the tokenizer has {tokens} tokens, so ids from {held} on would have no embedding; "
+            f"{where}={vocabulary}: the tokenizer has {tokens} tokens, so ids from {vocabulary} on would have no embedding; "
             f"legal is {tokens} or more, or another tokenizer"
         )
     ]

@@ -100,10 +100,10 @@ class Trainer:
         state.initialize_optimizer(self.optimizer)
         self.guard = Guard(self.optimizer, device, training.max_skipped if training.on_nonfinite == "skip" else 1)
         self.sync = parts.sync(self)
-        wish = self.config.moe
-        rates = {"aux_loss": wish.aux_loss or 0.0, "bias_update_rate": wish.bias_update_rate or 0.0}
+        moe = self.config.moe
+        rates = {"aux_loss": moe.aux_loss or 0.0, "bias_update_rate": moe.bias_update_rate or 0.0}
         shared = self.mesh["cp"].get_group() if setup.layout.size("cp") > 1 else None
-        self.balance = Balance(self.model, setup.plan.experts, device, **rates, load_metrics=wish.load_metrics, group=shared)
+        self.balance = Balance(self.model, setup.plan.experts, device, **rates, load_metrics=moe.load_metrics, group=shared)
 
         data_rank, data_ranks = self.mesh.rank("dp"), setup.layout.size("dp")
         self.loader = parts.loader(self, store)
@@ -197,18 +197,18 @@ class Trainer:
         set_learning_rate(self.optimizer, rate)
         sums = self.engine.forward_backward(batches, counts)
         norm = self.clip()
-        found = sums.over_ranks(self.mesh)
+        metrics = sums.over_ranks(self.mesh)
         for term, count in zip(self.objective.terms, counts, strict=True):
-            if term in found:
-                found[f"{term}_loss"] = found.pop(term) / count.clamp(min=1)
-        found |= {"gradient_norm": norm.to(self.device).double(), "tokens": counts[0].double()}
-        self.guard.judge(found["loss"], found["gradient_norm"])
+            if term in metrics:
+                metrics[f"{term}_loss"] = metrics.pop(term) / count.clamp(min=1)
+        metrics |= {"gradient_norm": norm.to(self.device).double(), "tokens": counts[0].double()}
+        self.guard.judge(metrics["loss"], metrics["gradient_norm"])
         self.guard.step()
         self.optimizer.zero_grad(set_to_none=True)
-        found |= self.balance.finish_step(self.mesh.sum, unless=self.guard.flag, logged=self.recorder.logs(self.step + 1))
+        metrics |= self.balance.finish_step(self.mesh.sum, unless=self.guard.flag, logged=self.recorder.logs(self.step + 1))
         for line in self.balance.take_told():
             self.recorder.say(f"[yellow]{escape(line)}[/yellow]")
-        self.journal.add(self.step, rate, found, time.perf_counter() - begun)
+        self.journal.add(self.step, rate, metrics, time.perf_counter() - begun)
 
     def metrics(self) -> dict[str, Any]:
         """Wait for the last step, and return its metrics.
@@ -272,14 +272,14 @@ class Trainer:
         """Save the batch and end the run, or print that the step was skipped. All ranks have the same numbers."""
         share = self.config.training.global_batch_size
         numbers = f"loss {values['loss']}, gradient norm {values['gradient_norm']}"
-        what = f"step {step + 1}: {numbers}; sequences {step * share} to {(step + 1) * share - 1}"
+        failure = f"step {step + 1}: {numbers}; sequences {step * share} to {(step + 1) * share - 1}"
         last, most = latest(self.setup.paths.checkpoints), self.config.training.max_skipped
         kept = f"the last good checkpoint is {last}" if last else "no checkpoint was saved before it"
         if self.config.training.on_nonfinite == "skip":
-            self.recorder.say(f"[yellow]{what}: step skipped (training.on_nonfinite=skip)[/yellow]")
+            self.recorder.say(f"[yellow]{failure}: step skipped (training.on_nonfinite=skip)[/yellow]")
             if most is not None and self.skipped >= most:
                 raise NonFiniteError(
-                    f"{what}; {self.skipped} steps in a row were skipped, so that nothing is learned; {kept}. "
+                    f"{failure}; {self.skipped} steps in a row were skipped, so that nothing is learned; {kept}. "
                     f"training.max_skipped={most} is the limit"
                 )
             return
@@ -291,7 +291,7 @@ class Trainer:
         stacked = {name: _stacked([batch[name] for batch in batches]) for name in batches[0]}
         save_file(stacked, folder / f"batch-rank-{self.rank}.safetensors")
         raise NonFiniteError(
-            f"{what}; the batch of each rank is in {folder}; {kept}. training.on_nonfinite=skip leaves such steps out"
+            f"{failure}; the batch of each rank is in {folder}; {kept}. training.on_nonfinite=skip leaves such steps out"
         )
 
     @torch.no_grad()
@@ -309,9 +309,9 @@ class Trainer:
         counted = torch.zeros(len(objective.terms), dtype=torch.float64)
 
         def held_out() -> Iterator[Batch]:
-            for index, drawn in enumerate(evaluation):
+            for index, batch in enumerate(evaluation):
                 self.progress(f"the evaluation after step {self.step}")
-                on_host = self._share(objective.held_out(drawn, evaluation.numbers(index)))
+                on_host = self._share(objective.held_out(batch, evaluation.numbers(index)))
                 counted.add_(torch.tensor(objective.counts([on_host])))
                 yield self._to_device(on_host)
 
@@ -368,14 +368,14 @@ class Trainer:
         """
         shapes = {row.name: row.shape for row in self.setup.plan.parameters}
         check_same_model(checkpoint, shapes, plain_config(self.setup.model))
-        meta, held = read_meta(checkpoint), storage.contents(checkpoint)
+        meta, stored = read_meta(checkpoint), storage.contents(checkpoint)
         self.loader.check_state(meta["loader"])
         tensors = self._tensors()
-        if missing := sorted(tensors.keys() - held.keys()):
+        if missing := sorted(tensors.keys() - stored.keys()):
             shown = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
-            raise CheckpointError(f"{checkpoint}: holds no {shown}; other parameters were trained then (parallel.freeze)")
+            raise CheckpointError(f"{checkpoint}: lacks {shown}; its run trained other parameters (parallel.freeze)")
         generators = state.rng_tensors(self.rank, self.device)
-        same_ranks = meta["world_size"] == dist.get_world_size() and generators.keys() <= held.keys()
+        same_ranks = meta["world_size"] == dist.get_world_size() and generators.keys() <= stored.keys()
         if same_ranks:
             tensors.update(generators)
         storage.read(checkpoint, tensors)

@@ -59,14 +59,15 @@ def run_worker(
         StoppedError: a signal ended the run.
         MeshwrightError: what the run failed with.
     """
-    with ExitStack() as held:
-        device = held.enter_context(process_group(timedelta(minutes=config.launch.timeout_minutes), device_kind))
+    with ExitStack() as resources:
+        device = resources.enter_context(process_group(timedelta(minutes=config.launch.timeout_minutes), device_kind))
         agreement = Agreement(config.checkpoint.every_minutes)
-        held.enter_context(Attendant(SIGNALS, agreement.ask_to_end, asked, speaks=dist.get_rank() == 0))
+        resources.enter_context(Attendant(SIGNALS, agreement.ask_to_end, asked, speaks=dist.get_rank() == 0))
         # One process chooses the checkpoint: on a shared file system ranks may see different ones.
-        store, resume = prepared or _prepare_on_rank_0(config, held, source)
+        store, resume = prepared or _prepare_on_rank_0(config, resources, source)
         resume = verified(config, resume, warn)
-        watch = held.enter_context(_watch(config, device_kind))  # only now: waiting while one rank prepares or reads is no hang
+        # Only now: waiting while one rank prepares or reads is no hang.
+        watch = resources.enter_context(_watch(config, device_kind))
         import_modules(config.imports)  # before the tokenizer, whose class one of them may register
         tokenizer = load_run_tokenizer(config)
         setup = make_setup(config, dist.get_world_size(), tokenizer)
@@ -117,18 +118,18 @@ def _report(lines: list[str]) -> None:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def _prepare_on_rank_0(config: RunConfig, held: ExitStack, source: Source | None) -> tuple[str, Path | None]:
+def _prepare_on_rank_0(config: RunConfig, resources: ExitStack, source: Source | None) -> tuple[str, Path | None]:
     """Prepare the run on rank 0, and return the token store and the checkpoint on all ranks. If it fails, all ranks fail."""
     outcome: list[Any] = [None]
     mark = Paths(config.directory).root / MARK
     if dist.get_rank() == 0:
         try:
-            held.enter_context(locked(config))
+            resources.enter_context(locked(config))
             setup, _, store = prepare_run(config, dist.get_world_size())
             introduce(setup, config, store)
             assure(setup, source, None)
             mark.write_text(uuid.uuid4().hex)
-            held.callback(mark.unlink, missing_ok=True)
+            resources.callback(mark.unlink, missing_ok=True)
             outcome[0] = (str(store.directory), checkpoint_to_resume(config), mark.read_text(), socket.gethostname())
         except MeshwrightError as error:
             outcome[0] = error
@@ -156,10 +157,10 @@ def _check_shared(config: RunConfig, mark: Path, written: str, host: str, group:
     seen = _reads(mark, written)
     blind: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(blind, None if seen else f"rank {dist.get_rank()} on {socket.gethostname()}", group=group)
-    told = [text for text in blind if text is not None]
-    if not told:
+    blind_ranks = [text for text in blind if text is not None]
+    if not blind_ranks:
         return
-    shown = ", ".join(told[:4]) + (f" and {len(told) - 4} more" if len(told) > 4 else "")
+    shown = ", ".join(blind_ranks[:4]) + (f" and {len(blind_ranks) - 4} more" if len(blind_ranks) > 4 else "")
     error = ConfigError(
         f"output={config.output!r}: {shown} cannot see what rank 0 on {host} wrote to {mark.parent.absolute()}; the directory "
         "of a run must be one that all machines share, under one path"

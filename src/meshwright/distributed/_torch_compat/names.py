@@ -123,9 +123,9 @@ def check() -> None:
     Raises:
         UnsupportedError: names the release and what is missing.
     """
-    found = [f"torch {torch.__version__}: {line}" for line in _missing()]
-    if found:
-        raise UnsupportedError(found)
+    missing = [f"torch {torch.__version__}: {line}" for line in _missing()]
+    if missing:
+        raise UnsupportedError(missing)
 
 
 def untested() -> str:
@@ -152,12 +152,12 @@ def _version() -> tuple[int, ...]:
 
 def _names_in(kind: type) -> set[str]:
     """Attributes that the methods of a class and of those above it use, and that these declare."""
-    found: set[str] = set()
+    names: set[str] = set()
     for base in kind.__mro__:
-        found |= set(vars(base)) | set(vars(base).get("__annotations__", {}))
+        names |= set(vars(base)) | set(vars(base).get("__annotations__", {}))
         methods = (inspect.unwrap(item) for item in vars(base).values() if isinstance(item, FunctionType))
-        found |= {name for method in methods if isinstance(method, FunctionType) for name in method.__code__.co_names}
-    return found
+        names |= {name for method in methods if isinstance(method, FunctionType) for name in method.__code__.co_names}
+    return names
 
 
 def _has(owner: Any, path: str) -> bool:

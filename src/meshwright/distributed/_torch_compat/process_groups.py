@@ -51,14 +51,14 @@ def one_gloo_worker() -> None:
         return
     create = gloo.__init__
 
-    def create_with_one_thread(self: Any, store: Any, rank: int, size: int, *given: Any, **named: Any) -> None:
-        options = next((item for item in (*given, *named.values()) if isinstance(item, gloo._Options)), None)
+    def create_with_one_thread(self: Any, store: Any, rank: int, size: int, *positional: Any, **named: Any) -> None:
+        options = next((item for item in (*positional, *named.values()) if isinstance(item, gloo._Options)), None)
         if options is None:
             options = gloo._Options()
             # As torch does: one device for each interface, otherwise the device of the host's name.
             interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
             options._devices = [gloo.create_device(interface=name) for name in interfaces] or [gloo.create_default_device()]
-            timeout = given[0] if given else named.get("timeout")
+            timeout = positional[0] if positional else named.get("timeout")
             options._timeout = distributed_c10d.default_pg_timeout if timeout is None else timeout
         options._threads = 1
         create(self, store, rank, size, options)

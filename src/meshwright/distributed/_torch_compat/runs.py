@@ -119,10 +119,10 @@ def _pre_backward(group: Any, course: _Course, pre_backward: Any, *args: Any) ->
 
 
 def _count_run(course: _Course, register: Any, args: Any, kwargs: Any) -> Any:
-    found = register(args, kwargs)
+    registered = register(args, kwargs)
     # A recomputation (activation checkpointing, within backward) has no backward of its own.
-    course.runs += not in_backward() and (found[0] is not args or found[1] is not kwargs)
-    return found
+    course.runs += not in_backward() and (registered[0] is not args or registered[1] is not kwargs)
+    return registered
 
 
 def _post_backward(group: Any, course: _Course, post_backward: Any, *unused: Any) -> None:
@@ -189,14 +189,14 @@ def take_use(module: nn.Module | FSDPModule) -> list[tuple[nn.Parameter, bool, b
         For each trainable parameter of the unit: the parameter, whether it had a gradient on this rank, and whether its sharded
         gradient was made since the last call.
     """
-    found = []
+    parameters = []
     for group in param_groups(module):
         course = group._meshwright_course
         for index, item in enumerate(group.fsdp_params):
             if item.sharded_param.requires_grad:
-                found.append((item.sharded_param, index in course.used, index in course.fresh))
+                parameters.append((item.sharded_param, index in course.used, index in course.fresh))
         course.used, course.fresh = set(), set()
-    return found
+    return parameters
 
 
 def tell_events(module: nn.Module | FSDPModule, tell: Callable[[Event], None] | None) -> None:
@@ -225,11 +225,11 @@ def after_backward(module: nn.Module | FSDPModule, call: Callable[[], None]) -> 
 
 def data_groups(module: nn.Module | FSDPModule) -> list[dist.ProcessGroup]:
     """The process groups, of more than one rank, whose union is all ranks that read data for a unit."""
-    found = []
+    groups = []
     for group in param_groups(module):
-        whole, mesh = group._meshwright_course.data_group, group.mesh_info.mesh
-        found += [mesh.get_group(axis) for axis in range(mesh.ndim)] if whole is None else [whole]
-    return [group for group in found if dist.get_world_size(group) > 1]
+        data_group, mesh = group._meshwright_course.data_group, group.mesh_info.mesh
+        groups += [mesh.get_group(axis) for axis in range(mesh.ndim)] if data_group is None else [data_group]
+    return [group for group in groups if dist.get_world_size(group) > 1]
 
 
 def post_backward(module: nn.Module | FSDPModule) -> None:

@@ -33,13 +33,13 @@ def plain_placements(tensor: DTensor) -> tuple[Placement, ...] | None:
 
     FSDP's own strided placements stay. They mean that a later axis of the mesh shards the same dimension, and DCP handles them.
     """
-    found = list(tensor.placements)
-    for axis, placement in enumerate(found):
+    placements = list(tensor.placements)
+    for axis, placement in enumerate(placements):
         if isinstance(placement, _StridedShard):
-            later = [other for other in found[axis + 1 :] if isinstance(other, Shard) and other.dim == placement.dim]
+            later = [other for other in placements[axis + 1 :] if isinstance(other, Shard) and other.dim == placement.dim]
             if not later:
-                found[axis] = Shard(placement.dim)
-    return tuple(found) if found != list(tensor.placements) else None
+                placements[axis] = Shard(placement.dim)
+    return tuple(placements) if placements != list(tensor.placements) else None
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,12 +74,12 @@ def unseen() -> Iterator[None]:
 
 def operator_names() -> list[str]:
     """All operators that are registered now, as ``aten.mm.default``."""
-    found = []
+    names = []
     for name in torch._C._dispatch_get_all_op_names():
         space, _, rest = name.partition("::")
         operator, _, overload = rest.partition(".")
-        found.append(f"{space}.{operator}.{overload or 'default'}")
-    return found
+        names.append(f"{space}.{operator}.{overload or 'default'}")
+    return names
 
 
 def is_decomposed(operator: torch._ops.OpOverload) -> bool:

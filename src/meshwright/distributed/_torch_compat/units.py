@@ -158,13 +158,13 @@ def share_shards(first: nn.Module | FSDPModule, second: nn.Module | FSDPModule) 
     Call it before their first forward.
     """
     for ours, theirs in zip(param_groups(first), param_groups(second), strict=True):
-        for mine, other in zip(ours.fsdp_params, theirs.fsdp_params, strict=True):
+        for own, other in zip(ours.fsdp_params, theirs.fsdp_params, strict=True):
             # Memory is compared, not tensors: for fake tensors torch makes a new view of the shard in the first forward.
-            same_memory = memory_of(other._sharded_param_data) == memory_of(mine._sharded_param_data)
-            if other.sharded_param is mine.sharded_param and same_memory:
+            same_memory = memory_of(other._sharded_param_data) == memory_of(own._sharded_param_data)
+            if other.sharded_param is own.sharded_param and same_memory:
                 continue
-            mine.reset_sharded_param()
+            own.reset_sharded_param()
             place = other._module_info
-            other.sharded_param = mine.sharded_param
-            other._sharded_param_data, other._sharding_spec = mine._sharded_param_data, mine._sharding_spec
-            setattr(place.module, place.param_name, mine.sharded_param)
+            other.sharded_param = own.sharded_param
+            other._sharded_param_data, other._sharding_spec = own._sharded_param_data, own._sharding_spec
+            setattr(place.module, place.param_name, own.sharded_param)

@@ -61,12 +61,12 @@ def lay_out(input_ids: torch.Tensor, labels: torch.Tensor, length: int, *, fill:
     positions = torch.arange(columns).repeat(len(input_ids), 1)
     for row, (first, last) in enumerate(spans):
         size = last - first
-        whole = -(-size // length) * length
+        filled = -(-size // length) * length
         positions[row] += first
         ids[row, :size] = input_ids[row, first:last]
         if fill and size and last < end:
-            ids[row, size:whole] = input_ids[row, last - 1]
-            size = whole
+            ids[row, size:filled] = input_ids[row, last - 1]
+            size = filled
         targets[row, :size] = ids[row, :size]
         blocks[row, :size] = first + torch.arange(size) // length * length
     return Canvas(ids, targets, positions, blocks)

@@ -80,8 +80,8 @@ def draw(
     level, coin, pick = torch.rand(3, generator=generator, dtype=torch.float64).tolist()
     chances = torch.rand(columns, generator=generator, dtype=torch.float64)
     tokens = torch.randint(vocabulary, (columns,), generator=generator)
-    drawn = minimum + (1 - minimum) * level if rate is None else rate
-    return Draw(drawn, coin < self_conditioning, pick, chances, tokens)
+    drawn_rate = minimum + (1 - minimum) * level if rate is None else rate
+    return Draw(drawn_rate, coin < self_conditioning, pick, chances, tokens)
 
 
 def corrupt(canvas: Canvas, draws: Sequence[Draw]) -> Noised:

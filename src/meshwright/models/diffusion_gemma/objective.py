@@ -56,30 +56,30 @@ class BlockDiffusion(Objective):
     @classmethod
     def problems(cls, model: "PreTrainedModel", options: DiffusionConfig, run: RunFacts) -> list[str]:
         """Return problems: packed documents, attention without masks, outputs that would be rounded, graphs that differ."""
-        found = []
+        problems = []
         if run.packing != "pad":
-            found.append(
+            problems.append(
                 f"data.packing={run.packing}: the blocks of a packed document would see the documents before it; "
                 "with block diffusion the legal value is pad"
             )
         if model.config.canvas_length < 1:
-            found.append(f"model.config.canvas_length={model.config.canvas_length}: a block has at least 1 token")
+            problems.append(f"model.config.canvas_length={model.config.canvas_length}: a block has at least 1 token")
         if attention_of(model) not in ATTENTIONS:
-            found.append(
+            problems.append(
                 f"model.attn_implementation={attention_of(model)}: takes no mask of blocks; with block diffusion legal are "
                 f"{' and '.join(ATTENTIONS)}"
             )
         if options.encoder_loss_weight > 0 and rounds_losses(run.output_dtype):
-            found.append(
+            problems.append(
                 f"parallel.output_dtype={run.output_dtype}: the encoder's loss, a sum in nats, would be rounded to "
                 "it as it leaves the model; with diffusion.encoder_loss_weight above 0 legal are null, float32 and float64"
             )
         if run.compiled and ActivationCheckpointing.FULL in run.recomputed:
-            found.append(
-                "parallel.activation_checkpointing=full with parallel.compile: an encoder layer writes its keys and values "
-                "down in its first run and not when it runs again, which are two graphs; legal are none and submodule"
+            problems.append(
+                "parallel.activation_checkpointing=full with parallel.compile: an encoder layer stores its keys and values "
+                "only in its first run, so its recomputation is another graph; legal are none and submodule"
             )
-        return found
+        return problems
 
     @classmethod
     def of(cls, model: "PreTrainedModel", options: DiffusionConfig, run: RunFacts) -> Self:
@@ -139,6 +139,6 @@ class BlockDiffusion(Objective):
 
     def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Return the cross-entropy of the clean tokens of the canvases (with or without noise), and of the next token."""
-        found = model(denoise=batch, encoder_loss=partial(token_loss_sum, labels=batch["labels"]) if self.encoder else None)
-        denoising = token_loss_sum(found.logits, batch["canvas_labels"]) + found.anchor
-        return (denoising, found.encoder_loss) if self.encoder else (denoising,)
+        output = model(denoise=batch, encoder_loss=partial(token_loss_sum, labels=batch["labels"]) if self.encoder else None)
+        denoising = token_loss_sum(output.logits, batch["canvas_labels"]) + output.anchor
+        return (denoising, output.encoder_loss) if self.encoder else (denoising,)
