@@ -118,6 +118,7 @@ def test_a_plain_family_is_parallelized_and_has_the_gradients_of_one_process(fil
         assert found["layout"] == "tp=2"
 
 
+@pytest.mark.thorough
 @pytest.mark.command
 def test_a_family_of_transformers_is_planned_and_audited(files: Path, meshwright: Callable[..., Any]) -> None:
     refused = meshwright("plan", "run.yaml", "imports=[]", "--world-size", 8)
@@ -137,6 +138,7 @@ def test_a_family_of_transformers_is_planned_and_audited(files: Path, meshwright
 UP = '"model.layers.*.mlp.up_proj": "colwise"'
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.command
 @pytest.mark.parametrize(
     ("instead", "code", "told"),
@@ -182,7 +184,7 @@ def test_what_cannot_be_imported_is_named_in_one_report(files: Path, meshwright:
         assert len(lines) == 4, ended.error
         assert lines[0].startswith("error: imports: 'absent.module' cannot be imported: ModuleNotFoundError")
         assert lines[1] == "error: imports: 'broken' cannot be imported: ZeroDivisionError: division by zero"
-        assert "'second': the strategy of 'StableLmForCausalLM' is stablelm_family.StableLmStrategy already" in lines[2]
+        assert "'second': 'StableLmForCausalLM' has the strategy stablelm_family.StableLmStrategy already" in lines[2]
         assert "second.Other" in lines[2]
         assert "'./my_family.py' is no name of a module" in lines[3]
 

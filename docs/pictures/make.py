@@ -158,11 +158,54 @@ def twins() -> Iterator[str]:
             yield text(x, 232 + 18 * number, words, size=12)
 
 
+def zigzag() -> Iterator[str]:
+    """The chunks of a sequence that each of four ranks has, and which keys their queries see under a causal mask."""
+    yield text(20, 28, "A sequence of 8 chunks, cp=4: which rank has which chunk", size=15)
+    colours = ("#cfe3f7", "#d9ecd3", "#f7e3c4", "#e6d5ef")
+    orders = {"zigzag": (0, 1, 2, 3, 3, 2, 1, 0), "contiguous": (0, 0, 1, 1, 2, 2, 3, 3)}
+    for row, (name, owners) in enumerate(orders.items()):
+        top = 50 + 62 * row
+        yield text(20, top + 25, name)
+        for chunk, owner in enumerate(owners):
+            yield box(110 + 60 * chunk, top, 60, 40, colours[owner])
+            yield text(140 + 60 * chunk, top + 25, f"rank {owner}", anchor="middle", size=11)
+    yield text(20, 195, "Pairs of query and key chunks under a causal mask (a diagonal one is half):")
+    for row, (name, owners) in enumerate(orders.items()):
+        work = [sum(chunk + 0.5 for chunk, owner in enumerate(owners) if owner == rank) for rank in range(4)]
+        for rank, pairs in enumerate(work):
+            top = 212 + 22 * rank
+            left = 110 + 250 * row
+            yield text(left - 8, top + 14, f"rank {rank}", anchor="end", size=11) if row == 0 else text(left, top, "")
+            yield box(left, top, 14 * pairs, 16, colours[rank])
+            yield text(left + 14 * pairs + 6, top + 13, f"{pairs:g}", size=11)
+        yield text(110 + 250 * row, 318, name, size=12)
+
+
+def context() -> Iterator[str]:
+    """What one rank of four sends and receives in an attention, by method."""
+    yield text(20, 28, "One attention, cp=4, seen from rank 1: queries, keys and values of its part", size=15)
+    methods = (
+        ("gather", "all ranks get the keys and values of all", ("q1", "k0 k1 k2 k3", "v0 v1 v2 v3")),
+        ("ulysses", "all-to-all: all positions of a quarter of the heads", ("q0 q1 q2 q3", "k0 k1 k2 k3", "v0 v1 v2 v3")),
+        ("ring", "keys and values go on to the next rank, three times", ("q1", "k1, then k0, k3, k2", "v1, then v0, v3, v2")),
+    )
+    for row, (name, words, has) in enumerate(methods):
+        top = 48 + 92 * row
+        yield text(20, top + 20, name, size=14)
+        yield text(110, top + 20, words)
+        for index, content in enumerate(has):
+            yield box(110 + 190 * index, top + 32, 180, 36, COLOURS["shard"])
+            quarter = ", 1/4 of the heads" if name == "ulysses" else ""
+            yield text(200 + 190 * index, top + 54, content + quarter, anchor="middle", size=11)
+
+
 def main() -> None:
     """Write all pictures."""
     picture("mesh.svg", 690, 320, mesh())
     picture("sync.svg", 790, 310, sync())
     picture("twins.svg", 800, 300, twins())
+    picture("zigzag.svg", 620, 335, zigzag())
+    picture("context.svg", 700, 330, context())
 
 
 if __name__ == "__main__":

@@ -499,3 +499,73 @@ def mean_of_a_microbatch(trainer: RankTrainer) -> None:
         return tuple(term / tokens * tokens for term in inner(model, batch))
 
     _around_loss(trainer, change)
+
+
+def attention_context(trainer: RankTrainer) -> dict[str, Any]:
+    """The attributes of an attention, among them what it does with its part of each sequence."""
+    return vars(trainer.model.get_submodule(f"{UNIT}.self_attn"))
+
+
+def mask_dropped(trainer: RankTrainer) -> None:
+    """An attention that takes every part of the sequence for visible."""
+    own = attention_context(trainer)
+    context = own["_meshwright_context"]
+    own["_meshwright_context"] = replace(context, action=replace(context.action, causal=False))
+
+
+class _Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, gathered: torch.Tensor) -> torch.Tensor:
+        return gathered.view_as(gathered)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / 2
+
+
+class _Unreduced:
+    """Adds up half of the gradients of keys: those of this rank and not those of the other."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __call__(self, sequences: Any, query: Any, key: Any, value: Any, scores: Any, sinks: Any) -> torch.Tensor:
+        return self.inner(sequences, query, _Kept.apply(key), value, scores, sinks)
+
+
+def keys_not_reduced(trainer: RankTrainer) -> None:
+    own = attention_context(trainer)
+    own["_meshwright_context"] = _Unreduced(own["_meshwright_context"])
+
+
+def around_share(trainer: RankTrainer, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    inner = trainer._share
+
+    def share(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        shard = inner(batch)
+        change(shard)
+        return shard
+
+    trainer._share = share  # type: ignore[method-assign]
+
+
+def contiguous_positions_under_zigzag(trainer: RankTrainer) -> None:
+    rank = trainer.mesh.rank("cp")
+
+    def change(shard: dict[str, torch.Tensor]) -> None:
+        length = shard["position_ids"].shape[1]
+        shard["position_ids"].copy_(torch.arange(rank * length, (rank + 1) * length))
+
+    around_share(trainer, change)
+
+
+def labels_shifted_after_the_cut(trainer: RankTrainer) -> None:
+    def change(shard: dict[str, torch.Tensor]) -> None:
+        counts = shard["labels"] != IGNORE
+        shard["labels"] = torch.where(counts, shard["input_ids"].roll(-1, 1), IGNORE)
+
+    around_share(trainer, change)
+
+
+def balance_of_each_rank_of_cp(trainer: RankTrainer) -> None:
+    trainer.balance.group = None

@@ -94,7 +94,7 @@ def _train_and_die(rank: int, config: RunConfig, store: Path, kill: str) -> None
     trainer_on_rank(config, store).run()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "in the background"])
 @pytest.mark.parametrize("kill", KILLS)
 def test_killed_during_a_save(tiny: Tiny, uninterrupted: list[float], kill: str, asynchronous: bool) -> None:
@@ -139,6 +139,7 @@ def _fill_the_disk(rank: int, config: RunConfig, store: Path) -> str:
     return "no error"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["waiting", "in the background"])
 def test_disk_full_in_the_middle_of_a_save(tiny: Tiny, asynchronous: bool) -> None:
     """One rank cannot write: all ranks stop with its reason, and the checkpoint before stays."""

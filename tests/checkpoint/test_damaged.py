@@ -84,6 +84,7 @@ def _verify(rank: int, config: RunConfig, store: Path) -> tuple[str | None, list
     return found and found.name, said
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", SEEN_BY_RANKS)
 def test_damaged_tensors_are_found_by_all_ranks_together(whole: RunConfig, copy: RunConfig, name: str) -> None:
     SEEN_BY_RANKS[name](last(copy) / name)

@@ -103,6 +103,7 @@ def test_half_precision(trained: tuple[RunConfig, torch.Tensor], tmp_path: Path)
     assert torch.allclose(logits, trained[1], rtol=0.1, atol=0.05)
 
 
+@pytest.mark.sampled(2)
 def test_generate_is_deterministic(exported: Path) -> None:
     first = generate(exported, "abc", max_new_tokens=8, temperature=0.0)
     assert first

@@ -110,6 +110,7 @@ LAYOUTS = {
     "tp 2": (2, ("layout.dp_shard=1", "layout.tp=2")),
     "tp 4": (4, ("layout.dp_shard=1", "layout.tp=4", "parallel.sequence_parallel=true")),
     "tp 2 x shard 2": (4, ("layout.tp=2", "parallel.sequence_parallel=true")),
+    "cp 4": (4, ("layout.dp_shard=1", "layout.cp=4")),
 }
 
 
@@ -134,7 +135,7 @@ def go_on(begun: RunConfig, copy: RunConfig, ranks: int) -> list[float]:
     return train(copy, ranks)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("second", LAYOUTS)
 @pytest.mark.parametrize("first", LAYOUTS)
 def test_from_every_layout_to_every_other(

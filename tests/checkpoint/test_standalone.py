@@ -38,6 +38,7 @@ def test_a_background_save_completes_without_another_save(tmp_path: Path) -> Non
     run_ranks(on_rank, 2)
 
 
+@pytest.mark.thorough
 def test_a_copied_checkpoint_exports_without_its_run(tiny, tmp_path: Path) -> None:
     config = tiny(*TRAINED)
     train(config, 2)
@@ -60,6 +61,7 @@ def test_a_run_from_a_pretrained_model_exports_when_that_is_gone(tiny, tmp_path:
     assert (tmp_path / "export" / "model.safetensors").is_file()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("override", "told"),
     [

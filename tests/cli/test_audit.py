@@ -23,6 +23,7 @@ def plant(bug: Callable[..., None]) -> Callable[[], None]:
     return before
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.command
 @pytest.mark.parametrize("processes", [2, 4])
 def test_the_quickstart_passes_within_a_minute(meshwright, tmp_path: Path, processes: int, monkeypatch) -> None:
@@ -41,6 +42,7 @@ def test_the_quickstart_passes_within_a_minute(meshwright, tmp_path: Path, proce
         assert key in outcome.out
 
 
+@pytest.mark.thorough
 def test_any_layout_of_any_dtype_and_nothing_is_left_behind(meshwright, config: str, tmp_path: Path) -> None:
     for arguments in (
         ["--nproc", 4, "--dtype", "bfloat16", "--steps", 1, "layout.dp_replicate=2", "parallel.sync=reduce_each"],
@@ -83,7 +85,7 @@ def test_a_hang_ends_with_1_and_says_who_waits_where(meshwright, config: str, tm
     ("arguments", "words"),
     [
         (["--dtype", "float16"], "dtype='float16': legal are float64, float32, bfloat16"),
-        (["layout.cp=2"], "cp=2: context parallel is planned but not carried out by this version"),
+        (["layout.pp=2"], "pp=2: pipeline parallel is planned but not carried out by this version"),
         (["layout.dp_replicate=3", "--nproc", "2", "--full"], "dp_replicate=3"),
         (["data.files=[nowhere/*.txt]"], "glob matches no file"),
         (["data.files=[nowhere/*.txt]"], "--drawn audits with random tokens"),

@@ -17,6 +17,7 @@ Meshwright = Callable[..., Outcome]
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.thorough
 def test_train_and_generate(meshwright: Meshwright, tmp_path: Path, corpus: Path) -> None:
     config = write_config(tmp_path, corpus)
     trained = meshwright("train", config, *RUN, "export=true", "sample={prompts: [abc], max_new_tokens: 8}")

@@ -56,6 +56,7 @@ def test_a_rank_that_crashes_in_native_code(meshwright: Meshwright, config: str)
     assert found.error.splitlines()[-1] == "error: rank 1 ended with SIGABRT"
 
 
+@pytest.mark.thorough
 def test_debug_shows_the_traceback(meshwright: Meshwright, config: str) -> None:
     found = meshwright("train", config, "--nproc", 2, "--debug", before=fail("raise", 1))
     assert found.code == 1
@@ -74,7 +75,7 @@ def test_one_process(meshwright: Meshwright, config: str) -> None:
     check(meshwright("train", config, before=fail("raise ours", 0)), 2, MESSAGE)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("signal", "code", "message"),
     [
@@ -91,6 +92,7 @@ def test_signals_to_the_launcher(meshwright: Meshwright, config: str, signal: st
     all_gone(found)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nan_stops_with_the_step_and_the_batch(meshwright: Meshwright, config: str, ranks: int) -> None:
     """A learning rate that no model survives."""

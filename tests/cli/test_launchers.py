@@ -62,6 +62,7 @@ def test_own_launcher(config: str, expected: list[float]) -> None:
     assert lines[-1].startswith("abc")
 
 
+@pytest.mark.thorough
 @pytest.mark.command
 def test_torchrun(config: str, expected: list[float]) -> None:
     code, out, error = run([*TORCHRUN, "meshwright.cli.main", "train", config])
@@ -120,7 +121,7 @@ def two_ranks(start: Callable[..., Command], variables: Variables, *arguments: o
     return [rank.end() for rank in ranks]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @both
 def test_ranks_of_others(start: Callable[..., Command], config: str, expected: list[float], variables: Variables) -> None:
     first, second = two_ranks(start, variables, config)

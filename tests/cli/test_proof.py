@@ -36,6 +36,7 @@ def unwrapped(text: str) -> list[str]:
     return [line.strip() for line in text.splitlines()]
 
 
+@pytest.mark.thorough
 def test_the_line_gives_the_command_and_its_audit_changes_the_line(meshwright, config: str, records: Path) -> None:
     first = meshwright("plan", config, "-n", 2, *SMALL)
     (line,) = [line for line in unwrapped(first.out) if line.startswith("unproven: ")]
@@ -56,6 +57,7 @@ def test_the_line_gives_the_command_and_its_audit_changes_the_line(meshwright, c
     assert "prove" not in meshwright("plan", config, "-n", 2, "--json").out
 
 
+@pytest.mark.thorough
 def test_training_starts_after_an_audit_that_passes_and_at_once_where_it_is_on_record(meshwright, config: str) -> None:
     first = meshwright("train", config, "--nproc", 2, "--audit", *SMALL)
     assert first.code == 0, first.error
@@ -125,6 +127,7 @@ def test_rank_0_audits_for_all_ranks_of_others(start: Callable[..., Command], co
     assert checkpoints(load_config(config)) == ["step-00000001"]
 
 
+@pytest.mark.thorough
 def test_an_audit_that_fails_ends_all_ranks_of_others(start: Callable[..., Command], config: str) -> None:
     arguments = (config, "--audit", *SMALL)
     first, second = two_ranks(start, torchrun, *arguments, before=plant(plants.divided_twice))
@@ -166,6 +169,7 @@ def is_alive(group: int) -> bool:
     return True
 
 
+@pytest.mark.thorough
 def test_ranks_whose_rank_0_dies_end(start: Callable[..., Command], config: str) -> None:
     """With it goes the store that they wait at, and its audit."""
 

@@ -60,6 +60,7 @@ def test_to_the_launcher(
         assert losses(load_config(config)) == undisturbed[2]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_to_a_run_of_one_process(meshwright: Meshwright, config: str, undisturbed: dict[int, list[float]], name: str) -> None:
     check(meshwright("train", config, before=fail(f"get {name}", 0)), config, name)
@@ -77,11 +78,13 @@ def test_to_one_worker_of_our_launcher(meshwright: Meshwright, config: str, rank
     assert meshwright("train", config, other, "--nproc", 2, before=fail("get SIGTERM", rank)).code == 1
 
 
+@pytest.mark.thorough
 def test_to_all_processes_at_once(meshwright: Meshwright, config: str) -> None:
     """As `timeout`, systemd and some batch systems send it."""
     check(meshwright("train", config, "--nproc", 2, before=fail("terminate all", 1)), config, "SIGTERM")
 
 
+@pytest.mark.thorough
 def test_in_the_last_step(meshwright: Meshwright, config: str) -> None:
     """The run ends there anyway, with its evaluation."""
     found = meshwright("train", config, "--nproc", 2, "training.steps=2", before=fail("ask the launcher with SIGTERM", 1))
@@ -100,7 +103,7 @@ def test_an_evaluation_that_was_left_out_is_made_when_the_run_goes_on(meshwright
     assert len(eval_losses(load_config(config))) == 3
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_in_the_export(meshwright: Meshwright, config: str, ranks: int) -> None:
     arguments = ("train", config, "--nproc", ranks, "training.steps=2", "export=true")

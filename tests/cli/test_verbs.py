@@ -29,6 +29,7 @@ def test_printed_configuration_is_complete_and_starts_nothing(meshwright: Meshwr
     assert not Path(load_config(config).output).exists()
 
 
+@pytest.mark.thorough
 def test_printed_configuration_reproduces_the_run(meshwright: Meshwright, config: str, tmp_path: Path) -> None:
     printed = tmp_path / "printed.yaml"
     printed.write_text(succeeds(meshwright("train", config, "training.seed=5", "--nproc", 2, "--print-config")))

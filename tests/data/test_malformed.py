@@ -93,6 +93,7 @@ def outcome(config: DataConfig, tokenizer, folder: Path) -> tuple[tuple[str, ...
         return error.problems, None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("bad_rows", ["stop", "skip"])
 def test_two_hundred_malformed_files_give_no_untyped_error(tmp_path: Path, tokenizer, bad_rows: str) -> None:
     draw = random.Random(13)

@@ -434,7 +434,7 @@ UNITS = {
 }
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", UNITS)
 def test_units_inside_layers(name: str) -> None:
     """Forward and backward gather them inside what is recomputed."""

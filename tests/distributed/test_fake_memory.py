@@ -47,7 +47,7 @@ def benchmarks() -> Iterator[None]:
         sys.path.remove(BENCHMARKS)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("twin", "sync"), [(True, "defer"), (True, "reduce_each"), (False, "reduce_each")])
 def test_fake_tensors_hold_what_real_ones_do(twin: bool, sync: str) -> None:
     """To the byte, with units of experts, in a step of two microbatches."""
@@ -71,6 +71,7 @@ def test_fake_tensors_hold_what_real_ones_do(twin: bool, sync: str) -> None:
     assert fake.peak == real.peak > fake.state + fake.gathered
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("axes", [{"ep": 4}, {"ep": 4, "dp_replicate": 2}], ids=str)
 def test_experts_take_part_in_a_fake_world(axes: dict[str, int]) -> None:
     """In bf16: torch's shape function of grouped products knows nothing else. Tokens are shared out evenly."""

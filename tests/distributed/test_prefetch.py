@@ -59,7 +59,7 @@ def step(plan: ShardingPlan) -> tuple[list[torch.Tensor], dict[str, int], int]:
     return [whole(p.grad) for p in model.parameters() if p.grad is not None], dict(counter.counts), peak
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["none", "full", "submodule"])
 @pytest.mark.parametrize("sync", ["reduce_each", "reshard_each"])
 def test_gradients_and_collectives_stay_and_the_units_gathered_at_once_are_those_of_the_plan(sync: str, mode: str) -> None:

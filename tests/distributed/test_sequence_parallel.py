@@ -76,6 +76,7 @@ def test_without_it_a_layer_all_reduces_twice_each_way(family: str) -> None:
         assert planned == forward + backward
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "phi3", "qwen3_moe"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_bytes_of_a_plan_are_those_that_are_sent(family: str, sequence_parallel: bool) -> None:

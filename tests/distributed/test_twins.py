@@ -56,7 +56,7 @@ def step(model: Any, sync: GradSync, objective: BlockDiffusion, microbatches: in
         sum(objective.sums(model, batch)).backward()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize(
     ("twin", "policy", "expected"),
@@ -133,6 +133,7 @@ def test_one_layer_is_gathered_at_a_time(twin: bool) -> None:
     run_ranks(on_rank, 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("twin", [True, False])
 def test_ties_survive_steps_and_twins_gather_what_the_optimizer_changed(twin: bool) -> None:
     """On three ranks every shard is padded, into memory of each unit's own if nobody saw to it."""
@@ -164,6 +165,7 @@ def test_ties_survive_steps_and_twins_gather_what_the_optimizer_changed(twin: bo
     run_ranks(on_rank, 3)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("twin", "options"),
     [
@@ -345,6 +347,7 @@ def test_no_loss_leaves_the_model_rounded() -> None:
     run_ranks(on_rank, 2)
 
 
+@pytest.mark.thorough
 def test_it_generates_while_it_is_sharded() -> None:
     def on_rank(rank: int) -> None:
         prompt = torch.tensor([[5, 6, 7, 8]])

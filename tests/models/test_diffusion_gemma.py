@@ -184,6 +184,7 @@ def block_by_block(model: Any, item: dict[str, torch.Tensor]) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.sampled(4)
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("mode", ["all_blocks", "one_block"])
@@ -367,6 +368,7 @@ class _Letters:
         return "".join(chr(ord("A") + int(token) % 26) for token in ids)
 
 
+@pytest.mark.thorough
 @torch.no_grad()
 def test_drafts_become_surer() -> None:
     model = tiny_diffusion_gemma().eval()

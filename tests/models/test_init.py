@@ -43,6 +43,7 @@ def test_distributions_and_buffers_are_those_of_transformers(family: str) -> Non
         assert float(ours.get_input_embeddings().weight[padding].detach().abs().max()) == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("layout", "world"), [(Layout(), 2), (Layout(), 3), (Layout(dp_replicate=2), 4)])
 def test_every_layout_draws_what_one_process_draws(layout: Layout, world: int) -> None:
     def on_rank(rank: int) -> None:

@@ -104,7 +104,7 @@ def worst_error(ranks: int, layout: Layout, dtype: torch.dtype, changes: dict[st
     return max(run_ranks(on_rank, ranks))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=lambda value: str(value).replace(" ", "-"))
 @pytest.mark.parametrize("changes", [{}, IMAGE], ids=["text", "image"])
 def test_gradients_are_those_of_one_process(ranks: int, layout: Layout, changes: dict[str, Any]) -> None:

@@ -302,6 +302,7 @@ def test_scores_that_are_unknown_are_refused_to_the_loss_alone(tiny: Tiny) -> No
 # -- whole runs ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_metrics_of_a_run_do_not_depend_on_ranks_or_recomputation(tiny: Tiny) -> None:
     """One process, two shards with full checkpointing, two ranks of ep: the same loads and the same balance loss."""
     common = (MIXTRAL, "moe.aux_loss=0.1", "training.eval_every=2", "training.log_every=2")
@@ -408,6 +409,7 @@ def test_compiled_layers_are_balanced_too(tiny: Tiny) -> None:
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-3), (mode, key)
 
 
+@pytest.mark.thorough
 def test_block_diffusion_counts_both_stacks_and_refuses_the_loss(tiny: Tiny) -> None:
     """The pass without gradient is not counted, so that the decoder's loads are those of one pass; recomputed: the same."""
     found = []

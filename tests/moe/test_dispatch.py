@@ -108,7 +108,7 @@ def test_what_cannot_be_dispatched_is_refused() -> None:
             with pytest.raises(ModelError, match=r"experts take hidden \[tokens, features\]"):
                 dispatch(whole(), EXPERTS, dist.group.WORLD, *wrong)
         for expert in (EXPERTS, -1, 99):
-            with pytest.raises(ModelError, match="6 times on rank 0: legal are 0 to 3"):
+            with pytest.raises(ModelError, match="6 times on rank 0; legal are 0 to 3"):
                 dispatch(whole(), EXPERTS, dist.group.WORLD, hidden, index.clone().fill_(expert), weights)
 
     run_ranks(on_rank, 1)

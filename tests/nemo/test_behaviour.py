@@ -161,7 +161,7 @@ def test_a_strategy_that_only_parallelizes(sizes: dict[str, Any]) -> None:
         assert manager.plan is None
         tp = manager.tp_size
         compare(model, of_class(Other), rank // tp, 4 // tp)
-        with pytest.raises(PlanError, match=r"Other: already parallelized \(it is an FSDP unit\)"):
+        with pytest.raises(PlanError, match=r"Other: the model is already parallelized \(its root is an FSDP unit\)"):
             manager.parallelize(model)
 
     run_ranks(on_rank, 4)
@@ -675,7 +675,9 @@ def test_asking_again_says_that_it_is_parallelized() -> None:
             lambda model: fsdp2_strategy_parallelize(model, manager.device_mesh),
         )
         for ask in questions:
-            with pytest.raises(PlanError, match=r"LlamaForCausalLM: already parallelized \(it is an FSDP unit\)"):
+            with pytest.raises(
+                PlanError, match=r"LlamaForCausalLM: the model is already parallelized \(its root is an FSDP unit\)"
+            ):
                 ask(model)
 
     run_ranks(on_rank, 2)

@@ -333,6 +333,7 @@ def run_pipeline(
     return traffic
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
 @pytest.mark.parametrize("root", [False, True])
 def test_two_stages_reduce_once_in_an_optimizer_step(schedule: Any, root: bool) -> None:

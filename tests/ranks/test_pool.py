@@ -197,6 +197,7 @@ def test_workers_compute_in_threads_although_their_parent_did() -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["collectives", "messages"])
 def test_what_counts_as_progress(pair: Pool, how: str) -> None:
     assert pair.run(slow, how) == [None, None]
@@ -327,6 +328,7 @@ def test_another_size(pair: Pool, larger: int) -> None:
     assert lines[1 - larger].startswith(f"rank {1 - larger} ended with SIGABRT")
 
 
+@pytest.mark.thorough
 def test_another_group() -> None:
     with Pool(4, patience=PATIENCE) as pool:
         verdict, *lines = hang(pool, another_group, False)

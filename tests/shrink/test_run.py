@@ -386,6 +386,7 @@ LAYOUTS: list[tuple[dict[str, int | None], int | None, int, dict[str, int]]] = [
 ]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("layout", "nproc", "processes", "above"), LAYOUTS, ids=str)
 def test_layouts(layout: dict[str, int | None], nproc: int | None, processes: int, above: dict[str, int]) -> None:
     config = run_config(MIXTRAL, layout=layout, training={"global_batch_size": 72 * 1024})

@@ -30,6 +30,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> RunConfi
     return config
 
 
+@pytest.mark.thorough
 def test_it_learns_and_reports_both_losses(finished: RunConfig) -> None:
     first, *_, last = (row for row in rows(finished) if "loss" in row)
     for row in (first, last):
@@ -41,6 +42,7 @@ def test_it_learns_and_reports_both_losses(finished: RunConfig) -> None:
     assert "eval/perplexity" not in end
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_repeats_its_noise(finished: RunConfig, tiny: Tiny) -> None:
     at = Paths(finished.directory).checkpoints / "step-00000003"
     again = tiny(*RUN, *EVERY, f"checkpoint.resume={at}")
@@ -48,7 +50,7 @@ def test_a_resumed_run_repeats_its_noise(finished: RunConfig, tiny: Tiny) -> Non
     assert eval_losses(again) == eval_losses(finished)[-1:]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("changes", [(), ("training.microbatch_size=1",)], ids=["as it is", "smaller microbatches"])
 def test_another_layout_puts_the_same_noise_on_the_same_sequences(finished: RunConfig, tiny: Tiny, changes: Any) -> None:
     other = tiny(*RUN, *EVERY, *changes)
@@ -56,6 +58,7 @@ def test_another_layout_puts_the_same_noise_on_the_same_sequences(finished: RunC
     assert eval_losses(other) == pytest.approx(eval_losses(finished), abs=2e-4)
 
 
+@pytest.mark.thorough
 def test_one_random_block_and_no_loss_of_the_encoder(tiny: Tiny) -> None:
     config = tiny(*RUN, "diffusion.mode=one_block", "diffusion.encoder_loss_weight=0")
     train(config)
@@ -133,6 +136,7 @@ def test_an_export_is_the_hub_s_and_fills_canvases(finished: RunConfig, tmp_path
         generate(tmp_path / "export", "abc", top_p=0.5)
 
 
+@pytest.mark.thorough
 def test_a_pretrained_model_goes_on_from_what_it_was(finished: RunConfig, tiny: Tiny, tmp_path: Path) -> None:
     """On two ranks, each of which reads its slices; files hold the decoder's names alone."""
     export_checkpoint(Paths(finished.directory).checkpoints / "step-00000006", tmp_path / "export")

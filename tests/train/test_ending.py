@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -50,6 +51,7 @@ def test_all_ranks_save_after_the_same_steps_by_the_clock_of_one() -> None:
     assert run_ranks(_steps, 3, None, None) == [[], [], []]
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_by_the_clock(tiny: Callable[..., RunConfig]) -> None:
     """From the second step on: the clock is looked at after the first."""
     config = tiny("checkpoint.every_minutes=1e-6", "checkpoint.keep=null")

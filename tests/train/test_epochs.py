@@ -39,6 +39,7 @@ def test_steps_see_so_many_epochs_on_every_layout(tmp_path: Path, packing: str, 
         assert (loader.steps(epochs) + 1) * 4 > expected
 
 
+@pytest.mark.thorough
 def test_a_run_of_epochs_is_that_of_as_many_steps_and_resumes(tiny: Tiny) -> None:
     config = tiny(*EPOCHS, "training.epochs=2", "checkpoint.every=3")
     found = train(config, 2)

@@ -48,7 +48,7 @@ def test_loss_goes_down(reference: RunConfig) -> None:
     assert held_out[2] < held_out[1] < held_out[0]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_same_losses_on_every_layout(tiny: Tiny, reference: RunConfig, name: str) -> None:
     ranks, overrides = LAYOUTS[name]
@@ -91,6 +91,7 @@ def test_activation_checkpointing_draws_the_same_dropout(tiny: Tiny) -> None:
         assert train(recomputed, 2) == plain, mode
 
 
+@pytest.mark.thorough
 def test_bf16_learns(tiny: Tiny) -> None:
     exact, rounded = train(tiny(name="fp32"), 2), train(tiny("parallel.param_dtype=bfloat16", name="bf16"), 2)
     assert rounded != exact

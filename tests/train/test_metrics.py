@@ -51,6 +51,7 @@ def test_epochs_are_counted(tiny: Tiny) -> None:
     assert found[-1] >= 1
 
 
+@pytest.mark.thorough
 def test_tensorboard_holds_the_losses_once_also_after_resuming(tiny: Tiny) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -78,6 +78,7 @@ def test_skipped_steps_that_are_not_in_a_row_are_not_too_many(tiny: Tiny) -> Non
     assert run(tiny("training.on_nonfinite=skip", "training.max_skipped=2"), math.nan) == ["", ""]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("value", "options"), [(math.nan, []), (math.inf, []), (math.nan, ["optimizer.fused=false"])])
 def test_stop(tiny: Tiny, value: float, options: list[str]) -> None:
     config = tiny("checkpoint.every=1", "checkpoint.keep=2", *options)
@@ -134,6 +135,7 @@ def test_too_many_skipped_are_counted_where_the_host_does_not_look(tiny: Tiny) -
     assert messages[0].startswith("step 4: loss nan")
 
 
+@pytest.mark.thorough
 def test_metrics_are_of_all_steps_since_the_line_before(tiny: Tiny, capfd: pytest.CaptureFixture[str]) -> None:
     config, every = (tiny("training.on_nonfinite=skip", f"training.log_every={each}", name=str(each)) for each in (6, 1))
     assert run(config, math.nan) == ["", ""]
@@ -180,6 +182,7 @@ ELSEWHERE = {"loss.<genexpr>", "trainer.<genexpr>", "loss.forward_logits", "use.
 of positions in each forward (``find_packed_sequence_indices``)."""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options", [(), ("optimizer.fused=false",), (DEEPSEEK, "moe.aux_loss=0.1", "moe.bias_update_rate=0.1")]
 )
@@ -190,6 +193,7 @@ def test_the_host_waits_for_the_device_when_it_logs(tiny: Tiny, options: tuple[s
         assert in_metrics == {"journal.read"}
 
 
+@pytest.mark.thorough
 def test_stopped_run_resumes_from_the_last_good_checkpoint(tiny: Tiny) -> None:
     whole = train(tiny(name="whole"), 2)
     config = tiny("checkpoint.every=2")

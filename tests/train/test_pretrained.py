@@ -51,7 +51,7 @@ def first_loss(model: PreTrainedModel, config: RunConfig, store: object) -> floa
     return total / count_tokens(batches)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("parts", [False, True], ids=["one file", "several files"])
 @pytest.mark.parametrize("name", MODELS)
 def test_first_loss_is_that_of_the_plain_model(tiny: Tiny, tmp_path: Path, name: str, parts: bool) -> None:
@@ -137,6 +137,7 @@ def read_on_rank(rank: int, config: RunConfig, store: Path) -> tuple[int, int]:
     return sum(Counting.read), sum(local_part(p).numel() for p in trainer.model.parameters())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_each_rank_reads_its_own_experts(tiny: Tiny, tmp_path: Path, ep: int) -> None:
     saved(tmp_path / "model", "qwen3_moe")

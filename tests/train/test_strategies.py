@@ -69,6 +69,7 @@ def test_a_strategy_that_parallelizes_by_itself_is_refused(tiny: Tiny, module: s
     run_ranks(on_rank, 1)
 
 
+@pytest.mark.thorough
 def test_a_hybrid_of_mamba_trains_as_in_one_process(tiny: Tiny) -> None:
     """NemotronH, whose documents must not be packed."""
     model = (

@@ -48,7 +48,8 @@ def attend_over_ranks(model: nn.Module, action: Attend, mesh: ParallelMesh) -> N
     """Let an attention work on this rank's part of each sequence. The model calls :func:`attend` from now on."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(FUNCTION, attend)
+    # A compiled layer breaks its graph here: what the attention needs to know is no tensor.
+    AttentionInterface.register(FUNCTION, torch.compiler.disable(attend))
     group = mesh[action.axis].get_group()
     context = _Context(action, group, dist.get_world_size(group), dist.get_rank(group))
     vars(model.get_submodule(action.module))[_CONTEXT] = context

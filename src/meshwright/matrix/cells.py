@@ -13,7 +13,7 @@ from meshwright.audit.data import draw_documents
 from meshwright.audit.report import AuditReport
 from meshwright.errors import ConfigError, MeshwrightError, UnsupportedError
 from meshwright.models.families import TINY_MODELS
-from meshwright.plan.options import SyncPolicy
+from meshwright.plan.options import ContextBalance, ContextMethod, SyncPolicy
 from meshwright.train.claim import Claim
 from meshwright.train.config import RunConfig
 
@@ -25,6 +25,7 @@ __all__ = [
     "Outcome",
     "Place",
     "Variant",
+    "context_options",
     "family_case",
     "run_cell",
     "slice_of_matrix",
@@ -53,6 +54,12 @@ LAYOUTS = (
     Place("tp 2", 2, {"dp_shard": 1, "tp": 2}),
     Place("tp 2 seq", 2, {"dp_shard": 1, "tp": 2}, sequence_parallel=True),
     Place("cp 2", 2, {"dp_shard": 1, "cp": 2}),
+    Place("cp 4", 4, {"dp_shard": 1, "cp": 4}),
+    Place("cp 2 x shard 2", 4, {"dp_shard": 2, "cp": 2}),
+    Place("cp 2 x tp 2", 4, {"dp_shard": 1, "cp": 2, "tp": 2}),
+    Place("cp 2 x tp 2 seq", 4, {"dp_shard": 1, "cp": 2, "tp": 2}, sequence_parallel=True),
+    Place("cp 2 x ep 2", 4, {"dp_shard": 2, "cp": 2, "ep": 2}, experts=True),
+    Place("2 x cp 2 x shard 2", 8, {"dp_replicate": 2, "dp_shard": 2, "cp": 2}),
     Place("pp 2", 2, {"dp_shard": 1, "pp": 2}),
     Place("ep 2", 2, {"dp_shard": 2, "ep": 2}, experts=True),
     Place("ep 4", 4, {"dp_shard": 4, "ep": 4}, experts=True),
@@ -125,6 +132,16 @@ ON_EIGHT = (VARIANTS[1], VARIANTS[2], VARIANTS[3], VARIANTS[8])
 """The variants for layouts of eight processes, which take long on few cores: they have every value of every option."""
 
 
+def context_options(family: str, variant: Variant) -> dict[str, Any]:
+    """Return the options of context parallel of an audit. Over the families, each meets each, and every value of a variant."""
+    row, column = list(TINY_MODELS).index(family), VARIANTS.index(variant) if variant in VARIANTS else 0
+    return {
+        "context_parallel": tuple(ContextMethod)[(row + column) % 3],
+        "context_balance": tuple(ContextBalance)[(row // 3 + column // 3) % 2],
+        "context_recompute": (row + column) // 2 % 2 == 1,
+    }
+
+
 class Outcome(StrEnum):
     """The outcome of a family on a layout."""
 
@@ -190,6 +207,7 @@ def family_case(
                 "sequence_parallel": place.sequence_parallel,
                 **({"twin_units": variant.twin_units} if tiny.twins else {}),
                 "loss_parallel": variant.loss_parallel and place.sizes.get("tp", 1) > 1 and not tiny.twins,
+                **(context_options(family, variant) if place.sizes.get("cp", 1) > 1 else {}),
                 **parallel,
             },
             "data": {"files": ["drawn"], "sequence_length": SEQUENCE_LENGTH, "eval_fraction": 0.0, "packing": packing},

@@ -72,7 +72,8 @@ def check_boundaries(
 def _largest(logits: torch.Tensor) -> float:
     """The largest absolute value of all entries of all ranks. A rank may have none of the positions, or words."""
     largest = logits.abs().max() if logits.numel() else logits.new_zeros(())
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    if dist.is_initialized():
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
     return float(largest)
 
 
