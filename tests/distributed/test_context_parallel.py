@@ -1,4 +1,4 @@
-"""Attention over sequences that ranks share: against attention written out over whole sequences, and models against one process."""
+"""Attention over sequences that ranks share, against attention over whole ones; and models against one process."""
 
 import itertools
 from typing import Any

@@ -94,7 +94,7 @@ def test_what_cannot_be_shared_is_refused_by_name() -> None:
     model = tiny_model("llama", meta=True)
     model.config._attn_implementation_internal = "flash_attention_2"
     assert "legal are sdpa and eager" in refusal(model, two)
-    with pytest.raises(PlanError, match="attentions of .* are unknown"):
+    with pytest.raises(PlanError, match=r"attentions of .* are unknown"):
         resolve(PLAIN_SPEC, Plain(), two, ParallelOptions())
     with pytest.raises(PlanError, match="legal are gather, ulysses, ring"):
         ParallelOptions(context_parallel="rings")

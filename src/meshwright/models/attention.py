@@ -52,28 +52,33 @@ def trace_attentions(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = 
     problems = _unfit_rotary(model)
     if problems:
         return Attentions((), tuple(problems))
-    names = {id(module): name for name, module in model.named_modules()}
+    reasons = []
+    # A mask with values, because models ask whether it is all ones; or one without, because some multiply with it.
+    for device in ("cpu", "meta"):
+        try:
+            return _traced(model, experts, device)
+        except Exception as error:  # whatever a model does with tensors that have no values
+            reasons.append(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}")
+    return Attentions((), (f"its forward cannot be traced without values ({reasons[0]})",))
+
+
+def _traced(model: "PreTrainedModel", experts: Sequence[ExpertsRule], mask_device: str) -> Attentions:
     length = _prime_length(model)
-    trace = _Trace(names, length)
-    tensors = {
-        name: tensor.detach().to("meta")
-        for named in (model.named_parameters(), model.named_buffers())
-        for name, tensor in named
+    trace = _Trace({id(module): name for name, module in model.named_modules()}, length)
+    named = (model.named_parameters(), model.named_buffers())
+    tensors = {name: tensor.detach().to("meta") for some in named for name, tensor in some}
+    inputs = {
+        "input_ids": torch.zeros((1, length), dtype=torch.long, device="meta"),
+        "position_ids": trace.positions,
+        "attention_mask": torch.ones((1, length), dtype=torch.long, device=mask_device),  # or documents are looked for
+        "use_cache": False,
     }
-    ids = torch.zeros((1, length), dtype=torch.long, device="meta")
-    # The mask has values, because models ask whether it is all ones; given one, transformers looks for no documents in
-    # positions.
-    inputs = {"input_ids": ids, "position_ids": trace.positions, "attention_mask": torch.ones((1, length), dtype=torch.long)}
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(_registered(model, trace))
-            stack.enter_context(_passed_over(model, experts))
-            stack.enter_context(trace.watching(model))
-            stack.enter_context(torch.no_grad())
-            torch.func.functional_call(model, tensors, (), {**inputs, "use_cache": False})
-    except Exception as error:  # whatever a model does with tensors that have no values
-        reason = str(error).strip().partition("\n")[0][:200]
-        return Attentions((), (f"its forward cannot be traced without values ({type(error).__name__}: {reason})",))
+    with ExitStack() as stack:
+        stack.enter_context(_registered(model, trace))
+        stack.enter_context(_passed_over(model, experts))
+        stack.enter_context(trace.watching(model))
+        stack.enter_context(torch.no_grad())
+        torch.func.functional_call(model, tensors, (), inputs)
     return Attentions(tuple(trace.found.values()), tuple(dict.fromkeys(trace.problems)), compat.attention_of(model))
 
 
