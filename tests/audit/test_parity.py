@@ -200,7 +200,7 @@ def test_balance_of_experts(auditor: Auditor, folder: Path, family: str, label: 
     """A balance loss as large as the training loss, and biases where there are some: those of one process."""
     place = next(place for place in (ONE, *LAYOUTS) if place.label == label)
     moe = {"aux_loss": 1.0, "bias_update_rate": 0.01 if family in ("deepseek_v3", "nemotron_h") else None}
-    packing = "pad" if family in UNPACKED else "pack"
+    packing = "pad" if family in UNPACKED - {"gpt_oss"} else "pack"
     found = []
     for microbatches in (1, 3):
         variant = Variant(SyncPolicy.DEFER, "float64", microbatches, False, False)
@@ -249,7 +249,7 @@ def test_the_page_of_the_matrix(tmp_path: Path) -> None:
     assert "not yet [" in row
     assert ". pp=2: pipeline parallel is planned but not carried out by this version" in text
     assert "model: GPT2LMHeadModel declares no tp_styles" in text
-    assert "with data.packing=pad only: data.packing=pack: in GptOssForCausalLM" in text
+    assert "data.packing" not in text  # packed documents of gpt-oss are kept apart, which its own masks do not
 
 
 def test_a_matrix_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -292,7 +292,7 @@ TP_CASES = [("mixtral", place) for place in TP_PLACES] + [
 )
 def test_sequence_and_loss_parallel(auditor: Auditor, folder: Path, place: Place, family: str) -> None:
     """Biases, tied embeddings, norms on both sides, experts, sinks; on four ranks two share a key/value head."""
-    packing = "pad" if family == "gpt_oss" else "pack"
+    packing = "pack"
     for sequence_parallel, loss_parallel in product((False, True), repeat=2):
         if place.world_size == 8 and sequence_parallel != loss_parallel:
             continue
@@ -307,7 +307,7 @@ def test_sequence_and_loss_parallel(auditor: Auditor, folder: Path, place: Place
 def test_every_mixture_of_experts_over_ep(auditor: Auditor, folder: Path, family: str) -> None:
     """Each expert in one half of the ranks, sharded there; some microbatches leave experts without a token."""
     place = next(place for place in LAYOUTS if place.label == "ep 2 x shard 2")
-    packing = "pad" if family in UNPACKED else "pack"
+    packing = "pad" if family in UNPACKED - {"gpt_oss"} else "pack"
     variant = Variant(SyncPolicy.REDUCE_EACH, "float64", 2, False, False)
     assert audited(auditor, folder, place, variant, family, packing=packing).worst_gradient < 1e-12
 

@@ -19,9 +19,11 @@ from meshwright.errors import ConfigError, UnsupportedError
 from meshwright.layout import Layout
 from meshwright.models.registry import get_parallelization_strategy, spec_of
 from meshwright.plan.activation_traffic import activation_traffic
+from meshwright.plan.context_parallel import attention_program
 from meshwright.plan.options import ActivationCheckpointing, ContextBalance, ContextMethod, ParallelOptions
-from meshwright.plan.program import Assign, Attend
+from meshwright.plan.program import Attend
 from meshwright.plan.resolver import resolve
+from meshwright.plan.rows import AttentionRow
 from meshwright.plan.sharding_plan import ShardingPlan
 from tests.harness import run_ranks
 from tests.tiny import tiny_model
@@ -95,8 +97,7 @@ def whole(parts: torch.Tensor, order: torch.Tensor, dim: int, ranks: int) -> tor
 def check_cases(rank: int, ranks: int, method: ContextMethod) -> list[str]:
     mesh = build_mesh(Layout(dp_shard=1, cp=ranks), "cpu")
     wrong = []
-    options = itertools.product(CASES.items(), ContextBalance, (False, True))
-    for (name, case), balance, recompute in options:
+    for (name, case), balance, recompute in itertools.product(CASES.items(), ContextBalance, (False, True)):
         if recompute and name not in ("documents", "sinks"):
             continue
         tensors = drawn(case)
@@ -104,9 +105,9 @@ def check_cases(rank: int, ranks: int, method: ContextMethod) -> list[str]:
         truth = written_out(case, leaves)
         weights = torch.randn(truth.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         truth.backward(weights)
-        plan = ShardingPlan(
-            "", mesh.layout, ParallelOptions(context_parallel=method, context_balance=balance), (), (), ()
-        )  # fmt: skip
+        options = ParallelOptions(context_parallel=method, context_balance=balance)
+        row = AttentionRow("", method, "sdpa", 4, 2, 6, 6, True, None, False, recompute)
+        plan = ShardingPlan("", mesh.layout, options, (), (), (), attentions=(row,))
         batch = {
             "input_ids": torch.arange(32).expand(2, 32),
             "position_ids": positions_of_documents(*case["documents"]),
@@ -231,9 +232,8 @@ def test_collectives_and_bytes_are_those_of_the_plan(method: ContextMethod, reco
             model, Layout(dp_shard=1, cp=4), context_parallel=method, context_recompute=recompute, tokens=2 * 32 // 4
         )  # fmt: skip
         mesh = build_mesh(plan.layout, "cpu")
-        for action in plan.program:  # without units, whose collectives are over the same ranks
-            if isinstance(action, Attend | Assign):
-                PERFORMERS[type(action)](model, action, mesh)
+        for action in attention_program(plan):  # without units, whose collectives are over the same ranks
+            PERFORMERS[type(action)](model, action, mesh)
         with shared(plan, mesh, packed_batch()) as shard, CommCounter() as counter:
             loss_of(model, shard).backward()
         due = {item.kind: (item.calls, item.size) for item in activation_traffic(plan) if item.axis == "cp"}
@@ -270,3 +270,36 @@ def test_without_context_parallel_a_batch_is_what_it_was() -> None:
     plan = planned(tiny_model("llama"), Layout(dp_shard=1, tp=1))
     batch = packed_batch()
     assert share_batch(plan, 0, batch) == batch
+
+
+@pytest.mark.parametrize("layout", [{"dp_shard": 1}, {"dp_shard": 1, "cp": 2}, {"dp_shard": 1, "tp": 2}], ids=str)
+def test_packed_documents_of_gpt_oss_are_those_computed_one_by_one(layout: dict[str, int]) -> None:
+    """The masks of transformers' gpt_oss let packed documents see each other, so no packed reference of its own is right."""
+
+    def on_rank(rank: int) -> float:
+        batch = packed_batch()
+        batch["labels"][:, [6, 10, 19]] = -100  # no label in another document
+        reference = tiny_model("gpt_oss")
+        for row, lengths in enumerate(((11, 21), (7, 13, 12))):
+            begin = 0
+            for length in lengths:
+                part = {name: tensor[row : row + 1, begin : begin + length] for name, tensor in batch.items()}
+                loss_of(reference, part).backward()
+                begin += length
+        model = tiny_model("gpt_oss")
+        plan = planned(model, Layout(**layout), packed=True)
+        assert len(plan.attentions) == 2
+        mesh = build_mesh(plan.layout, "cpu")
+        get_parallelization_strategy(model).carry_out(model, plan, mesh)
+        with shared(plan, mesh, batch) as shard:
+            loss = loss_of(model, shard)
+        loss.backward()
+        return worst_gradient(model, reference)
+
+    world = Layout(**layout).world_size
+    assert max(run_ranks(on_rank, world)) < 5e-6
+
+
+def test_a_family_that_keeps_packed_documents_apart_keeps_its_own_attention() -> None:
+    for family, packed, attentions in (("llama", True, 0), ("gpt_oss", True, 2), ("gpt_oss", False, 0)):
+        assert len(planned(tiny_model(family, meta=True), Layout(dp_shard=1), packed=packed).attentions) == attentions

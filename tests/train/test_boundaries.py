@@ -79,7 +79,7 @@ def test_a_mixture_of_experts_passes(family: str) -> None:
 
 
 def test_attention_with_sinks_is_refused() -> None:
-    """transformers' gpt_oss does not tell its masks of positions that restart."""
+    """transformers' gpt_oss does not tell its masks of positions that restart. A run uses another attention function."""
     with pytest.raises(ConfigError, match=r"data\.packing=pack.*set data\.packing=pad"):
         check(tiny_model("gpt_oss"), rows=2, length=20, exact=False)
 

@@ -22,10 +22,12 @@ from meshwright.audit.data import UnevenLoader
 from meshwright.audit.decay import plain_optimizer, to_be_decayed
 from meshwright.audit.precision import FLOORS
 from meshwright.checkpoint import state
+from meshwright.distributed.conductor import PERFORMERS
 from meshwright.distributed.grad_clip import total_grad_norm
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.models.loss import count_tokens
 from meshwright.plan.borders import borders
+from meshwright.plan.context_parallel import attention_program
 from meshwright.plan.inspection import model_sizes
 from meshwright.plan.sharding_plan import ShardingPlan, UnitRow
 from meshwright.train.engine import Batch, Sums
@@ -344,6 +346,8 @@ def _plain_model(trainer: Made) -> nn.Module:
     model, plan = trainer.setup.model, trainer.setup.plan
     for row in plan.parameters:
         model.get_parameter(row.name).requires_grad_(row.trainable)
+    for action in attention_program(plan):  # only of a family whose own attention lets packed documents see each other
+        PERFORMERS[type(action)](model, action, trainer.mesh)
     _compute_in_dtypes(model, plan)
     return model
 

@@ -145,6 +145,8 @@ class _Context:
         self, sequences: Sequences, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: _Scores, sinks: Any
     ) -> torch.Tensor:
         pieces = self._pieces(sequences.length)
+        if self.ranks == 1:
+            return self._blocks(sequences, pieces[0], query, key, value, scores, sinks)
         both = _Gather.apply(torch.cat([key, value], dim=-1), pieces, self.group)
         key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         return self._blocks(sequences, pieces[self.rank], query, key, value, scores, sinks)

@@ -111,7 +111,8 @@ def context_parallel(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Cut a batch for this rank of `cp`, for a loop of one's own.
 
-    Call the model with the shard inside the context; backward may run outside of it. With `cp` 1 the batch is not changed.
+    Call the model with the shard inside the context; backward may run outside of it. Without attentions in the plan, the batch
+    is not changed.
 
     Args:
         plan: the plan that the model was parallelized with.
@@ -134,7 +135,7 @@ def context_parallel(
 def share_batch(plan: ShardingPlan, rank: int, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the part of a batch that a rank of `cp` has; see :func:`context_parallel`."""
     cp = plan.layout.size("cp")
-    if cp == 1:
+    if not plan.attentions:
         return dict(batch)
     whole = dict(batch)
     _check_mask(whole.pop("attention_mask", None))

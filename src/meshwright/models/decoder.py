@@ -51,11 +51,14 @@ def _phi3(config: Any) -> Structure:
 
 
 def _gpt_oss(config: Any) -> Structure:
-    """Return the structure for attention with a sink for each head. Experts stay whole: their gate and up are interleaved."""
+    """Return the structure for attention with a sink for each head. Experts stay whole: their gate and up are interleaved.
+
+    Up to transformers 5.23, its model makes masks without positions, so that packed documents see each other.
+    """
     attention = "model.layers.*.self_attn"
     colwise = {f"{attention}.{name}": "colwise" for name in ("q_proj", "k_proj", "v_proj", "sinks")}
     styles = {name: style for name, style in _MATRICES.items() if ".mlp." not in name}
-    return replace(LLAMA, styles={**styles, **colwise})
+    return replace(LLAMA, styles={**styles, **colwise}, leaks_documents=True)
 
 
 def global_heads(config: Any) -> tuple[tuple[str, int], ...]:

@@ -40,7 +40,7 @@ def activation_traffic(plan: ShardingPlan) -> list[AxisTraffic]:
         calls["tp"] = tensor_parallel_counts(plan)
     for axis, of in expert_parallel_counts(plan).items():
         calls.setdefault(axis, Counter()).update(of)
-    if plan.attentions:
+    if plan.layout.size("cp") > 1:
         calls["cp"] = context_counts(plan)
     sizes = None if plan.options.tokens is None else _sizes(plan, plan.options.tokens)
     return [

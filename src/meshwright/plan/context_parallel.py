@@ -26,6 +26,7 @@ from meshwright.plan.sharding_plan import AttentionRow, ShardingPlan, itemsize
 __all__ = [
     "FUNCTION",
     "attention_actions",
+    "attention_program",
     "context_bytes",
     "context_counts",
     "gathered_bytes",
@@ -72,24 +73,43 @@ def unevenness(lengths: Sequence[int], ranks: int, balance: ContextBalance) -> f
 
 
 def resolve_attentions(draft: Draft) -> tuple[AttentionRow, ...]:
-    """Return a row for each attention, in the order in which they run; none if `cp` is 1."""
+    """Return a row for each attention, in the order in which they run.
+
+    There are none if `cp` is 1, except for packed documents of a family whose own masks let them see each other.
+    """
     options, cp, problems = draft.options, draft.layout.size("cp"), draft.problems
     if cp == 1:
         if options.context_recompute is not None:
             problems.append(f"context_recompute={options.context_recompute}: needs cp > 1; the legal value is None")
-        return ()
+        leaks = draft.spec.structure is not None and draft.spec.structure.leaks_documents
+        if not options.packed or not leaks or _refusals(draft):
+            return ()  # refused later by the check of boundaries, if documents see each other
+        return tuple(_row(draft, facts) for facts in draft.model.attentions.rows)  # type: ignore[union-attr]
     if draft.spec.twins:
         problems.append(
             f"cp={cp}: {draft.spec.family} has a stack of layers that runs twice, with attention from one pass to the other, "
             "which context parallel does not support; the legal value is 1"
         )
         return ()
-    attentions = draft.model.attentions
-    if attentions is None:
+    if draft.model.attentions is None:
         problems.append(
             f"cp={cp}: the attentions of {draft.spec.family} are unknown (attentions of its ParallelSpec); the legal value is 1"
         )
         return ()
+    if refused := _refusals(draft):
+        problems.extend(f"cp={cp}: {text}; the legal value of cp is 1" for text in _without_repetition(refused))
+        return ()
+    rows = [_row(draft, facts) for facts in draft.model.attentions.rows]
+    if options.context_parallel is ContextMethod.ULYSSES:
+        _check_heads(draft, rows)
+    return tuple(rows)
+
+
+def _refusals(draft: Draft) -> list[str]:
+    """Return why the attentions of a model cannot be computed with the function of context parallel."""
+    attentions = draft.model.attentions
+    if attentions is None:
+        return [f"the attentions of {draft.spec.family} are unknown"]
     refused = [f"{draft.spec.family}: {problem}" for problem in attentions.problems]
     refused += [f"attention {facts.module!r} {facts.problem}" for facts in attentions.rows if facts.problem]
     refused += [
@@ -102,13 +122,7 @@ def resolve_attentions(draft: Draft) -> tuple[AttentionRow, ...]:
         refused.append(f"attn_implementation={attentions.kernel!r} is not supported; legal are {' and '.join(KERNELS)}")
     if not attentions.rows and not refused:
         refused.append(f"{draft.spec.family} has no attention")
-    if refused:
-        problems.extend(f"cp={cp}: {text}; the legal value of cp is 1" for text in _without_repetition(refused))
-        return ()
-    rows = [_row(draft, facts, attentions.kernel) for facts in attentions.rows]
-    if options.context_parallel is ContextMethod.ULYSSES:
-        _check_heads(draft, rows)
-    return tuple(rows)
+    return refused
 
 
 def _without_repetition(problems: list[str]) -> list[str]:
@@ -120,12 +134,13 @@ def _without_repetition(problems: list[str]) -> list[str]:
     return [lines[0] if len(lines) == 1 else f"{lines[0]} (and {len(lines) - 1} more like it)" for lines in groups.values()]
 
 
-def _row(draft: Draft, facts: AttentionFacts, kernel: str) -> AttentionRow:
-    tp = draft.layout.size("tp")
+def _row(draft: Draft, facts: AttentionFacts) -> AttentionRow:
+    tp, alone = draft.layout.size("tp"), draft.layout.size("cp") == 1
+    assert draft.model.attentions is not None
     return AttentionRow(
         module=facts.module,
-        method=draft.options.context_parallel,
-        kernel=kernel,
+        method=ContextMethod.GATHER if alone else draft.options.context_parallel,
+        kernel=draft.model.attentions.kernel,
         heads=facts.heads // tp,
         kv_heads=max(1, facts.kv_heads // tp),
         key_size=facts.key_size,
@@ -171,6 +186,15 @@ def attention_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action]:
         )
 
 
+def attention_program(plan: ShardingPlan) -> list[Action]:
+    """Return those actions of a plan that :func:`attention_actions` yielded."""
+    return [
+        action
+        for action in plan.program
+        if isinstance(action, Attend) or (isinstance(action, Assign) and FUNCTION in dict(action.values).values())
+    ]
+
+
 _COUNTS = {
     ContextMethod.GATHER: {"all_gather": (1, 0), "reduce_scatter": (0, 1)},
     ContextMethod.ULYSSES: {"all_to_all": (3, 3)},
@@ -185,7 +209,9 @@ def context_counts(plan: ShardingPlan) -> Counter[str]:
     """
     counts: Counter[str] = Counter()
     cp = plan.layout.size("cp")
-    if cp > 1 and plan.options.balance_loss:  # loads of the whole sequence
+    if cp == 1:
+        return counts
+    if plan.options.balance_loss:  # loads of the whole sequence
         counts["all_reduce"] += sum(plan.forwards(row.module) for row in plan.experts if row.router)
     for row in plan.attentions:
         forwards = plan.forwards(row.module)

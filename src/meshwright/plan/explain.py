@@ -207,6 +207,8 @@ def _experts(plan: ShardingPlan, full: bool) -> Table:
 def _attentions(plan: ShardingPlan, full: bool) -> Table:
     options, cp = plan.options, plan.layout.size("cp")
     title = f"Context parallel: {options.context_parallel}, {options.context_balance}"
+    if cp == 1:
+        title = "Attention that keeps packed documents apart, which the model's own does not"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for name in ("attention", "mask", "heads", "key/value heads", "sizes", "kernel", "in backward"):
         table.add_column(name, justify="right" if "heads" in name else "left", overflow="fold")
@@ -220,12 +222,13 @@ def _attentions(plan: ShardingPlan, full: bool) -> Table:
 
     for label, values in _folded(plan.attentions, cells, full):
         table.add_row(label, *values)
-    lines = [f"a sequence is padded to a multiple of {plan.sequence_multiple}"]
-    uneven = unevenness([1024 * cp], cp, options.context_balance)
-    lines.append(f"one causal document: the rank with the most work has {uneven:.2f} of the mean")
-    if options.tokens is not None and (gathered := gathered_bytes(plan, options.tokens)):
+    lines = [] if cp == 1 else [f"a sequence is padded to a multiple of {plan.sequence_multiple}"]
+    if cp > 1:
+        uneven = unevenness([1024 * cp], cp, options.context_balance)
+        lines.append(f"one causal document: the rank with the most work has {uneven:.2f} of the mean")
+    if cp > 1 and options.tokens is not None and (gathered := gathered_bytes(plan, options.tokens)):
         lines.append(f"gathered keys and values of an attention: {human_bytes(gathered)}")
-    table.caption = "; ".join(lines)
+    table.caption = "; ".join(lines) or None
     return table
 
 

@@ -108,6 +108,7 @@ class ParallelOptions:
         tokens: number of tokens of a microbatch on a rank, which with ``cp`` is its part of each sequence; only the bytes of
             activations depend on it. ``None``: unknown.
         experts_of_token: number of experts that each mixture routes a token to; only the bytes of activations depend on it.
+        packed: whether sequences hold several documents, which positions tell apart.
         balance_loss: whether the loss balances routers; only the collectives over ``cp`` depend on it.
         prefetch_forward: how many layers ahead all-gathers are started in forward; ``None``: FSDP2's default.
         prefetch_backward: the same in backward; 0: none.
@@ -147,6 +148,7 @@ class ParallelOptions:
     microbatches: int = 1
     tokens: int | None = None
     experts_of_token: int | None = None
+    packed: bool = False
     balance_loss: bool = False
     prefetch_forward: int | None = None
     prefetch_backward: int | None = None

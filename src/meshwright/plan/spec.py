@@ -112,6 +112,8 @@ class Structure:
             rank.
         divisible: (what, number) pairs of further numbers that ``tp`` must divide.
         no_sequence_parallel: why the family cannot shard its residual stream over the sequence; empty: it can.
+        leaks_documents: whether the masks that the model makes let packed documents see each other. Then packed documents are
+            computed with the attention function of context parallel, which keeps them apart.
         uses_all_parameters: see :class:`ParallelSpec`.
     """
 
@@ -123,6 +125,7 @@ class Structure:
     fused: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     divisible: tuple[tuple[str, int], ...] = ()
     no_sequence_parallel: str = ""
+    leaks_documents: bool = False
     uses_all_parameters: bool = False
 
 

@@ -143,7 +143,14 @@ def _choices(plan: ShardingPlan) -> dict[str, str]:
         "frozen": "none" if all(trainable for _, trainable in frozen) else _digest(sorted(frozen)),
         "tensor_parallel": _digest(sorted(moved)) if moved else "none",
         "units": _digest(sorted(shapes)),
+        **({"context_parallel": _attention(plan)} if plan.attentions else {}),
     }
+
+
+def _attention(plan: ShardingPlan) -> str:
+    rows = {(row.method, row.kernel, row.causal, row.window is None, row.sinks, row.recompute) for row in plan.attentions}
+    balance = f"{plan.options.context_balance}, " if plan.layout.size("cp") > 1 else ""
+    return balance + _digest(sorted(map(str, rows)))
 
 
 # -- the model ----------------------------------------------------------------------------------------------------------------

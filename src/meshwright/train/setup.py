@@ -174,6 +174,7 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
     options = replace(options, freeze=(*options.freeze, *objective.frozen), no_decay=tuple(config.optimizer.no_decay))
     tokens, experts = _tokens(config, layout, model)
     options = replace(options, tokens=tokens, experts_of_token=experts, balance_loss=bool(config.moe.aux_loss))
+    options = replace(options, packed=config.data.packing == "pack")
     plan = resolve(spec, model, layout, options)
     refused = refusals(
         plan,

@@ -248,9 +248,7 @@ class Trainer:
 
     def _share(self, batch: Batch) -> Batch:
         """Return this rank's part of each sequence of a batch, which is on the host; without context parallel, all of it."""
-        if self.setup.layout.size("cp") == 1:
-            return batch
-        routed = self.objective.routed(batch)
+        routed = self.objective.routed(batch) if self.setup.layout.size("cp") > 1 else None
         known = {} if routed is None else {ROUTED: routed}
         return share_batch(self.setup.plan, self.mesh.rank("cp"), {**batch, **known})
 
