@@ -7,11 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwright.distributed import context_parallel, ring
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.conductor import PERFORMERS
 from meshwright.distributed.context_parallel import attend, attend_over_ranks
+from meshwright.distributed.fsdp2 import FSDP2Manager
 from meshwright.distributed.mesh import build_mesh, whole_tensor
 from meshwright.distributed.sequences import Sequences, share_batch
 from meshwright.distributed.sequences import context_parallel as shared
@@ -155,6 +157,8 @@ def test_attention_and_its_gradients_are_those_of_whole_sequences(method: Contex
 def test_block_by_block(method: ContextMethod, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks and scores of a few queries at a time."""
     monkeypatch.setattr(context_parallel, "MOST_ENTRIES", 2 * 32 * 3)
+    monkeypatch.setattr(context_parallel, "LEAST_QUERIES", 1)
+    monkeypatch.setattr(context_parallel, "MOST_SCORES", 2 * 32 * 4 * 3)
     monkeypatch.setattr(ring, "MOST_SCORES", 2 * 4 * 8 * 3)
     assert run_ranks(check_cases, 2, 2, method)[0] == []
 
@@ -303,3 +307,23 @@ def test_packed_documents_of_gpt_oss_are_those_computed_one_by_one(layout: dict[
 def test_a_family_that_keeps_packed_documents_apart_keeps_its_own_attention() -> None:
     for family, packed, attentions in (("llama", True, 0), ("gpt_oss", True, 2), ("gpt_oss", False, 0)):
         assert len(planned(tiny_model(family, meta=True), Layout(dp_shard=1), packed=packed).attentions) == attentions
+
+
+def test_a_manager_and_a_compiled_model() -> None:
+    def on_rank(rank: int) -> None:
+        batch, reference = packed_batch(), tiny_model("llama")
+        loss_of(reference, batch).backward()
+        manager = FSDP2Manager(cp_size=2, mp_policy=MixedPrecisionPolicy())
+        model = manager.parallelize(tiny_model("llama"))
+        with shared(manager.plan, manager.device_mesh, batch) as shard:
+            (2 * loss_of(model, shard)).backward()  # a manager averages over ranks, as torch does
+        assert worst_gradient(model, reference) < 2e-6
+        model = tiny_model("llama")
+        plan = planned(model, Layout(dp_shard=1, cp=2), compile=True, compile_backend="aot_eager")
+        mesh = build_mesh(plan.layout, "cpu")
+        get_parallelization_strategy(model).carry_out(model, plan, mesh)
+        with shared(plan, mesh, batch) as shard:
+            loss_of(model, shard).backward()
+        assert worst_gradient(model, reference) < 2e-6
+
+    run_ranks(on_rank, 2)

@@ -94,10 +94,9 @@ def compare(
     distance = (value - truth).abs()
     if not truth.numel() or float(distance.max()) == 0.0:
         error = 0.0
-    elif scale == 0.0:
-        error = math.inf
     else:
-        error = float((distance / (scale if slack is None else scale + slack.double().flatten().cpu())).max())
+        allowed = torch.full_like(distance, scale) if slack is None else scale + slack.double().flatten().cpu()
+        error = float((distance / allowed).nan_to_num(0.0, posinf=math.inf).max())  # 0 / 0: equal where they must be
     power = float(truth.dot(truth))
     if power == 0.0:
         return error, math.nan, 0.0 if error == 0.0 else math.inf, scale

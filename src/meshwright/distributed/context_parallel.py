@@ -33,8 +33,12 @@ from meshwright.plan.program import Attend
 
 __all__ = ["attend_over_ranks"]
 
-MOST_ENTRIES = 2**26
-"""Largest number of entries of a mask, or of scores, that exist at once; more queries are computed block by block."""
+MOST_ENTRIES = 2**20
+"""Largest number of entries of a mask that exist at once. More queries are computed block by block, but at least"""
+LEAST_QUERIES = 256
+"""queries in a block, so that a kernel has something to do."""
+MOST_SCORES = 2**22
+"""Largest number of scores that exist at once, where attention is written out."""
 
 _CONTEXT = "_meshwright_context"
 
@@ -193,7 +197,8 @@ class _Context:
         batch, heads, device = query.shape[0], query.shape[1], query.device
         causal, window = self.action.causal, self.action.window
         fused = self.action.kernel == "sdpa" and scores.softcap is None and sinks is None
-        most = max(1, MOST_ENTRIES // (batch * sequences.length * (1 if fused else heads)))
+        row = batch * sequences.length
+        most = max(LEAST_QUERIES, MOST_ENTRIES // row) if fused else max(1, MOST_SCORES // (row * heads))
         offsets = [0, *accumulate(map(len, pieces))]
         several = any(len(piece) > most for piece in pieces)
         outputs = []

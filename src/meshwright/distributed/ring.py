@@ -25,8 +25,8 @@ Pieces = Sequence[tuple[range, ...]]
 Visible = Callable[[range, range], range]
 Mask = Callable[[range, range], torch.Tensor | None]
 
-MOST_SCORES = 2**26
-"""Largest number of scores that exist at once."""
+MOST_SCORES = 2**22
+"""Largest number of scores that exist at once; some tensors of that size are alive together."""
 
 
 def ring_attention(
