@@ -15,7 +15,7 @@ from meshwright.distributed.conductor import PERFORMERS
 from meshwright.distributed.context_parallel import attend, attend_over_ranks
 from meshwright.distributed.fsdp2 import FSDP2Manager
 from meshwright.distributed.mesh import build_mesh, whole_tensor
-from meshwright.distributed.sequences import Sequences, share_batch
+from meshwright.distributed.sequences import Sequences, sequences_of, share_batch
 from meshwright.distributed.sequences import context_parallel as shared
 from meshwright.errors import ConfigError, UnsupportedError
 from meshwright.layout import Layout
@@ -261,6 +261,15 @@ def test_what_a_forward_cannot_be_given() -> None:
         mask[:, -3:] = 0
         with shared(plan, mesh, {**batch, "attention_mask": mask}) as shard:
             assert "attention_mask" not in shard
+            assert shard["input_ids"].shape == (2, 16)
+        with shared(plan, mesh, {**batch, "attention_mask": mask.bool(), "position_ids": torch.arange(32)}) as shard:
+            assert sequences_of(shard["position_ids"]).ends[28] == 29  # padding is a document of its own
+        with pytest.raises(ConfigError, match="legal are"), shared(plan, mesh, {**batch, "position_ids": torch.zeros(3, 32)}):
+            pass
+        with pytest.raises(ConfigError, match="labels has 1 rows"), shared(plan, mesh, {**batch, "labels": torch.zeros(1, 32)}):
+            pass
+        with pytest.raises(ConfigError, match="needs input_ids"), shared(plan, mesh, {"labels": batch["labels"]}):
+            pass
         with (
             pytest.raises(ConfigError, match="padding at the end"),
             shared(plan, mesh, {**batch, "attention_mask": mask.flip(1)}),

@@ -1,9 +1,12 @@
 """How the attentions of models are called, as one forward without values shows it."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from meshwright.models.attention import trace_attentions
 from meshwright.models.registry import spec_of
 from meshwright.plan.attentions import Attentions
 from tests.tiny import tiny_model
@@ -66,6 +69,69 @@ def test_dropout_is_a_fact() -> None:
 )  # fmt: skip
 def test_what_mixes_tokens_elsewhere_is_named(model_type: str, config: dict[str, object], problem: str) -> None:
     assert any(problem in line for line in attentions_of(built(model_type, **config)).problems)
+
+
+class Mixing(torch.nn.Module):
+    """An MLP that also mixes tokens."""
+
+    def __init__(self, inner: torch.nn.Module, mix: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.inner, self.mix = inner, mix
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden) + self.mix(hidden)
+
+
+MIXES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "shift": lambda x: torch.nn.functional.pad(x, (0, 0, 1, -1)),
+    "mean": lambda x: x.mean(1, keepdim=True),
+    "scan": lambda x: torch.stack(list(x.unbind(1)), dim=1),
+    "gather": lambda x: x[:, torch.arange(x.shape[1], device=x.device)],
+    "index_select": lambda x: x.index_select(1, torch.zeros(x.shape[1], dtype=torch.long, device=x.device)),
+    "scores": lambda x: torch.einsum("bld,bmd,bme->ble", x, x, x),
+    "norm over tokens": lambda x: torch.nn.functional.layer_norm(x.transpose(1, 2), (x.shape[1],)).transpose(1, 2),
+    "unfold": lambda x: torch.nn.functional.pad(x.unfold(1, 2, 1).mean(-1), (0, 0, 1, 0)),
+    "positions": lambda x: x * torch.arange(x.shape[1], device=x.device)[None, :, None],
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_an_operator_that_mixes_tokens_is_found(mix: str) -> None:
+    model = tiny_model("llama", meta=True)
+    model.model.layers[1].mlp = Mixing(model.model.layers[1].mlp, MIXES[mix])
+    problems = attentions_of(model).problems
+    assert any("'model.layers.1.mlp'" in line for line in problems), problems
+
+
+def test_a_recurrent_layer_is_found() -> None:
+    model = tiny_model("llama", meta=True)
+    with torch.device("meta"):
+        gru = torch.nn.GRU(32, 32, batch_first=True)
+    model.model.layers[1].mlp.add_module("gru", gru)
+    model.model.layers[1].mlp = Mixing(model.model.layers[1].mlp, lambda x: gru(x)[0])
+    assert any("mixes tokens" in line for line in attentions_of(model).problems)
+
+
+@pytest.mark.parametrize("model_type", ["bart", "mbart", "plbart"])
+def test_positions_of_its_own(model_type: str) -> None:
+    """Their decoders count positions by themselves, from 0 on every rank."""
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 32, "vocab_size": 67}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
+    assert any("positions of its own" in line for line in trace_attentions(model).problems)
+
+
+def test_arguments_that_are_not_known() -> None:
+    model = tiny_model("llama", meta=True)
+    inner = model.model.layers[0].self_attn.forward
+    model.model.layers[0].self_attn.forward = lambda *args, **kwargs: inner(*args, logit_cap=30.0, **kwargs)
+    assert "with 'logit_cap'" in attentions_of(model).rows[0].problem
+
+
+def test_dropout_is_that_of_training_whatever_the_mode() -> None:
+    model = tiny_model("gpt2", meta=True, attn_pdrop=0.1).eval()
+    assert {row.dropout for row in attentions_of(model).rows} == {0.1}
+    assert not any(module.training for module in model.modules())
 
 
 def test_chunks_are_neither_a_window_nor_causal() -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.distributed import _torch_compat
@@ -211,7 +212,10 @@ class _Context:
                 def compute(
                     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, queries: range = queries, keys: range = keys
                 ) -> torch.Tensor:
-                    mask = sequences.mask(queries, keys, causal, window, device)
+                    if fused and not several:  # kept for backward, so one for all layers
+                        mask = sequences.bias(queries, keys, causal, window, query)
+                    else:
+                        mask = sequences.mask(queries, keys, causal, window, device)
                     return _attention(fused, query, key, value, mask, scores, sinks)
 
                 tensors = (
@@ -284,6 +288,7 @@ class _Gather(torch.autograd.Function):
         return _in_order(gathered, pieces).movedim(0, 2)
 
     @staticmethod
+    @once_differentiable
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         by_rank = _by_rank(gradient.movedim(2, 0), context.pieces).contiguous()
         own = by_rank.new_empty((by_rank.shape[0] // len(context.pieces), *by_rank.shape[1:]))
@@ -302,6 +307,7 @@ class _Exchange(torch.autograd.Function):
         return (_to_positions if back else _to_heads)(tensor, pieces, group)
 
     @staticmethod
+    @once_differentiable
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         undo: Callable[..., torch.Tensor] = _to_heads if context.back else _to_positions
         return undo(gradient, context.pieces, context.group), None, None, None

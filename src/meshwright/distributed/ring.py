@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 __all__ = ["ring_attention"]
 
@@ -140,6 +141,7 @@ class _Ring(torch.autograd.Function):
         return result
 
     @staticmethod
+    @once_differentiable
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, sinks, output, total = context.saved_tensors
         plan: _Plan = context.plan

@@ -8,7 +8,8 @@ Nothing is global.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,16 +40,21 @@ class Sequences:
     prefix: torch.Tensor | None
     begins: tuple[int, ...]
     ends: tuple[int, ...]
+    _biases: dict[Any, torch.Tensor | None] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def of(cls, positions: torch.Tensor, prefix: torch.Tensor | None = None) -> "Sequences":
+    def of(
+        cls, positions: torch.Tensor, prefix: torch.Tensor | None = None, padding: torch.Tensor | None = None
+    ) -> "Sequences":
         """Read documents from positions [batch, length]: one begins wherever the position is not that before plus one.
 
-        If they are on a device, the host waits for it.
+        Padding (bool [batch, length]) is a document of its own. If the tensors are on a device, the host waits for it.
         """
         rows = positions.detach().cpu().numpy()
         first = np.ones(rows.shape, dtype=bool)
         first[:, 1:] = np.diff(rows, axis=1) != 1
+        if padding is not None:
+            first[:, 1:] |= np.diff(padding.cpu().numpy().astype(np.int8), axis=1) != 0
         documents = np.cumsum(first, axis=1, dtype=np.int32)
         places = np.arange(rows.shape[1])
         begins = np.maximum.accumulate(np.where(first, places, 0), axis=1)
@@ -63,6 +69,15 @@ class Sequences:
             tuple(ends.max(axis=0).tolist()),
         )
 
+    def bias(self, queries: range, keys: range, causal: bool, window: int | None, like: torch.Tensor) -> torch.Tensor | None:
+        """Return :meth:`mask` as what is added to scores, in the dtype and on the device of a tensor. It is made once."""
+        key = (queries, keys, causal, window, like.dtype)
+        if key not in self._biases:
+            mask = self.mask(queries, keys, causal, window, like.device)
+            zero = None if mask is None else torch.zeros(mask.shape, dtype=like.dtype, device=like.device)
+            self._biases[key] = None if zero is None or mask is None else zero.masked_fill_(~mask, float("-inf"))
+        return self._biases[key]
+
     @property
     def length(self) -> int:
         """Number of positions of a sequence."""
@@ -73,7 +88,7 @@ class Sequences:
         documents, prefix = (
             None if tensor is None else tensor.to(device, non_blocking=True) for tensor in (self.documents, self.prefix)
         )
-        return replace(self, documents=documents, prefix=prefix)
+        return replace(self, documents=documents, prefix=prefix, _biases={})
 
     def keys(self, queries: range, causal: bool, window: int | None) -> range:
         """Return the range of positions outside of which none of some queries sees a key."""
@@ -107,7 +122,7 @@ class Sequences:
 
 @contextmanager
 def context_parallel(
-    plan: ShardingPlan, mesh: ParallelMesh | DeviceMesh, batch: Mapping[str, torch.Tensor]
+    plan: ShardingPlan | None, mesh: ParallelMesh | DeviceMesh | None, batch: Mapping[str, torch.Tensor]
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Cut a batch for this rank of `cp`, for a loop of one's own.
 
@@ -115,7 +130,7 @@ def context_parallel(
     is not changed.
 
     Args:
-        plan: the plan that the model was parallelized with.
+        plan: the plan that the model was parallelized with; ``None``: it was not, as a manager leaves it in one process.
         mesh: the mesh of the plan's layout.
         batch: whole sequences, the same on all ranks of `cp`: tensors [batch, length]. ``labels`` must be shifted already, so
             the model must not be called with them. ``position_ids`` restart where a document begins; without them each
@@ -129,26 +144,37 @@ def context_parallel(
         ConfigError: ``plan.sequence_multiple`` does not divide the length, or ``attention_mask`` masks more than padding at the
             end.
     """
-    yield share_batch(plan, mesh["cp"].get_local_rank(), batch)
+    yield dict(batch) if plan is None or mesh is None else share_batch(plan, mesh["cp"].get_local_rank(), batch)
 
 
 def share_batch(plan: ShardingPlan, rank: int, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the part of a batch that a rank of `cp` has; see :func:`context_parallel`."""
-    cp = plan.layout.size("cp")
     if not plan.attentions:
         return dict(batch)
-    whole = dict(batch)
-    _check_mask(whole.pop("attention_mask", None))
-    prefix = whole.pop("prefix", None)
-    rows, length = whole["input_ids"].shape
+    cp = plan.layout.size("cp")
+    whole = {name: tensor for name, tensor in batch.items() if tensor is not None}
+    padding = _padding(whole.pop("attention_mask", None))
+    tokens = whole.get("input_ids", whole.get("inputs_embeds"))
+    if tokens is None or tokens.ndim < 2:
+        raise ConfigError("context parallel: the batch needs input_ids [rows, length] (or inputs_embeds [rows, length, width])")
+    rows, length = tokens.shape[:2]
     if length % plan.sequence_multiple:
         raise ConfigError(
             f"context parallel: sequences have {length} tokens; pad them to a multiple of {plan.sequence_multiple} "
             "(plan.sequence_multiple)"
         )
-    if "position_ids" not in whole:
-        whole["position_ids"] = torch.arange(length, device=whole["input_ids"].device).expand(rows, length)
-    sequences = Sequences.of(whole["position_ids"], prefix)
+    positions = whole.pop("position_ids", torch.arange(length, device=tokens.device))
+    try:
+        whole["position_ids"] = positions.expand(rows, length)
+    except RuntimeError:
+        raise ConfigError(
+            f"context parallel: position_ids have the shape {tuple(positions.shape)}; legal are [{rows}, {length}] and "
+            f"[{length}]"
+        ) from None
+    for name, tensor in whole.items():
+        if tensor.ndim > 1 and tensor.shape[1] == length and tensor.shape[0] != rows:
+            raise ConfigError(f"context parallel: {name} has {tensor.shape[0]} rows of {length}; the batch has {rows}")
+    sequences = Sequences.of(whole["position_ids"], whole.pop("prefix", None), padding)
     pieces = positions_of(length, cp, plan.options.context_balance, rank)
     shard = {name: _cut(tensor, pieces) if tensor.shape[:2] == (rows, length) else tensor for name, tensor in whole.items()}
     vars(shard["position_ids"])[_SEQUENCES] = sequences
@@ -171,11 +197,14 @@ def _cut(tensor: torch.Tensor, pieces: Sequence[range]) -> torch.Tensor:
     return torch.cat([tensor[:, piece.start : piece.stop] for piece in pieces], dim=1)
 
 
-def _check_mask(mask: torch.Tensor | None) -> None:
-    if mask is None:
-        return
-    if mask.ndim != 2 or bool((mask.diff(dim=1) > 0).any()):
+def _padding(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Return which positions are padding, for an ``attention_mask`` that masks nothing else."""
+    if mask is None or bool((mask != 0).all()):
+        return None
+    kept = mask != 0
+    if mask.ndim != 2 or bool((kept[:, 1:] & ~kept[:, :-1]).any()):
         raise ConfigError(
             "context parallel: attention_mask masks more than padding at the end of sequences; give documents by position_ids "
             "that restart, and leave attention_mask out"
         )
+    return ~kept

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.models import _transformers_compat as compat
 from meshwright.plan.attentions import AttentionFacts, Attentions
@@ -74,6 +76,7 @@ def _traced(model: "PreTrainedModel", experts: Sequence[ExpertsRule], mask_devic
         "use_cache": False,
     }
     with ExitStack() as stack:
+        stack.enter_context(_in_training(model))  # where it drops attention weights, if ever
         stack.enter_context(_registered(model, trace))
         stack.enter_context(_passed_over(model, experts))
         stack.enter_context(trace.watching(model))
@@ -118,9 +121,20 @@ def _registered(model: nn.Module, trace: "_Trace") -> Iterator[None]:
             config._attn_implementation = before[key]
 
 
-def _rule(mask_function: Callable[..., Any], **_: Any) -> torch.Tensor:
+@contextmanager
+def _in_training(model: nn.Module) -> Iterator[None]:
+    before = {module: module.training for module in model.modules()}
+    try:
+        model.train()
+        yield
+    finally:
+        for module, training in before.items():
+            module.training = training
+
+
+def _rule(mask_function: Callable[..., Any], q_length: int = 1, kv_length: int = 1, **_: Any) -> torch.Tensor:
     """Stand in for a mask of transformers: a tensor that carries the rule."""
-    mark = torch.empty((1, 1, 1, 1), device="meta")
+    mark = torch.empty((1, 1, q_length, kv_length), device="meta")
     setattr(mark, _MARK, mask_function)
     return mark
 
@@ -152,6 +166,7 @@ class _Trace(TorchDispatchMode):
         self.found: dict[str, AttentionFacts] = {}
         self.problems: list[str] = []
         self._stack: list[str] = [""]
+        self._own_positions = WeakIdKeyDictionary()
         self._kinds: dict[Any, tuple[str, bool, int | None]] = {}
 
     @contextmanager
@@ -193,9 +208,10 @@ class _Trace(TorchDispatchMode):
             problem = f"has {query.shape[2]} queries and {key.shape[2]} keys for {self.length} tokens"
         if not problem and kwargs.get("position_ids") is not self.positions:
             problem = "does not get the position_ids of the batch, which say where its tokens are in the sequence"
-        further = [other for other, value in kwargs.items() if other not in _HARMLESS and isinstance(value, torch.Tensor)]
+        further = [other for other, value in kwargs.items() if other not in _HARMLESS and _counts(value)]
+        further += [name for name in ("scaling", "softcap") if isinstance(kwargs.get(name), torch.Tensor)]
         if not problem and further:
-            problem = f"has a further tensor {further[0]!r} in its attention"
+            problem = f"calls its attention function with {further[0]!r}, which context parallel does not know"
         if not problem and name in self.found:
             problem = "runs twice in a forward"
         self.found[name] = AttentionFacts(
@@ -223,29 +239,69 @@ class _Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        tensors = [item for item in args if isinstance(item, torch.Tensor) and item.is_floating_point()]
-        if tensors and self._mixes(function._schema.name.partition("::")[2], tensors, args, result):
-            self.problems.append(f"{self._stack[-1] or 'the model'!r} mixes tokens outside of an attention ({function})")
+        name = function._schema.name.partition("::")[2]
+        tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor) and item.is_meta]
+        results = [item for item in tree_leaves(result) if isinstance(item, torch.Tensor)]
+        if name == "arange" and self._has_tokens(results[0]):
+            self._own_positions[results[0]] = True
+        elif any(tensor in self._own_positions for tensor in tensors):
+            if any(tensor.is_floating_point() for tensor in tensors):
+                self._report("computes with positions of its own, and not with the position_ids of the batch", function)
+            for tensor in results:
+                self._own_positions[tensor] = True
+        elif any(map(self._has_tokens, tensors)) and self._mixes(name, tensors, args, results):
+            self._report("mixes tokens outside of an attention", function)
         return result
 
-    def _mixes(self, name: str, tensors: list[torch.Tensor], args: Any, result: Any) -> bool:
+    def _report(self, what: str, function: Any) -> None:
+        self.problems.append(f"{self._stack[-1] or 'the model'!r} {what} ({function})")
+
+    def _has_tokens(self, tensor: torch.Tensor) -> bool:
+        """Return whether a dimension counts tokens, or tokens times something."""
+        return any(map(self._is_length, tensor.shape))
+
+    def _is_length(self, size: int) -> bool:
+        return size > 0 and size % self.length == 0
+
+    def _mixes(self, name: str, tensors: list[torch.Tensor], args: Any, results: list[torch.Tensor]) -> bool:
         """Return whether an operator combines or moves the entries of the dimension of tokens."""
         first = tensors[0]
-        if self.length not in first.shape and not any(self.length in tensor.shape for tensor in tensors):
-            return False
-        if name in ("convolution", "roll", "flip", "_fft_r2c", "_fft_c2c"):
+        if not all(map(self._has_tokens, results)):  # a sum, a mean, a single token
             return True
-        if name in ("mm", "bmm") and tensors[0].shape[-1] == self.length:
+        if name.startswith(_MIXING):
             return True
-        if name in ("addmm", "baddbmm") and len(tensors) > 1 and tensors[1].shape[-1] == self.length:
-            return True
-        if name in ("cumsum", "cumprod", "logcumsumexp", "_softmax", "_log_softmax", "sort", "topk", "cummax", "cummin"):
+        if name in ("mm", "bmm"):
+            return self._is_length(first.shape[-1])
+        if name in ("addmm", "baddbmm"):
+            return len(tensors) > 1 and self._is_length(tensors[1].shape[-1])
+        if name in _ALONG_A_DIMENSION:
             dims = [item for item in args[1:] if isinstance(item, int) and not isinstance(item, bool)]
-            return any(-first.ndim <= dim < first.ndim and first.shape[dim] == self.length for dim in dims[-1:])
-        if name in ("slice", "constant_pad_nd", "narrow", "select"):
-            # The head may take the last tokens alone (logits_to_keep); here it takes all.
-            return isinstance(result, torch.Tensor) and first.shape.count(self.length) != result.shape.count(self.length)
-        return name.startswith("_scaled_dot_product")
+            dim = dims[-1] if name in _LAST_NUMBER else dims[0] if dims else 0
+            return bool(dims) and -first.ndim <= dim < first.ndim and self._is_length(first.shape[dim])
+        if name == "index":
+            return any(
+                index is not None and dim < first.ndim and self._is_length(first.shape[dim])
+                for dim, index in enumerate(args[1])
+            )
+        if name == "native_layer_norm":
+            return any(map(self._is_length, args[1]))
+        if name == "constant_pad_nd":
+            padded = [first.ndim - 1 - place // 2 for place, size in enumerate(args[1]) if size]
+            return any(self._is_length(first.shape[dim]) for dim in padded)
+        # The head may take the last tokens alone (logits_to_keep); here it takes all.
+        return name == "slice" and sum(map(self._is_length, first.shape)) != sum(map(self._is_length, results[0].shape))
+
+
+_MIXING = ("convolution", "roll", "flip", "_fft", "gru", "lstm", "rnn", "_thnn", "unfold", "_scaled_dot_product")
+"""Beginnings of the names of operators that mix along some dimension that is not named in their arguments."""
+_LAST_NUMBER = {"sort", "topk", "_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"}
+_ALONG_A_DIMENSION = {*_LAST_NUMBER, "gather", "index_select", "scatter", "scatter_add", "select"}
+"""Operators whose dimension is the last number among their arguments, or the first."""
+
+
+def _counts(value: Any) -> bool:
+    """Return whether an argument is a tensor or a number, which may change what an attention computes."""
+    return isinstance(value, torch.Tensor) or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def _kind_of(rule: Callable[..., Any]) -> tuple[str, bool, int | None]:

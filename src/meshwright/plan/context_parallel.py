@@ -212,7 +212,7 @@ def context_counts(plan: ShardingPlan) -> Counter[str]:
     if cp == 1:
         return counts
     if plan.options.balance_loss:  # loads of the whole sequence
-        counts["all_reduce"] += sum(plan.forwards(row.module) for row in plan.experts if row.router)
+        counts["all_reduce"] += sum(1 for row in plan.experts if row.router)
     for row in plan.attentions:
         forwards = plan.forwards(row.module)
         if row.method is ContextMethod.RING:
@@ -248,8 +248,11 @@ def context_bytes(plan: ShardingPlan, tokens: int) -> Counter[str]:
             outputs = tokens * row.heads * row.value_size * item
             sizes["all_to_all"] += (forwards + 1) * (queries + repeated + outputs) + row.recompute * (queries + repeated)
         else:
-            gradients = keys // item * itemsize("float32")  # added up in fp32 on their way
+            gradients = keys // item * max(item, itemsize("float32"))  # added up in fp32 or better on their way
             sizes["send"] += (cp - 1) * (forwards + 1) * keys + cp * gradients
+    if plan.options.balance_loss and cp > 1:  # for each sequence the loads of experts, and its tokens
+        numbers = sum(row.experts + 1 for row in plan.experts if row.router)
+        sizes["all_reduce"] += plan.options.balance_loss * numbers * itemsize("float32")
     return Counter({kind: size * plan.options.microbatches for kind, size in sizes.items()})
 
 

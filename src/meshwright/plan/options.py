@@ -109,7 +109,8 @@ class ParallelOptions:
             activations depend on it. ``None``: unknown.
         experts_of_token: number of experts that each mixture routes a token to; only the bytes of activations depend on it.
         packed: whether sequences hold several documents, which positions tell apart.
-        balance_loss: whether the loss balances routers; only the collectives over ``cp`` depend on it.
+        balance_loss: number of sequences in a microbatch if the loss balances routers, otherwise 0; only collectives over
+            ``cp`` depend on it.
         prefetch_forward: how many layers ahead all-gathers are started in forward; ``None``: FSDP2's default.
         prefetch_backward: the same in backward; 0: none.
         cpu_offload: keep sharded parameters, gradients and optimizer state in host memory.
@@ -149,7 +150,7 @@ class ParallelOptions:
     tokens: int | None = None
     experts_of_token: int | None = None
     packed: bool = False
-    balance_loss: bool = False
+    balance_loss: int = 0
     prefetch_forward: int | None = None
     prefetch_backward: int | None = None
     cpu_offload: bool = False

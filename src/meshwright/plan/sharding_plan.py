@@ -59,7 +59,7 @@ class ShardingPlan:
         units: one row for each unit, in model order; the root is first. A module that is part of a shared unit has a row too.
         tensor_parallel: one row for each module that computes with slices or has a move; empty if ``tp`` is 1.
         experts: one row for each mixture of experts.
-        attentions: one row for each attention; empty if ``cp`` is 1.
+        attentions: one row for each attention that uses the attention function of context parallel; empty: none does.
         tp_level: where the tensor parallel styles come from: ``given``, ``family``, ``model`` or ``generic``.
         tp_passed_over: (level, reason) for each level above it, and (module, reason) for each module that is kept whole despite
             its style.

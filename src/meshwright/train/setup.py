@@ -173,8 +173,8 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
     options = config.parallel.options(microbatches)
     options = replace(options, freeze=(*options.freeze, *objective.frozen), no_decay=tuple(config.optimizer.no_decay))
     tokens, experts = _tokens(config, layout, model)
-    options = replace(options, tokens=tokens, experts_of_token=experts, balance_loss=bool(config.moe.aux_loss))
-    options = replace(options, packed=config.data.packing == "pack")
+    options = replace(options, tokens=tokens, experts_of_token=experts, packed=config.data.packing == "pack")
+    options = replace(options, balance_loss=config.training.microbatch_size if config.moe.aux_loss else 0)
     plan = resolve(spec, model, layout, options)
     refused = refusals(
         plan,
