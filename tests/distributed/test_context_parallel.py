@@ -159,7 +159,9 @@ def test_block_by_block(method: ContextMethod, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(context_parallel, "MOST_ENTRIES", 2 * 32 * 3)
     monkeypatch.setattr(context_parallel, "LEAST_QUERIES", 1)
     monkeypatch.setattr(context_parallel, "MOST_SCORES", 2 * 32 * 4 * 3)
+    monkeypatch.setattr(context_parallel, "LEAST_ROWS", 1)
     monkeypatch.setattr(ring, "MOST_SCORES", 2 * 4 * 8 * 3)
+    monkeypatch.setattr(ring, "LEAST_QUERIES", 1)
     assert run_ranks(check_cases, 2, 2, method)[0] == []
 
 

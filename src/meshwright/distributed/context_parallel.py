@@ -35,11 +35,11 @@ from meshwright.plan.program import Attend
 __all__ = ["attend_over_ranks"]
 
 MOST_ENTRIES = 2**20
-"""Largest number of entries of a mask that exist at once. More queries are computed block by block, but at least"""
+"""Number of entries of a mask that exist at once. More queries are computed block by block,"""
 LEAST_QUERIES = 256
-"""queries in a block, so that a kernel has something to do."""
-MOST_SCORES = 2**22
-"""Largest number of scores that exist at once, where attention is written out."""
+"""but at least so many, so that a kernel has something to do."""
+MOST_SCORES, LEAST_ROWS = 2**22, 16
+"""The same of scores, where attention is written out."""
 
 _CONTEXT = "_meshwright_context"
 
@@ -199,7 +199,7 @@ class _Context:
         causal, window = self.action.causal, self.action.window
         fused = self.action.kernel == "sdpa" and scores.softcap is None and sinks is None
         row = batch * sequences.length
-        most = max(LEAST_QUERIES, MOST_ENTRIES // row) if fused else max(1, MOST_SCORES // (row * heads))
+        most = max(LEAST_QUERIES, MOST_ENTRIES // row) if fused else max(LEAST_ROWS, MOST_SCORES // (row * heads))
         offsets = [0, *accumulate(map(len, pieces))]
         several = any(len(piece) > most for piece in pieces)
         outputs = []

@@ -26,8 +26,10 @@ Pieces = Sequence[tuple[range, ...]]
 Visible = Callable[[range, range], range]
 Mask = Callable[[range, range], torch.Tensor | None]
 
-MOST_SCORES = 2**22
-"""Largest number of scores that exist at once; some tensors of that size are alive together."""
+MOST_SCORES = 2**20
+"""Number of scores that exist at once; some tensors of that size are alive together. More queries are computed in blocks,"""
+LEAST_QUERIES = 64
+"""but at least so many, so that products of matrices have something to do."""
 
 
 def ring_attention(
@@ -81,7 +83,7 @@ class _Plan:
         found = []
         for queries, at in _placed(self.pieces[self.rank]):
             for keys, place in _placed(self.pieces[source]):
-                rows = max(1, MOST_SCORES // max(1, heads * len(keys)))
+                rows = max(LEAST_QUERIES, MOST_SCORES // max(1, heads * len(keys)))
                 for begin in range(queries.start, queries.stop, rows):
                     block = range(begin, min(begin + rows, queries.stop))
                     seen = self.visible(block, keys)

@@ -10,12 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from rich.console import Console
+from torch import nn
 
 from meshwright.checkpoint.directory import complete, latest, read_meta
 from meshwright.checkpoint.manager import check_same_model, check_writable
 from meshwright.distributed.conductor import check_supported
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError
+from meshwright.plan.context_parallel import positions_of
 from meshwright.plan.explain import explain
 from meshwright.plan.sharding_plan import itemsize
 from meshwright.train.config import RunConfig, load_config
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
     from meshwright.data.loader import TrainLoader
     from meshwright.data.store import TokenStore
 
-__all__ = ["describe_data", "introduce", "load_run_tokenizer", "locked", "prepare_run", "warn"]
+__all__ = ["describe_data", "describe_sharing", "introduce", "load_run_tokenizer", "locked", "prepare_run", "warn"]
 
 
 def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrainedTokenizerBase, TokenStore]":
@@ -193,7 +196,7 @@ def introduce(setup: RunSetup, config: RunConfig, store: "TokenStore") -> None:
     """Print what a run will do: the plan without its parameters, why the host waits in each step (if it does), and the data."""
     console = Console()
     console.print(explain(setup.plan, parameters=False))
-    for line in filter(None, (waits(config), describe_data(config, store))):
+    for line in filter(None, (waits(config), describe_data(config, store), describe_sharing(setup, store))):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -220,6 +223,23 @@ def describe_data(config: RunConfig, store: "TokenStore") -> str:
         lines += ["left out (data.bad_rows=skip):", *(f"  {row}" for row in index.bad_rows)]
         lines += [f"  ... and {rest:,} more"] if rest else []
     return "\n".join(lines)
+
+
+def describe_sharing(setup: RunSetup, store: "TokenStore") -> str:
+    """Say how even the work of attention is over the ranks that share sequences; empty without context parallel.
+
+    The work of a position is the number of keys up to it in its document. Windows are not taken into account.
+    """
+    cp, balance = setup.layout.size("cp"), setup.plan.options.context_balance
+    if cp == 1:
+        return ""
+    rows = torch.cat([batch["position_ids"] for batch in _loader(setup.config, store).microbatches(0)])
+    rows = nn.functional.pad(rows + 1, (0, -rows.shape[1] % setup.plan.sequence_multiple))
+    work = [
+        sum(float(rows[:, piece.start : piece.stop].sum()) for piece in positions_of(rows.shape[1], cp, balance, rank))
+        for rank in range(cp)
+    ]
+    return f"context parallel: in the first step, the rank with the most attention has {max(work) * cp / sum(work):.2f} of the mean"
 
 
 def _checkpoint_bytes(setup: RunSetup, config: RunConfig, resume: Path | None, steps: int | None) -> int:
