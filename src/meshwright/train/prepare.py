@@ -239,7 +239,8 @@ def describe_sharing(setup: RunSetup, store: "TokenStore") -> str:
         sum(float(rows[:, piece.start : piece.stop].sum()) for piece in positions_of(rows.shape[1], cp, balance, rank))
         for rank in range(cp)
     ]
-    return f"context parallel: in the first step, the rank with the most attention has {max(work) * cp / sum(work):.2f} of the mean"
+    most = max(work) * cp / sum(work)
+    return f"context parallel: in the first step, the rank with the most attention has {most:.2f} of the mean"
 
 
 def _checkpoint_bytes(setup: RunSetup, config: RunConfig, resume: Path | None, steps: int | None) -> int:
