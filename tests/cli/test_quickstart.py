@@ -43,3 +43,22 @@ def test_quickstart_learns_saves_exports_and_samples(tmp_path: Path, steps: int,
     with torch.no_grad():
         ids = tokenizer("import os\nimport sys\n", return_tensors="pt")["input_ids"]
         assert float(model(ids, labels=ids).loss) < 7.6  # below what it started from, ln(2048)
+
+
+@pytest.mark.command
+@pytest.mark.thorough
+def test_two_processes_that_share_long_sequences_learn(tmp_path: Path) -> None:
+    overrides = [f"output={tmp_path}/run", "launch.device=cpu", "training.steps=30", "training.eval_every=0"]
+    command = [sys.executable, "-m", "meshwright.cli.main", "train", str(EXAMPLE.with_name("long_context.yaml")), *overrides]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr[-2000:]
+    for said in (
+        "2 ranks (cp=2)",
+        "Context parallel: gather, zigzag",
+        "all-gathered over cp per step",
+        "the most attention has",
+    ):
+        assert said in result.stdout
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    first, last = (row["eval/loss"] for row in rows if "eval/loss" in row)
+    assert last < first - 1.0

@@ -32,6 +32,14 @@ def test_experts_are_placed_as_planned(world: int, axes: dict[str, int]) -> None
     check_shapes_and_units(Layout(**axes), world, SPARSE)
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("world", [8, 64, 1024])
+@pytest.mark.parametrize("axes", [{"cp": 4}, {"cp": 2, "tp": 2, "dp_replicate": 2}], ids=str)
+def test_parameters_are_sharded_over_the_ranks_that_share_sequences(world: int, axes: dict[str, int]) -> None:
+    families = ("llama", "mixtral", "phi3", "gpt_oss") if "tp" in axes else [name for name in FAMILIES if name != "nemotron_h"]
+    check_shapes_and_units(Layout(**axes), world, families)
+
+
 def check_shapes_and_units(layout: Layout, world: int, families: Iterable[str]) -> None:
     layout = layout.resolve(world)
 
@@ -66,4 +74,4 @@ def check_shapes_and_units(layout: Layout, world: int, families: Iterable[str]) 
 
 def strides_of_fsdp_aside(placements: dict[str, str]) -> dict[str, str]:
     """Where FSDP shards what another axis shards already, torch notes a stride; axes of size 1 are not in plans."""
-    return {axis: placement.split(",")[0].rstrip(")") for axis, placement in placements.items()}
+    return {axis: placement.split(",")[0].rstrip(")").replace("Strided", "") for axis, placement in placements.items()}
