@@ -34,8 +34,8 @@ def test_experts_are_placed_as_planned(world: int, axes: dict[str, int]) -> None
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("world", [8, 64, 1024])
-@pytest.mark.parametrize("axes", [{"cp": 4}, {"cp": 2, "tp": 2, "dp_replicate": 2}], ids=str)
-def test_parameters_are_sharded_over_the_ranks_that_share_sequences(world: int, axes: dict[str, int]) -> None:
+@pytest.mark.parametrize("axes", [{"cp": 4}, {"cp": 2, "tp": 2, "dp_shard": 2, "dp_replicate": None}], ids=str)
+def test_parameters_are_sharded_over_the_ranks_that_share_sequences(world: int, axes: dict[str, int | None]) -> None:
     families = ("llama", "mixtral", "phi3", "gpt_oss") if "tp" in axes else [name for name in FAMILIES if name != "nemotron_h"]
     check_shapes_and_units(Layout(**axes), world, families)
 
