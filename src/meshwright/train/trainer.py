@@ -105,6 +105,7 @@ class Trainer:
         shared = self.mesh["cp"].get_group() if setup.layout.size("cp") > 1 else None
         self.balance = Balance(self.model, setup.plan.experts, device, **rates, load_metrics=moe.load_metrics, group=shared)
 
+        self._cut = partial(share_batch, setup.plan, self.mesh.rank("cp"))  # once: a slice of a mesh reads a tensor
         data_rank, data_ranks = self.mesh.rank("dp"), setup.layout.size("dp")
         self.loader = parts.loader(self, store)
         self.engine = parts.engine(self)
@@ -133,8 +134,9 @@ class Trainer:
         if data.packing == "pack":  # only now, because the check needs the weights
             dense, multiple = not model_sizes(setup.spec, setup.model).experts, setup.plan.sequence_multiple
             rows, length = training.microbatch_size, data.sequence_length
-            share = partial(share_batch, setup.plan, self.mesh.rank("cp"))
-            check_boundaries(self.engine.logits, setup.model, device, rows, length, exact=dense, multiple=multiple, share=share)
+            check_boundaries(
+                self.engine.logits, setup.model, device, rows, length, exact=dense, multiple=multiple, share=self._cut
+            )
         self.recorder = Recorder(self.config, speaks=self.rank == 0, steps=self.steps, resumed_step=self.step)
 
     # -- the loop ----------------------------------------------------------------------------------------------------------
@@ -250,7 +252,7 @@ class Trainer:
         """Return this rank's part of each sequence of a batch, which is on the host; without context parallel, all of it."""
         routed = self.objective.routed(batch) if self.setup.layout.size("cp") > 1 else None
         known = {} if routed is None else {ROUTED: routed}
-        return share_batch(self.setup.plan, self.mesh.rank("cp"), {**batch, **known})
+        return self._cut({**batch, **known})
 
     def _routed(self, batches: list[Batch]) -> int:
         """Return the number of tokens that count for the balance of experts."""
