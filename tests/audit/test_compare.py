@@ -37,6 +37,18 @@ def test_a_reference_of_zero_has_no_ratio_and_any_difference_is_an_error() -> No
     assert compare(1e-12 * TRUTH, zero, floor=1.0)[0] == pytest.approx(4e-12)  # noise, on the scale of the others
 
 
+def test_a_reference_of_zero_may_differ_by_its_slack() -> None:
+    """A parameter that does not move in one process may move by rounding on many."""
+    still, moved = torch.zeros(3), torch.tensor([0.0, 1e-8, 0.0])
+    assert compare(moved, still, slack=torch.tensor([0.0, 1e-7, 0.0]))[0] == pytest.approx(0.1)
+    assert compare(moved, still, slack=torch.tensor([1.0, 0.0, 1.0]))[0] == math.inf
+
+
+def test_a_reference_that_is_not_finite_passes_nothing() -> None:
+    error = compare(torch.zeros(3), torch.tensor([0.0, math.nan, 0.0]), floor=1.0)[0]
+    assert not error <= 1.0
+
+
 def test_slack_is_entry_by_entry() -> None:
     found = TRUTH + torch.tensor([0.0, 0.0, 1.0, 0.0])
     assert compare(found, TRUTH)[0] == 0.25

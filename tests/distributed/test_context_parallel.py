@@ -257,6 +257,10 @@ def test_what_a_forward_cannot_be_given() -> None:
         batch = packed_batch()
         with pytest.raises(UnsupportedError, match="not those of a shard"):
             loss_of(model, batch)
+        with shared(plan, mesh, batch) as shard, pytest.raises(UnsupportedError, match="the argument 'cu_seq_lens_q'"):
+            model(
+                input_ids=shard["input_ids"], position_ids=shard["position_ids"], cu_seq_lens_q=torch.zeros(2), use_cache=False
+            )
         with pytest.raises(ConfigError, match="multiple of 4"), shared(plan, mesh, {"input_ids": batch["input_ids"][:, :30]}):
             pass
         mask = torch.ones(2, 32)

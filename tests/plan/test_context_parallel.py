@@ -36,9 +36,9 @@ def test_ranks_have_parts_of_equal_length_that_make_the_sequence(ranks: int, bal
 
 
 def test_zigzag_is_equal_work_for_causal_rows() -> None:
-    assert unevenness([64], 4, ContextBalance.ZIGZAG) == 1.0
-    assert unevenness([64], 4, ContextBalance.CONTIGUOUS) > 1.7
-    assert unevenness([4] * 16, 4, ContextBalance.CONTIGUOUS) == 1.0
+    assert unevenness(range(1, 65), 4, ContextBalance.ZIGZAG) == 1.0
+    assert unevenness(range(1, 65), 4, ContextBalance.CONTIGUOUS) > 1.7
+    assert unevenness([1, 2, 3, 4] * 16, 4, ContextBalance.CONTIGUOUS) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,9 @@ def test_what_cannot_be_shared_is_refused_by_name() -> None:
     assert "context_recompute=True: needs cp > 1" in refusal(
         tiny_model("llama", meta=True), Layout(dp_shard=1), context_recompute=True
     )
+    for name, value, legal in (("parallel", "ring", "gather"), ("balance", "contiguous", "zigzag")):
+        said = refusal(tiny_model("llama", meta=True), Layout(dp_shard=1), **{f"context_{name}": value})
+        assert said == f"context_{name}={value}: needs cp > 1; the legal value is {legal}"
     model = tiny_model("llama", meta=True)
     model.config._attn_implementation_internal = "flash_attention_2"
     assert "legal are sdpa and eager" in refusal(model, two)

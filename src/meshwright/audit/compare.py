@@ -96,7 +96,8 @@ def compare(
         error = 0.0
     else:
         allowed = torch.full_like(distance, scale) if slack is None else scale + slack.double().flatten().cpu()
-        error = float((distance / allowed).nan_to_num(0.0, posinf=math.inf).max())  # 0 / 0: equal where they must be
+        # Equal entries are right, also where nothing is allowed; a reference that is NaN leaves the error NaN.
+        error = float(torch.where(distance == 0, distance, distance / allowed).max())
     power = float(truth.dot(truth))
     if power == 0.0:
         return error, math.nan, 0.0 if error == 0.0 else math.inf, scale

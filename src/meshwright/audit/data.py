@@ -142,13 +142,13 @@ def whole_sequences(batch: dict[str, torch.Tensor], plan: ShardingPlan, mesh: Pa
     rows, length = batch["input_ids"].shape
     pieces = [positions_of(length * cp, cp, plan.options.context_balance, rank) for rank in range(cp)]
     order = torch.tensor([position for own in pieces for piece in own for position in piece])
-    found = {}
+    whole = {}
     for name in (name for name, tensor in batch.items() if name != ROUTED and tensor.shape == (rows, length)):
         parts = [torch.empty_like(batch[name]) for _ in range(cp)]
         dist.all_gather(parts, batch[name].contiguous(), group=mesh["cp"].get_group())
-        found[name] = torch.empty((rows, cp * length), dtype=batch[name].dtype, device=batch[name].device)
-        found[name][:, order] = torch.cat(parts, dim=1)
-    return found
+        whole[name] = torch.empty((rows, cp * length), dtype=batch[name].dtype, device=batch[name].device)
+        whole[name][:, order] = torch.cat(parts, dim=1)
+    return whole
 
 
 def sequence_digests(batches: list[dict[str, torch.Tensor]], length: int) -> list[str]:

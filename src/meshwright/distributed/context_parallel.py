@@ -28,6 +28,7 @@ from meshwright.distributed.mesh import ParallelMesh
 from meshwright.distributed.ring import ring_attention
 from meshwright.distributed.sequences import Sequences, sequences_of
 from meshwright.errors import UnsupportedError
+from meshwright.plan.attentions import unknown_argument
 from meshwright.plan.context_parallel import FUNCTION, positions_of
 from meshwright.plan.options import ContextMethod
 from meshwright.plan.program import Attend
@@ -71,7 +72,7 @@ def attend(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function of transformers, for a part of each sequence.
 
@@ -86,12 +87,13 @@ def attend(
         softcap: scores are at most this large, by a tanh; ``None``: they are not limited.
         s_aux: [heads], the sinks.
         position_ids: [batch, positions], those of the shard that :func:`share_batch` made.
+        others: what changes nothing, or is in the plan (the window).
 
     Returns:
         The output [batch, positions, heads, value size], and no weights.
 
     Raises:
-        UnsupportedError: the microbatch is unknown, or there is a mask or dropout.
+        UnsupportedError: the microbatch is unknown; or there is a mask, dropout or an argument that is not known.
     """
     sequences = sequences_of(position_ids)
     name = type(module).__name__
@@ -102,6 +104,8 @@ def attend(
         )
     if attention_mask is not None or dropout:
         raise UnsupportedError(f"{name}: context parallel knows no {'dropout' if dropout else 'attention_mask'} of attention")
+    if unknown := unknown_argument({**others, "scaling": scaling, "softcap": softcap}):
+        raise UnsupportedError(f"{name}: context parallel does not know the argument {unknown!r} of an attention; leave it out")
     context: _Context = vars(module)[_CONTEXT]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     output = context(sequences, query, key, value, _Scores(scaling, softcap), s_aux)

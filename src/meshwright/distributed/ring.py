@@ -80,7 +80,7 @@ class _Plan:
 
         Each is the place of queries and of keys in the tensors of their ranks, and their positions in the sequence.
         """
-        found = []
+        blocks = []
         for queries, at in _placed(self.pieces[self.rank]):
             for keys, place in _placed(self.pieces[source]):
                 rows = max(LEAST_QUERIES, MOST_SCORES // max(1, heads * len(keys)))
@@ -91,8 +91,8 @@ class _Plan:
                         continue
                     first = at + block.start - queries.start
                     of_keys = place + seen.start - keys.start
-                    found.append((slice(first, first + len(block)), slice(of_keys, of_keys + len(seen)), block, seen))
-        return found
+                    blocks.append((slice(first, first + len(block)), slice(of_keys, of_keys + len(seen)), block, seen))
+        return blocks
 
 
 def _placed(pieces: Sequence[range]) -> list[tuple[range, int]]:
@@ -124,8 +124,7 @@ class _Ring(torch.autograd.Function):
         batch, heads, positions, _ = query.shape
         output = query.new_zeros((batch, heads, positions, value.shape[-1]), dtype=precise)
         total = query.new_full((batch, heads, positions), float("-inf"), dtype=precise)
-        if sinks is not None:
-            total = total + 0  # a sink is a part of its own: no value, one exponential
+        if sinks is not None:  # a part of its own: no value, one exponential
             total.copy_(sinks.to(precise).view(1, -1, 1).expand_as(total))
         widths = [key.shape[-1], value.shape[-1]]
         part = torch.cat([key, value], dim=-1).contiguous()

@@ -141,8 +141,8 @@ def context_parallel(
         The same tensors with the positions of this rank, without ``attention_mask`` and ``prefix``.
 
     Raises:
-        ConfigError: ``plan.sequence_multiple`` does not divide the length, or ``attention_mask`` masks more than padding at the
-            end.
+        ConfigError: ``plan.sequence_multiple`` does not divide the length, the shapes of the tensors do not belong together, or
+            ``attention_mask`` masks more than padding at the end.
     """
     yield dict(batch) if plan is None or mesh is None else share_batch(plan, mesh["cp"].get_local_rank(), batch)
 
@@ -164,13 +164,12 @@ def share_batch(plan: ShardingPlan, rank: int, batch: Mapping[str, torch.Tensor]
             "(plan.sequence_multiple)"
         )
     positions = whole.pop("position_ids", torch.arange(length, device=tokens.device))
-    try:
-        whole["position_ids"] = positions.expand(rows, length)
-    except RuntimeError:
+    if tuple(positions.shape) not in ((rows, length), (1, length), (length,)):
         raise ConfigError(
             f"context parallel: position_ids have the shape {tuple(positions.shape)}; legal are [{rows}, {length}] and "
             f"[{length}]"
-        ) from None
+        )
+    whole["position_ids"] = positions.expand(rows, length)
     for name, tensor in whole.items():
         if tensor.ndim > 1 and tensor.shape[1] == length and tensor.shape[0] != rows:
             raise ConfigError(f"context parallel: {name} has {tensor.shape[0]} rows of {length}; the batch has {rows}")

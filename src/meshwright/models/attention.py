@@ -1,10 +1,10 @@
 """How the attentions of a model of transformers are called: read from one forward on meta tensors.
 
-Context parallel replaces the function between an attention's projections and its output, so it must know what the model asks of
-that function: heads, widths of keys and values, and the mask. None of this is declared. So the model is
-called once with tensors that have shapes and no values, and with a function and a mask of ours registered under a name of their
-own. The function records how it is called. The mask is not a tensor but the rule (query, key) -> bool that transformers would
-build one from. It is evaluated at sampled positions, because a window may be larger than any sequence of a test.
+Context parallel replaces the function between an attention's projections and its output. So it must know what the model asks of
+that function: heads, widths of keys and values, and the mask. No config declares this. So the model is called once with tensors
+that have shapes and no values. A function and a mask of ours are registered for this call, and the function records how it is
+called. The mask is not a tensor but the rule (query, key) -> bool that transformers would build one from. It is evaluated at
+sampled positions, because a window may be larger than any sequence of a test.
 
 What mixes tokens outside of this function would be wrong on a part of a sequence: a convolution, a scan, a softmax over tokens.
 Such operators are found by the length of the sequence, a prime that no parameter has as a size.
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.models import _transformers_compat as compat
-from meshwright.plan.attentions import AttentionFacts, Attentions
+from meshwright.plan.attentions import AttentionFacts, Attentions, unknown_argument
 from meshwright.plan.names import match_names
 from meshwright.plan.spec import ExpertsRule
 
@@ -37,11 +37,11 @@ _MARK = "meshwright_rule"
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Kinds of rotary embedding that change with the largest position of a forward. Ranks that share a sequence differ in it."""
 
-_HARMLESS = {
-    "attention_mask", "dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "use_cache",
-    "cache_position", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep",
-}  # fmt: skip
-"""Arguments of an attention function that the shared one knows, or that change nothing in training."""
+_MIXING = ("convolution", "roll", "flip", "_fft", "gru", "lstm", "rnn", "_thnn", "unfold", "_scaled_dot_product")
+"""Beginnings of the names of operators that mix along some dimension that is not named in their arguments."""
+_LAST_NUMBER = {"sort", "topk", "_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"}
+_ALONG_A_DIMENSION = {*_LAST_NUMBER, "gather", "index_select", "scatter", "scatter_add", "select"}
+"""Operators whose dimension is the last number among their arguments, or the first."""
 
 
 def trace_attentions(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = ()) -> Attentions:
@@ -82,7 +82,7 @@ def _traced(model: "PreTrainedModel", experts: Sequence[ExpertsRule], mask_devic
         stack.enter_context(trace.watching(model))
         stack.enter_context(torch.no_grad())
         torch.func.functional_call(model, tensors, (), inputs)
-    return Attentions(tuple(trace.found.values()), tuple(dict.fromkeys(trace.problems)), compat.attention_of(model))
+    return Attentions(tuple(trace.rows.values()), tuple(dict.fromkeys(trace.problems)), compat.attention_of(model))
 
 
 def _unfit_rotary(model: nn.Module) -> list[str]:
@@ -100,16 +100,17 @@ def _rope_types(module: nn.Module) -> Iterator[str]:
 
 
 def _prime_length(model: nn.Module) -> int:
-    """Return a prime that is no size of a parameter, nor a multiple of one: reshaped features would look like tokens."""
-    sizes = {size for parameter in model.parameters() for size in parameter.shape}
-    return next(prime for prime in (37, 41, 43, 47, 53, 59, 61, 31, 29) if not any(size % prime == 0 for size in sizes if size))
+    """Return a prime that divides no size of a parameter: otherwise features would look like tokens."""
+    sizes = {size for parameter in model.parameters() for size in parameter.shape if size}
+    primes = (number for number in range(31, 1000) if all(number % divisor for divisor in range(2, 32) if divisor < number))
+    return next(prime for prime in primes if all(size % prime for size in sizes))
 
 
 @contextmanager
 def _registered(model: nn.Module, trace: "_Trace") -> Iterator[None]:
     """Let every attention of the model call the trace, and masks be rules."""
-    found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    configs = {id(config): config for config in found if hasattr(config, "_attn_implementation")}
+    own: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs = {id(config): config for config in own if hasattr(config, "_attn_implementation")}
     before = {key: config._attn_implementation for key, config in configs.items()}
     try:
         for config in configs.values():
@@ -163,7 +164,7 @@ class _Trace(TorchDispatchMode):
         super().__init__()
         self.names, self.length = names, length
         self.positions = torch.zeros((1, length), dtype=torch.long, device="meta")
-        self.found: dict[str, AttentionFacts] = {}
+        self.rows: dict[str, AttentionFacts] = {}
         self.problems: list[str] = []
         self._stack: list[str] = [""]
         self._own_positions = WeakIdKeyDictionary()
@@ -208,13 +209,11 @@ class _Trace(TorchDispatchMode):
             problem = f"has {query.shape[2]} queries and {key.shape[2]} keys for {self.length} tokens"
         if not problem and kwargs.get("position_ids") is not self.positions:
             problem = "does not get the position_ids of the batch, which say where its tokens are in the sequence"
-        further = [other for other, value in kwargs.items() if other not in _HARMLESS and _counts(value)]
-        further += [name for name in ("scaling", "softcap") if isinstance(kwargs.get(name), torch.Tensor)]
-        if not problem and further:
-            problem = f"calls its attention function with {further[0]!r}, which context parallel does not know"
-        if not problem and name in self.found:
+        if not problem and (unknown := unknown_argument(kwargs)):
+            problem = f"calls its attention function with {unknown!r}, which context parallel does not know"
+        if not problem and name in self.rows:
             problem = "runs twice in a forward"
-        self.found[name] = AttentionFacts(
+        self.rows[name] = AttentionFacts(
             name, query.shape[1], key.shape[1], key.shape[3], value.shape[3], causal, window,
             sinks=isinstance(kwargs.get("s_aux"), torch.Tensor), dropout=float(dropout or 0.0), problem=problem,
         )  # fmt: skip
@@ -290,18 +289,6 @@ class _Trace(TorchDispatchMode):
             return any(self._is_length(first.shape[dim]) for dim in padded)
         # The head may take the last tokens alone (logits_to_keep); here it takes all.
         return name == "slice" and sum(map(self._is_length, first.shape)) != sum(map(self._is_length, results[0].shape))
-
-
-_MIXING = ("convolution", "roll", "flip", "_fft", "gru", "lstm", "rnn", "_thnn", "unfold", "_scaled_dot_product")
-"""Beginnings of the names of operators that mix along some dimension that is not named in their arguments."""
-_LAST_NUMBER = {"sort", "topk", "_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"}
-_ALONG_A_DIMENSION = {*_LAST_NUMBER, "gather", "index_select", "scatter", "scatter_add", "select"}
-"""Operators whose dimension is the last number among their arguments, or the first."""
-
-
-def _counts(value: Any) -> bool:
-    """Return whether an argument is a tensor or a number, which may change what an attention computes."""
-    return isinstance(value, torch.Tensor) or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def _kind_of(rule: Callable[..., Any]) -> tuple[str, bool, int | None]:

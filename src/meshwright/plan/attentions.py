@@ -1,8 +1,32 @@
 """The facts of a model's attentions, which a plan with context parallel needs."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["AttentionFacts", "Attentions"]
+import torch
+
+__all__ = ["AttentionFacts", "Attentions", "unknown_argument"]
+
+_KNOWN = {
+    "attention_mask", "dropout", "scaling", "sliding_window", "softcap", "s_aux", "is_causal", "position_ids", "use_cache",
+    "cache_position", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep",
+}  # fmt: skip
+"""Arguments of an attention function that context parallel computes with or knows from the plan (the window), or that change
+nothing in training."""
+
+
+def unknown_argument(arguments: Mapping[str, Any]) -> str:
+    """Return the first argument of an attention function that may change what it computes and is not known; empty: none is."""
+    for name, value in arguments.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if (
+            isinstance(value, torch.Tensor)
+            if name in ("scaling", "softcap")
+            else name not in _KNOWN and (number or isinstance(value, torch.Tensor))
+        ):
+            return name
+    return ""
 
 
 @dataclass(frozen=True)

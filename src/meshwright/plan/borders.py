@@ -72,8 +72,8 @@ def tokens_of_units(plan: ShardingPlan) -> tuple[UnitRow, ...]:
     def tokens(unit: UnitRow) -> str:
         if unit.name in mixtures:
             return "routed over ep"
-        found = held(plan, unit.name, Side.INPUT, first, 1, length)
-        part = found is not None and sum(map(len, found.positions)) < length // cp
+        at_input = held(plan, unit.name, Side.INPUT, first, 1, length)
+        part = at_input is not None and sum(map(len, at_input.positions)) < length // cp
         axes = [axis for axis, shared in (("cp", cp > 1), ("tp", part)) if shared]
         share = (tp if part else 1) * cp
         return f"1/{share} of each sequence ({', '.join(axes)})" if axes else "all"

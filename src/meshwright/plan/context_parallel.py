@@ -16,10 +16,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from meshwright.layout import divisors
-from meshwright.plan.attentions import AttentionFacts
 from meshwright.plan.draft import Draft
 from meshwright.plan.names import generalize, holder_of
-from meshwright.plan.options import ContextBalance, ContextMethod
+from meshwright.plan.options import ContextBalance, ContextMethod, ParallelOptions
 from meshwright.plan.program import Action, Assign, Attend
 from meshwright.plan.sharding_plan import AttentionRow, ShardingPlan, itemsize
 
@@ -58,18 +57,19 @@ def positions_of(length: int, ranks: int, balance: ContextBalance, rank: int) ->
     return tuple(range(chunk * width, (chunk + 1) * width) for chunk in (rank, 2 * ranks - 1 - rank))
 
 
-def unevenness(lengths: Sequence[int], ranks: int, balance: ContextBalance) -> float:
-    """Return the largest number of (query, key) pairs of a rank over the mean of all ranks, for causal documents in a row.
+def unevenness(work: Sequence[float], ranks: int, balance: ContextBalance) -> float:
+    """Return the work of the rank that has the most, over the mean of all ranks.
 
     Args:
-        lengths: lengths of the documents, which fill one sequence.
+        work: the work of each position of a sequence; under a causal mask, the number of keys up to it in its document.
         ranks: number of ranks of `cp`.
         balance: how the sequence is cut.
     """
-    length = sum(lengths)
-    place = [index + 1 for size in lengths for index in range(size)]  # the keys that each position attends to
-    work = [sum(place[at] for piece in positions_of(length, ranks, balance, rank) for at in piece) for rank in range(ranks)]
-    return max(work) * ranks / sum(work)
+    shares = [
+        sum(sum(work[piece.start : piece.stop]) for piece in positions_of(len(work), ranks, balance, rank))
+        for rank in range(ranks)
+    ]
+    return max(shares) * ranks / sum(shares)
 
 
 def resolve_attentions(draft: Draft) -> tuple[AttentionRow, ...]:
@@ -79,37 +79,34 @@ def resolve_attentions(draft: Draft) -> tuple[AttentionRow, ...]:
     """
     options, cp, problems = draft.options, draft.layout.size("cp"), draft.problems
     if cp == 1:
-        if options.context_recompute is not None:
-            problems.append(f"context_recompute={options.context_recompute}: needs cp > 1; the legal value is None")
+        default = ParallelOptions()
+        for name in ("context_parallel", "context_balance", "context_recompute"):
+            if (chosen := getattr(options, name)) != (legal := getattr(default, name)):
+                problems.append(f"{name}={chosen}: needs cp > 1; the legal value is {legal}")
         leaks = draft.spec.structure is not None and draft.spec.structure.leaks_documents
         if not options.packed or not leaks or _refusals(draft):
             return ()  # refused later by the check of boundaries, if documents see each other
-        return tuple(_row(draft, facts) for facts in draft.model.attentions.rows)  # type: ignore[union-attr]
+        return _rows(draft)
     if draft.spec.twins:
         problems.append(
             f"cp={cp}: {draft.spec.family} has a stack of layers that runs twice, with attention from one pass to the other, "
             "which context parallel does not support; the legal value is 1"
         )
         return ()
-    if draft.model.attentions is None:
-        problems.append(
-            f"cp={cp}: the attentions of {draft.spec.family} are unknown (attentions of its ParallelSpec); the legal value is 1"
-        )
-        return ()
     if refused := _refusals(draft):
         problems.extend(f"cp={cp}: {text}; the legal value of cp is 1" for text in _without_repetition(refused))
         return ()
-    rows = [_row(draft, facts) for facts in draft.model.attentions.rows]
+    rows = _rows(draft)
     if options.context_parallel is ContextMethod.ULYSSES:
         _check_heads(draft, rows)
-    return tuple(rows)
+    return rows
 
 
 def _refusals(draft: Draft) -> list[str]:
     """Return why the attentions of a model cannot be computed with the function of context parallel."""
     attentions = draft.model.attentions
     if attentions is None:
-        return [f"the attentions of {draft.spec.family} are unknown"]
+        return [f"the attentions of {draft.spec.family} are unknown (attentions of its ParallelSpec)"]
     refused = [f"{draft.spec.family}: {problem}" for problem in attentions.problems]
     refused += [f"attention {facts.module!r} {facts.problem}" for facts in attentions.rows if facts.problem]
     refused += [
@@ -134,25 +131,28 @@ def _without_repetition(problems: list[str]) -> list[str]:
     return [lines[0] if len(lines) == 1 else f"{lines[0]} (and {len(lines) - 1} more like it)" for lines in groups.values()]
 
 
-def _row(draft: Draft, facts: AttentionFacts) -> AttentionRow:
-    tp, alone = draft.layout.size("tp"), draft.layout.size("cp") == 1
-    assert draft.model.attentions is not None
-    return AttentionRow(
-        module=facts.module,
-        method=ContextMethod.GATHER if alone else draft.options.context_parallel,
-        kernel=draft.model.attentions.kernel,
-        heads=facts.heads // tp,
-        kv_heads=max(1, facts.kv_heads // tp),
-        key_size=facts.key_size,
-        value_size=facts.value_size,
-        causal=facts.causal,
-        window=facts.window,
-        sinks=facts.sinks,
-        recompute=bool(draft.options.context_recompute),
+def _rows(draft: Draft) -> tuple[AttentionRow, ...]:
+    tp, alone, attentions = draft.layout.size("tp"), draft.layout.size("cp") == 1, draft.model.attentions
+    assert attentions is not None
+    return tuple(
+        AttentionRow(
+            module=facts.module,
+            method=ContextMethod.GATHER if alone else draft.options.context_parallel,
+            kernel=attentions.kernel,
+            heads=facts.heads // tp,
+            kv_heads=max(1, facts.kv_heads // tp),
+            key_size=facts.key_size,
+            value_size=facts.value_size,
+            causal=facts.causal,
+            window=facts.window,
+            sinks=facts.sinks,
+            recompute=bool(draft.options.context_recompute),
+        )
+        for facts in attentions.rows
     )
 
 
-def _check_heads(draft: Draft, rows: list[AttentionRow]) -> None:
+def _check_heads(draft: Draft, rows: Sequence[AttentionRow]) -> None:
     cp = draft.layout.size("cp")
     for heads, kv_heads in dict.fromkeys((row.heads, row.kv_heads) for row in rows):
         legal = [size for size in divisors(heads) if kv_heads % size == 0 or size % kv_heads == 0]

@@ -224,7 +224,7 @@ def _attentions(plan: ShardingPlan, full: bool) -> Table:
         table.add_row(label, *values)
     lines = [] if cp == 1 else [f"a sequence is padded to a multiple of {plan.sequence_multiple}"]
     if cp > 1:
-        uneven = unevenness([1024 * cp], cp, options.context_balance)
+        uneven = unevenness(range(1, 1024 * cp + 1), cp, options.context_balance)
         lines.append(f"one causal document: the rank with the most work has {uneven:.2f} of the mean")
     if cp > 1 and options.tokens is not None and (gathered := gathered_bytes(plan, options.tokens)):
         lines.append(f"gathered keys and values of an attention: {human_bytes(gathered)}")

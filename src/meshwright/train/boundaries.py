@@ -57,8 +57,8 @@ def check_boundaries(
     def of_second(tokens: torch.Tensor) -> torch.Tensor:
         batch = share({"input_ids": tokens, "position_ids": positions, "second": second_half})
         own = batch.pop("second")[0].nonzero().flatten()
-        found = logits(batch)
-        return (found.to_local() if isinstance(found, DTensor) else found)[:, own].float()
+        outcome = logits(batch)
+        return (outcome.to_local() if isinstance(outcome, DTensor) else outcome)[:, own].float()
 
     try:
         first, second = of_second(ids), of_second(other)

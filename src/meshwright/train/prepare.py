@@ -18,7 +18,7 @@ from meshwright.checkpoint.directory import complete, latest, read_meta
 from meshwright.checkpoint.manager import check_same_model, check_writable
 from meshwright.distributed.conductor import check_supported
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError
-from meshwright.plan.context_parallel import positions_of
+from meshwright.plan.context_parallel import unevenness
 from meshwright.plan.explain import explain
 from meshwright.plan.sharding_plan import itemsize
 from meshwright.train.config import RunConfig, load_config
@@ -234,12 +234,8 @@ def describe_sharing(setup: RunSetup, store: "TokenStore") -> str:
     if cp == 1:
         return ""
     rows = torch.cat([batch["position_ids"] for batch in _loader(setup.config, store).microbatches(0)])
-    rows = nn.functional.pad(rows + 1, (0, -rows.shape[1] % setup.plan.sequence_multiple))
-    work = [
-        sum(float(rows[:, piece.start : piece.stop].sum()) for piece in positions_of(rows.shape[1], cp, balance, rank))
-        for rank in range(cp)
-    ]
-    most = max(work) * cp / sum(work)
+    work = nn.functional.pad((rows + 1).sum(0), (0, -rows.shape[1] % setup.plan.sequence_multiple))
+    most = unevenness(work.tolist(), cp, balance)
     return f"context parallel: in the first step, the rank with the most attention has {most:.2f} of the mean"
 
 
