@@ -4,6 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from meshwright.plan.options import PipelineSchedule
+from meshwright.plan.schedule import Phase, order_of, replay
+from meshwright.plan.timeline import drawing
+
 HERE = Path(__file__).parent
 COLOURS = {"shard": "#cfe3f7", "whole": "#1f6fb2", "gradient": "#e8a33d", "line": "#444", "text": "#222", "other": "#f3d9d9"}
 FONT = "font-family='sans-serif' font-size='13'"
@@ -199,6 +203,14 @@ def context() -> Iterator[str]:
             yield text(200 + 190 * index, top + 54, content + quarter, anchor="middle", size=11)
 
 
+def schedules() -> Iterator[tuple[str, str]]:
+    """A drawing of each schedule over four ranks, with eight microbatches and halves of backward as long as a forward."""
+    for chosen in PipelineSchedule:
+        each = 1 if chosen.single else 2
+        run = replay(order_of(chosen, 4, each, 8), lambda turn, each=each: (2 if turn.phase is Phase.BACKWARD else 1) / each)
+        yield f"{chosen}.svg", drawing(run, f"{chosen}: idle {run.bubble:.1%}, {max(run.alive):g} microbatches alive", 1 / each)
+
+
 def main() -> None:
     """Write all pictures."""
     picture("mesh.svg", 690, 320, mesh())
@@ -206,6 +218,8 @@ def main() -> None:
     picture("twins.svg", 800, 300, twins())
     picture("zigzag.svg", 620, 335, zigzag())
     picture("context.svg", 700, 330, context())
+    for name, text_of in schedules():
+        (HERE / name).write_text(text_of)
 
 
 if __name__ == "__main__":

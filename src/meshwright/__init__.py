@@ -17,6 +17,7 @@ _HOMES = {
     "ParallelOptions": "plan.options",
     "ParallelSpec": "plan.spec",
     "ParallelizationStrategy": "models.strategy",
+    "Pipeline": "models.pipeline",
     "ShardingPlan": "plan.sharding_plan",
     "SyncPolicy": "plan.options",
     "UnitRule": "plan.spec",

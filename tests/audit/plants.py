@@ -16,6 +16,7 @@ from meshwright.checkpoint.state import initialize_optimizer
 from meshwright.data.packing import IGNORE
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.fsdp import fsdp_units
+from meshwright.distributed.stage_parts import StageParts
 from meshwright.distributed.tensor_parallel import compute_with_slices
 from meshwright.models.loss import count_tokens
 from meshwright.plan.moves import Move
@@ -527,10 +528,10 @@ class _Unreduced:
     """Adds up half of the gradients of keys: those of this rank and not those of the other."""
 
     def __init__(self, inner: Any) -> None:
-        self.inner = inner
+        self.inner, self.action = inner, inner.action
 
-    def __call__(self, sequences: Any, query: Any, key: Any, value: Any, scores: Any, sinks: Any) -> torch.Tensor:
-        return self.inner(sequences, query, _Kept.apply(key), value, scores, sinks)
+    def __call__(self, rule: Any, sequences: Any, query: Any, key: Any, value: Any, sinks: Any) -> torch.Tensor:
+        return self.inner(rule, sequences, query, _Kept.apply(key), value, sinks)
 
 
 def keys_not_reduced(trainer: RankTrainer) -> None:
@@ -569,3 +570,99 @@ def labels_shifted_after_the_cut(trainer: RankTrainer) -> None:
 
 def balance_of_each_rank_of_cp(trainer: RankTrainer) -> None:
     trainer.balance.group = None
+
+
+# -- stages ------------------------------------------------------------------------------------------------------------------
+
+
+def part_with(trainer: RankTrainer, stage: int) -> Any:
+    """The model of a stage, if this rank has it."""
+    assert isinstance(trainer.model, StageParts)
+    return trainer.model[stage] if str(stage) in trainer.model.parts else None
+
+
+def stages_of(trainer: RankTrainer) -> Any:
+    """What runs the stages of the rank."""
+    return trainer.engine.inner.stages  # type: ignore[attr-defined]
+
+
+def list_of_layers_cut(trainer: RankTrainer) -> None:
+    """The later stage looks the types of its layers up by their places among its own, and not in the whole model."""
+    if (part := part_with(trainer, 1)) is not None:
+        modules = part.model.layers._modules
+        _first, *others = (name for name, layer in modules.items() if not any(True for _ in layer.parameters()))
+        for name in others:  # the first stands for all: the next ones are passed through at the end
+            module = modules.pop(name)
+            crossing, argument, returned, _ = vars(module)["_facts"]
+            vars(module)["_facts"] = (crossing, argument, returned, False)
+            modules[name] = module
+
+
+def halves_of_resharded_units(trainer: RankTrainer) -> None:
+    """Backward in halves under units that are resharded, as in torch's own stage: no parameter of theirs is in the graph."""
+    for stage in stages_of(trainer).stages:
+        sync, inner = stage.sync, stage.sync.begin_backward
+        stage.submod.modules = lambda: iter(())  # so no unit is found, and torch gets what is registered
+
+        def begin(*, last: bool, splits: bool, sync: Any = sync, inner: Any = inner) -> None:
+            inner(last=last, splits=splits)
+            for module in sync.units():
+                module.reshard()
+
+        sync.begin_backward = begin
+        sync._use.end = lambda model: None  # which would refuse a step in which a parameter got no gradient
+
+
+def keyword_dropped(trainer: RankTrainer) -> None:
+    """A later stage is called without positions: it takes packed documents for one."""
+    if (part := part_with(trainer, 1)) is not None:
+        inner = part.model.forward
+        part.model.forward = lambda *args, position_ids=None, **kwargs: inner(*args, **kwargs)
+
+
+def tied_gradients_not_added(trainer: RankTrainer) -> None:
+    stages_of(trainer).copies.clear()
+
+
+def divided_by_microbatches(trainer: RankTrainer) -> None:
+    """What torch's schedules do with the gradients of each stage, unless they are told otherwise."""
+    for stage in stages_of(trainer).stages:
+        sync = stage.sync
+        inner = sync.finish
+
+        def finish(inner: Callable[[], None] = inner, stage: Any = stage) -> None:
+            inner()
+            for parameter in stage.submod.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= trainer.setup.plan.options.microbatches
+
+        sync.finish = finish
+
+
+def gradients_lost_between_runs(trainer: RankTrainer) -> None:
+    """An evaluation between two runs of a step; torch's stage drops gradients when it is initialised anew after it."""
+    stages = stages_of(trainer)
+    inner = stages._run
+
+    def run(work: Any, *, last: bool) -> None:
+        for sync in stages.syncs.values() if last else ():
+            sync.abandon()
+            sync.begin_step()
+        inner(work, last=last)
+
+    stages._run = run
+
+
+def soft_cap_of_hidden_states(trainer: RankTrainer) -> None:
+    """The first stage does to its hidden state what the head does to logits."""
+    if (part := part_with(trainer, 0)) is not None:
+        inner = part.forward
+        part.forward = lambda *args, **kwargs: torch.tanh(inner(*args, **kwargs) / 30.0) * 30.0
+
+
+def multiplier_on_each_stage(trainer: RankTrainer) -> None:
+    """A later stage multiplies what it receives as the first one does the embedding."""
+    if (part := part_with(trainer, 1)) is not None:
+        first = next(layer for layer in part.model.layers if any(True for _ in layer.parameters()))
+        factor = part.config.hidden_size**0.5
+        first.register_forward_pre_hook(lambda module, args: (args[0] * factor, *args[1:]))

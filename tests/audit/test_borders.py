@@ -10,7 +10,13 @@ from torch.utils.checkpoint import checkpoint
 from meshwright.audit.borders import BorderRecorder, BorderRow, Point, border_error, part_of, worst_of_ranks
 from meshwright.audit.origin import origin_findings
 from meshwright.audit.ranks import RankResult
+from meshwright.layout import Layout
+from meshwright.models.registry import spec_of
 from meshwright.plan.borders import Held, Side
+from meshwright.plan.options import ParallelOptions
+from meshwright.plan.resolver import resolve
+from meshwright.plan.sharding_plan import ShardingPlan
+from tests.tiny import tiny_model
 
 
 class Residual(nn.Module):
@@ -104,6 +110,11 @@ def rows(rank: int, *wrong: int) -> RankResult:
     )
 
 
+def plan_of(pp: int = 1) -> ShardingPlan:
+    model = tiny_model("llama", meta=True)
+    return resolve(spec_of(model), model, Layout(dp_shard=1, pp=pp), ParallelOptions(microbatches=2))
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
@@ -116,13 +127,27 @@ def rows(rank: int, *wrong: int) -> RankResult:
     ids=str,
 )
 def test_the_first_module_that_parts_is_named(wrong: tuple[int, ...], words: str) -> None:
-    (finding,) = origin_findings([rows(0, *wrong), rows(1, *wrong)])
+    (finding,) = origin_findings(plan_of(), [rows(0, *wrong), rows(1, *wrong)])
     assert words in finding.message
 
 
 def test_the_rank_that_parts_first_is_named_and_a_loss_that_is_wrong_is_no_module() -> None:
-    (finding,) = origin_findings([rows(0, 3), rows(1, 2, 3)])
+    (finding,) = origin_findings(plan_of(), [rows(0, 3), rows(1, 2, 3)])
     assert finding.message.endswith("on rank 1")
-    assert list(origin_findings([rows(0, 4, 5, 6, 7), rows(1)])) == []
-    assert list(origin_findings([rows(0), rows(1)])) == []
+    assert list(origin_findings(plan_of(), [rows(0, 4, 5, 6, 7), rows(1)])) == []
+    assert list(origin_findings(plan_of(), [rows(0), rows(1)])) == []
     assert worst_of_ranks([*rows(0, 3).borders, *rows(1, 3).borders])[3].rank == 1
+
+
+@pytest.mark.parametrize(("gradient", "first"), [(False, "model.layers.0"), (True, "model.layers.1")])
+def test_stages_compute_one_after_the_other(gradient: bool, first: str) -> None:
+    """Whatever the places of the rows among those of their ranks."""
+    sides = (Side.OUTPUT, Side.INPUT) if gradient else (Side.INPUT, Side.OUTPUT)
+
+    def on_stage(rank: int, wrong: int) -> RankResult:
+        points = [Point(f"model.layers.{rank}", run, side, "", gradient) for run in range(2) for side in sides]
+        return RankResult(rank, borders=[BorderRow(point, float(at == wrong), 0.1, rank) for at, point in enumerate(points)])
+
+    wrong = (1, 3) if gradient else (3, 1)
+    (finding,) = origin_findings(plan_of(pp=2), [on_stage(rank, at) for rank, at in enumerate(wrong)])
+    assert finding.names == (first,)

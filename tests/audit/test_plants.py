@@ -23,6 +23,13 @@ from meshwright.plan.options import SyncPolicy
 from meshwright.ranks.hang import HangError
 from tests.audit import plants
 
+STAGES = {
+    "family": "gemma3_text",
+    "model": {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "pipeline": {},
+}
+"""A model of which two stages have layers of both types."""
+
 PLACES = {place.label: place for place in LAYOUTS}
 
 
@@ -131,6 +138,14 @@ def test_no_warning_on_the_way_to_a_pass(tmp_path: Path) -> None:
         (plants.contiguous_positions_under_zigzag, "cp 2", {"context_balance": "zigzag"}, Kind.DATA, "rank 0 was fed"),
         (plants.labels_shifted_after_the_cut, "cp 2", {}, Kind.DATA, "rank 0 was fed"),
         (plants.balance_of_each_rank_of_cp, "cp 2", {"family": "mixtral", "moe": {"aux_loss": 1.0}}, Kind.BACKWARD, "backward diverges behind model.layers.1.mlp.gate: forward agrees"),
+        (plants.list_of_layers_cut, "pp 2", STAGES, Kind.FORWARD, "forward diverges before model.layers.2: all that was computed before agrees, but its input is off by 1 on rank 1 (stage 1)"),
+        (plants.halves_of_resharded_units, "pp 2 x shard 2", {"model": {"num_hidden_layers": 4}, "sync": "reshard_each", "pipeline": {"schedule": "zbv"}}, Kind.GRADIENT, "lacks microbatch 1, 2 of 2 (stages 1, 2, 3)"),
+        (plants.keyword_dropped, "pp 2", {"pipeline": {}}, Kind.FORWARD, "forward diverges before model.layers.1: all that was computed before agrees, but its input is off by 2 on rank 1 (stage 1)"),
+        (plants.tied_gradients_not_added, "pp 2", {"pipeline": {}, "family": "qwen2"}, Kind.GRADIENT, "(stages 0, 1)"),
+        (plants.divided_by_microbatches, "pp 2", {"pipeline": {}}, Kind.GRADIENT, "is 0.5 times that of one process, and right otherwise: divided by 2 (pp or the number of microbatches)"),
+        (plants.gradients_lost_between_runs, "pp 2 x shard 2", {"pipeline": {"runs_per_step": 2}, "microbatches": 4}, Kind.GRADIENT, "lacks microbatch 1, 2 of 4"),
+        (plants.soft_cap_of_hidden_states, "pp 2", STAGES, Kind.FORWARD, "forward diverges before model.layers.2: all that was computed before agrees, but its input is off by"),
+        (plants.multiplier_on_each_stage, "pp 2", STAGES, Kind.FORWARD, "on rank 1 (stage 1)"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )  # fmt: skip

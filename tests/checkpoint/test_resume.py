@@ -111,6 +111,8 @@ LAYOUTS = {
     "tp 4": (4, ("layout.dp_shard=1", "layout.tp=4", "parallel.sequence_parallel=true")),
     "tp 2 x shard 2": (4, ("layout.tp=2", "parallel.sequence_parallel=true")),
     "cp 4": (4, ("layout.dp_shard=1", "layout.cp=4")),
+    "pp 2": (2, ("layout.dp_shard=1", "layout.pp=2")),
+    "pp 2 x shard 2": (4, ("layout.pp=2", "training.microbatch_size=1")),
 }
 
 

@@ -31,6 +31,28 @@ def fail(how: str, rank: int) -> Callable[[], None]:
     return patch
 
 
+def in_the_schedule(rank: int, do: Callable[[], None]) -> Callable[[], None]:
+    """What makes a rank do something in the second step of a pipeline, before the backward of the second microbatch."""
+
+    def patch() -> None:
+        import torch.distributed as dist
+
+        from meshwright.distributed.scheduled_stages import _Stage
+
+        plain, before = _Stage.backward_one_chunk, []
+
+        def backward_one_chunk(self: Any, microbatch: int, *args: Any, **kwargs: Any) -> Any:
+            if microbatch == 1:
+                before.append(self)
+                if len(before) == 2 and dist.get_rank() == rank:
+                    do()
+            return plain(self, microbatch, *args, **kwargs)
+
+        _Stage.backward_one_chunk = backward_one_chunk
+
+    return patch
+
+
 def _raise() -> None:
     raise ValueError(MESSAGE)
 

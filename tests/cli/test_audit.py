@@ -85,7 +85,7 @@ def test_a_hang_ends_with_1_and_says_who_waits_where(meshwright, config: str, tm
     ("arguments", "words"),
     [
         (["--dtype", "float16"], "dtype='float16': legal are float64, float32, bfloat16"),
-        (["layout.pp=2"], "pp=2: pipeline parallel is planned but not carried out by this version"),
+        (["layout.pp=40"], "pp=40: 2 layers make at most 2 stages"),
         (["layout.dp_replicate=3", "--nproc", "2", "--full"], "dp_replicate=3"),
         (["data.files=[nowhere/*.txt]"], "glob matches no file"),
         (["data.files=[nowhere/*.txt]"], "--drawn audits with random tokens"),

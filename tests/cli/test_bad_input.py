@@ -54,13 +54,10 @@ def test_heads_that_do_not_divide(meshwright: Meshwright, config: str, verb: str
     wrong(meshwright, verb, config, "layout.tp=3", *sizes, *ranks, parts=parts, messages=2)
 
 
-@pytest.mark.parametrize("axis", ["pp"])
-def test_axes_that_are_planned_but_not_carried_out(meshwright: Meshwright, config: str, axis: str) -> None:
-    part = f"{axis}=2: "
-    wrong(meshwright, "train", config, f"layout.{axis}=2", "--nproc", 2, parts=(part, "is planned but not carried out"))
-    found = meshwright("plan", config, f"layout.{axis}=2", "--world-size", 2)
-    assert found.code == 0
-    assert f"2 ranks ({axis}=2)" in found.out
+def test_a_schedule_that_does_not_take_the_microbatches(meshwright: Meshwright, config: str) -> None:
+    sizes = ("layout.pp=2", "layout.dp_shard=1", "training.global_batch_size=1", "training.microbatch_size=1")
+    parts = ("pipeline_schedule=1f1b: a run has 1 microbatches", "with pp=2 legal are 2, 3, 4")
+    wrong(meshwright, "train", config, *sizes, "--nproc", 2, parts=parts)
 
 
 def test_batch_that_the_ranks_do_not_divide(meshwright: Meshwright, config: str) -> None:

@@ -1,5 +1,8 @@
 """A rank that fails while the other waits in a collective: the job ends soon, and says which rank and why."""
 
+import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,7 +10,7 @@ import pytest
 
 from meshwright.train.config import load_config
 from tests.cli.conftest import Outcome, all_gone
-from tests.cli.failing import MESSAGE, fail
+from tests.cli.failing import MESSAGE, fail, in_the_schedule
 from tests.train.runs import checkpoints, losses
 
 Meshwright = Callable[..., Outcome]
@@ -68,6 +71,29 @@ def test_a_rank_that_hangs(meshwright: Meshwright, config: str) -> None:
     """The others give up after launch.timeout_minutes."""
     found = meshwright("train", config, "--nproc", 2, "launch.timeout_minutes=0.05", before=fail("sleep", 1))
     check(found, 1, "rank 0: ", "imed out")
+
+
+STAGES = ("layout.pp=2", "layout.dp_shard=1", "training.microbatch_size=2", "data.packing=pad", "--nproc", 2)
+
+
+def test_a_rank_is_killed_in_the_middle_of_a_schedule(meshwright: Meshwright, config: str) -> None:
+    def kill() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    found = meshwright("train", config, *STAGES, "checkpoint.every=1", before=in_the_schedule(1, kill))
+    check(found, 1, "rank 1 ended with SIGKILL")
+    assert checkpoints(load_config(config)) == ["step-00000001"]
+
+
+def test_a_hang_names_the_stage_and_the_microbatch(meshwright: Meshwright, config: str) -> None:
+    wait = ("launch.hang_report_seconds=2", "launch.timeout_minutes=0.15")
+    found = meshwright("train", config, *STAGES, *wait, before=in_the_schedule(1, lambda: time.sleep(60)))
+    assert found.code == 1
+    assert found.seconds < 40
+    assert "no progress for 2 s in step 2" in found.error, found.error
+    lines = found.error.splitlines()
+    assert any(line.startswith("rank 0 ") and "(step 2, stage 0, " in line for line in lines), found.error
+    assert any(line.startswith("rank 1 ") and line.endswith("(step 2, stage 1, forward of microbatch 2)") for line in lines)
 
 
 def test_one_process(meshwright: Meshwright, config: str) -> None:

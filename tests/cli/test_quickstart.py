@@ -47,6 +47,20 @@ def test_quickstart_learns_saves_exports_and_samples(tmp_path: Path, steps: int,
 
 @pytest.mark.command
 @pytest.mark.thorough
+def test_four_processes_of_a_pipeline_learn(tmp_path: Path) -> None:
+    overrides = [f"output={tmp_path}/run", "launch.device=cpu", "training.steps=40", "training.eval_every=0"]
+    command = [sys.executable, "-m", "meshwright.cli.main", "train", str(EXAMPLE.with_name("pipeline_quickstart.yaml"))]
+    result = subprocess.run([*command, *overrides], capture_output=True, text=True, timeout=900, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr[-2000:]
+    for said in ("4 ranks (pp=2 dp_shard=2)", "Pipeline: zbv, 4 microbatches in a run", "receive buffers", "def main("):
+        assert said in result.stdout
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    first, last = (row["eval/loss"] for row in rows if "eval/loss" in row)
+    assert last < first - 1.0
+
+
+@pytest.mark.command
+@pytest.mark.thorough
 def test_two_processes_that_share_long_sequences_learn(tmp_path: Path) -> None:
     overrides = [f"output={tmp_path}/run", "launch.device=cpu", "training.steps=30", "training.eval_every=0"]
     command = [sys.executable, "-m", "meshwright.cli.main", "train", str(EXAMPLE.with_name("long_context.yaml")), *overrides]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from meshwright.distributed import context_parallel, ring
+from meshwright.distributed import kernels, ring
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.conductor import PERFORMERS
 from meshwright.distributed.context_parallel import attend, attend_over_ranks
@@ -156,10 +156,10 @@ def test_attention_and_its_gradients_are_those_of_whole_sequences(method: Contex
 @pytest.mark.parametrize("method", METHODS)
 def test_block_by_block(method: ContextMethod, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks and scores of a few queries at a time."""
-    monkeypatch.setattr(context_parallel, "MOST_ENTRIES", 2 * 32 * 3)
-    monkeypatch.setattr(context_parallel, "LEAST_QUERIES", 1)
-    monkeypatch.setattr(context_parallel, "MOST_SCORES", 2 * 32 * 4 * 3)
-    monkeypatch.setattr(context_parallel, "LEAST_ROWS", 1)
+    monkeypatch.setattr(kernels, "MOST_ENTRIES", 2 * 32 * 3)
+    monkeypatch.setattr(kernels, "LEAST_QUERIES", 1)
+    monkeypatch.setattr(kernels, "MOST_SCORES", 2 * 32 * 4 * 3)
+    monkeypatch.setattr(kernels, "LEAST_ROWS", 1)
     monkeypatch.setattr(ring, "MOST_SCORES", 2 * 4 * 8 * 3)
     monkeypatch.setattr(ring, "LEAST_QUERIES", 1)
     assert run_ranks(check_cases, 2, 2, method)[0] == []

@@ -18,8 +18,8 @@ ROOM = Path(_torch_compat.__file__).parent
 FILES = sorted(file for file in ROOM.glob("*.py") if file.stem not in ("__init__", "names"))
 
 OURS = {
-    "_meshwright", "_meshwright_course", "at_end", "data_group", "fresh", "ran", "runs", "say", "stays", "tell", "used",
-    "BACKWARD", "FORWARD", "REDUCTION",
+    "_meshwright", "_meshwright_course", "at_end", "data_group", "fresh", "ran", "runs", "say", "single", "splits", "stays",
+    "tell", "used", "BACKWARD", "FORWARD", "REDUCTION",
 }  # fmt: skip
 """Attributes of Meshwright's own classes, or put on those of torch."""
 
@@ -39,11 +39,19 @@ OPTIONAL = {
     "_fsdp_param_groups": "torch 2.13 and later; before it there is one group",
     "options": "of a backend: read where the backend is one of gloo or NCCL",
     "parameters": "of a stage's module",
+    "modules": "of a stage's module",
+    "_is_view": "a method of every tensor",
+    "contiguous": "a method of every tensor",
+    "_autograd_grad_for_inputs": "of pipelining; a torch without it is refused where backward is split",
     "stage_backward": "of pipelining, which is looked up as it is used",
     "stage_backward_input": "of pipelining, which is looked up as it is used",
     "stage_backward_weight": "of pipelining, which is looked up as it is used",
     "backward_maybe_with_nosync": "of pipelining, which is looked up as it is used",
     "submod": "of pipelining, which is looked up as it is used",
+    "schedules": "of pipelining, which is looked up as it is used",
+    "_initialize_stage": "of pipelining, which is looked up as it is used",
+    "_initialize_stages": "of pipelining, which is looked up as it is used",
+    "_step_microbatches": "of pipelining, which is looked up as it is used",
     "cuda": "of the flight recorder",
     "_schema": "a higher-order operator has none",
     "_world": "of the flight recorder's report, which does without",

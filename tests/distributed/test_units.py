@@ -14,7 +14,7 @@ from meshwright.distributed.fsdp2 import FSDP2Manager
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import build_mesh
 from meshwright.distributed.parallelizer import apply_fsdp2_sharding_recursively, unshard_fsdp2_model
-from meshwright.errors import LayoutError, PlanError, UnsupportedError
+from meshwright.errors import LayoutError, PlanError
 from meshwright.layout import Layout
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
 from meshwright.plan.resolver import resolve
@@ -37,20 +37,16 @@ def all_sharded(model: nn.Module) -> bool:
     return not any(_torch_compat.is_unsharded(unit) for unit in fsdp_units(model).values())
 
 
-@pytest.mark.parametrize("axes", [{"pp": 2}, {"pp": 2, "cp": 2}])
-def test_axes_that_are_only_planned_are_refused_by_name(axes: dict[str, int]) -> None:
+def test_a_whole_model_is_not_taken_for_a_stage() -> None:
     def on_rank(rank: int) -> None:
         model, spec = make("llama", meta=True)
-        layout = Layout(**axes).resolve(4)
-        plan = resolve(spec, model, layout)
-        with pytest.raises(UnsupportedError) as error:
+        layout = Layout(pp=2, dp_shard=1)
+        plan = resolve(spec, model, layout, ParallelOptions(microbatches=2))
+        with pytest.raises(PlanError, match="the plan is that of a whole model with stages"):
             parallelize(model, plan, build_mesh(layout, "cpu"))
-        assert [line.split(":")[0] for line in error.value.problems] == [
-            f"{axis}={axes[axis]}" for axis in ("pp",) if axis in axes
-        ]
         assert not fsdp_units(model)
 
-    run_ranks(on_rank, 4)
+    run_ranks(on_rank, 2)
 
 
 def test_a_plan_of_another_model_or_mesh_is_refused() -> None:
@@ -331,8 +327,7 @@ def test_manager_builds_the_mesh_and_shards() -> None:
                 torch.testing.assert_close(whole(ours.grad), theirs.grad, rtol=1e-4, atol=1e-6)
         with pytest.raises(LayoutError, match="dp_replicate_size=3: must divide dp_size=4"):
             FSDP2Manager(dp_size=4, dp_replicate_size=3)
-        with pytest.raises(UnsupportedError, match="pp=2"):
-            FSDP2Manager(pp_size=2)
+        assert (FSDP2Manager(pp_size=2).dp_size, FSDP2Manager(pp_size=2).pp_size) == (2, 2)
 
     run_ranks(on_rank, 4)
 

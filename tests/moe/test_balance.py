@@ -302,9 +302,12 @@ def test_scores_that_are_unknown_are_refused_to_the_loss_alone(tiny: Tiny) -> No
 # -- whole runs ---------------------------------------------------------------------------------------------------------------
 
 
+STAGES = ("layout.pp=2", "layout.dp_shard=1", "training.microbatch_size=2")
+
+
 @pytest.mark.thorough
 def test_metrics_of_a_run_do_not_depend_on_ranks_or_recomputation(tiny: Tiny) -> None:
-    """One process, two shards with full checkpointing, two ranks of ep: the same loads and the same balance loss."""
+    """One process, two shards with full checkpointing, two ranks of ep, two stages: the same loads and balance loss."""
     common = (MIXTRAL, "moe.aux_loss=0.1", "training.eval_every=2", "training.log_every=2")
     one = tiny(*common, name="one")
     train(one)
@@ -312,7 +315,7 @@ def test_metrics_of_a_run_do_not_depend_on_ranks_or_recomputation(tiny: Tiny) ->
     assert [row["step"] for row in found] == [1, 2, 4, 6]
     assert {"moe/aux_loss", "moe/max_load/0", "moe/max_load/1", "moe/idle_experts/0"} <= found[0].keys()
     assert 0.1 * 2 * 0.9 < found[0]["moe/aux_loss"] < 0.1 * 2 * 2  # 1 for a layer in balance
-    for index, options in enumerate((("parallel.activation_checkpointing=full",), ("layout.ep=2",))):
+    for index, options in enumerate((("parallel.activation_checkpointing=full",), ("layout.ep=2",), STAGES)):
         other = tiny(*common, *options, name=f"other {index}")
         train(other, 2)
         for ours, theirs in zip([row for row in rows(other) if "loss" in row], found, strict=True):

@@ -95,12 +95,27 @@ def test_what_cannot_be_shared_is_refused_by_name() -> None:
         said = refusal(tiny_model("llama", meta=True), Layout(dp_shard=1), **{f"context_{name}": value})
         assert said == f"context_{name}={value}: needs cp > 1; the legal value is {legal}"
     model = tiny_model("llama", meta=True)
+    model.config._attn_implementation_internal = "paged|sdpa"
+    assert "'paged|sdpa' is not supported; legal are sdpa, eager, flex_attention and flash_attention_2" in refusal(model, two)
+    model = tiny_model("gpt_oss", meta=True)
     model.config._attn_implementation_internal = "flash_attention_2"
-    assert "legal are sdpa and eager" in refusal(model, two)
+    assert "'model.layers.0.self_attn' has sinks, which flash_attention_2 does not know" in refusal(model, two)
+    model = tiny_model("llama", meta=True)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    for options in ({"param_dtype": "float32"}, {"param_dtype": None}):
+        assert "flash_attention_2 computes in 16 bits, not in float32" in refusal(model, two, **options)
     with pytest.raises(PlanError, match=r"attentions of .* are unknown"):
         resolve(PLAIN_SPEC, Plain(), two, ParallelOptions())
     with pytest.raises(PlanError, match="legal are gather, ulysses, ring"):
         ParallelOptions(context_parallel="rings")
+
+
+@pytest.mark.parametrize("kernel", ["flex_attention", "flash_attention_2", "kernels-community/flash-attn2"])
+def test_kernels_of_gpus_are_planned_on_a_laptop(kernel: str) -> None:
+    model = tiny_model("llama", meta=True)
+    model.config._attn_implementation_internal = kernel
+    plan = resolve(spec_of(model), model, Layout(dp_shard=1, cp=2), ParallelOptions())
+    assert {row.kernel for row in plan.attentions} == {kernel}
 
 
 def test_heads_that_cannot_be_exchanged() -> None:

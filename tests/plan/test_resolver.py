@@ -62,7 +62,7 @@ def test_padding_of_uneven_rows_is_counted() -> None:
 def test_placements_of_every_axis() -> None:
     model = tiny_model("llama", meta=True, num_hidden_layers=4)
     layout = Layout(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2)
-    plan = resolve(spec_of(model), model, layout, FP32)
+    plan = resolve(spec_of(model), model, layout, replace(FP32, microbatches=2))
     q = plan.parameter("model.layers.3.self_attn.q_proj.weight")
     assert q.placements == (("dp_replicate", "Replicate()"), ("dp_shard_cp", "Shard(0)"), ("tp", "Shard(0)"))
     assert q.local_shape == (32 // 2 // 4, 32)

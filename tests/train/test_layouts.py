@@ -26,6 +26,8 @@ LAYOUTS = {
     "tp 2, sequence parallel": (2, ("layout.dp_shard=1", "layout.tp=2", "parallel.sequence_parallel=true")),
     "tp 2 x shard 2, sequence parallel": (4, ("layout.tp=2", "parallel.sequence_parallel=true")),
     "tp 2, whole logits": (2, ("layout.dp_shard=1", "layout.tp=2", "parallel.loss_parallel=false")),
+    "pp 2": (2, ("layout.dp_shard=1", "layout.pp=2")),
+    "pp 2 x shard 2, gpipe": (4, ("layout.pp=2", "training.microbatch_size=1", "parallel.pipeline.schedule=gpipe")),
     "one rank, one microbatch": (1, ("training.microbatch_size=8",)),
 }
 

@@ -65,6 +65,19 @@ def test_first_loss_is_that_of_the_plain_model(tiny: Tiny, tmp_path: Path, name:
     assert found[1] < found[0]
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", ["tied llama", "llama", "gpt2", "mixtral", "gpt_oss"])
+def test_stages_read_their_part(tiny: Tiny, tmp_path: Path, name: str) -> None:
+    family, changes = MODELS.get(name, (name, {}))
+    model = saved(tmp_path / "model", family, **changes)
+    stages = ("training.steps=2", "layout.pp=2", "layout.dp_shard=1", "data.packing=pad")
+    config = tiny(*overrides(tmp_path / "model"), *stages)
+    expected = first_loss(model, config, prepare_run(config, 2)[2])
+    found = train(config, 2)
+    assert found[0] == pytest.approx(expected, rel=1e-5)
+    assert found[1] < found[0]
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["llama", "tied llama", "qwen3", "mixtral", "phi3", "gpt_oss"])
 def test_tensor_parallel_reads_the_same(tiny: Tiny, tmp_path: Path, name: str) -> None:

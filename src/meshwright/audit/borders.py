@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.distributed._torch_compat import in_backward
 from meshwright.distributed.activation_checkpointing import unwatched
-from meshwright.plan.borders import Held, Side
+from meshwright.distributed.cut import runs
+from meshwright.plan.borders import Held, Side, borders
+from meshwright.plan.sharding_plan import ShardingPlan
 
 __all__ = [
     "MOST_BYTES_OF_BORDERS",
@@ -28,6 +30,7 @@ __all__ = [
     "Point",
     "border_error",
     "compare_borders",
+    "first_recorders",
     "part_of",
     "worst_of_ranks",
 ]
@@ -159,6 +162,13 @@ class BorderRecorder:
             return
         with unwatched():
             self.tensors[number][point] = local.to("cpu", copy=True).contiguous()
+
+
+def first_recorders(plan: ShardingPlan, models: Iterable[nn.Module], limit: int) -> list[BorderRecorder]:
+    """Return a recorder of the first microbatch for each model of a rank, of which it has several in a pipeline."""
+    return [
+        BorderRecorder(model, [name for name in borders(plan, model) if runs(model, name)], (0,), limit) for model in models
+    ]
 
 
 def _mapped(value: Any, place: str, do: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:

@@ -1,7 +1,9 @@
 """What is audited, and the trainer that both sides share: the trainer of `train`, on the data of the audit."""
 
 import functools
+import hashlib
 import re
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +23,12 @@ from meshwright.layout import Layout
 from meshwright.models.init import derive_seed
 from meshwright.plan.inspection import model_sizes
 from meshwright.train.config import LayoutConfig, ParallelConfig, RunConfig
-from meshwright.train.engine import Batch, Engine, Sequential, Sums
-from meshwright.train.parts import Made, Parts, fill, sequential, train_loader
+from meshwright.train.engine import Batch, Engine, Sums
+from meshwright.train.parts import Made, Parts, engine_of_plan, fill, train_loader
 from meshwright.train.setup import make_setup
 from meshwright.train.trainer import Trainer
 
-__all__ = ["AuditTrainer", "Case", "NotingEngine", "in_dtype", "local_part", "modules_in_evaluation"]
+__all__ = ["AuditTrainer", "Case", "NotingEngine", "digest", "in_dtype", "local_part", "modules_in_evaluation"]
 
 DROPOUT = r"dropout|pdrop|layerdrop|drop_path|jitter"
 """Pattern of attributes that hold a probability of dropout, or the strength of noise."""
@@ -97,6 +99,12 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def digest(tensor: torch.Tensor) -> str:
+    """Return a digest of the bytes that this rank holds of a tensor."""
+    local = local_part(tensor.detach()).cpu().contiguous()
+    return hashlib.sha256(local.reshape(-1).view(torch.uint8).numpy().tobytes() if local.numel() else b"").hexdigest()[:16]
+
+
 def modules_in_evaluation(model: nn.Module) -> list[str]:
     """Return the names of the modules that are in evaluation mode."""
     return [name for name, module in model.named_modules() if not module.training]
@@ -116,16 +124,31 @@ def silence_dropout(model: nn.Module) -> None:
                     setattr(holder, name, 0.0)
 
 
-class NotingEngine(Sequential):
-    """Runs microbatches as a run does, in the arithmetic of a case."""
+class NotingEngine(Engine):
+    """Runs microbatches with the engine of a run, in the arithmetic of a case."""
 
     trainer: "AuditTrainer"
+
+    def __init__(self, inner: Engine) -> None:
+        self.inner = inner
+
+    def evaluate(self, batches: Iterable[Batch]) -> torch.Tensor:
+        """Return what the engine of the run returns."""
+        return self.inner.evaluate(batches)
+
+    def logits(self, batch: Batch) -> torch.Tensor:
+        """Return what the engine of the run returns."""
+        return self.inner.logits(batch)
+
+    def clip(self, limit: float | None) -> torch.Tensor:
+        """Clip as the engine of the run does."""
+        return self.inner.clip(limit)
 
     def forward_backward(self, batches: list[Batch], counts: torch.Tensor) -> Sums:
         """Run the microbatches of a step in the arithmetic of the case."""
         trainer = self.trainer
         with KeepFloat64() if trainer.case.dtype == "float64" else nullcontext():
-            return super().forward_backward(batches, counts)
+            return self.inner.forward_backward(batches, counts)
 
 
 class AuditTrainer(Trainer):
@@ -148,9 +171,9 @@ class AuditTrainer(Trainer):
         silence_dropout(setup.model)
 
         def noting(trainer: Made) -> Engine:
-            sequential_engine = sequential(trainer, engine)
-            sequential_engine.trainer = self
-            return sequential_engine
+            chosen = engine(engine_of_plan(trainer))
+            chosen.trainer = self
+            return chosen
 
         # All cases of a layout share one mesh: its process groups have threads, and cannot be destroyed one by one.
         own = {"mesh": lambda trainer: _mesh(setup.layout, device.type), "loader": _loader, "fill": _fill, "engine": noting}

@@ -3,6 +3,8 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 
 from meshwright.audit.compare import Row
 from meshwright.audit.findings import CONSEQUENCES, Finding, Kind, in_ranks, listed
@@ -15,7 +17,8 @@ from meshwright.audit.tolerance import TOLERANCES, Tolerances
 from meshwright.layout import Layout
 from meshwright.plan.context_parallel import context_counts
 from meshwright.plan.expert_parallel import expert_parallel_counts
-from meshwright.plan.price import tensor_parallel_counts, totals
+from meshwright.plan.pipeline import on_stages, pipeline_counts, stages_of_rank, stages_with
+from meshwright.plan.price import tensor_parallel_counts, totals_of_rank
 from meshwright.plan.sharding_plan import ShardingPlan
 
 __all__ = ["Finding", "Kind", "diagnose"]
@@ -23,14 +26,14 @@ __all__ = ["Finding", "Kind", "diagnose"]
 
 def diagnose(plan: ShardingPlan, reference: Reference, ranks: Sequence[RankResult], tolerances: Tolerances) -> list[Finding]:
     """Return what is wrong, causes first and without their consequences; empty if the layout computes what one process does."""
-    rows = ranks[0].rows
+    rows = [row for result in ranks for row in result.rows]
     findings = [
         *_values(plan, rows, ranks),
         *_data(plan.layout, reference, ranks),
         *_random(ranks),
         *_ties(ranks),
         *_frozen(ranks),
-        *_origin(rows, ranks, tolerances),
+        *_origin(plan, rows, ranks, tolerances),
         *gradient_findings(plan, reference, rows, ranks),
         *replica_findings(plan, ranks),
         *_modes(reference, ranks),
@@ -44,7 +47,17 @@ def diagnose(plan: ShardingPlan, reference: Reference, ranks: Sequence[RankResul
     there = {finding.kind for finding in findings}
     follows = {kind for cause in there for kind in CONSEQUENCES.get(cause, ())}
     order = list(Kind)
-    return sorted((item for item in findings if item.kind not in follows), key=lambda finding: order.index(finding.kind))
+    causes = sorted((item for item in findings if item.kind not in follows), key=lambda finding: order.index(finding.kind))
+    return [_with_stage(plan, finding) for finding in causes]
+
+
+def _with_stage(plan: ShardingPlan, finding: Finding) -> Finding:
+    """Say which stages have what a finding is about, unless it is about all of a model with stages."""
+    stages = sorted({stage for name in finding.names for stage in stages_with(plan, name)})
+    if not stages or (len(stages) == len(plan.stages) and len(finding.names) > 1):
+        return finding
+    words = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
+    return replace(finding, message=f"{finding.message} ({words})")
 
 
 # -- before the gradient -----------------------------------------------------------------------------------------------------
@@ -56,6 +69,9 @@ def _values(plan: ShardingPlan, rows: Sequence[Row], ranks: Sequence[RankResult]
         if pairs := differing(plan.layout, sharded.get(name, set()), name, "initial value", ranks):
             (first, other), *_ = pairs
             yield Finding(Kind.VALUES, f"ranks {first} and {other} begin with different values of {name}", (name,))
+    compared = {row.name for row in rows if row.what == "initial value"}
+    if lost := tuple(row.name for row in plan.parameters if row.name not in compared):
+        yield Finding(Kind.LOST, f"no rank has {listed(lost)}", lost)
     wrong = [row for row in rows if row.what == "initial value" and not row.passed]
     if wrong:
         names = tuple(row.name for row in wrong)
@@ -138,17 +154,18 @@ def _frozen(ranks: Sequence[RankResult]) -> Iterator[Finding]:
         yield Finding(Kind.FROZEN, f"frozen parameters moved or got a gradient: {listed(names)}", names)
 
 
-def _origin(rows: Sequence[Row], ranks: Sequence[RankResult], tolerances: Tolerances) -> Iterator[Finding]:
+def _origin(plan: ShardingPlan, rows: Sequence[Row], ranks: Sequence[RankResult], tolerances: Tolerances) -> Iterator[Finding]:
     """Yield where the difference begins. In float64 borders alone can fail an audit; else they only explain wrong gradients."""
     if tolerances.dtype == "float64" or not all(row.passed for row in rows if row.what == "gradient"):
-        yield from origin_findings(ranks)
+        yield from origin_findings(plan, ranks)
 
 
 def _decay(reference: Reference, ranks: Sequence[RankResult]) -> Iterator[Finding]:
     for result in ranks:
+        due = {name for name in reference.decayed if name in result.digests["parameter"]}
         for wrong, words in (
-            (set(result.decayed) - set(reference.decayed), "applies weight decay to vectors, or to excepted parameters"),
-            (set(reference.decayed) - set(result.decayed), "applies no weight decay to matrices"),
+            (set(result.decayed) - due, "applies weight decay to vectors, or to excepted parameters"),
+            (due - set(result.decayed), "applies no weight decay to matrices"),
         ):
             if wrong:
                 names = tuple(sorted(wrong))
@@ -183,7 +200,9 @@ def _norms(reference: Reference, ranks: Sequence[RankResult], rows: Sequence[Row
     compared = [(0, "after clipping", [result.clipped_norm for result in ranks], reference.clipped_norm)]
     # If the ranks round differently from one process, the first step's norm is compared with that of the gathered gradients.
     own = tolerances.rounded()
-    for step, truth in enumerate([ranks[0].gathered_norm, *reference.norms[1:]] if own else reference.norms):
+    for step, truth in enumerate(
+        [math.hypot(*(result.gathered_norm for result in ranks)), *reference.norms[1:]] if own else reference.norms
+    ):
         compared.insert(step, (step, "before clipping", [result.norms[step] for result in ranks], truth))
     for step, when, values, truth in compared:
         for result, value in zip(ranks, values, strict=True):
@@ -234,20 +253,24 @@ def _state(rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def _collectives(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Finding]:
-    traffic = totals(plan).traffic
     kinds = ("all_gather", "reduce_scatter", "all_reduce")
-    due = {"dp": Counter({kind: getattr(traffic, f"{kind}s") for kind in kinds})}
-    sizes = Counter({kind: getattr(traffic, f"{kind}_bytes") for kind in kinds})
-    due["tp"] = tensor_parallel_counts(plan)
-    due["cp"] = context_counts(plan)
-    for axis, more in expert_parallel_counts(plan).items():
-        due.setdefault(axis, Counter()).update(more)
+
+    @cache
+    def due_on(stage_rank: int) -> tuple[dict[str, Counter[str]], Counter[str]]:
+        traffic, own = totals_of_rank(plan, stage_rank).traffic, on_stages(plan, stages_of_rank(plan, stage_rank))
+        due = {"dp": Counter({kind: getattr(traffic, f"{kind}s") for kind in kinds})}
+        due |= {"tp": tensor_parallel_counts(own), "cp": context_counts(own), "pp": pipeline_counts(plan, stage_rank)}
+        for axis, more in expert_parallel_counts(own).items():
+            due.setdefault(axis, Counter()).update(more)
+        return due, Counter({kind: getattr(traffic, f"{kind}_bytes") for kind in kinds})
+
     # The planned counts of tensor, context and expert parallel assume that nothing is recomputed, and that gradients flow
     # everywhere.
     frozen = any(not row.trainable and plan.unit(row.unit).forwards for row in plan.parameters)
     exact = not frozen and not any(unit.activation_checkpointing for unit in plan.units)
     for step, result in [(step, of_rank) for of_rank in ranks for step in range(len(of_rank.counts))]:
         wrong = []
+        due, sizes = due_on(plan.layout.coordinates(result.rank)["pp"])
         counts, sizes_made = result.counts[step], result.bytes[step]
         narrower = plan.layout.coordinates(result.rank)["tp"] > 0  # the plan describes the rank with the widest slices
         for axes in _together([*due, *axis_names(plan.layout, result.rank).values(), *counts]):
@@ -258,7 +281,7 @@ def _collectives(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Fi
                 if not exact and (axes & {"tp", "cp"} or ("ep" in axes and kind not in kinds)):
                     continue
                 count, size = counted[kind], counted_bytes[kind]
-                of_plan = kind in kinds and "dp" in axes and not axes & {"tp", "cp"}  # other bytes depend on the batch
+                of_plan = kind in kinds and "dp" in axes and not axes & {"pp", "tp", "cp"}  # other bytes depend on the batch
                 if count != planned[kind] or (of_plan and not (size == sizes[kind] or (narrower and size < sizes[kind]))):
                     collectives = f"{count} {kind} of {size:,} bytes over {'+'.join(sorted(axes))}"
                     wrong.append(

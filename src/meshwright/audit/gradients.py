@@ -24,7 +24,7 @@ def gradient_findings(
     lacking = tuple(dict.fromkeys(name for result in ranks for name in result.without_gradient))
     wrong = [row for row in rows if row.what == "gradient" and not row.passed]
     arrived = [row for row in wrong if row.name not in lacking]
-    unarrived = tuple(row.name for row in wrong if row.name in lacking)
+    unarrived = tuple(dict.fromkeys(row.name for row in wrong if row.name in lacking))
     if unarrived:
         where = [result.rank for result in ranks if set(unarrived) & set(result.without_gradient)]
         yield Finding(
@@ -41,7 +41,7 @@ def gradient_findings(
     agree = any(result.borders for result in ranks) and all(row.passed for result in ranks for row in result.borders)
     # The largest error comes first: it is nearer to the cause than the errors that the cause leaves elsewhere.
     for (kind, words), of_way in sorted(ways.items(), key=lambda item: -max(row.error for row in item[1])):
-        names, worst = [row.name for row in of_way], max(of_way, key=lambda row: row.error)
+        names, worst = list(dict.fromkeys(row.name for row in of_way)), max(of_way, key=lambda row: row.error)
         more = ""
         if words in _UNEXPLAINED:
             more = f" (off by {worst.error:.2g}{f' in {worst.name}' if len(names) > 1 else ''})"

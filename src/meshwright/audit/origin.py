@@ -6,11 +6,13 @@ from meshwright.audit.borders import BorderRow, Point
 from meshwright.audit.findings import Finding, Kind, in_ranks
 from meshwright.audit.ranks import RankResult
 from meshwright.plan.borders import Side
+from meshwright.plan.pipeline import stages_with
+from meshwright.plan.sharding_plan import ShardingPlan
 
 __all__ = ["origin_findings"]
 
 
-def origin_findings(ranks: Sequence[RankResult]) -> Iterator[Finding]:
+def origin_findings(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Finding]:
     """Yield at most one finding: for forward, or for backward if all of forward agrees. If all borders agree, there is none.
 
     There is none either if backward is wrong from its beginning, the gradient of the last output. Then the loss has another
@@ -18,22 +20,32 @@ def origin_findings(ranks: Sequence[RankResult]) -> Iterator[Finding]:
     """
     for gradient, find in ((False, _forward), (True, _backward)):
         rows_of = {result.rank: [row for row in result.borders if row.point.gradient is gradient] for result in ranks}
-        firsts = {rank: index for rank, rows in rows_of.items() if (index := _first(rows)) is not None}
+        firsts = {rank: found for rank, rows in rows_of.items() if (found := _first(plan, rows)) is not None}
         if not firsts:
             continue
-        begin = min(firsts.values())
-        if gradient and begin == 0:
-            return
-        where = [rank for rank, index in firsts.items() if index == begin]
+        first = min(firsts.values())
+        where = [rank for rank, found in firsts.items() if found == first]
+        begin = first[1]
         worst = max(where, key=lambda rank: rows_of[rank][begin].error)
-        point, wrong = rows_of[worst][begin].point, _same_border(rows_of[worst], begin)
         rows = rows_of[worst]
+        earliest = min(_time(plan, rows, index) for index in range(len(rows)))
+        if gradient and first == earliest and first[0] == min(0, 1 - len(plan.stages)):
+            return
+        point, wrong = rows[begin].point, _same_border(rows, begin)
         yield find(rows, point, max(row.error for row in wrong), f"on {in_ranks(where)}{_run(rows, point)}")
         return
 
 
-def _first(rows: Sequence[BorderRow]) -> int | None:
-    return next((index for index, row in enumerate(rows) if not row.passed), None)
+def _first(plan: ShardingPlan, rows: Sequence[BorderRow]) -> tuple[int, int] | None:
+    """Return the time of the earliest row that is wrong."""
+    return min((_time(plan, rows, index) for index, row in enumerate(rows) if not row.passed), default=None)
+
+
+def _time(plan: ShardingPlan, rows: Sequence[BorderRow], index: int) -> tuple[int, int]:
+    """Return the turn of a row's stage, since stages compute one after the other, and its place in the rows of its rank."""
+    point = rows[index].point
+    stage = min(stages_with(plan, point.module), default=0)
+    return (-stage if point.gradient else stage), index
 
 
 def _same_border(rows: Sequence[BorderRow], index: int) -> list[BorderRow]:

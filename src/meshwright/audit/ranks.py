@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, BorderRecorder, BorderRow, compare_borders
-from meshwright.audit.case import AuditTrainer, Case, NotingEngine, local_part, modules_in_evaluation
+from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, BorderRow, compare_borders, first_recorders
+from meshwright.audit.case import AuditTrainer, Case, NotingEngine, digest, modules_in_evaluation
 from meshwright.audit.compare import Row, compare, weights_of_parts
 from meshwright.audit.data import whole_sequences
 from meshwright.audit.decay import decayed_by_optimizer
@@ -22,10 +22,12 @@ from meshwright.audit.reference import Reference
 from meshwright.audit.tolerance import TOLERANCES, Tolerances
 from meshwright.checkpoint import state
 from meshwright.distributed.comm_counter import CommCounter
-from meshwright.distributed.grad_clip import total_grad_norm
 from meshwright.distributed.mesh import whole_tensor
+from meshwright.distributed.stage_parts import models_of
 from meshwright.layout import Layout
-from meshwright.plan.borders import borders, first_microbatch, held
+from meshwright.plan.borders import first_microbatch, held
+from meshwright.plan.names import within
+from meshwright.plan.pipeline import elsewhere, on_stages, stages_of_rank
 from meshwright.plan.sharding_plan import ParameterRow
 from meshwright.train.engine import Batch, Sums
 from meshwright.train.parts import clip
@@ -38,10 +40,10 @@ class RankResult:
     """What one rank recorded.
 
     Attributes:
-        rows: comparisons with the reference; on rank 0 only.
+        rows: comparisons with the reference; on the first rank of each stage only.
         losses: loss of each step, over all ranks, as this rank reports it.
         norms: norm of the gradient in each step, before clipping, as this rank reports it.
-        gathered_norm: norm of the first step's gradients that were gathered to be compared; on rank 0 only.
+        gathered_norm: norm of the first step's gradients that were gathered to be compared; on those ranks only.
         clipped_norm: norm of the whole gradient in the first step, after clipping.
         sequences: for each step, the digests of the sequences that this rank was fed.
         digests: ``initial value``, ``gradient``, ``parameter``, ``buffer`` or an optimizer state to a dict of names to the
@@ -96,7 +98,7 @@ class ComparingEngine(NotingEngine):
         generators = trainer.generators()
         trainer.note_sequences([whole_sequences(batch, trainer.setup.plan, trainer.mesh) for batch in batches])
         if trainer.step == 0:
-            trainer.result.evaluating = modules_in_evaluation(self.model)
+            trainer.result.evaluating = modules_in_evaluation(trainer.model)
         if trainer.compiled:
             sums = super().forward_backward(batches, counts)  # inside the counter nothing would be compiled
         else:
@@ -124,7 +126,12 @@ class RankTrainer(AuditTrainer):
         self.reference, self.noise = reference, noise
         self.compiled = any(unit.compile for unit in self.setup.plan.units)
         self.result = RankResult(self.rank)
-        self.planned = {row.name: row for row in self.setup.plan.parameters}
+        stages = stages_of_rank(self.setup.plan, self.mesh.rank("pp"))
+        self.plan, self.elsewhere = on_stages(self.setup.plan, stages), elsewhere(self.setup.plan, stages)
+        self.copies = {row.name for row in self.plan.parameters if row.copies and row.stage not in stages}
+        self.planned = {row.name: row for row in self.plan.parameters}
+        place = self.setup.layout.coordinates(self.rank)
+        self.compares = not any(index for axis, index in place.items() if axis != "pp")
         self.named = {name: parameter for name, parameter in self.model.named_parameters() if name in self.planned}
         self.tolerances = Tolerances(self.setup.plan, case.dtype, reference, noise, case.steps)
         self.scales: dict[str, float] = {}
@@ -138,7 +145,9 @@ class RankTrainer(AuditTrainer):
             self._row("initial value", name, parameter, self.reference.get(f"initial.{name}"), tolerance=0.0)
         tensors = {**self.named, **dict(self.model.named_buffers())}
         self.result.digests["initial value"] = {name: digest(tensor) for name, tensor in tensors.items()}
-        self.at_borders = self._border_recorder()
+        nowhere = self.compiled or self.tolerances.rounded()  # hooks would break a compiled graph
+        limit = MOST_BYTES_OF_BORDERS // self.setup.layout.size("dp")
+        self.at_borders = [] if nowhere else first_recorders(self.setup.plan, models_of(self.model), limit)
         frozen = {name: digest(p) for name, p in self.named.items() if not self.planned[name].trainable}
         while self.step < self.case.steps:
             self.train_step()
@@ -148,7 +157,8 @@ class RankTrainer(AuditTrainer):
             self.result.norms.append(metrics["gradient_norm"])
             self._compare_buffers()
         names = {name for name, _ in self.model.named_parameters()} ^ self.planned.keys()
-        buffers = {name for name, _ in self.model.named_buffers()} ^ set(self.reference.names("buffer"))
+        held = {name for name, _ in self.model.named_buffers()} ^ set(self.reference.names("buffer"))
+        buffers = {name for name in held if not within(name, self.elsewhere)}
         self.result.lost = sorted({*names, *buffers})
         self._compare_after_steps()
         self.result.sequences = self.sequences
@@ -156,10 +166,13 @@ class RankTrainer(AuditTrainer):
         moved = [name for name, before in frozen.items() if digest(self.named[name]) != before]
         self.result.frozen_moved = sorted({*self.result.frozen_moved, *moved})
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        own = {*stages_of_rank(self.setup.plan, self.mesh.rank("pp"))}
+        held_twice = [name for row in self.plan.parameters if row.copies and own >= {*row.stages} for name in row.aliases]
         self.result.come_apart = [
             (row.name, *row.aliases)
             for row in self.planned.values()
-            if row.aliases and len({id(parameters.get(name)) for name in (row.name, *row.aliases)}) > 1
+            if len({id(parameters[name]) for name in (row.name, *row.aliases) if name in parameters}) > 1
+            or any(name not in parameters and not within(name, [*self.elsewhere, *held_twice]) for name in row.aliases)
         ]
         self.result.seconds = time.perf_counter() - begun
 
@@ -170,17 +183,10 @@ class RankTrainer(AuditTrainer):
 
     def compare_first_step(self, batch: Batch) -> None:
         """Compare the borders of the first step's first microbatch, and the gradients."""
-        self.at_borders.close()
+        for recorder in self.at_borders:
+            recorder.close()
         self._compare_borders(batch)
         self._compare_gradients()
-
-    def _border_recorder(self) -> BorderRecorder:
-        """Return a recorder of the first microbatch. It records nothing if layers are compiled or rounding hides differences.
-
-        Hooks would break a compiled graph.
-        """
-        names = () if self.compiled or self.tolerances.rounded() else borders(self.setup.plan, self.model)
-        return BorderRecorder(self.model, names, (0,), MOST_BYTES_OF_BORDERS // self.setup.layout.size("dp"))
 
     def _compare_borders(self, batch: Batch) -> None:
         plan, place = self.setup.plan, self.setup.layout.coordinates(self.rank)
@@ -188,14 +194,14 @@ class RankTrainer(AuditTrainer):
         length *= plan.layout.size("cp")
         first = first_microbatch(plan, place)
         self.result.borders = compare_borders(
-            self.at_borders.tensors[0],
+            {point: tensor for recorder in self.at_borders for point, tensor in recorder.tensors[0].items()},
             lambda point: self.reference.get(f"border.{first}.{point}"),
             lambda point, features: held(plan, point.module, point.side, place, rows, length, features),
             self.tolerances.border(),
             FLOORS[self.case.dtype],
             self.rank,
         )
-        self.result.borders_left_out = self.at_borders.left_out
+        self.result.borders_left_out = sum(recorder.left_out for recorder in self.at_borders)
 
     def _by_axis(self, of_groups: Mapping[tuple[int, ...], Counter[str]]) -> dict[str, Counter[str]]:
         names = axis_names(self.setup.layout, self.rank)
@@ -208,7 +214,7 @@ class RankTrainer(AuditTrainer):
         """Clip the gradient as a run does, and measure its norm again afterwards."""
         norm = clip(self)
         if self.step == 0:
-            self.result.clipped_norm = float(total_grad_norm(self.model.parameters()))
+            self.result.clipped_norm = float(self.engine.clip(None))
         return norm
 
     # -- comparisons; all ranks take part in gathering, and rank 0 compares ---------------------------------------------------
@@ -268,7 +274,7 @@ class RankTrainer(AuditTrainer):
         last = self.step == self.case.steps
         for name, buffer in self.model.named_buffers():
             digests[name] = hashlib.sha256(f"{digests.get(name, '')}{digest(buffer)}".encode()).hexdigest()[:16]
-            if self.rank != 0 or name in reported:
+            if not self.compares or name in reported:
                 continue
             self._row(
                 "buffer", name, buffer, self.reference.get(f"buffer_after.{self.step}.{name}"), TOLERANCES[self.case.dtype]
@@ -322,7 +328,7 @@ class RankTrainer(AuditTrainer):
         slack: torch.Tensor | None = None,
     ) -> None:
         value = None if value is None else _whole(value)
-        if self.rank != 0:
+        if not self.compares:
             return
         planned = self.planned.get(name)
         if truth is None:
@@ -330,7 +336,7 @@ class RankTrainer(AuditTrainer):
         else:
             numbers = compare(value, truth, floor, slack)
         weights: tuple[float, ...] = ()
-        if what == "gradient" and value is not None:
+        if what == "gradient" and value is not None and name not in self.copies:
             self.result.gathered_norm = math.hypot(self.result.gathered_norm, float(value.double().norm()))
         if what == "gradient" and value is not None and numbers[0] > tolerance:
             parts = self.reference.parts(name)
@@ -355,17 +361,11 @@ def _placements(row: ParameterRow) -> str:
     return " ".join(f"{axis}:{placement}" for axis, placement in row.placements) or "whole"
 
 
-def digest(tensor: torch.Tensor) -> str:
-    """Return a digest of the bytes that this rank holds of a tensor."""
-    local = local_part(tensor.detach()).cpu().contiguous()
-    return hashlib.sha256(local.reshape(-1).view(torch.uint8).numpy().tobytes() if local.numel() else b"").hexdigest()[:16]
-
-
 def axis_names(layout: Layout, rank: int) -> dict[tuple[int, ...], str]:
     """Return, for each group of ranks that ``rank`` is in (a tuple of ranks), the name of its axes."""
     names_of: dict[tuple[int, ...], list[str]] = {}
     data = ("dp_replicate", "dp_shard", "dp_shard_cp", "dp_cp", "ep_shard")
-    axes = {**dict.fromkeys(data, "dp"), "ep": "ep", "cp": "cp", "tp": "tp"}
+    axes = {**dict.fromkeys(data, "dp"), "ep": "ep", "cp": "cp", "tp": "tp", "pp": "pp"}
     for axis, name in axes.items():
         ranks = tuple(layout.group(axis, rank))
         if len(ranks) > 1 and name not in names_of.setdefault(ranks, []):

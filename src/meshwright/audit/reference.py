@@ -119,7 +119,7 @@ class ReferenceEngine(NotingEngine):
         trainer.note_sequences(batches)
         if trainer.step > 0:
             return super().forward_backward(batches, counts)
-        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
         total = Sums()
         trainer.note(batches)
         for index, batch in enumerate(batches):
@@ -128,7 +128,7 @@ class ReferenceEngine(NotingEngine):
                 parameter.grad = None
             sums = super().forward_backward([batch], counts)
             for name, value in sums.values.items():
-                if name in self.balance.losses():  # these already include the microbatches before
+                if name in trainer.balance.losses():  # these already include the microbatches before
                     total.values[name] = value
                 else:
                     total.add(name, value)

@@ -14,7 +14,7 @@ def replica_findings(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterato
     """Yield a finding for ranks whose copies of a tensor differ, although the axes between these ranks do not shard it."""
     sharded = sharded_over(plan)
     # A gradient that was not summed over replicas is reported already, and its consequences are not reported.
-    wrong = (row.name for row in ranks[0].rows if row.what == "gradient" and not row.passed)
+    wrong = (row.name for result in ranks for row in result.rows if row.what == "gradient" and not row.passed)
     reported = {name for name in wrong if differing(plan.layout, sharded[name], name, "gradient", ranks)}
     for digested in dict.fromkeys(kind for result in ranks for kind in result.digests if kind != "initial value"):
         names_of: dict[tuple[tuple[int, ...], ...], list[str]] = {}

@@ -92,6 +92,10 @@ def plan(
     program: Annotated[
         bool, typer.Option("--program", help="Print what is done to the model, action after action; --json has it too.")
     ] = False,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Draw the schedule of a pipeline: ranks down, time across, without messages.")
+    ] = False,
+    timeline_svg: Annotated[Path | None, typer.Option("--timeline-svg", help="Write that picture to an SVG file.")] = None,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the complete configuration and stop.")] = False,
     debug: DebugOption = False,
 ) -> None:
@@ -113,6 +117,12 @@ def plan(
     from meshwright.train.proof import Source
     from meshwright.train.setup import make_setup
 
+    ways = {"--json": as_json, "--diff": against is not None, "--program": program}
+    ways["--timeline"] = timeline or timeline_svg is not None
+    if len(chosen := [name for name, asked in ways.items() if asked]) > 1:
+        from meshwright.errors import ConfigError
+
+        raise ConfigError(f"{' and '.join(chosen)}: give one of them")
     setup = make_setup(run, world_size or planned_processes(run))
     sharding_plan = setup.plan
     if against is not None:
@@ -123,7 +133,17 @@ def plan(
         typer.echo(priced_json(sharding_plan))
         return
     console = Console(width=None if sys.stdout.isatty() else 160)
-    if program:
+    if timeline or timeline_svg is not None:
+        from meshwright.errors import ConfigError
+        from meshwright.plan import timeline as pictures
+
+        if not sharding_plan.stages:
+            raise ConfigError("--timeline: the layout has no pipeline; it needs layout.pp > 1")
+        if timeline_svg is not None:
+            timeline_svg.write_text(pictures.timeline_svg(sharding_plan), encoding="utf-8")
+        if timeline:
+            console.print(pictures.timeline(sharding_plan, console.width))
+    elif program:
         console.print(explain_program(sharding_plan, full=full))
     else:
         console.print(explain(sharding_plan, full=full))

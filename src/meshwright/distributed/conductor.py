@@ -1,8 +1,8 @@
 """The conductor: performs the program of a plan on a model, action after action.
 
-The resolver writes the program in one order: tensor parallel -> expert parallel -> context parallel -> activation checkpointing
--> trainability -> FSDP units inside out, the root last, each with its dtypes -> prefetching -> compilation. Under tensor
-parallel a recomputed layer is compiled before its checkpoint is put around it.
+The resolver writes the program in one order: the cut of a pipeline stage -> tensor parallel -> expert parallel -> context
+parallel -> activation checkpointing -> trainability -> FSDP units inside out, the root last, each with its dtypes ->
+prefetching -> compilation. Under tensor parallel a recomputed layer is compiled before its checkpoint is put around it.
 """
 
 from collections.abc import Callable
@@ -15,20 +15,21 @@ from meshwright.distributed import _torch_compat
 from meshwright.distributed.activation_checkpointing import find_operators, recompute
 from meshwright.distributed.compilation import compile_module
 from meshwright.distributed.context_parallel import attend_over_ranks
+from meshwright.distributed.cut import cut_model
 from meshwright.distributed.expert_parallel import dispatch_tokens
 from meshwright.distributed.fsdp import prefetch, wrap
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.distributed.slices import assign, freeze, slice_parameter
 from meshwright.distributed.tensor_parallel import compute_with_slices
 from meshwright.distributed.twins import join_twins, part_twins
-from meshwright.errors import PlanError, UnsupportedError
-from meshwright.layout import Layout
+from meshwright.errors import PlanError
 from meshwright.plan.program import (
     Action,
     Assign,
     Attend,
     Compile,
     Compute,
+    Cut,
     Dispatch,
     Freeze,
     JoinTwins,
@@ -40,9 +41,10 @@ from meshwright.plan.program import (
 )
 from meshwright.plan.sharding_plan import ShardingPlan
 
-__all__ = ["PERFORMERS", "check_supported", "parallelize"]
+__all__ = ["PERFORMERS", "parallelize"]
 
 PERFORMERS: dict[type[Action], Callable[[nn.Module, Any, ParallelMesh], None]] = {
+    Cut: cut_model,
     Slice: slice_parameter,
     Assign: assign,
     Compute: compute_with_slices,
@@ -58,25 +60,6 @@ PERFORMERS: dict[type[Action], Callable[[nn.Module, Any, ParallelMesh], None]] =
 }
 """Kind of an action to what performs it."""
 
-_NOT_YET = {
-    "pp": "pipeline parallel",
-}
-
-
-def check_supported(layout: Layout) -> None:
-    """Refuse the axes that this version plans but does not carry out.
-
-    Raises:
-        UnsupportedError: one message an axis.
-    """
-    problems = [
-        f"{axis}={layout.size(axis)}: {feature} is planned but not carried out by this version; the legal value is 1"
-        for axis, feature in _NOT_YET.items()
-        if layout.size(axis) > 1
-    ]
-    if problems:
-        raise UnsupportedError(problems)
-
 
 def parallelize(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.Module:
     """Carry a plan out on a model, in place.
@@ -91,15 +74,16 @@ def parallelize(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.
         The same model; its units are ``FSDPModule``.
 
     Raises:
-        UnsupportedError: an axis that is not carried out yet.
         PlanError: plan, model and mesh do not belong together.
     """
     _torch_compat.check()
-    check_supported(plan.layout)
+    cuts = [action for action in plan.program if isinstance(action, Cut)]
+    for cut in cuts:
+        PERFORMERS[Cut](model, cut, mesh)
     _check_belongs(model, plan, mesh)
     for names in {action.operators for action in plan.program if isinstance(action, Recompute)}:
         find_operators(names)  # before anything is changed
-    for action in plan.program:
+    for action in plan.program[len(cuts) :]:
         PERFORMERS[type(action)](model, action, mesh)
     return model
 

@@ -7,14 +7,11 @@ method of the plan, and computes with the kernel that the model would have used.
 
 What it must know of the whole sequences comes with ``position_ids`` (:mod:`~meshwright.distributed.sequences`).
 
-Keys and values are put into the order of the sequence first. Then the queries of a block see a range of keys, which the host
-knows: no key after the block under a causal mask, none before the first document of the block or its window. What is outside of
-this range is not computed, and the mask of a block is as large as the block.
+Keys and values are put into the order of the sequence first. Then a kernel computes (:mod:`~meshwright.distributed.kernels`).
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.distributed import _torch_compat
+from meshwright.distributed.kernels import AttentionRule, attention
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.distributed.ring import ring_attention
 from meshwright.distributed.sequences import Sequences, sequences_of
@@ -34,13 +32,6 @@ from meshwright.plan.options import ContextMethod
 from meshwright.plan.program import Attend
 
 __all__ = ["attend_over_ranks"]
-
-MOST_ENTRIES = 2**20
-"""Number of entries of a mask that exist at once. More queries are computed block by block,"""
-LEAST_QUERIES = 256
-"""but at least so many, so that a kernel has something to do."""
-MOST_SCORES, LEAST_ROWS = 2**22, 16
-"""The same of scores, where attention is written out."""
 
 _CONTEXT = "_meshwright_context"
 
@@ -107,17 +98,11 @@ def attend(
     if unknown := unknown_argument({**others, "scaling": scaling, "softcap": softcap}):
         raise UnsupportedError(f"{name}: context parallel does not know the argument {unknown!r} of an attention; leave it out")
     context: _Context = vars(module)[_CONTEXT]
+    action = context.action
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = context(sequences, query, key, value, _Scores(scaling, softcap), s_aux)
+    rule = AttentionRule(action.kernel, action.causal, action.window, scaling, softcap)
+    output = context(rule, sequences, query, key, value, s_aux)
     return output.transpose(1, 2).contiguous(), None
-
-
-@dataclass(frozen=True)
-class _Scores:
-    """How scores follow from the product of queries and keys."""
-
-    scaling: float
-    softcap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -131,37 +116,35 @@ class _Context:
 
     def __call__(
         self,
+        rule: AttentionRule,
         sequences: Sequences,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scores: _Scores,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the output [batch, heads, positions, value size]."""
         run = {ContextMethod.GATHER: self._gather, ContextMethod.ULYSSES: self._ulysses, ContextMethod.RING: self._ring}
         method = run[self.action.method]
         if self.action.recompute and self.action.method is not ContextMethod.RING and torch.is_grad_enabled():
-            return checkpoint(
-                method, sequences, query, key, value, scores, sinks, use_reentrant=False, preserve_rng_state=False
-            )
-        return method(sequences, query, key, value, scores, sinks)
+            return checkpoint(method, rule, sequences, query, key, value, sinks, use_reentrant=False, preserve_rng_state=False)
+        return method(rule, sequences, query, key, value, sinks)
 
     def _pieces(self, length: int) -> list[tuple[range, ...]]:
         return [positions_of(length, self.ranks, self.action.balance, rank) for rank in range(self.ranks)]
 
     def _gather(
-        self, sequences: Sequences, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: _Scores, sinks: Any
+        self, rule: AttentionRule, sequences: Sequences, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any
     ) -> torch.Tensor:
         pieces = self._pieces(sequences.length)
         if self.ranks == 1:
-            return self._blocks(sequences, pieces[0], query, key, value, scores, sinks)
+            return attention(rule, sequences, pieces[0], query, key, value, sinks)
         both = _Gather.apply(torch.cat([key, value], dim=-1), pieces, self.group)
         key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
-        return self._blocks(sequences, pieces[self.rank], query, key, value, scores, sinks)
+        return attention(rule, sequences, pieces[self.rank], query, key, value, sinks)
 
     def _ulysses(
-        self, sequences: Sequences, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: _Scores, sinks: Any
+        self, rule: AttentionRule, sequences: Sequences, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any
     ) -> torch.Tensor:
         pieces = self._pieces(sequences.length)
         both = torch.cat([key, value], dim=-1)
@@ -170,98 +153,21 @@ class _Context:
         query, both = (_Exchange.apply(item, pieces, self.group, False) for item in (query, both))
         of_keys, of_values = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         own = None if sinks is None else sinks.chunk(self.ranks)[self.rank]
-        output = self._blocks(sequences, (range(sequences.length),), query, of_keys, of_values, scores, own)
+        output = attention(rule, sequences, (range(sequences.length),), query, of_keys, of_values, own)
         return _Exchange.apply(output, pieces, self.group, True)
 
     def _ring(
-        self, sequences: Sequences, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: _Scores, sinks: Any
+        self, rule: AttentionRule, sequences: Sequences, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any
     ) -> torch.Tensor:
-        causal, window = self.action.causal, self.action.window
-
         def visible(queries: range, keys: range) -> range:
-            seen = sequences.keys(queries, causal, window)
+            seen = sequences.keys(queries, rule.causal, rule.window)
             return range(max(seen.start, keys.start), min(seen.stop, keys.stop))
 
         def mask(queries: range, keys: range) -> torch.Tensor | None:
-            return sequences.mask(queries, keys, causal, window, query.device)
+            return sequences.mask(queries, keys, rule.causal, rule.window, query.device)
 
         pieces = self._pieces(sequences.length)
-        return ring_attention(query, key, value, sinks, pieces, visible, mask, scores.scaling, scores.softcap, self.group)
-
-    def _blocks(
-        self,
-        sequences: Sequences,
-        pieces: Sequence[range],
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scores: _Scores,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Attend with the queries of some pieces of the sequence to the keys of all of it, block by block."""
-        batch, heads, device = query.shape[0], query.shape[1], query.device
-        causal, window = self.action.causal, self.action.window
-        fused = self.action.kernel == "sdpa" and scores.softcap is None and sinks is None
-        row = batch * sequences.length
-        most = max(LEAST_QUERIES, MOST_ENTRIES // row) if fused else max(LEAST_ROWS, MOST_SCORES // (row * heads))
-        offsets = [0, *accumulate(map(len, pieces))]
-        several = any(len(piece) > most for piece in pieces)
-        outputs = []
-        for piece, offset in zip(pieces, offsets[:-1], strict=True):
-            for begin in range(piece.start, piece.stop, most):
-                queries = range(begin, min(begin + most, piece.stop))
-                keys = sequences.keys(queries, causal, window)
-                at = offset + queries.start - piece.start
-
-                def compute(
-                    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, queries: range = queries, keys: range = keys
-                ) -> torch.Tensor:
-                    if fused and not several:  # kept for backward, so one for all layers
-                        mask = sequences.bias(queries, keys, causal, window, query)
-                    else:
-                        mask = sequences.mask(queries, keys, causal, window, device)
-                    return _attention(fused, query, key, value, mask, scores, sinks)
-
-                tensors = (
-                    query[:, :, at : at + len(queries)],
-                    key[:, :, keys.start : keys.stop],
-                    value[:, :, keys.start : keys.stop],
-                )
-                if several and torch.is_grad_enabled():  # otherwise the masks of all blocks would be kept for backward
-                    outputs.append(checkpoint(compute, *tensors, use_reentrant=False, preserve_rng_state=False))
-                else:
-                    outputs.append(compute(*tensors))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-
-
-def _attention(
-    fused: bool,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scores: _Scores,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attention with torch's fused kernel, or written out. The softmax is computed in fp32 or better."""
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    if fused:
-        return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scores.scaling)
-    logits = query @ key.transpose(2, 3) * scores.scaling
-    if scores.softcap is not None:
-        logits = torch.tanh(logits / scores.softcap) * scores.softcap
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if mask is not None:
-        logits = logits.masked_fill(~mask, float("-inf"))
-    if sinks is not None:
-        column = sinks.to(logits.dtype).view(1, -1, 1, 1).expand(logits.shape[0], -1, logits.shape[2], 1)
-        logits = torch.cat([logits, column], dim=-1)
-    weights = logits.softmax(dim=-1)
-    if sinks is not None:
-        weights = weights[..., :-1]
-    return weights.to(value.dtype) @ value
+        return ring_attention(query, key, value, sinks, pieces, visible, mask, rule.scaling, rule.softcap, self.group)
 
 
 # -- collectives -----------------------------------------------------------------------------------------------------------

@@ -15,13 +15,17 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 __all__ = ["clip_grad_norm_", "total_grad_norm"]
 
 
-def total_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+def total_grad_norm(
+    parameters: Iterable[torch.Tensor], norm_type: float = 2.0, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """The norm of all gradients as one vector, equal to that of one process holding them whole.
 
     Args:
         parameters: plain tensors and DTensors on any meshes; those without a gradient are left out. Every rank must pass
             the same parameters.
         norm_type: the p of the p-norm; ``inf`` for the largest entry.
+        group: ranks that hold other parameters, as those of `pp` do; ``None``: there are none. A parameter that several of them
+            hold is passed on one of them.
 
     Returns:
         A scalar in fp32 (fp64 where a gradient is) on the device of the gradients, the same on all ranks: a NaN or an infinity
@@ -29,7 +33,9 @@ def total_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) 
     """
     groups: dict[tuple[object, ...], list[torch.Tensor]] = {}
     meshes: dict[tuple[object, ...], DTensor] = {}
-    device, dtype = torch.device("cpu"), torch.float32
+    parameters = list(parameters)
+    # A rank whose parameters are all frozen adds a zero, on the device of the others.
+    device, dtype = parameters[0].device if parameters else torch.device("cpu"), torch.float32
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
@@ -53,12 +59,18 @@ def total_grad_norm(parameters: Iterable[torch.Tensor], norm_type: float = 2.0) 
             example = meshes[key]
             for axis, placement in enumerate(example.placements):
                 if not isinstance(placement, Replicate) and example.device_mesh.size(axis) > 1:
-                    group = example.device_mesh.get_group(axis)
+                    shards = example.device_mesh.get_group(axis)
                     if largest:
-                        part = _max_with_nan(part, group)
+                        part = _max_with_nan(part, shards)
                     else:
-                        dist.all_reduce(part, group=group)
+                        dist.all_reduce(part, group=shards)
         total = torch.maximum(total, part) if largest else total + part
+    if group is not None:
+        total = total.double()
+        if largest:
+            total = _max_with_nan(total, group)
+        else:
+            dist.all_reduce(total, group=group)
     return total if largest else total ** (1.0 / norm_type)
 
 
@@ -79,20 +91,30 @@ def _max_with_nan(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor
 
 
 @torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[torch.Tensor], max_norm: float | None, norm_type: float = 2.0) -> torch.Tensor:
+def clip_grad_norm_(
+    parameters: Iterable[torch.Tensor],
+    max_norm: float | None,
+    norm_type: float = 2.0,
+    *,
+    group: dist.ProcessGroup | None = None,
+    counted_elsewhere: Iterable[torch.Tensor] = (),
+) -> torch.Tensor:
     """Scale all gradients so that their total norm is at most ``max_norm``.
 
     Args:
         parameters: see :func:`total_grad_norm`.
         max_norm: ``None`` or ``inf`` only measures.
         norm_type: the p of the p-norm.
+        group: see :func:`total_grad_norm`.
+        counted_elsewhere: those of the parameters that another rank of the group adds to the norm.
 
     Returns:
         The norm before clipping, see :func:`total_grad_norm`. If it is not finite, gradients are left as they are, so
         that the caller can look at them and decide.
     """
     parameters = list(parameters)
-    norm = total_grad_norm(parameters, norm_type)
+    others = set(counted_elsewhere)
+    norm = total_grad_norm([parameter for parameter in parameters if parameter not in others], norm_type, group)
     if max_norm is None or math.isinf(max_norm):
         return norm
     # Without a branch on the value: reading it would make the host wait for the device.

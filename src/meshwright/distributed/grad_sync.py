@@ -35,11 +35,17 @@ __all__ = ["GradSync"]
 T = TypeVar("T")
 
 
+_READERS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Modules whose operators take the weight in backward, also where only its gradient is computed."""
+
+
 @dataclass
 class _Unit:
     module: FSDPModule
     policy: SyncPolicy
     reshard_after_forward: bool
+    reads: bool
+    """Whether the half of backward for weights needs the gathered parameters."""
 
 
 class GradSync:
@@ -93,6 +99,7 @@ class GradSync:
                 module,
                 SyncPolicy(policies.get(name, default)),
                 _torch_compat.reshards_after_forward(module, is_root=not name),
+                any(isinstance(holder, _READERS) for holder in _torch_compat.holders(module)),
             )
             for name, module in units.items()
         }
@@ -233,17 +240,18 @@ class GradSync:
 
         Args:
             last: of the optimizer step.
-            splits: whether it is one half of a split backward, for inputs or for weights. Then all units are unsharded before
-                it, and none is reduced before :meth:`end_backward`. The reason: torch looks for the stage's current parameters
-                in the graph. Sharded parameters are not in it, so they would silently get no gradient.
+            splits: whether it is one half of a split backward, for inputs or for weights. Then none is reduced before
+                :meth:`end_backward`, because the half for inputs leaves the gradients of weights out. Units whose weights are
+                read in the half for weights stay gathered between the two.
         """
         self.begin_microbatch(last=last)
         for unit in self._units.values():
             # end_backward() does what is due at the end of a backward, because other microbatches are under way.
             unit.module.set_is_last_backward(False)
             if splits:
-                unit.module.set_reshard_after_backward(False, recurse=False)
                 unit.module.set_requires_gradient_sync(False, recurse=False)
+            if splits and unit.reads:
+                unit.module.set_reshard_after_backward(False, recurse=False)
                 if _torch_compat.is_set_up(unit.module):
                     unit.module.unshard()
 
@@ -254,8 +262,7 @@ class GradSync:
         """
         self.begin_microbatch(last=last)
         for unit in self._units.values():
-            if last or unit.policy is not SyncPolicy.DEFER:
-                _torch_compat.post_backward(unit.module)
+            _torch_compat.post_backward(unit.module)  # without reduction, it adds up in the dtype of reduction
         if last:
             for unit in self._units.values():
                 unit.module.set_is_last_backward(True)

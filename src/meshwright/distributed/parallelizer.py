@@ -1,6 +1,6 @@
 """A façade: the names that NeMo AutoModel has here (docs/from-automodel.md). Nothing else in Meshwright imports it."""
 
-from meshwright.distributed.conductor import check_supported, parallelize
+from meshwright.distributed.conductor import parallelize
 from meshwright.models.nemotron_h import NemotronHParallelizationStrategy
 from meshwright.models.registry import PARALLELIZATION_STRATEGIES, get_parallelization_strategy, register_parallel_strategy
 from meshwright.models.spec import DefaultParallelizationStrategy
@@ -35,7 +35,6 @@ __all__ = [
     "WanParallelizationStrategy",
     "_get_parallel_plan",
     "apply_fsdp2_sharding_recursively",
-    "check_supported",
     "fsdp2_strategy_parallelize",
     "get_hf_tp_shard_plan",
     "get_lm_ac_layers",

@@ -6,7 +6,7 @@ microbatches may be in flight, as in a pipeline, and a layer that is recomputed 
 Nothing is global.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -34,13 +34,15 @@ class Sequences:
         prefix: bool [batch, length], positions that see each other within their document, earlier or later; ``None``: none.
         begins: for each position, the first position of its document, the smallest over the batch.
         ends: for each position, the end of its document, the largest over the batch.
+        starts: for each sequence, the first positions of its documents.
     """
 
     documents: torch.Tensor | None
     prefix: torch.Tensor | None
     begins: tuple[int, ...]
     ends: tuple[int, ...]
-    _biases: dict[Any, torch.Tensor | None] = field(default_factory=dict, compare=False, repr=False)
+    starts: tuple[tuple[int, ...], ...]
+    _made: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(
@@ -67,16 +69,30 @@ class Sequences:
             None if prefix is None or not bool(prefix.any()) else prefix.bool(),
             tuple(begins.min(axis=0).tolist()),
             tuple(ends.max(axis=0).tolist()),
+            tuple(tuple(np.flatnonzero(row).tolist()) for row in first),
         )
 
     def bias(self, queries: range, keys: range, causal: bool, window: int | None, like: torch.Tensor) -> torch.Tensor | None:
         """Return :meth:`mask` as what is added to scores, in the dtype and on the device of a tensor. It is made once."""
-        key = (queries, keys, causal, window, like.dtype)
-        if key not in self._biases:
+
+        def make() -> torch.Tensor | None:
             mask = self.mask(queries, keys, causal, window, like.device)
             zero = None if mask is None else torch.zeros(mask.shape, dtype=like.dtype, device=like.device)
-            self._biases[key] = None if zero is None or mask is None else zero.masked_fill_(~mask, float("-inf"))
-        return self._biases[key]
+            return None if zero is None or mask is None else zero.masked_fill_(~mask, float("-inf"))
+
+        bias: torch.Tensor | None = self.kept((queries, keys, causal, window, like.dtype), make)
+        return bias
+
+    def kept(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what was made for a key, which all layers of a microbatch use."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def documents_of(self, row: int) -> Iterator[range]:
+        """Yield the positions of each document of a sequence."""
+        starts = self.starts[row]
+        yield from map(range, starts, [*starts[1:], self.length])
 
     @property
     def length(self) -> int:
@@ -88,7 +104,7 @@ class Sequences:
         documents, prefix = (
             None if tensor is None else tensor.to(device, non_blocking=True) for tensor in (self.documents, self.prefix)
         )
-        return replace(self, documents=documents, prefix=prefix, _biases={})
+        return replace(self, documents=documents, prefix=prefix, _made={})
 
     def keys(self, queries: range, causal: bool, window: int | None) -> range:
         """Return the range of positions outside of which none of some queries sees a key."""

@@ -1,7 +1,8 @@
 """The backward of a pipeline stage, in place of torch's: its units reduce when their sync policies say, not once a schedule.
 
 torch's own stage reduces at the end of every ``schedule.step()`` if its module is a unit itself, and in every microbatch if it
-is not. Its split backward leaves parameters without gradients if units were resharded after forward.
+is not. Its split backward looks for the parameters that are registered when it runs, and those of units that were resharded
+are not in the graph: they get no gradient, often without an error. Here it gets those that are.
 """
 
 from typing import Any

@@ -13,7 +13,7 @@ from meshwright.audit.data import draw_documents
 from meshwright.audit.report import AuditReport
 from meshwright.errors import ConfigError, MeshwrightError, UnsupportedError
 from meshwright.models.families import TINY_MODELS
-from meshwright.plan.options import ContextBalance, ContextMethod, SyncPolicy
+from meshwright.plan.options import ContextBalance, ContextMethod, PipelineSchedule, SyncPolicy
 from meshwright.train.claim import Claim
 from meshwright.train.config import RunConfig
 
@@ -26,7 +26,9 @@ __all__ = [
     "Place",
     "Variant",
     "context_options",
+    "deepened",
     "family_case",
+    "pipeline_options",
     "run_cell",
     "slice_of_matrix",
 ]
@@ -61,6 +63,14 @@ LAYOUTS = (
     Place("cp 2 x ep 2", 4, {"dp_shard": 2, "cp": 2, "ep": 2}, experts=True),
     Place("2 x cp 2 x shard 2", 8, {"dp_replicate": 2, "dp_shard": 2, "cp": 2}),
     Place("pp 2", 2, {"dp_shard": 1, "pp": 2}),
+    Place("pp 4", 4, {"dp_shard": 1, "pp": 4}),
+    Place("pp 2 x shard 2", 4, {"dp_shard": 2, "pp": 2}),
+    Place("2 x pp 2 x shard 2", 8, {"dp_replicate": 2, "dp_shard": 2, "pp": 2}),
+    Place("pp 2 x tp 2", 4, {"dp_shard": 1, "tp": 2, "pp": 2}),
+    Place("pp 2 x tp 2 seq", 4, {"dp_shard": 1, "tp": 2, "pp": 2}, sequence_parallel=True),
+    Place("pp 2 x ep 2", 4, {"dp_shard": 2, "ep": 2, "pp": 2}, experts=True),
+    Place("pp 2 x cp 2", 4, {"dp_shard": 1, "cp": 2, "pp": 2}),
+    Place("pp 2 x tp 2 x shard 2", 8, {"dp_shard": 2, "tp": 2, "pp": 2}),
     Place("ep 2", 2, {"dp_shard": 2, "ep": 2}, experts=True),
     Place("ep 4", 4, {"dp_shard": 4, "ep": 4}, experts=True),
     Place("ep 2 x shard 2", 4, {"dp_shard": 4, "ep": 2}, experts=True),
@@ -142,6 +152,27 @@ def context_options(family: str, variant: Variant) -> dict[str, Any]:
     }
 
 
+def pipeline_options(family: str, variant: Variant, pp: int) -> tuple[dict[str, Any], int]:
+    """Return the section ``pipeline`` of an audit, and the microbatches of a step.
+
+    Over the families, every schedule meets every value of a variant that it can have: one that splits backward recomputes
+    nothing.
+    """
+    row, column = list(TINY_MODELS).index(family), VARIANTS.index(variant) if variant in VARIANTS else 0
+    legal = [schedule for schedule in PipelineSchedule if not (variant.checkpointing and schedule.splits)]
+    schedule, runs = legal[(row + column) % len(legal)], 2 - (row + column) // 2 % 2
+    return {"schedule": schedule, "runs_per_step": runs}, runs * schedule.least(pp, variant.microbatches)
+
+
+def deepened(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    """Return a model's config with a multiple of its layers, at least so many. Lists of one entry a layer are repeated."""
+    key = next(key for key in ("num_hidden_layers", "n_layer", "layers_block_type") if key in config)
+    had = config[key] if isinstance(config[key], int) else len(config[key])
+    times = -(-layers // had)
+    longer = {name: value * times for name, value in config.items() if isinstance(value, list) and len(value) == had}
+    return {**config, **longer, **({key: had * times} if isinstance(config[key], int) else {})}
+
+
 class Outcome(StrEnum):
     """The outcome of a family on a layout."""
 
@@ -193,6 +224,10 @@ def family_case(
     """
     tiny = TINY_MODELS[family]
     config = {**tiny.config, **(model or {})}
+    microbatches, pp = variant.microbatches, place.sizes.get("pp", 1)
+    if pp > 1 and "text_config" not in config and "pipeline" not in parallel:
+        parallel["pipeline"], microbatches = pipeline_options(family, variant, pp)
+        config = deepened(config, pp * (1 if parallel["pipeline"]["schedule"].single else 2))
     vocabulary = int(config.get("text_config", config)["vocab_size"])
     readers = place.sizes.get("dp_replicate", 1) * place.sizes["dp_shard"]
     run = RunConfig.model_validate(
@@ -212,7 +247,7 @@ def family_case(
             },
             "data": {"files": ["drawn"], "sequence_length": SEQUENCE_LENGTH, "eval_fraction": 0.0, "packing": packing},
             "moe": dict(moe or {}),
-            "training": {"steps": STEPS, "global_batch_size": variant.microbatches * readers},
+            "training": {"steps": STEPS, "global_batch_size": microbatches * readers},
         }
     )
     ready, _ = make_ready(run, variant.dtype, STEPS, folder)

@@ -263,6 +263,11 @@ def load_sharded(model: "PreTrainedModel", files: Sequence[str], device: "torch.
         device_map={"": device},
         ignore_mismatched_sizes=True,
     )
+    # A stage of a pipeline may have one of two tied weights.
+    names = {name for named in (model.named_parameters, model.named_buffers) for name, _ in named(remove_duplicate=False)}
+    model.all_tied_weights_keys = {
+        name: source for name, source in model.all_tied_weights_keys.items() if name in names and source in names
+    }
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # we report missing keys ourselves
     try:

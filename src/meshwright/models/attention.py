@@ -11,7 +11,7 @@ Such operators are found by the length of the sequence, a prime that no paramete
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,18 +21,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.models import _transformers_compat as compat
+from meshwright.models.tracing import RULE, call_on_meta, first_that_runs, meta_tensors, prime_length
 from meshwright.plan.attentions import AttentionFacts, Attentions, unknown_argument
-from meshwright.plan.names import match_names
 from meshwright.plan.spec import ExpertsRule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["trace_attentions"]
-
-_NAME = "meshwright_trace"
-_MARK = "meshwright_rule"
-"""Attribute of a traced mask that holds its rule."""
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Kinds of rotary embedding that change with the largest position of a forward. Ranks that share a sequence differ in it."""
@@ -54,34 +50,15 @@ def trace_attentions(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = 
     problems = _unfit_rotary(model)
     if problems:
         return Attentions((), tuple(problems))
-    reasons = []
-    # A mask with values, because models ask whether it is all ones; or one without, because some multiply with it.
-    for device in ("cpu", "meta"):
-        try:
-            return _traced(model, experts, device)
-        except Exception as error:  # whatever a model does with tensors that have no values
-            reasons.append(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}")
-    return Attentions((), (f"its forward cannot be traced without values ({reasons[0]})",))
+    # A mask of ones, because without one documents are looked for, which needs values.
+    found, why = first_that_runs([lambda: _traced(model, experts, "cpu"), lambda: _traced(model, experts, "meta")])
+    return found or Attentions((), (f"its forward cannot be traced without values ({why})",))
 
 
 def _traced(model: "PreTrainedModel", experts: Sequence[ExpertsRule], mask_device: str) -> Attentions:
-    length = _prime_length(model)
-    trace = _Trace({id(module): name for name, module in model.named_modules()}, length)
-    named = (model.named_parameters(), model.named_buffers())
-    tensors = {name: tensor.detach().to("meta") for some in named for name, tensor in some}
-    inputs = {
-        "input_ids": torch.zeros((1, length), dtype=torch.long, device="meta"),
-        "position_ids": trace.positions,
-        "attention_mask": torch.ones((1, length), dtype=torch.long, device=mask_device),  # or documents are looked for
-        "use_cache": False,
-    }
-    with ExitStack() as stack:
-        stack.enter_context(_in_training(model))  # where it drops attention weights, if ever
-        stack.enter_context(_registered(model, trace))
-        stack.enter_context(_passed_over(model, experts))
-        stack.enter_context(trace.watching(model))
-        stack.enter_context(torch.no_grad())
-        torch.func.functional_call(model, tensors, (), inputs)
+    trace = _Trace({id(module): name for name, module in model.named_modules()}, prime_length(model))
+    with trace.watching(model):
+        call_on_meta(model, experts, trace.attend, meta_tensors(model), trace.positions, mask_device)
     return Attentions(tuple(trace.rows.values()), tuple(dict.fromkeys(trace.problems)), compat.attention_of(model))
 
 
@@ -97,64 +74,6 @@ def _unfit_rotary(model: nn.Module) -> list[str]:
 def _rope_types(module: nn.Module) -> Iterator[str]:
     kinds = getattr(module, "rope_type", None)
     yield from (kind for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]) if isinstance(kind, str))
-
-
-def _prime_length(model: nn.Module) -> int:
-    """Return a prime that divides no size of a parameter: otherwise features would look like tokens."""
-    sizes = {size for parameter in model.parameters() for size in parameter.shape if size}
-    primes = (number for number in range(31, 1000) if all(number % divisor for divisor in range(2, 32) if divisor < number))
-    return next(prime for prime in primes if all(size % prime for size in sizes))
-
-
-@contextmanager
-def _registered(model: nn.Module, trace: "_Trace") -> Iterator[None]:
-    """Let every attention of the model call the trace, and masks be rules."""
-    own: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    configs = {id(config): config for config in own if hasattr(config, "_attn_implementation")}
-    before = {key: config._attn_implementation for key, config in configs.items()}
-    try:
-        for config in configs.values():
-            config._attn_implementation = _NAME
-        with compat.attention_function(_NAME, trace.attend, _rule):
-            yield
-    finally:
-        for key, config in configs.items():
-            config._attn_implementation = before[key]
-
-
-@contextmanager
-def _in_training(model: nn.Module) -> Iterator[None]:
-    before = {module: module.training for module in model.modules()}
-    try:
-        model.train()
-        yield
-    finally:
-        for module, training in before.items():
-            module.training = training
-
-
-def _rule(mask_function: Callable[..., Any], q_length: int = 1, kv_length: int = 1, **_: Any) -> torch.Tensor:
-    """Stand in for a mask of transformers: a tensor that carries the rule."""
-    mark = torch.empty((1, 1, q_length, kv_length), device="meta")
-    setattr(mark, _MARK, mask_function)
-    return mark
-
-
-@contextmanager
-def _passed_over(model: nn.Module, experts: Sequence[ExpertsRule]) -> Iterator[None]:
-    """Let mixtures return their hidden state: which experts compute depends on values."""
-    modules = dict(model.named_modules())
-    mixtures = [modules[name] for rule in experts for name in match_names(rule.pattern, modules)]
-    before = [module.__dict__.get("forward") for module in mixtures]
-    try:
-        for module in mixtures:
-            module.forward = lambda hidden, *_, **__: hidden
-        yield
-    finally:
-        for module, forward in zip(mixtures, before, strict=True):
-            del module.forward
-            if forward is not None:
-                module.forward = forward
 
 
 class _Trace(TorchDispatchMode):
@@ -222,7 +141,7 @@ class _Trace(TorchDispatchMode):
 
     def _mask(self, module: nn.Module, mask: Any) -> tuple[str, bool, int | None]:
         """Return why the mask is none that can be shared (empty: it can), whether it is causal, and its window."""
-        rule = getattr(mask, _MARK, None)
+        rule = getattr(mask, RULE, None)
         if mask is not None and rule is None:
             return "changes its mask before it attends", True, None
         if rule is None:

@@ -15,6 +15,7 @@ from meshwright.distributed.names import class_name
 from meshwright.errors import ConfigError, ModelError, described
 from meshwright.models.config import ModelConfig
 from meshwright.paths import no_directory
+from meshwright.plan.names import within
 
 if TYPE_CHECKING:
     import torch
@@ -231,6 +232,7 @@ def materialize(
     device: "torch.device",
     seed: int,
     units: tuple[str, ...] = (),
+    elsewhere: tuple[str, ...] = (),
 ) -> None:
     """Give values to a meta model, which may be parallelized already.
 
@@ -242,6 +244,7 @@ def materialize(
         device: the device of the shards.
         seed: seed of the values of a new model.
         units: names of the layers; initializing them one by one bounds memory.
+        elsewhere: names of modules that the files have, and the model has not, because it is a stage of a pipeline.
 
     Raises:
         ModelError: parameters that are missing in the files, have another shape there, or are not in the model.
@@ -253,9 +256,10 @@ def materialize(
         initialize(model, device, seed, units)
         return
     report = _transformers_compat.load_sharded(model, [str(file) for file in weight_files(config)], device)
-    problems = [f"{name}: not in the files" for name in report.missing]
+    problems = [f"{name}: not in the files" for name in report.missing if not within(name, elsewhere)]
     problems += [f"{name}: shape {theirs} in the files, {ours} in the model" for name, theirs, ours in report.mismatched]
     problems += list(report.errors)
-    problems += [f"{name}: in the files, but the model has no such parameter" for name in report.unexpected]
+    unknown = [name for name in report.unexpected if not within(name, elsewhere)]
+    problems += [f"{name}: in the files, but the model has no such parameter" for name in unknown]
     if problems:
         raise ModelError("\n  ".join([f"model.path={config.path!r} does not fit {class_name(model)}:", *problems]))

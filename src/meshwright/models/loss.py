@@ -1,24 +1,30 @@
 """The training loss: a sum over tokens, divided once by the number of valid tokens of the whole optimizer step."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.distributed.loss_parallel import cross_entropy_sum
 
-__all__ = ["IGNORE", "count_tokens", "forward_logits", "token_loss_sum"]
+__all__ = ["IGNORE", "count_tokens", "forward_arguments", "forward_logits", "token_loss_sum"]
 
 IGNORE = -100
 """Label of positions that have no target: the default of torch's cross entropy. The loader writes the same number."""
 
 
-def forward_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the logits [batch, sequence, vocabulary] of a causal language model of transformers.
+def forward_arguments(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the arguments with which a causal language model of transformers is called.
 
     No attention mask is passed: transformers derives the documents from positions that restart.
     """
-    output = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
-    return output.logits
+    return {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False}
+
+
+def forward_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the logits [batch, sequence, vocabulary] of a causal language model of transformers."""
+    return model(**forward_arguments(batch)).logits
 
 
 def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -59,6 +59,8 @@ class Objective(ABC):
         perplexity: whether the exponential of the loss is a perplexity.
         uncounted: why :meth:`routed` does not say which tokens count, as a message if a balance loss is asked for; empty: it
             does.
+        pipelines: whether it calls the model once for a batch, as :func:`~meshwright.models.loss.forward_logits` does, so that
+            the stages of a pipeline can share the call.
         frozen: patterns of parameters that are not trained, in addition to those of ``parallel.freeze``.
     """
 
@@ -69,6 +71,7 @@ class Objective(ABC):
     weights: tuple[float, ...]
     perplexity = False
     uncounted = ""
+    pipelines = False
     frozen: tuple[str, ...] = ()
 
     @classmethod
@@ -143,6 +146,7 @@ class NextToken(Objective):
     terms = ("next_token",)
     weights = (1.0,)
     perplexity = True
+    pipelines = True
 
     @classmethod
     def of(cls, model: "PreTrainedModel", options: Any, run: RunFacts) -> Self:

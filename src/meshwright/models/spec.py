@@ -11,6 +11,7 @@ from meshwright.errors import ModelError
 from meshwright.models.attention import trace_attentions
 from meshwright.models.decoder import declared_structure, structure_of
 from meshwright.models.plain import inferred_spec
+from meshwright.models.stages import trace_stages
 from meshwright.models.strategy import ParallelizationStrategy
 from meshwright.plan.names import generalize, holder_of, match_names
 from meshwright.plan.spec import ParallelSpec, UnitRule, under_prefix
@@ -89,7 +90,8 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
     declared = compat.declarations(model)
     modules = dict(model.named_modules())
     no_split = [name for name, module in modules.items() if class_name(module) in declared.no_split and name]
-    layers = [name for name in no_split if isinstance(modules[holder_of(name)], nn.ModuleList)]
+    # A stage that was cut elsewhere holds its layers in a dict, under their numbers in the whole model.
+    layers = [name for name in no_split if isinstance(modules[holder_of(name)], nn.ModuleList | nn.ModuleDict)]
     if not layers:
         raise ModelError(
             f"{class_name(model)} declares no layers: set _no_split_modules on the class to the class name of its "
@@ -115,6 +117,7 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
         # A subclass has the structure of its family, but may have further parameters that some microbatches do not use.
         uses_all_parameters=structure is not None and structure.uses_all_parameters and declared_structure(type(model)),
         attentions=partial(trace_attentions, experts=experts),
+        stages=partial(trace_stages, experts=experts),
     )
 
 

@@ -23,7 +23,7 @@ from meshwright.distributed.fsdp import refuse_parallelized, refuse_sliced
 from meshwright.distributed.mesh import ParallelMesh, adopt_mesh
 from meshwright.distributed.names import class_name
 from meshwright.distributed.policies import options_of_policies
-from meshwright.errors import ModelError, PlanError
+from meshwright.errors import ModelError, PlanError, UnsupportedError
 from meshwright.plan.given_styles import declared_styles, leaves_logits_sharded, read_plan, shards_sequence
 from meshwright.plan.inspection import inspect_model
 from meshwright.plan.names import match_names
@@ -124,7 +124,8 @@ class ParallelizationStrategy:
         rank of tensor parallel, the arguments for tensor and sequence parallel have no effect.
 
         Args:
-            model: the model, on the meta device, or with the same values on every rank; changed in place.
+            model: the model, on the meta device, or with the same values on every rank; changed in place. On a
+                manager's mesh with `pp`, it is this rank's stage.
             device_mesh: a mesh with axes of the names below. An axis that it lacks has size 1; other axes must have size 1.
             mp_policy: dtypes; ``None``: bf16 compute, fp32 reduction, fp32 outputs of the model.
             offload_policy: ``CPUOffloadPolicy()`` keeps shards in host memory.
@@ -170,7 +171,13 @@ class ParallelizationStrategy:
             sequence_parallel=sliced and (sequence_parallel or (given_styles is not None and shards_sequence(given_styles))),
             loss_parallel=head if options.loss_parallel is None else options.loss_parallel,
         )
-        plan = resolve(spec, facts, mesh.layout, options)
+        if mesh.layout.size("pp") > 1 and options.sequence_parallel:
+            raise UnsupportedError(
+                "sequence_parallel=True with pp > 1: a stage that was cut elsewhere cannot tell which slice of the sequence it "
+                "gets; legal are sequence_parallel=False, and meshwright.Pipeline with the whole model"
+            )
+        # The model is a stage, whose ranks are those of the other axes.
+        plan = replace(resolve(spec, facts, replace(mesh.layout, pp=1), options), layout=mesh.layout)
         request.model, request.plan = model, plan
         return self.carry_out(model, plan, mesh)
 

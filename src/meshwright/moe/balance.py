@@ -17,7 +17,7 @@ The gradient of the loss enters where the weights leave the router (:class:`_Joi
 there once in every microbatch, in a recomputed layer too.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -120,6 +120,7 @@ class Balance:
         bias_update_rate: what is added to or subtracted from biases after a step; 0: no update.
         load_metrics: whether loads are reported as metrics.
         group: the ranks that share sequences; ``None``: each rank has whole sequences.
+        own: names of the mixtures that this rank runs; ``None``: all. Other stages count the loads of the others.
 
     Raises:
         ModelError: a balance loss is asked for, and it is unknown what the scores of a router are.
@@ -135,6 +136,7 @@ class Balance:
         bias_update_rate: float = 0.0,
         load_metrics: bool = True,
         group: dist.ProcessGroup | None = None,
+        own: Collection[str] | None = None,
     ) -> None:
         self.group = group
         self.model, self.aux_loss, self.rate, self.reports = model, aux_loss, bias_update_rate, load_metrics
@@ -152,7 +154,8 @@ class Balance:
         self._open = False
         self._counts: torch.Tensor | None = None
         self._told: list[str] = []
-        for router in self._routers:
+        self._own = [router for router in self._routers if own is None or router.row.module in own]
+        for router in self._own:
             model.get_submodule(router.row.router).register_forward_hook(self._hook(router))
 
     # -- one optimizer step ------------------------------------------------------------------------------------------------
@@ -195,7 +198,7 @@ class Balance:
         """Update the biases, and return the metrics of the load. All ranks call this, and the host does not wait.
 
         Args:
-            add_up: sums a tensor, in place, over the ranks that have different tokens.
+            add_up: sums a tensor, in place, over the ranks that have different tokens, and over those with other stages.
             unless: scalar; 1 if the optimizer changed nothing in this step, so that no bias changes either, otherwise 0.
             logged: whether the metrics of this step are written.
 
@@ -217,7 +220,7 @@ class Balance:
         The rule is that of arXiv 2412.19437, section 2.1.2. Loads are sums of integers, so the copies of all ranks stay equal
         to the last bit.
         """
-        for router in self._routers:
+        for router in self._own:
             if router.row.bias:
                 bias = self.model.get_buffer(router.row.bias)
                 # Both sides of the comparison with the mean are multiplied by E, so nothing is rounded.

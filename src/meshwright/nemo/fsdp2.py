@@ -14,7 +14,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.activation_checkpointing import recompute
-from meshwright.distributed.conductor import check_supported
 from meshwright.distributed.fsdp import refuse_parallelized
 from meshwright.distributed.mesh import ParallelMesh, build_mesh, mesh_of
 from meshwright.distributed.slices import assign
@@ -141,12 +140,10 @@ class FSDP2Manager:
             dist.init_process_group(self.backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"))
         if self.device_mesh is None:
             layout = self._layout().resolve(processes)
-            check_supported(layout)
             self.mesh = build_mesh(layout, {"nccl": "cuda", "gloo": "cpu"}.get(self.backend or ""))
         else:
             self.mesh = mesh_of(self.device_mesh, self.moe_mesh)
             self._check_sizes(self.mesh.layout)
-            check_supported(self.mesh.layout)
         self._fill(self.mesh)
 
     def _check_sizes(self, layout: Layout) -> None:
@@ -196,7 +193,9 @@ class FSDP2Manager:
         """Shard a model with its strategy, in place. If there is one process, only layers are recomputed, if that is chosen.
 
         Args:
-            model: the model, on the meta device, or materialized with the same values on all ranks.
+            model: the model, on the meta device, or materialized with the same values on all ranks. With ``pp_size`` above 1, a
+                stage that the caller has cut, which is parallelized over the ranks of its stage; call this for each stage of
+                a rank. :class:`meshwright.Pipeline` cuts a whole model.
             spec: the spec of its family; ``None``: that of the model's strategy.
 
         Returns:

@@ -1,4 +1,4 @@
-"""What the activations of a plan cost to communicate: collectives and bytes over `tp`, `cp` and `ep`, in closed form."""
+"""What the activations of a plan cost to communicate: collectives and bytes over `pp`, `tp`, `cp` and `ep`, in closed form."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from meshwright.plan.context_parallel import context_bytes, context_counts
 from meshwright.plan.expert_parallel import expert_parallel_counts
 from meshwright.plan.moves import Move
-from meshwright.plan.price import LOSS_PARALLEL, MOVED, tensor_parallel_counts
+from meshwright.plan.pipeline import on_stages, pipeline_messages, stages_of_rank
+from meshwright.plan.price import LOSS_PARALLEL, MOVED, fullest_rank, tensor_parallel_counts
 from meshwright.plan.sharding_plan import ParameterRow, ShardingPlan, TensorParallelRow, itemsize
 
 __all__ = ["AxisTraffic", "activation_traffic"]
@@ -17,7 +18,7 @@ class AxisTraffic:
     """The collectives of one kind over one axis in one optimizer step, on one rank.
 
     Attributes:
-        axis: ``tp``, ``cp`` or ``ep``.
+        axis: ``pp``, ``tp``, ``cp`` or ``ep``.
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``send``.
         calls: number of calls.
         size: bytes of the larger buffer of each call, added up; ``None`` if the plan does not know the batch. If tokens are
@@ -33,8 +34,14 @@ class AxisTraffic:
 def activation_traffic(plan: ShardingPlan) -> list[AxisTraffic]:
     """Return the collectives of activations, and of gradients that are summed over ``tp``; empty if none of the axes is used.
 
+    With stages, they are those of the rank of ``pp`` that stores the most.
+
     The numbers assume that everything is trained, nothing is recomputed, and every module computes in ``param_dtype``.
     """
+    rank = fullest_rank(plan)
+    sent, bytes_sent = pipeline_messages(plan, rank)
+    messages = [AxisTraffic("pp", "send", sent, bytes_sent)] if sent else []
+    plan = on_stages(plan, stages_of_rank(plan, rank))
     calls: dict[str, Counter[str]] = {}
     if plan.tensor_parallel:
         calls["tp"] = tensor_parallel_counts(plan)
@@ -43,7 +50,7 @@ def activation_traffic(plan: ShardingPlan) -> list[AxisTraffic]:
     if plan.layout.size("cp") > 1:
         calls["cp"] = context_counts(plan)
     sizes = None if plan.options.tokens is None else _sizes(plan, plan.options.tokens)
-    return [
+    return messages + [
         AxisTraffic(axis, kind, count, None if sizes is None else sizes.get(axis, Counter())[kind])
         for axis, of in calls.items()
         for kind, count in sorted(of.items())

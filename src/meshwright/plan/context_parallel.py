@@ -29,6 +29,7 @@ __all__ = [
     "context_bytes",
     "context_counts",
     "gathered_bytes",
+    "is_flash",
     "positions_of",
     "resolve_attentions",
     "unevenness",
@@ -37,8 +38,8 @@ __all__ = [
 FUNCTION = "meshwright_context_parallel"
 """Name of the attention function of context parallel in transformers. No mask has this name, so models make none."""
 
-KERNELS = ("sdpa", "eager")
-"""The values of ``model.attn_implementation`` that attentions over `cp` can compute with."""
+KERNELS = ("sdpa", "eager", "flex_attention")
+"""The values of ``model.attn_implementation`` that attentions over `cp` can compute with, beside those of flash."""
 
 
 def positions_of(length: int, ranks: int, balance: ContextBalance, rank: int) -> tuple[range, ...]:
@@ -55,6 +56,11 @@ def positions_of(length: int, ranks: int, balance: ContextBalance, rank: int) ->
         return (range(rank * width, (rank + 1) * width),)
     width = length // (2 * ranks)
     return tuple(range(chunk * width, (chunk + 1) * width) for chunk in (rank, 2 * ranks - 1 - rank))
+
+
+def is_flash(kernel: str) -> bool:
+    """Return whether a value of ``attn_implementation`` names a flash kernel: of a package, or one of the hub."""
+    return kernel.startswith("flash_attention_") or "/flash-attn" in kernel or "/vllm-flash-attn" in kernel
 
 
 def unevenness(work: Sequence[float], ranks: int, balance: ContextBalance) -> float:
@@ -115,8 +121,20 @@ def _refusals(draft: Draft) -> list[str]:
         for facts in attentions.rows
         if facts.dropout
     ]
-    if attentions.kernel not in KERNELS:
-        refused.append(f"attn_implementation={attentions.kernel!r} is not supported; legal are {' and '.join(KERNELS)}")
+    if is_flash(attentions.kernel):
+        refused += [
+            f"attention {facts.module!r} has sinks, which {attentions.kernel} does not know under cp; legal values of "
+            f"attn_implementation are {', '.join(KERNELS)}"
+            for facts in attentions.rows
+            if facts.sinks
+        ]
+        dtype = draft.options.param_dtype
+        dtypes = {dtype} if dtype else {parameter.dtype for parameter in draft.model.parameters}
+        if wide := sorted(dtypes - {"bfloat16", "float16"}):
+            refused.append(f"{attentions.kernel} computes in 16 bits, not in {wide[0]}; set param_dtype=bfloat16")
+    elif attentions.kernel not in KERNELS:
+        legal = ", ".join(KERNELS)
+        refused.append(f"attn_implementation={attentions.kernel!r} is not supported; legal are {legal} and flash_attention_2")
     if not attentions.rows and not refused:
         refused.append(f"{draft.spec.family} has no attention")
     return refused

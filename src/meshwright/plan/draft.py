@@ -51,6 +51,7 @@ class Draft:
         trained: first names of the parameters that have a gradient.
         decayed: first names of the parameters that weight decay pulls towards zero.
         tp_styles: first name of each parameter that has a tensor parallel style to that style.
+        stages_of: first name of each parameter to the pipeline stages that hold it; empty without a pipeline.
         rows: rows of the parameters.
     """
 
@@ -66,6 +67,7 @@ class Draft:
     trained: set[str] = field(default_factory=set)
     decayed: set[str] = field(default_factory=set)
     tp_styles: dict[str, str] = field(default_factory=dict)
+    stages_of: dict[str, tuple[int, ...]] = field(default_factory=dict)
     rows: tuple[ParameterRow, ...] = ()
 
     @property

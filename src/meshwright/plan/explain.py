@@ -15,8 +15,10 @@ from meshwright.plan.expert_parallel import expert_parallel_counts
 from meshwright.plan.moves import Move
 from meshwright.plan.names import generalize
 from meshwright.plan.options import ContextMethod, SyncPolicy
+from meshwright.plan.pipeline import crossing_bytes, on_stages
 from meshwright.plan.price import tensor_parallel_counts, totals, unit_traffic
 from meshwright.plan.program import describe
+from meshwright.plan.schedule import replay_of_plan
 from meshwright.plan.sharding_plan import AttentionRow, ExpertsRow, ParameterRow, ShardingPlan, TensorParallelRow, UnitRow
 
 __all__ = ["explain", "explain_program", "human_bytes"]
@@ -41,7 +43,7 @@ def explain(plan: ShardingPlan, *, full: bool = False, parameters: bool = True) 
         full: print one line for every row; otherwise rows that differ only in the number of their layer share a line.
         parameters: whether to show the parameters too.
     """
-    tables = [_summary(plan), _units(plan, full)]
+    tables = [_summary(plan), *([_stages(plan)] if plan.stages else []), _units(plan, full)]
     if plan.tensor_parallel:
         tables.append(_tensor_parallel(plan, full))
     if plan.experts:
@@ -98,6 +100,17 @@ def _summary(plan: ShardingPlan) -> Table:
             human_bytes(total.unsharded_gradient_peak_bytes),
             f"{options.microbatches} microbatch{'es' if options.microbatches > 1 else ''} a step",
         ),
+        *(
+            [
+                (
+                    "receive buffers",
+                    human_bytes(total.receive_buffer_bytes),
+                    "of hidden states and their gradients",
+                )
+            ]
+            if total.receive_buffer_bytes
+            else []
+        ),
         (f"all-gathered{over} per step", human_bytes(traffic.all_gather_bytes), f"{traffic.all_gathers} collectives"),
         (
             f"reduce-scattered{over} per step",
@@ -113,8 +126,9 @@ def _summary(plan: ShardingPlan) -> Table:
         table.add_row(*line)
     for item in others:
         size = "depends on the batch" if item.size is None else human_bytes(item.size)
+        calls = "messages" if item.kind == "send" else "collectives"
         balanced = ", where experts get alike" if item.axis == "ep" else ""
-        table.add_row(f"{_DONE[item.kind]} over {item.axis} per step", size, f"{item.calls:,} collectives{balanced}")
+        table.add_row(f"{_DONE[item.kind]} over {item.axis} per step", size, f"{item.calls:,} {calls}{balanced}")
     return table
 
 
@@ -201,6 +215,26 @@ def _experts(plan: ShardingPlan, full: bool) -> Table:
         table.add_row(label, *values)
     counts = [f"{count} {kind} over {axis}" for axis, of in expert_parallel_counts(plan).items() for kind, count in of.items()]
     table.caption = f"per step: {', '.join(counts)}" if counts else None
+    return table
+
+
+def _stages(plan: ShardingPlan) -> Table:
+    options, runs = plan.options, plan.options.runs_per_step
+    title = f"Pipeline: {options.pipeline_schedule}, {options.microbatches // runs} microbatches in a run"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for name in ("stage", "rank of pp", "layers", "work", "parameters, per rank"):
+        table.add_column(name, justify="left" if name == "layers" else "right", overflow="fold")
+    for row in plan.stages:
+        size = sum(parameter.bytes_per_rank for parameter in on_stages(plan, [row.index]).parameters)
+        layers = f"{row.layers[0]} to {row.layers[-1].rpartition('.')[2]}" if len(row.layers) > 1 else row.layers[0]
+        table.add_row(str(row.index), str(row.rank), layers, f"{row.cost:.1%}", human_bytes(size))
+    run, alone = replay_of_plan(plan), replay_of_plan(plan, even=True)
+    lines = [f"{runs} runs a step"] if runs > 1 else []
+    lines.append(f"idle {run.bubble:.1%} of a run, without messages ({alone.bubble:.1%} if all stages took equal time)")
+    lines.append(f"microbatches alive on ranks of pp: {', '.join(f'{number:g}' for number in run.alive)}")
+    if options.tokens is not None:
+        lines.append(f"a hidden state at a cut: {human_bytes(crossing_bytes(plan))}")
+    table.caption = "; ".join(lines) or None
     return table
 
 

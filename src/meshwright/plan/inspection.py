@@ -2,7 +2,7 @@
 
 import inspect
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import islice, takewhile
@@ -15,12 +15,14 @@ from meshwright.layout import ModelSizes
 from meshwright.plan.attentions import Attentions
 from meshwright.plan.names import holder_of, inside
 from meshwright.plan.spec import ParallelSpec
+from meshwright.plan.stages import StageFacts
 
 __all__ = [
     "EXPERTS_ATTRIBUTE",
     "Inspection",
     "ModuleFacts",
     "ParameterFacts",
+    "hidden_argument",
     "inspect_model",
     "model_sizes",
 ]
@@ -107,6 +109,7 @@ class Inspection:
         caches: names of modules that keep keys and values between calls, one for each config that says so.
         trace: returns the attentions of the model. It calls the model, so it is called only if the plan needs them; ``None``:
             the family says nothing of its attentions.
+        stages: returns where the model can be cut, for the names of its layers. It calls the model; ``None``: unknown.
     """
 
     modules: Mapping[str, ModuleFacts]
@@ -114,6 +117,7 @@ class Inspection:
     sizes: ModelSizes = field(default_factory=ModelSizes)
     caches: tuple[str, ...] = ()
     trace: Callable[[], Attentions] | None = field(default=None, compare=False, repr=False)
+    stages: Callable[[Sequence[str]], StageFacts] | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def attentions(self) -> Attentions | None:
@@ -201,7 +205,8 @@ def inspect_model(spec: ParallelSpec, model: nn.Module) -> Inspection:
     places = {id(module): name for name, module in modules.items()}
     facts = {name: _facts_of(name, module, places) for name, module in modules.items()}
     trace = None if spec.attentions is None else partial(spec.attentions, model)
-    return Inspection(facts, parameters, model_sizes(spec, model), tuple(configs.values()), trace)
+    stages = None if spec.stages is None else partial(spec.stages, model)
+    return Inspection(facts, parameters, model_sizes(spec, model), tuple(configs.values()), trace, stages)
 
 
 def model_sizes(spec: ParallelSpec, model: nn.Module) -> ModelSizes:
@@ -230,7 +235,7 @@ def _facts_of(name: str, module: nn.Module, places: Mapping[int, str]) -> Module
         container=_forward_of(kind) is nn.Module.forward,
         embedding=isinstance(module, nn.Embedding),
         padding=getattr(module, "padding_idx", None),
-        hidden=_hidden_of_class(kind) if "forward" not in vars(module) else _hidden_argument(module.forward),  # type: ignore[arg-type]
+        hidden=hidden_argument(module),
         code=_names_of(kind),  # type: ignore[arg-type]  # classes are hashable
         counts=counts,
         has_config=getattr(module, "config", None) is not None,
@@ -257,6 +262,13 @@ def _wrapped(module: nn.Module) -> tuple[str, tuple[str, ...]]:
 def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
     """Return the forward of a class. The class of a scripted module does not show its own; ``__call__`` stands in for it."""
     return getattr(kind, "forward", None) or nn.Module.__call__
+
+
+def hidden_argument(module: nn.Module) -> tuple[int, str]:
+    """Return position and name of the hidden state among the arguments of a module's forward."""
+    if "forward" in vars(module):
+        return _hidden_argument(module.forward)
+    return _hidden_of_class(type(module))  # type: ignore[arg-type]  # classes are hashable
 
 
 @lru_cache(maxsize=4096)

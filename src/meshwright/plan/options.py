@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from itertools import count
 from typing import Any
 
 from meshwright.errors import PlanError
@@ -16,6 +17,7 @@ __all__ = [
     "ContextMethod",
     "GradientReduction",
     "ParallelOptions",
+    "PipelineSchedule",
     "SyncPolicy",
 ]
 
@@ -87,6 +89,57 @@ class ContextBalance(StrEnum):
     """One chunk of ``cp``. Under a causal mask the last rank has the most work."""
 
 
+class PipelineSchedule(StrEnum):
+    """The order in which a rank of `pp` runs the forwards and backwards of its microbatches."""
+
+    GPIPE = "gpipe"
+    """All forwards, then all backwards (arXiv 1811.06965). The activations of all microbatches are alive at once."""
+
+    ONE_F_ONE_B = "1f1b"
+    """One forward, one backward (PipeDream-Flush, arXiv 2006.09503). At most as many microbatches as stages are alive."""
+
+    INTERLEAVED = "interleaved_1f1b"
+    """1f1b with several stages a rank (arXiv 2104.04473): a smaller bubble, more messages."""
+
+    INTERLEAVED_ZERO_BUBBLE = "interleaved_zero_bubble"
+    """The same with backward split in two halves, for inputs and for weights, of which the second fills the bubble."""
+
+    ZBV = "zbv"
+    """Zero bubble with two stages a rank in the form of a V (arXiv 2401.10241)."""
+
+    DUALPIPE_V = "dualpipe_v"
+    """DualPipe cut in half (arXiv 2412.19437): two stages a rank in the form of a V, forwards beside backwards."""
+
+    @property
+    def splits(self) -> bool:
+        """Whether backward is split in two halves, for inputs and for weights."""
+        return self not in (PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED)
+
+    @property
+    def single(self) -> bool:
+        """Whether each rank has one stage; otherwise it has several."""
+        return self in (PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B)
+
+    def takes(self, pp: int, microbatches: int) -> bool:
+        """Return whether torch's schedule runs a number of microbatches over ``pp`` ranks."""
+        if self is PipelineSchedule.ONE_F_ONE_B:
+            return microbatches >= pp
+        if self is PipelineSchedule.DUALPIPE_V:
+            return microbatches >= 2 * pp
+        if self in (PipelineSchedule.INTERLEAVED, PipelineSchedule.INTERLEAVED_ZERO_BUBBLE):
+            return microbatches % max(1, microbatches // pp) == 0
+        return True
+
+    def least(self, pp: int, microbatches: int) -> int:
+        """Return the least number of microbatches that the schedule runs, not below a given one."""
+        return next(number for number in count(max(1, microbatches)) if self.takes(pp, number))
+
+    @property
+    def turns(self) -> bool:
+        """Whether the stages of a rank have the form of a V: rank `i` of `p` has stages `i` and `2 p - 1 - i`."""
+        return self in (PipelineSchedule.ZBV, PipelineSchedule.DUALPIPE_V)
+
+
 @dataclass(frozen=True)
 class ParallelOptions:
     """Choices that the resolver turns into rows of the plan.
@@ -136,6 +189,10 @@ class ParallelOptions:
         context_balance: which positions of a sequence each rank of ``cp`` has.
         context_recompute: whether backward gets the keys and values of other ranks again, instead of keeping them from forward.
             ``None``: no. A layer that is recomputed gets them again in any case.
+        pipeline_schedule: with ``pp``, the order of forwards and backwards.
+        stages_per_rank: with ``pp``, the number of stages of a rank. ``None``: 1 for ``gpipe`` and ``1f1b``, otherwise 2.
+        pipeline_cuts: with ``pp``, for each stage but the first, the index of its first layer; empty: cuts of least cost.
+        runs_per_step: with ``pp``, the number of runs of the schedule in a step, each with its share of the microbatches.
     """
 
     param_dtype: str | None = "bfloat16"
@@ -169,6 +226,10 @@ class ParallelOptions:
     context_parallel: ContextMethod = ContextMethod.GATHER
     context_balance: ContextBalance = ContextBalance.ZIGZAG
     context_recompute: bool | None = None
+    pipeline_schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+    stages_per_rank: int | None = None
+    pipeline_cuts: tuple[int, ...] = ()
+    runs_per_step: int = 1
 
     def __post_init__(self) -> None:
         """Convert plain strings to the enums of closed choices, and refuse illegal values.
@@ -183,6 +244,7 @@ class ParallelOptions:
             ("gradient_reduction", GradientReduction),
             ("context_parallel", ContextMethod),
             ("context_balance", ContextBalance),
+            ("pipeline_schedule", PipelineSchedule),
         ):
             if name == "sync" and self.sync is None:
                 continue
@@ -198,7 +260,7 @@ class ParallelOptions:
                 except ValueError:
                     problems.append(f"{name}[{pattern!r}]={value!r}: legal are {', '.join(choices)}")
             object.__setattr__(self, name, chosen)
-        for name in ("freeze", "no_decay", "activation_checkpointing_save"):
+        for name in ("freeze", "no_decay", "activation_checkpointing_save", "pipeline_cuts"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             if getattr(self, name) not in (None, *DTYPES):
@@ -230,5 +292,6 @@ class ParallelOptions:
             "activation_checkpointing_save": list(self.activation_checkpointing_save),
             "freeze": list(self.freeze),
             "no_decay": list(self.no_decay),
+            "pipeline_cuts": list(self.pipeline_cuts),
             "tp_plan": dict(self.tp_plan) if isinstance(self.tp_plan, Mapping) else self.tp_plan,
         }

@@ -49,28 +49,10 @@ def choose_trained(draft: Draft) -> None:
 
 def parameter_rows(draft: Draft) -> None:
     """Make the row of each parameter."""
-    stages = _stages(draft)
-    draft.rows = tuple(_row(draft, parameter, stages[parameter.name]) for parameter in draft.parameters)
+    draft.rows = tuple(_row(draft, parameter, draft.stages_of.get(parameter.name, (0,))) for parameter in draft.parameters)
 
 
-def _stages(draft: Draft) -> dict[str, int]:
-    """Return each parameter's pipeline stage: layers split evenly, what precedes them on the first, the rest on the last."""
-    count, layers = draft.layout.size("pp"), draft.layers
-    place = {name: index for index, name in enumerate(layers)}
-    stages: dict[str, int] = {}
-    current, begun = 0, False
-    for parameter in draft.parameters:
-        layer = nearest(parameter.name, place)
-        if layer:
-            current = place[layer] * count // len(layers)
-            begun = begun or layer == layers[0]
-        elif begun:
-            current = count - 1
-        stages[parameter.name] = current
-    return stages
-
-
-def _row(draft: Draft, parameter: ParameterFacts, stage: int) -> ParameterRow:
+def _row(draft: Draft, parameter: ParameterFacts, stages: tuple[int, ...]) -> ParameterRow:
     layout, unit = draft.layout, draft.units[draft.unit_of[parameter.name]]
     trainable, style = parameter.name in draft.trained, draft.tp_styles.get(parameter.name)
     local = list(parameter.shape)
@@ -113,9 +95,10 @@ def _row(draft: Draft, parameter: ParameterFacts, stage: int) -> ParameterRow:
         gathered_bytes=gathered * itemsize(compute),
         reduced_bytes=gathered * itemsize(reduce) if trainable else 0,
         trainable=trainable,
-        stage=stage,
+        stage=stages[0],
         tp_style=style,
         decayed=trainable and parameter.name in draft.decayed,
+        copies=stages[1:],
     )
 
 

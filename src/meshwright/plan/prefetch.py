@@ -64,14 +64,23 @@ def prefetch_targets(plan: ShardingPlan) -> tuple[dict[str, tuple[str, ...]], di
         forward[ROOT] = _names(parts.turns[:ahead])
         for index, turn in enumerate(parts.turns):
             forward[turn[0].name] = _names(parts.turns[index + 1 : index + 1 + ahead])
-    if options.prefetch_backward is not None:
-        ahead = options.prefetch_backward
+    if (behind := _ahead_in_backward(plan)) is not None:
         order = [[unit for unit in reversed(turn) if unit.gathers_in_backward] for turn in reversed(parts.turns)]
         backward = {unit.name: (unit.name,) for unit in plan.fsdp_units}
-        backward[ROOT] = _names(order[:ahead]) or (ROOT,)
+        backward[ROOT] = _names(order[:behind]) or (ROOT,)
         for index, turn in enumerate(reversed(parts.turns)):
-            backward[turn[0].name] = _names(order[index + 1 : index + 1 + ahead]) or (turn[0].name,)
+            backward[turn[0].name] = _names(order[index + 1 : index + 1 + behind]) or (turn[0].name,)
     return {name: names for name, names in forward.items() if names}, backward
+
+
+def _ahead_in_backward(plan: ShardingPlan) -> int | None:
+    """Return how many turns ahead units are gathered in backward; ``None``: FSDP2 decides.
+
+    FSDP2 remembers the latest forward and prefetches the unit before it there. Under a schedule of a pipeline the first of
+    several forwards has its backward first, so it would gather units for nothing.
+    """
+    chosen = plan.options.prefetch_backward
+    return 1 if chosen is None and plan.stages else chosen
 
 
 def _names(turns: Iterable[Sequence[UnitRow]]) -> tuple[str, ...]:
@@ -111,7 +120,7 @@ def gathered_peak(plan: ShardingPlan, gathered: Mapping[str, int]) -> int:
     for index, turn in enumerate(order):
         # In forward, `stayed` is gathered too. In backward it still is, and so are the deferred units of later turns.
         peak = max(peak, held([*stayed, *turn, *ahead(index, 1, options.prefetch_forward)]))
-        peak = max(peak, held([*deferred, *stayed, *turn, *ahead(index, -1, options.prefetch_backward)]))
+        peak = max(peak, held([*deferred, *stayed, *turn, *ahead(index, -1, _ahead_in_backward(plan))]))
         stayed += [unit for unit in turn if unit.sync is SyncPolicy.DEFER or not unit.reshard_after_forward]
     return sum(gathered[unit.name] for unit in parts.around) + peak
 

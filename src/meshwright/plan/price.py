@@ -7,10 +7,22 @@ from dataclasses import asdict, dataclass
 
 from meshwright.plan.moves import Move
 from meshwright.plan.options import SyncPolicy
+from meshwright.plan.pipeline import crossing_bytes, on_stages, stages_of_rank
 from meshwright.plan.prefetch import gathered_peak, turns
+from meshwright.plan.schedule import receive_buffers
 from meshwright.plan.sharding_plan import ParameterRow, ShardingPlan, UnitRow, shard_axis
 
-__all__ = ["Totals", "UnitTraffic", "priced_json", "tensor_parallel_counts", "totals", "unit_traffic", "use_traffic"]
+__all__ = [
+    "Totals",
+    "UnitTraffic",
+    "fullest_rank",
+    "priced_json",
+    "tensor_parallel_counts",
+    "totals",
+    "totals_of_rank",
+    "unit_traffic",
+    "use_traffic",
+]
 
 ADAMW_STATES = 2
 """Number of tensors that AdamW keeps for a parameter (both moments), in the dtype and placement of the parameter."""
@@ -42,6 +54,8 @@ class Totals:
         largest_unit_bytes: gathered bytes of that unit.
         gathered_peak_bytes: gathered parameters held at once at the peak (see :mod:`meshwright.plan.prefetch`).
         unsharded_gradient_peak_bytes: unsharded gradients held at the peak.
+        receive_buffer_bytes: buffers for hidden states and gradients of other stages, of all microbatches of a run; 0 if the
+            number of tokens is unknown.
         traffic: collectives over the data axes in one optimizer step, under the sync policies of the units.
     """
 
@@ -54,19 +68,22 @@ class Totals:
     largest_unit_bytes: int
     gathered_peak_bytes: int
     unsharded_gradient_peak_bytes: int
+    receive_buffer_bytes: int
     traffic: UnitTraffic
 
 
-def unit_traffic(plan: ShardingPlan, unit: UnitRow, stage: int | None = None) -> UnitTraffic:
-    """Return the collectives of a unit in one optimizer step; if a stage is given, only for the parameters of that stage."""
+def unit_traffic(plan: ShardingPlan, unit: UnitRow) -> UnitTraffic:
+    """Return the collectives of a unit in one optimizer step."""
     layout, microbatches = plan.layout, plan.options.microbatches
     if unit.part_of:
         return UnitTraffic()
     shards, replicas = layout.size(shard_axis(layout, unit.kind)), layout.size("dp_replicate")
-    gathered, reduced = _unit_bytes(plan, unit, stage)
+    gathered, reduced = _unit_bytes(plan, unit)
     gathers = 0
     if shards > 1 and gathered:
         once = unit.sync is SyncPolicy.DEFER
+        if not unit.reshard_after_forward and not any(row.trainable for row in plan.parameters):
+            once = True  # a stage without a backward, after which it would be resharded
         parts = plan.parts(unit)
         forwards, backwards = sum(part.forwards for part in parts), len(parts) if unit.gathers_in_backward else 0
         # If it stays gathered after forward, its first backward does not gather it again.
@@ -116,21 +133,31 @@ def tensor_parallel_counts(plan: ShardingPlan) -> Counter[str]:
     return Counter({kind: count * plan.options.microbatches for kind, count in counts.items() if kind and count})
 
 
-def use_traffic(plan: ShardingPlan, stage: int) -> UnitTraffic:
+def use_traffic(plan: ShardingPlan) -> UnitTraffic:
     """Return the traffic of the flags of use: one all-reduce at the end of a step.
 
     It tells which trainable parameters were used: a number of eight bytes for each, and two for the order in which units ran.
     """
     if not plan.flags_of_use:
         return UnitTraffic()
-    trainable = sum(row.trainable for row in plan.parameters if row.stage == stage)
+    trainable = sum(row.trainable for row in plan.parameters)
     return UnitTraffic(all_reduces=1, all_reduce_bytes=8 * (trainable + 2))
 
 
 def totals(plan: ShardingPlan) -> Totals:
-    """Add up a plan, for the pipeline stage that stores the most."""
-    stages = range(plan.layout.size("pp"))
-    return max((_stage_totals(plan, stage) for stage in stages), key=lambda stage_totals: stage_totals.parameter_bytes)
+    """Add up a plan, for the rank of `pp` that stores the most."""
+    return totals_of_rank(plan, fullest_rank(plan))
+
+
+def fullest_rank(plan: ShardingPlan) -> int:
+    """Return the rank of `pp` that stores the most."""
+
+    def stored(rank: int) -> int:
+        own = set(stages_of_rank(plan, rank))
+        tensors = {True: 2 + ADAMW_STATES, False: 1}  # a trained parameter has a gradient and a state
+        return sum(tensors[row.trainable] * row.bytes_per_rank * len(own & set(row.stages)) for row in plan.parameters)
+
+    return max(range(plan.layout.size("pp")), key=stored)
 
 
 def priced_json(plan: ShardingPlan) -> str:
@@ -138,22 +165,31 @@ def priced_json(plan: ShardingPlan) -> str:
     return json.dumps({**plan.to_dict(), "totals": asdict(totals(plan))}, indent=1)
 
 
-def _stage_totals(plan: ShardingPlan, stage: int) -> Totals:
-    rows = [row for row in plan.parameters if row.stage == stage]
-    gathered = {unit.name: 0 if unit.part_of or not unit.forwards else _unit_bytes(plan, unit, stage)[0] for unit in plan.units}
-    largest_name = max(gathered, key=lambda name: gathered[name])
-    traffic = [unit_traffic(plan, unit, stage) for unit in plan.units]
+def totals_of_rank(plan: ShardingPlan, rank: int) -> Totals:
+    """Add up the stages of a rank of `pp`."""
+    stages = [on_stages(plan, [stage]) for stage in stages_of_rank(plan, rank)]
+    rows = [row for stage in stages for row in stage.parameters]
+    gathered = [
+        {unit.name: 0 if unit.part_of or not unit.forwards else _unit_bytes(stage, unit)[0] for unit in stage.units}
+        for stage in stages
+    ]
+    largest, index = max((max(sizes.values()), -index) for index, sizes in enumerate(gathered))
+    name = next(name for name, size in gathered[-index].items() if size == largest)
+    traffic = [unit_traffic(stage, unit) for stage in stages for unit in stage.units]
     return Totals(
         parameters=sum(row.numel for row in plan.parameters),
         trainable=sum(row.numel for row in plan.parameters if row.trainable),
         parameter_bytes=sum(row.bytes_per_rank for row in rows),
         gradient_bytes=sum(row.bytes_per_rank for row in rows if row.trainable),
         optimizer_bytes=ADAMW_STATES * sum(row.bytes_per_rank for row in rows if row.trainable),
-        largest_unit=plan.unit(largest_name).label,
-        largest_unit_bytes=gathered[largest_name],
-        gathered_peak_bytes=gathered_peak(plan, gathered),
-        unsharded_gradient_peak_bytes=_gradient_peak(plan, rows),
-        traffic=UnitTraffic(*(_total([*traffic, use_traffic(plan, stage)], name) for name in UnitTraffic.__dataclass_fields__)),
+        largest_unit=stages[-index].unit(name).label,
+        largest_unit_bytes=largest,
+        gathered_peak_bytes=sum(gathered_peak(stage, sizes) for stage, sizes in zip(stages, gathered, strict=True)),
+        unsharded_gradient_peak_bytes=sum(_gradient_peak(stage, stage.parameters) for stage in stages),
+        receive_buffer_bytes=receive_buffers(plan, rank) * crossing_bytes(plan) if plan.stages else 0,
+        traffic=UnitTraffic(
+            *(_total([*traffic, *map(use_traffic, stages)], name) for name in UnitTraffic.__dataclass_fields__)
+        ),
     )
 
 
@@ -193,9 +229,9 @@ def _gradient_peak(plan: ShardingPlan, rows: Sequence[ParameterRow]) -> int:
     return waiting + max(last, doubled, of_turns)
 
 
-def _unit_bytes(plan: ShardingPlan, unit: UnitRow, stage: int | None) -> tuple[int, int]:
+def _unit_bytes(plan: ShardingPlan, unit: UnitRow) -> tuple[int, int]:
     """Return the gathered and the reduced bytes of a unit."""
-    rows = [row for row in plan.rows(unit) if stage in (None, row.stage)]
+    rows = plan.rows(unit)
     return sum(row.gathered_bytes for row in rows), sum(row.reduced_bytes for row in rows)
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "Bias",
     "Compile",
     "Compute",
+    "Cut",
     "Dispatch",
     "Engine",
     "Freeze",
@@ -32,6 +33,33 @@ __all__ = [
     "Wrap",
     "describe",
 ]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Make a pipeline stage of the model: replace the layers of other stages by modules that pass the hidden state on.
+
+    Attributes:
+        body: the module that runs all layers; stages but the last call only it.
+        order: the layers of the whole model, in the order in which they run: the name of each, position and name of the hidden
+            state among its arguments, and the number of items that it returns (0: the hidden state itself).
+        begin: index of the first layer of the stage.
+        end: index after its last layer.
+        leading: each module that runs before the first layer: its name, the features of its output, and whether it looks rows
+            up. Later stages get zeros instead.
+        held: those of them that stay on the last stage, where another module uses their parameters.
+        trailing: modules that run after the last layer. Earlier stages pass their input on.
+        features: size of the last dimension of the hidden state.
+    """
+
+    body: str
+    order: tuple[tuple[str, int, str, int], ...]
+    begin: int
+    end: int
+    leading: tuple[tuple[str, int, bool], ...] = ()
+    held: tuple[str, ...] = ()
+    trailing: tuple[str, ...] = ()
+    features: int = 0
 
 
 @dataclass(frozen=True)
@@ -298,7 +326,7 @@ class Compile:
 
 
 Action = (
-    Slice | Assign | Compute | Dispatch | Attend | Recompute | Freeze | PartTwins | Wrap | JoinTwins | Prefetch | Compile
+    Cut | Slice | Assign | Compute | Dispatch | Attend | Recompute | Freeze | PartTwins | Wrap | JoinTwins | Prefetch | Compile
 )  # fmt: skip
 
 ACTIONS: dict[str, type[Action]] = {kind.__name__: kind for kind in Action.__args__}

@@ -19,6 +19,7 @@ from meshwright.plan.expert_parallel import expert_parallel_actions, resolve_exp
 from meshwright.plan.inspection import Inspection, inspect_model
 from meshwright.plan.options import ParallelOptions
 from meshwright.plan.parameters import assign_units, choose_trained, freeze_actions, parameter_rows
+from meshwright.plan.pipeline import resolve_stages
 from meshwright.plan.prefetch import check_prefetch, prefetch_actions
 from meshwright.plan.recompute import checkpointing_modes, recompute_actions
 from meshwright.plan.sharding_plan import ShardingPlan
@@ -72,6 +73,7 @@ def resolve(
     sharing = resolve_tensor_parallel(draft)
     experts = resolve_experts(draft)
     attentions = resolve_attentions(draft)
+    stages, cut = resolve_stages(draft, experts)
     draft.refuse()
 
     parameter_rows(draft)
@@ -89,12 +91,14 @@ def resolve(
         sharing.rows,
         experts,
         attentions,
+        stages,
         tp_level=sharing.level,
         tp_passed_over=sharing.passed_over,
         flags_of_use=not spec.uses_all_parameters and draft.layout.size("dp_cp") > 1,
     )
     plan = replace(plan, units=tokens_of_units(plan))
     program = (
+        *([] if cut is None else [cut]),
         *tensor_parallel_actions(draft, plan),
         *expert_parallel_actions(draft, plan),
         *attention_actions(draft, plan),

@@ -1,11 +1,11 @@
-"""The rows of a plan: what becomes of each parameter, unit, module under tensor parallel, mixture of experts and attention."""
+"""The rows of a plan: what becomes of each parameter, unit, module under tensor parallel, mixture, attention and stage."""
 
 from dataclasses import dataclass
 
 from meshwright.plan.moves import Move
 from meshwright.plan.options import ActivationCheckpointing, ContextMethod, SyncPolicy
 
-__all__ = ["AttentionRow", "ExpertsRow", "ParameterRow", "TensorParallelRow", "UnitRow"]
+__all__ = ["AttentionRow", "ExpertsRow", "ParameterRow", "StageRow", "TensorParallelRow", "UnitRow"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class ParameterRow:
         reduced_bytes: bytes of its gradient in the buffer that the unit reduces, padding included; 0 if it is frozen.
         trainable: whether it has a gradient.
         stage: pipeline stage that it is in.
+        copies: later stages that hold a copy of it: that of the head, for an embedding that is tied to it.
         tp_style: declared tensor parallel style; ``None``: replicated over ``tp``.
         decayed: whether weight decay pulls it towards zero, as it does trained matrices, but not biases and norms
             (:mod:`meshwright.plan.decay`).
@@ -44,6 +45,12 @@ class ParameterRow:
     stage: int = 0
     tp_style: str | None = None
     decayed: bool = False
+    copies: tuple[int, ...] = ()
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The pipeline stages that hold it."""
+        return (self.stage, *self.copies)
 
     @property
     def fsdp_dim(self) -> int:
@@ -204,3 +211,25 @@ class AttentionRow:
     def mask(self) -> str:
         """The mask within a document, in words."""
         return f"window of {self.window}" if self.window is not None else "causal" if self.causal else "whole document"
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One pipeline stage.
+
+    Attributes:
+        index: its place in the model: 0 has the embedding.
+        rank: index on `pp` of the rank that has it.
+        layers: names of its layers.
+        cost: multiply-adds of a token in forward, over those of the whole model.
+    """
+
+    index: int
+    rank: int
+    layers: tuple[str, ...]
+    cost: float
+
+    @property
+    def name(self) -> str:
+        """The number of the stage, in words."""
+        return f"stage {self.index}"

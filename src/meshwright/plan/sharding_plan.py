@@ -18,7 +18,7 @@ from meshwright.plan.options import (
     SyncPolicy,
 )
 from meshwright.plan.program import ACTIONS, Action, Bias, Engine, Kernel, describe
-from meshwright.plan.rows import AttentionRow, ExpertsRow, ParameterRow, TensorParallelRow, UnitRow
+from meshwright.plan.rows import AttentionRow, ExpertsRow, ParameterRow, StageRow, TensorParallelRow, UnitRow
 
 __all__ = [
     "EXPERTS",
@@ -28,6 +28,7 @@ __all__ = [
     "ExpertsRow",
     "ParameterRow",
     "ShardingPlan",
+    "StageRow",
     "TensorParallelRow",
     "UnitRow",
     "itemsize",
@@ -60,6 +61,7 @@ class ShardingPlan:
         tensor_parallel: one row for each module that computes with slices or has a move; empty if ``tp`` is 1.
         experts: one row for each mixture of experts.
         attentions: one row for each attention that uses the attention function of context parallel; empty: none does.
+        stages: one row for each pipeline stage, in the order of the model; empty if ``pp`` is 1.
         tp_level: where the tensor parallel styles come from: ``given``, ``family``, ``model`` or ``generic``.
         tp_passed_over: (level, reason) for each level above it, and (module, reason) for each module that is kept whole despite
             its style.
@@ -76,6 +78,7 @@ class ShardingPlan:
     tensor_parallel: tuple[TensorParallelRow, ...] = ()
     experts: tuple[ExpertsRow, ...] = ()
     attentions: tuple[AttentionRow, ...] = ()
+    stages: tuple[StageRow, ...] = ()
     tp_level: str = ""
     tp_passed_over: tuple[tuple[str, str], ...] = ()
     flags_of_use: bool = False
@@ -132,6 +135,7 @@ class ShardingPlan:
             "tensor_parallel": [asdict(row) for row in self.tensor_parallel],
             "experts": [asdict(row) for row in self.experts],
             "attentions": [asdict(row) for row in self.attentions],
+            "stages": [asdict(row) for row in self.stages],
             "tp_level": self.tp_level,
             "tp_passed_over": [list(pair) for pair in self.tp_passed_over],
             "flags_of_use": self.flags_of_use,
@@ -169,6 +173,7 @@ class ShardingPlan:
             tensor_parallel=tuple(row(TensorParallelRow, item) for item in content.get("tensor_parallel", [])),
             experts=tuple(row(ExpertsRow, item) for item in content.get("experts", [])),
             attentions=tuple(row(AttentionRow, item) for item in content.get("attentions", [])),
+            stages=tuple(row(StageRow, item) for item in content.get("stages", [])),
             tp_level=content.get("tp_level", ""),
             tp_passed_over=tuples(content.get("tp_passed_over", [])),
             flags_of_use=content.get("flags_of_use", False),
@@ -185,6 +190,7 @@ class ShardingPlan:
             *row_differences("tensor parallel", self.tensor_parallel, other.tensor_parallel),
             *row_differences("experts", self.experts, other.experts),
             *row_differences("attention", self.attentions, other.attentions),
+            *row_differences("pipeline", self.stages, other.stages),
         ]
         if not differences and self.program and other.program:  # plans of earlier versions have no program
             ours, theirs = (dict.fromkeys(map(_line, plan.program)) for plan in (self, other))

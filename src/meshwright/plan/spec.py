@@ -1,6 +1,6 @@
 """ParallelSpec: what a model family declares of itself, as patterns of module names. It has no sizes and no tensors."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from meshwright.plan.attentions import Attentions
+    from meshwright.plan.stages import StageFacts
 
 __all__ = [
     "ExpertsRule",
@@ -152,6 +153,8 @@ class ParallelSpec:
             experts that are modules of a list.
         attentions: returns the attentions of a model of the family, for context parallel
             (:func:`meshwright.models.attention.trace_attentions`); ``None``: unknown, so ranks cannot share a sequence.
+        stages: returns, for a model of the family and the names of its layers, where it can be cut into pipeline stages
+            (:func:`meshwright.models.stages.trace_stages`); ``None``: unknown, so it cannot be cut.
     """
 
     family: str
@@ -167,6 +170,7 @@ class ParallelSpec:
     structure: Structure | None = None
     uses_all_parameters: bool = False
     attentions: "Callable[[nn.Module], Attentions] | None" = field(default=None, compare=False, repr=False)
+    stages: "Callable[[nn.Module, Sequence[str]], StageFacts] | None" = field(default=None, compare=False, repr=False)
 
 
 def under_prefix(spec: ParallelSpec, prefix: str) -> ParallelSpec:

@@ -20,7 +20,7 @@ from meshwright.plan.sharding_plan import (
 )
 from meshwright.plan.twins import twin_parameters
 
-__all__ = ["assign_sync", "draft_units", "unit_actions", "unit_rows"]
+__all__ = ["assign_sync", "draft_units", "gathered_in_backward", "unit_actions", "unit_rows"]
 
 
 def draft_units(draft: Draft) -> None:
@@ -97,7 +97,7 @@ def unit_rows(draft: Draft, modes: Mapping[str, ActivationCheckpointing]) -> tup
             unit.reshard_after_forward = False
     _afford(draft)
     units = []
-    in_backward = _gathered_in_backward(list(draft.units), rows, implicit=options.prefetch_backward is None)
+    in_backward = gathered_in_backward(list(draft.units), rows, implicit=options.prefetch_backward is None)
     for unit in draft.units.values():
         assert unit.sync is not None
         units.append(
@@ -150,7 +150,7 @@ def _afford(draft: Draft) -> None:
         unit.sync = SyncPolicy.DEFER if name in deferred else SyncPolicy.REDUCE_EACH
 
 
-def _gathered_in_backward(names: Sequence[str], rows: Sequence[ParameterRow], *, implicit: bool) -> set[str]:
+def gathered_in_backward(names: Sequence[str], rows: Sequence[ParameterRow], *, implicit: bool) -> set[str]:
     """Return the units whose gathered parameters backward needs. Units that were not resharded are not gathered again.
 
     These are the units that a gradient flows through: those that have trainable parameters or come after some. If prefetching

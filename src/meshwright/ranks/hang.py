@@ -138,6 +138,7 @@ class RankState:
         ending: how its job ended, such as ``has returned``; ``None``: the job still runs.
         broken: whether the job ended because a collective failed.
         silent: why nothing is known about the rank; ``None``: it answered.
+        doing: what the rank last said that it does, such as ``step 12, stage 0, forward of microbatch 3``.
     """
 
     rank: int
@@ -146,6 +147,7 @@ class RankState:
     ending: str | None = None
     broken: bool = False
     silent: str | None = None
+    doing: str = ""
 
     @property
     def waits(self) -> Collective | None:
@@ -167,6 +169,9 @@ class RankState:
         return ", ".join(part for part in (inner, path and f"called from {path}" if inner or self.waits else path) if part)
 
     def __str__(self) -> str:
+        return f"{self._where()}{f' ({self.doing})' if self.doing else ''}"
+
+    def _where(self) -> str:
         last = "; its last collective was " + ", ".join(filter(None, (str(self.last), self.last.tensors))) if self.last else ""
         if self.ending or self.silent:
             return f"rank {self.rank} {self.ending or self.silent}{last}"

@@ -118,6 +118,7 @@ class Watch:
         state = look(self._rank, self._main, recorded=standing)
         if state.collectives is not None:
             state = replace(state, collectives=state.collectives[-KEPT:])
+        state = replace(state, doing=self._what)
         self._store.set(f"{self._round}/state/{self._rank}", pickle.dumps(state).hex())
         self._round += 1
 

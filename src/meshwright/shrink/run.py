@@ -105,13 +105,17 @@ def shrink(config: RunConfig, world_size: int | None = None) -> tuple[RunConfig,
     if source.path is not None:
         changes.append(Change("model.path", source.path, None, "random weights"))
     kv_heads, shared_by = sizes.kv_heads or 0, config.layout.tp or 1
-    needs = Needs(layout.size("tp"), layout.ep, layout.size("pp"), length, shares_heads=0 < kv_heads < shared_by)
+    pipeline = config.parallel.pipeline
+    stages = layout.size("pp") * pipeline.each
+    needs = Needs(layout.size("tp"), layout.ep, stages, length, shares_heads=0 < kv_heads < shared_by)
     patterns = {key: getattr(config.parallel, key) for key in ("freeze", *_BY_MODULE)}
     patterns["no_decay"] = config.optimizer.no_decay
     model, renumbered = _shrink_model(source, large, large_config, spec, defaults, needs, patterns, changes)
     why = "numbers of the layers that stay"
     if "no_decay" in renumbered:
         sections["optimizer"] = change("optimizer", config.optimizer, {"no_decay": renumbered.pop("no_decay")}, why)
+    if pipeline.cuts:
+        renumbered["pipeline"] = pipeline.model_copy(update={"cuts": []})
     parallel = change("parallel", config.parallel, renumbered, why)
     return config.model_copy(update={**sections, "model": model, "parallel": parallel}), world, tuple(changes)
 
@@ -155,7 +159,8 @@ def _shrink_layout(config: RunConfig, world_size: int | None, sizes: ModelSizes)
         if training.global_batch_size < min(training.microbatch_size, 2) * ranks:
             check_batch_sizes(training.global_batch_size, training.microbatch_size, ranks)
         microbatches = max(1, training.global_batch_size // (training.microbatch_size * ranks))
-    return chosen, world_size, min(microbatches, 3)
+    pp = chosen.resolve(world_size).size("pp")
+    return chosen, world_size, config.parallel.pipeline.least(pp, min(microbatches, 3))
 
 
 def _resolved(layout: Layout, world_size: int | None, sizes: ModelSizes) -> Layout | None:

@@ -144,7 +144,14 @@ def _choices(plan: ShardingPlan) -> dict[str, str]:
         "tensor_parallel": _digest(sorted(moved)) if moved else "none",
         "units": _digest(sorted(shapes)),
         **({"context_parallel": _attention(plan)} if plan.attentions else {}),
+        **({"pipeline": _pipeline(plan)} if plan.stages else {}),
     }
+
+
+def _pipeline(plan: ShardingPlan) -> str:
+    several = len(plan.stages) > plan.layout.size("pp")
+    runs = ", several runs" if plan.options.runs_per_step > 1 else ""
+    return f"{plan.options.pipeline_schedule}{', several stages a rank' if several else ''}{runs}"
 
 
 def _attention(plan: ShardingPlan) -> str:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from meshwright.distributed.grad_clip import clip_grad_norm_
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.models.loss import forward_logits
@@ -64,6 +65,14 @@ class Engine(ABC):
         They are a DTensor if the vocabulary is sharded.
         """
 
+    @abstractmethod
+    def clip(self, limit: float | None) -> torch.Tensor:
+        """Clip the gradient of the whole model, and return its norm before.
+
+        Args:
+            limit: the largest norm of a clipped gradient; ``None`` only measures.
+        """
+
 
 class Sequential(Engine):
     """Runs one microbatch after another through one model.
@@ -113,6 +122,10 @@ class Sequential(Engine):
         """See :class:`Engine`."""
         with self._evaluating():
             return forward_logits(self.model, batch)
+
+    def clip(self, limit: float | None) -> torch.Tensor:
+        """See :class:`Engine`."""
+        return clip_grad_norm_(self.model.parameters(), limit)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

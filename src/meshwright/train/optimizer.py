@@ -36,7 +36,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, rows: Iterable[Pa
     if fused is None:
         fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in trained.values())
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [group for group in groups if group["params"]] or groups[:1],  # a stage may have no trained parameter
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,

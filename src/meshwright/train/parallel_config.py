@@ -5,9 +5,16 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from meshwright.layout import Layout
-from meshwright.plan.options import ActivationCheckpointing, ContextBalance, ContextMethod, ParallelOptions, SyncPolicy
+from meshwright.plan.options import (
+    ActivationCheckpointing,
+    ContextBalance,
+    ContextMethod,
+    ParallelOptions,
+    PipelineSchedule,
+    SyncPolicy,
+)
 
-__all__ = ["LayoutConfig", "ParallelConfig", "Section"]
+__all__ = ["LayoutConfig", "ParallelConfig", "PipelineConfig", "Section"]
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 
@@ -31,6 +38,37 @@ class LayoutConfig(Section):
     def layout(self) -> Layout:
         """Return these sizes as a Layout that is not resolved yet."""
         return Layout(**self.model_dump())
+
+
+class PipelineConfig(Section):
+    """How the stages of a pipeline are cut and run, with ``layout.pp``."""
+
+    schedule: PipelineSchedule = Field(
+        default=PipelineSchedule.ONE_F_ONE_B,
+        description="Order of forwards and backwards. 'gpipe': all forwards first. '1f1b': one forward, one backward. "
+        "'interleaved_1f1b': the same with several stages a rank. 'interleaved_zero_bubble', 'zbv', 'dualpipe_v': backward is "
+        "split in two halves, of which the second fills the bubble.",
+    )
+    stages_per_rank: int | None = Field(
+        default=None, ge=1, description="Stages of each rank. null: 1 for gpipe and 1f1b, 2 for the others."
+    )
+    cuts: list[int] = Field(
+        default=[],
+        description="For each stage but the first, the number of its first layer, counted from 0. Empty: the largest stage "
+        "gets the least work, with embedding and head.",
+    )
+    runs_per_step: int = Field(
+        default=1, ge=1, description="Runs of the schedule in a step, each with its share of the microbatches."
+    )
+
+    @property
+    def each(self) -> int:
+        """The number of stages of a rank."""
+        return self.stages_per_rank or (1 if self.schedule.single else 2)
+
+    def least(self, pp: int, microbatches: int) -> int:
+        """Return the least number of microbatches of a step, not below a given one, that ``pp`` ranks can run."""
+        return microbatches if pp == 1 else self.runs_per_step * self.schedule.least(pp, microbatches // self.runs_per_step)
 
 
 class ParallelConfig(Section):
@@ -127,6 +165,7 @@ class ParallelConfig(Section):
         description="With cp: backward gets keys of other ranks again instead of keeping them. null: no; a layer that is "
         "recomputed gets them again anyway.",
     )
+    pipeline: PipelineConfig = Field(default=PipelineConfig(), description="With pp: how stages are cut and run.")
     compile: bool = Field(default=False, description="torch.compile each layer.")
     compile_backend: str = Field(default="inductor", description="Backend of torch.compile.")
     freeze: list[str] = Field(
@@ -139,4 +178,13 @@ class ParallelConfig(Section):
         """Return these settings as options of the plan."""
         values = {name: getattr(self, name) for name in type(self).model_fields}
         budget = int(values.pop("sync_budget_gib") * 2**30)
-        return ParallelOptions(**values, sync_budget=budget, microbatches=microbatches)
+        pipeline: PipelineConfig = values.pop("pipeline")
+        return ParallelOptions(
+            **values,
+            sync_budget=budget,
+            microbatches=microbatches,
+            pipeline_schedule=pipeline.schedule,
+            stages_per_rank=pipeline.stages_per_rank,
+            pipeline_cuts=tuple(pipeline.cuts),
+            runs_per_step=pipeline.runs_per_step,
+        )

@@ -1,5 +1,6 @@
 """The parts of a trainer. An audit replaces some of a run's parts by others; the order of a step stays that of a run."""
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -9,22 +10,22 @@ from torch import nn
 
 from meshwright.data.loader import TrainLoader
 from meshwright.data.store import TokenStore
-from meshwright.distributed.grad_clip import clip_grad_norm_
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import ParallelMesh, build_mesh
+from meshwright.distributed.stage_parts import StageParts, make_parts, models_of
 from meshwright.models.build import materialize
 from meshwright.models.objective import Objective
 from meshwright.models.registry import get_parallelization_strategy
 from meshwright.moe.balance import Balance
+from meshwright.plan.pipeline import crossing_shape, elsewhere, on_stages, stages_of_rank
 from meshwright.train.config import RunConfig
 from meshwright.train.engine import Engine, Sequential
 from meshwright.train.optimizer import build_optimizer
 from meshwright.train.setup import RunSetup
 
 Loader = TypeVar("Loader", bound=TrainLoader)
-Runs = TypeVar("Runs", bound=Sequential)
 
-__all__ = ["PARTS", "Made", "Parts", "clip", "fill", "sequential", "train_loader"]
+__all__ = ["PARTS", "Made", "Parts", "balance_of_plan", "clip", "engine_of_plan", "fill", "train_loader"]
 
 
 class Made(Protocol):
@@ -38,8 +39,9 @@ class Made(Protocol):
     mesh: ParallelMesh
     model: nn.Module
     objective: Objective
-    sync: GradSync
+    sync: GradSync | None
     balance: Balance
+    engine: Engine
 
 
 def mesh_of_layout(trainer: Made) -> ParallelMesh:
@@ -48,15 +50,21 @@ def mesh_of_layout(trainer: Made) -> ParallelMesh:
 
 
 def carry_out(trainer: Made) -> nn.Module:
-    """Carry out the plan on the model, which has no values yet, and return the model."""
-    model = trainer.setup.model
-    return get_parallelization_strategy(model).carry_out(model, trainer.setup.plan, trainer.mesh)
+    """Carry out the plan on the model, which has no values yet, and return the model, or the stages of this rank."""
+    model, plan = trainer.setup.model, trainer.setup.plan
+    strategy = get_parallelization_strategy(model)
+    if plan.stages:
+        return make_parts(lambda: copy.deepcopy(model), plan, trainer.mesh, strategy.carry_out)
+    return strategy.carry_out(model, plan, trainer.mesh)
 
 
 def fill(trainer: Made, device: torch.device) -> None:
     """Give parameters and buffers their first values, on the device that holds the shards."""
     config, setup = trainer.config, trainer.setup
-    materialize(setup.model, config.model, device, config.training.seed, setup.plan.layers)
+    stages = stages_of_rank(setup.plan, trainer.mesh.rank("pp"))
+    for model, stage in zip(models_of(trainer.model), stages, strict=True):
+        others = elsewhere(setup.plan, [stage])
+        materialize(model, config.model, device, config.training.seed, setup.plan.layers, others)
 
 
 def optimizer_of_plan(trainer: Made) -> torch.optim.Optimizer:
@@ -64,9 +72,25 @@ def optimizer_of_plan(trainer: Made) -> torch.optim.Optimizer:
     return build_optimizer(trainer.model, trainer.config.optimizer, trainer.setup.plan.parameters)
 
 
-def sync_of_plan(trainer: Made) -> GradSync:
-    """Build what decides when the units of the model gather and reduce."""
-    return GradSync.from_plan(trainer.model, trainer.setup.plan)
+def sync_of_plan(trainer: Made) -> GradSync | None:
+    """Build what decides when the units of the model gather and reduce; ``None``: each stage of a pipeline has its own."""
+    return None if trainer.setup.plan.stages else GradSync.from_plan(trainer.model, trainer.setup.plan)
+
+
+def balance_of_plan(trainer: Made) -> Balance:
+    """Build the balance of the experts. The loads of all stages are added up, so it knows the mixtures of the whole model."""
+    plan, moe, mesh = trainer.setup.plan, trainer.config.moe, trainer.mesh
+    own = on_stages(plan, stages_of_rank(plan, mesh.rank("pp"))).experts
+    return Balance(
+        trainer.model,
+        plan.experts,
+        trainer.device,
+        aux_loss=moe.aux_loss or 0.0,
+        bias_update_rate=moe.bias_update_rate or 0.0,
+        load_metrics=moe.load_metrics,
+        group=mesh["cp"].get_group() if plan.layout.size("cp") > 1 else None,
+        own=[row.module for row in own],
+    )
 
 
 def train_loader(trainer: Made, store: TokenStore, kind: type[Loader] = TrainLoader) -> Loader:  # type: ignore[assignment]
@@ -82,22 +106,41 @@ def train_loader(trainer: Made, store: TokenStore, kind: type[Loader] = TrainLoa
         seed=training.seed,
         packing=data.packing,
         shuffle=data.shuffle,
-        multiple=trainer.setup.plan.sequence_multiple,
+        multiple=sequence_multiple(trainer.setup),
     )
 
 
-def sequential(trainer: Made, kind: type[Runs] = Sequential) -> Runs:  # type: ignore[assignment]
-    """Build the engine that runs one microbatch after another."""
+def sequence_multiple(setup: RunSetup) -> int:
+    """Return the number that sequences of training are padded to a multiple of.
 
-    def progress() -> None:
-        trainer.progress(f"step {trainer.step + 1}")
+    The stages of a pipeline expect one shape, so there all sequences are padded to the length of a full one.
+    """
+    multiple = setup.plan.sequence_multiple
+    return -(-setup.config.data.sequence_length // multiple) * multiple if setup.plan.stages else multiple
 
-    return kind(trainer.model, trainer.objective, trainer.sync, trainer.balance, progress)
+
+def engine_of_plan(trainer: Made) -> Engine:
+    """Build the engine: one microbatch after another, or the stages of a pipeline."""
+
+    def progress(words: str = "") -> None:
+        trainer.progress(f"step {trainer.step + 1}{words and ', '}{words}")
+
+    setup = trainer.setup
+    if not setup.plan.stages:
+        assert trainer.sync is not None
+        return Sequential(trainer.model, trainer.objective, trainer.sync, trainer.balance, progress)
+    from meshwright.distributed.scheduled_stages import ScheduledStages
+    from meshwright.train.pipelined import Pipelined
+
+    assert isinstance(trainer.model, StageParts)
+    stages = ScheduledStages(trainer.model, setup.plan, trainer.mesh, trainer.device, progress)
+    stages.prepare(crossing_shape(setup.plan, setup.config.training.microbatch_size, sequence_multiple(setup)))
+    return Pipelined(stages, trainer.objective, trainer.balance)
 
 
 def clip(trainer: Made) -> torch.Tensor:
     """Clip the gradient of the whole model, and return its norm before clipping."""
-    return clip_grad_norm_(trainer.model.parameters(), trainer.config.training.clip_norm)
+    return trainer.engine.clip(trainer.config.training.clip_norm)
 
 
 @dataclass(frozen=True)
@@ -122,9 +165,9 @@ class Parts:
     distribute: Callable[[Made], nn.Module] = carry_out
     fill: Callable[[Made, torch.device], None] = fill
     optimizer: Callable[[Made], torch.optim.Optimizer] = optimizer_of_plan
-    sync: Callable[[Made], GradSync] = sync_of_plan
+    sync: Callable[[Made], GradSync | None] = sync_of_plan
     loader: Callable[[Made, TokenStore], TrainLoader] = train_loader
-    engine: Callable[[Made], Engine] = sequential
+    engine: Callable[[Made], Engine] = engine_of_plan
     clip: Callable[[Made], torch.Tensor] = clip
 
 

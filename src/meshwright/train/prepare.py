@@ -16,7 +16,6 @@ from torch import nn
 
 from meshwright.checkpoint.directory import complete, latest, read_meta
 from meshwright.checkpoint.manager import check_same_model, check_writable
-from meshwright.distributed.conductor import check_supported
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError
 from meshwright.plan.context_parallel import unevenness
 from meshwright.plan.explain import explain
@@ -114,7 +113,6 @@ def _checked_draft(config: RunConfig, world_size: int) -> RunSetup:
     draft = None
     try:
         draft = make_setup(config, world_size)
-        check_supported(draft.layout)
     except MeshwrightError as error:
         errors.append(error)
     if draft is None or errors:

@@ -18,8 +18,6 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from meshwright.distributed.conductor import check_supported
-from meshwright.errors import UnsupportedError
 from meshwright.layout import AXES
 from meshwright.train.claim import Claim, claim_of, versions
 from meshwright.train.config import RunConfig
@@ -252,10 +250,6 @@ def standing_of(setup: RunSetup, source: Source | None, say: Callable[[str], Non
         return Standing(State.ALONE, "nothing to prove")
     claim = claim_of(setup)
     where = f"{claim.family} on {' x '.join(claim.axes)}"
-    try:
-        check_supported(setup.layout)
-    except UnsupportedError as error:
-        return Standing(State.UNPROVEN, error.problems[0])
     command = _command(setup, source)
     own = read_records(claim, say)
     if failed := next((entry for entry in own if not entry.passed), None):

@@ -3,6 +3,7 @@
 ``python -m meshwright.train.reference > docs/configuration.md`` writes it.
 """
 
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated, Any, get_args, get_origin
 
@@ -27,11 +28,20 @@ def reference() -> str:
     for name, field in RunConfig.model_fields.items():
         kind = field.annotation
         if hasattr(kind, "model_fields"):
-            rows = [_row(f"{name}.{key}", item) for key, item in kind.model_fields.items()]  # type: ignore[union-attr]
+            rows = list(_rows(name, kind))
             sections.append("\n".join([f"\n## {name}\n\n{(kind.__doc__ or '').strip()}\n", *_TABLE, *rows]))
         else:
             plain.append(_row(name, field))
     return "\n".join([_HEAD, "## Top level\n", *_TABLE, *plain, *sections]) + "\n"
+
+
+def _rows(name: str, section: Any) -> Iterator[str]:
+    """Yield a row for each key of a section, and of the sections in it."""
+    for key, field in section.model_fields.items():
+        if hasattr(field.annotation, "model_fields"):
+            yield from _rows(f"{name}.{key}", field.annotation)
+        else:
+            yield _row(f"{name}.{key}", field)
 
 
 _TABLE = ("| key | type | default | meaning |", "|---|---|---|---|")

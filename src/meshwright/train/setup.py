@@ -158,6 +158,9 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
         objective = make_objective(config, model)
     except ConfigError as error:
         problems.append(error)
+    if layout.pp not in (None, -1, 1) and not objective.pipelines:
+        words = f"training.objective={objective.name} does not say how stages call the model; the legal value is 1"
+        problems.append(ConfigError(f"layout.pp={layout.pp}: {words}"))
     problems.extend(_length_problems(config, model))
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         problems.append(

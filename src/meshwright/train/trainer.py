@@ -20,10 +20,10 @@ from meshwright.data.packing import SequenceDataset
 from meshwright.data.store import TokenStore
 from meshwright.distributed.fsdp import move_buffers
 from meshwright.distributed.sequences import follow, share_batch
+from meshwright.distributed.stage_parts import models_of
 from meshwright.errors import CheckpointError, NonFiniteError, StoppedError
 from meshwright.models.init import derive_seed, initialize_buffers
 from meshwright.models.objective import ROUTED
-from meshwright.moe.balance import Balance
 from meshwright.plan.inspection import model_sizes
 from meshwright.train.boundaries import check_boundaries
 from meshwright.train.ending import Agreement
@@ -32,7 +32,7 @@ from meshwright.train.guard import Guard, is_finite
 from meshwright.train.journal import Journal
 from meshwright.train.metrics import Recorder, memory_in_use
 from meshwright.train.optimizer import learning_rate, set_learning_rate
-from meshwright.train.parts import PARTS, Parts
+from meshwright.train.parts import PARTS, Parts, balance_of_plan
 from meshwright.train.setup import RunSetup, plain_config, source_facts
 
 __all__ = ["Trainer"]
@@ -93,18 +93,15 @@ class Trainer:
         if resume is None:
             parts.fill(self, shards_on)
         else:
-            initialize_buffers(self.model, shards_on)
+            for model in models_of(self.model):
+                initialize_buffers(model, shards_on)
         move_buffers(self.model, device)
         self.model.train()
         self.optimizer = parts.optimizer(self)
         state.initialize_optimizer(self.optimizer)
         self.guard = Guard(self.optimizer, device, training.max_skipped if training.on_nonfinite == "skip" else 1)
         self.sync = parts.sync(self)
-        moe = self.config.moe
-        rates = {"aux_loss": moe.aux_loss or 0.0, "bias_update_rate": moe.bias_update_rate or 0.0}
-        shared = self.mesh["cp"].get_group() if setup.layout.size("cp") > 1 else None
-        self.balance = Balance(self.model, setup.plan.experts, device, **rates, load_metrics=moe.load_metrics, group=shared)
-
+        self.balance = balance_of_plan(self)
         self._cut = partial(share_batch, setup.plan, self.mesh.rank("cp"))  # once: a slice of a mesh reads a tensor
         data_rank, data_ranks = self.mesh.rank("dp"), setup.layout.size("dp")
         self.loader = parts.loader(self, store)
@@ -128,7 +125,7 @@ class Trainer:
             self.config.checkpoint.asynchronous,
             attached=setup.paths.tokenizer,
         )
-        torch.manual_seed(derive_seed(training.seed, "dropout", self.mesh.rank("dp_cp")))
+        torch.manual_seed(derive_seed(training.seed, "dropout", *self._streams()))
         if resume is not None:
             self.load(resume)
         if data.packing == "pack":  # only now, because the check needs the weights
@@ -138,6 +135,11 @@ class Trainer:
                 self.engine.logits, setup.model, device, rows, length, exact=dense, multiple=multiple, share=self._cut
             )
         self.recorder = Recorder(self.config, speaks=self.rank == 0, steps=self.steps, resumed_step=self.step)
+
+    def _streams(self) -> tuple[int, ...]:
+        """Return what tells the random numbers of this rank from those of ranks with other tokens or layers."""
+        data = self.mesh.rank("dp_cp")
+        return (data, self.mesh.rank("pp")) if self.setup.plan.stages else (data,)
 
     # -- the loop ----------------------------------------------------------------------------------------------------------
 
@@ -207,7 +209,11 @@ class Trainer:
         self.guard.judge(metrics["loss"], metrics["gradient_norm"])
         self.guard.step()
         self.optimizer.zero_grad(set_to_none=True)
-        metrics |= self.balance.finish_step(self.mesh.sum, unless=self.guard.flag, logged=self.recorder.logs(self.step + 1))
+        metrics |= self.balance.finish_step(
+            lambda loads: self.mesh.sum(self.mesh.sum(loads), "pp"),
+            unless=self.guard.flag,
+            logged=self.recorder.logs(self.step + 1),
+        )
         for line in self.balance.take_told():
             self.recorder.say(f"[yellow]{escape(line)}[/yellow]")
         self.journal.add(self.step, rate, metrics, time.perf_counter() - begun)
@@ -383,5 +389,5 @@ class Trainer:
             state.set_rng(tensors, self.rank, self.device)
         else:
             # Other ranks wrote it. Each rank seeds a new random stream, which does not repeat the numbers drawn before.
-            torch.manual_seed(derive_seed(self.config.training.seed, "dropout", self.mesh.rank("dp_cp"), meta["step"]))
+            torch.manual_seed(derive_seed(self.config.training.seed, "dropout", *self._streams(), meta["step"]))
         self.step, self.unevaluated = int(meta["step"]), bool(meta.get("unevaluated", False))

@@ -33,6 +33,7 @@ __all__ = [
     "before_first_run",
     "forget_runs_without_gradient",
     "fsdp_state",
+    "holders",
     "hook_each_run",
     "is_set_up",
     "is_unsharded",
@@ -74,6 +75,11 @@ def param_groups(module: nn.Module | FSDPModule) -> list[Any]:
 def owned_parameters(module: nn.Module | FSDPModule) -> list[nn.Parameter]:
     """The sharded parameters of this unit, without those of units inside it."""
     return [fsdp_param.sharded_param for group in param_groups(module) for fsdp_param in group.fsdp_params]
+
+
+def holders(module: nn.Module | FSDPModule) -> list[nn.Module]:
+    """The modules that hold the parameters of this unit."""
+    return [fsdp_param._module_info.module for group in param_groups(module) for fsdp_param in group.fsdp_params]
 
 
 def is_unsharded(module: nn.Module | FSDPModule) -> bool:

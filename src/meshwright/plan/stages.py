@@ -1,0 +1,60 @@
+"""The facts of a model that pipeline stages need: where it can be cut, and what belongs to which side of a cut."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["LayerFacts", "LeadingFacts", "StageFacts"]
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """How one layer is called.
+
+    Attributes:
+        name: name of the layer in the model.
+        argument: position and name of the hidden state among its arguments.
+        returned: number of items that it returns, the hidden state first; 0: it returns the hidden state itself.
+    """
+
+    name: str
+    argument: tuple[int, str]
+    returned: int = 0
+
+
+@dataclass(frozen=True)
+class LeadingFacts:
+    """What a module that runs before the first layer returns.
+
+    Attributes:
+        name: name of the module in the model.
+        features: size of the last dimension of its output.
+        lookup: whether the output has one dimension more than the input, as that of an embedding.
+    """
+
+    name: str
+    features: int
+    lookup: bool
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """Where a model can be cut into stages.
+
+    Attributes:
+        layers: its layers, in the order in which they run.
+        leading: modules with parameters that run before the first layer; the first stage has them.
+        trailing: modules with parameters that run after the last layer; the last stage has them.
+        body: the innermost module around all layers that is called with tokens. Stages but the last call it, not the
+            model around it.
+        used: name of each parameter outside of layers to the sides that use it: ``first``, ``last``, or both.
+        hidden: size of the last dimension of the hidden state.
+        problems: why the model cannot be cut.
+    """
+
+    layers: tuple[LayerFacts, ...] = ()
+    leading: tuple[LeadingFacts, ...] = ()
+    trailing: tuple[str, ...] = ()
+    body: str = ""
+    used: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    hidden: int = 0
+    problems: tuple[str, ...] = ()
