@@ -15,6 +15,7 @@ from meshwright.audit.borders import worst_of_ranks
 from meshwright.audit.case import Case, in_dtype
 from meshwright.audit.data import documents_of_run, draw_documents
 from meshwright.audit.diagnose import Finding, Kind, diagnose
+from meshwright.audit.origin import in_order
 from meshwright.audit.ranks import RankResult, RankTrainer, audit_on_rank
 from meshwright.audit.reference import Reference, measure_drift, measure_noise, record_reference
 from meshwright.audit.report import AuditReport, Check, row_checks
@@ -242,7 +243,7 @@ class Auditor:
             counts={axis: dict(counts) for axis, counts in next(iter(ranks[0].counts), {}).items()},
             bytes={axis: dict(sizes) for axis, sizes in next(iter(ranks[0].bytes), {}).items()},
             rows=tuple(rows),
-            borders=worst_of_ranks(row for result in ranks for row in result.borders),
+            borders=tuple(in_order(setup.plan, worst_of_ranks(row for result in ranks for row in result.borders))),
             checks=(*row_checks(rows, case.steps), *_checks(setup.plan, reference, ranks, findings)),
             findings=tuple(findings),
             seconds=time.perf_counter() - begun,

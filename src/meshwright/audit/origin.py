@@ -9,7 +9,7 @@ from meshwright.plan.borders import Side
 from meshwright.plan.pipeline import stages_with
 from meshwright.plan.sharding_plan import ShardingPlan
 
-__all__ = ["origin_findings"]
+__all__ = ["in_order", "origin_findings"]
 
 
 def origin_findings(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Finding]:
@@ -36,6 +36,11 @@ def origin_findings(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator
         return
 
 
+def in_order(plan: ShardingPlan, rows: Sequence[BorderRow]) -> list[BorderRow]:
+    """Return rows of several ranks as the step computes: forward stage by stage, then backward from the last stage."""
+    return sorted(rows, key=lambda row: (row.point.gradient, _turn(plan, row.point)))
+
+
 def _first(plan: ShardingPlan, rows: Sequence[BorderRow]) -> tuple[int, int] | None:
     """Return the time of the earliest row that is wrong."""
     return min((_time(plan, rows, index) for index, row in enumerate(rows) if not row.passed), default=None)
@@ -43,9 +48,12 @@ def _first(plan: ShardingPlan, rows: Sequence[BorderRow]) -> tuple[int, int] | N
 
 def _time(plan: ShardingPlan, rows: Sequence[BorderRow], index: int) -> tuple[int, int]:
     """Return the turn of a row's stage, since stages compute one after the other, and its place in the rows of its rank."""
-    point = rows[index].point
+    return _turn(plan, rows[index].point), index
+
+
+def _turn(plan: ShardingPlan, point: Point) -> int:
     stage = min(stages_with(plan, point.module), default=0)
-    return (-stage if point.gradient else stage), index
+    return -stage if point.gradient else stage
 
 
 def _same_border(rows: Sequence[BorderRow], index: int) -> list[BorderRow]:

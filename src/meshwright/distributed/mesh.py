@@ -1,7 +1,7 @@
 """The device mesh of a layout: five axes, the flattened submeshes, the expert mesh, and the one that FSDP takes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -24,13 +24,14 @@ class ParallelMesh:
     Attributes:
         layout: the resolved sizes.
         root: the five-axis mesh ``(pp, dp_replicate, dp_shard, cp, tp)``.
-        flattened: the 1-D submeshes ``dp``, ``dp_shard_cp`` and ``dp_cp``.
+        named: the 1-D submeshes: of each axis of the root mesh, ``dp``, ``dp_shard_cp`` and ``dp_cp``. torch cuts them anew at
+            each question.
         experts: the mesh ``(pp, dp_replicate, ep_shard, ep)``, or ``None`` where ``ep`` is 1.
     """
 
     layout: Layout
     root: DeviceMesh
-    flattened: Mapping[str, DeviceMesh] = field(default_factory=dict)
+    named: Mapping[str, DeviceMesh]
     experts: DeviceMesh | None = None
 
     @property
@@ -40,13 +41,11 @@ class ParallelMesh:
 
     def __getitem__(self, name: str) -> DeviceMesh:
         """The submesh of an axis, a flattened name, or an expert axis."""
-        if name in self.flattened:
-            return self.flattened[name]
         if name in ("ep_shard", "ep"):
             if self.experts is None:
                 raise LayoutError(f"{name}: the layout has ep=1, so there is no expert mesh")
             return self.experts[name]
-        return self.root[name]
+        return self.named[name]
 
     def fsdp(self) -> DeviceMesh:
         """The mesh that dense parameters are sharded and gradients are reduced over; where nothing is sharded, the replicas."""
@@ -60,7 +59,7 @@ class ParallelMesh:
         if experts:
             assert self.experts is not None
             return self.experts[tuple(axes)]
-        if any(axis in self.flattened for axis in axes):
+        if any(axis in FLATTENED for axis in axes):
             return _torch_compat.concatenate_meshes([self[axis] for axis in axes]) if len(axes) > 1 else self[axes[0]]
         return self.root[tuple(axes)]
 
@@ -106,7 +105,7 @@ def _complete(layout: Layout, root: DeviceMesh, experts: DeviceMesh | None = Non
     flattened = {name: _torch_compat.flatten_mesh(root[parts], name) for name, parts in FLATTENED.items()}
     for mesh in (root, *flattened.values(), *([] if experts is None else [experts])):
         _torch_compat.inherit_timeout(mesh)
-    return ParallelMesh(layout, root, MappingProxyType(flattened), experts)
+    return ParallelMesh(layout, root, MappingProxyType({name: root[name] for name in AXES} | flattened), experts)
 
 
 def adopt_mesh(
