@@ -11,6 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from meshwright.cli.main import app
+from meshwright.errors import ConfigError
 from meshwright.plan.activation_traffic import activation_traffic
 from meshwright.plan.sharding_plan import ShardingPlan
 
@@ -42,6 +43,24 @@ def test_the_program_says_what_is_done_in_its_order() -> None:
     assert "axes dp_shard" in text
     full = run("plan", QUICKSTART, "-n", "4", "--program", "--full", "layout.tp=2")
     assert "model.layers.1.self_attn.o_proj.weight" in full
+
+
+def test_the_timeline_of_a_pipeline(tmp_path) -> None:
+    stages = ("layout.pp=2", "layout.dp_shard=1", "training.global_batch_size=16", "training.microbatch_size=4")
+    lines = [line for line in run("plan", QUICKSTART, "-n", "2", "--timeline", *stages).splitlines() if line.strip()]
+    assert [line.split()[:2] for line in lines if line.startswith("rank ")] == [["rank", "0"], ["rank", "1"]]
+    picture = tmp_path / "schedule.svg"
+    assert run("plan", QUICKSTART, "-n", "2", "--timeline-svg", str(picture), *stages) == ""
+    assert picture.read_text().startswith("<svg")
+    for arguments, words in (
+        (("--timeline",), "the layout has no pipeline; it needs layout.pp > 1"),
+        (("--timeline", "--json", *stages), "--json and --timeline: give one of them"),
+        (("--timeline-svg", str(picture), "--program", *stages), "--program and --timeline: give one of them"),
+        (("--timeline-svg", str(tmp_path), *stages), f"--timeline-svg={tmp_path}: is a directory"),
+        (("--timeline-svg", str(tmp_path / "none" / "x.svg"), *stages), "or its directory does not exist"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            run("plan", QUICKSTART, "-n", "2", *arguments)
 
 
 def test_json_for_programs_and_the_difference_of_two(tmp_path) -> None:

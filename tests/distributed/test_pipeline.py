@@ -21,7 +21,7 @@ from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, Pi
 from meshwright.plan.price import totals_of_rank
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
-from tests.harness import run_ranks
+from tests.harness import RankError, run_ranks
 from tests.tiny import tiny_model
 
 ROWS, LENGTH = 2, 12
@@ -209,6 +209,51 @@ def test_recomputation() -> None:
         assert worst(pipeline.model, whole) < 5e-6
 
     run_ranks(on_rank, 2)
+
+
+class Scaled(nn.Module):
+    """A norm that no table knows: the gradient of its input reads its weight once more in the half for weights."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, width))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(hidden, hidden.shape[-1:], self.weight)
+
+
+@pytest.mark.parametrize("policy", [SyncPolicy.DEFER, SyncPolicy.RESHARD_EACH])
+def test_an_operator_that_reads_a_weight_in_the_half_for_weights(policy: SyncPolicy) -> None:
+    def on_rank(rank: int) -> None:
+        whole = tiny_model("llama", num_hidden_layers=4)
+        for layer in whole.model.layers:
+            layer.input_layernorm = Scaled(32)
+        layout, data = Layout(pp=2, dp_shard=2), batches(8)
+        pipeline = pipeline_of(whole, layout, 4, pipeline_schedule="zbv", sync=policy)
+        pipeline.step(data[layout.coordinates(rank)["dp_shard"] :: 2], loss_of)
+        loss_of_whole(whole, data).backward()
+        assert worst(pipeline.model, whole) < 5e-6
+
+    if policy is SyncPolicy.DEFER:
+        run_ranks(on_rank, 4)
+    else:
+        with pytest.raises(RankError, match=r"when it is not gathered; set parallel\.sync=defer, or a schedule that does not"):
+            run_ranks(on_rank, 4)
+
+
+def test_compiled_layers() -> None:
+    def on_rank(rank: int) -> tuple[int, int]:
+        whole = tiny_model("llama", num_hidden_layers=4)
+        options = {"pipeline_schedule": "interleaved_1f1b", "compile": True, "compile_backend": "aot_eager"}
+        pipeline = pipeline_of(whole, Layout(pp=2, dp_shard=1), 4, **options)
+        pipeline.step(batches(4), loss_of)
+        loss_of_whole(whole, batches(4)).backward()
+        assert worst(pipeline.model, whole) < 5e-6
+        frames = torch._dynamo.utils.counters["frames"]
+        return frames["total"], frames["ok"]
+
+    for total, compiled in run_ranks(on_rank, 2):
+        assert total == compiled > 0
 
 
 def test_batches_that_do_not_fit_are_refused() -> None:

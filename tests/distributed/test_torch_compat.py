@@ -131,3 +131,17 @@ def test_a_torch_or_transformers_newer_than_the_tested_ones_is_told_of(monkeypat
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.99.1")
     assert _torch_compat.untested() == "torch 2.99.0+cu130: Meshwright's tests have run with 2.13 at the newest"
     assert _transformers_compat.untested() == "transformers 5.99.1: Meshwright's tests have run with 5.23 at the newest"
+
+
+def test_a_torch_whose_halves_of_backward_are_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.pipelining import _backward
+
+    from meshwright.distributed._torch_compat.pipelines import make_schedule
+    from meshwright.plan.options import PipelineSchedule
+
+    monkeypatch.delattr(_backward, "_autograd_grad_for_inputs")
+    for schedule in filter(lambda schedule: schedule.splits, PipelineSchedule):
+        with pytest.raises(
+            UnsupportedError, match=r"legal schedules are gpipe, 1f1b and interleaved_1f1b, or take torch 2\.13"
+        ):
+            make_schedule(schedule, [], 4)

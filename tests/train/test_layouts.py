@@ -136,3 +136,17 @@ def test_only_rank_0_speaks(tiny: Tiny, capfd: pytest.CaptureFixture[str]) -> No
     assert out.count("held-out loss after 0 steps") == 1
     assert out.count("checkpoint ") == 1
     assert error == ""
+
+
+@pytest.mark.parametrize(
+    ("layout", "equal"), [(("layout.pp=2",), False), (("layout.cp=2",), False), (("layout.tp=2",), True)], ids=str
+)
+def test_ranks_with_other_layers_or_tokens_draw_other_random_numbers(tiny: Tiny, layout: tuple[str, ...], equal: bool) -> None:
+    def draws(rank: int, config: RunConfig, store: Path) -> float:
+        trainer = trainer_on_rank(config, store)
+        trainer.recorder.close()
+        return float(torch.rand(()))
+
+    config = tiny("layout.dp_shard=1", "data.packing=pad", *layout)
+    first, second = run_ranks(draws, 2, config, prepare_run(config, 2)[2].directory)
+    assert (first == second) is equal

@@ -65,42 +65,28 @@ def test_first_loss_is_that_of_the_plain_model(tiny: Tiny, tmp_path: Path, name:
     assert found[1] < found[0]
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", ["tied llama", "llama", "gpt2", "mixtral", "gpt_oss"])
-def test_stages_read_their_part(tiny: Tiny, tmp_path: Path, name: str) -> None:
+STAGES = ("layout.pp=2", "layout.dp_shard=1")
+SLICES = ("layout.tp=2", "parallel.sequence_parallel=true")
+"""Also matrices that are packed, which FSDP shards by columns, and one value for each head."""
+EXPERTS = ("layout.ep=2",)
+"""Files hold an expert each; a rank of `ep` has whole ones, sharded over `ep_shard`."""
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(
+    ("name", "layout", "ranks"),
+    [
+        *((name, STAGES, 2) for name in ("tied llama", "llama", "gpt2", "mixtral", "gpt_oss")),
+        *((name, SLICES, 4) for name in ("llama", "tied llama", "qwen3", "mixtral", "phi3", "gpt_oss")),
+        *((name, EXPERTS, 4) for name in ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "gemma4_moe")),
+    ],
+)
+def test_each_layout_reads_the_same(tiny: Tiny, tmp_path: Path, name: str, layout: tuple[str, ...], ranks: int) -> None:
     family, changes = MODELS.get(name, (name, {}))
     model = saved(tmp_path / "model", family, **changes)
-    stages = ("training.steps=2", "layout.pp=2", "layout.dp_shard=1", "data.packing=pad")
-    config = tiny(*overrides(tmp_path / "model"), *stages)
-    expected = first_loss(model, config, prepare_run(config, 2)[2])
-    found = train(config, 2)
-    assert found[0] == pytest.approx(expected, rel=1e-5)
-    assert found[1] < found[0]
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["llama", "tied llama", "qwen3", "mixtral", "phi3", "gpt_oss"])
-def test_tensor_parallel_reads_the_same(tiny: Tiny, tmp_path: Path, name: str) -> None:
-    """Also matrices that are packed, which FSDP shards by columns, and one value for each head."""
-    family, changes = MODELS.get(name, (name, {}))
-    model = saved(tmp_path / "model", family, **changes)
-    parallel = ("training.steps=2", "layout.tp=2", "parallel.sequence_parallel=true", "data.packing=pad")
-    config = tiny(*overrides(tmp_path / "model"), *parallel)
-    expected = first_loss(model, config, prepare_run(config, 4)[2])
-    found = train(config, 4)
-    assert found[0] == pytest.approx(expected, rel=1e-5)
-    assert found[1] < found[0]
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "gemma4_moe"])
-def test_expert_parallel_reads_the_same(tiny: Tiny, tmp_path: Path, name: str) -> None:
-    """Files hold an expert each; a rank of `ep` has whole ones, sharded over `ep_shard`."""
-    model = saved(tmp_path / "model", name)
-    parallel = ("training.steps=2", "layout.ep=2", "data.packing=pad")
-    config = tiny(*overrides(tmp_path / "model"), *parallel)
-    expected = first_loss(model, config, prepare_run(config, 4)[2])
-    found = train(config, 4)
+    config = tiny(*overrides(tmp_path / "model"), "training.steps=2", "data.packing=pad", *layout)
+    expected = first_loss(model, config, prepare_run(config, ranks)[2])
+    found = train(config, ranks)
     assert found[0] == pytest.approx(expected, rel=1e-5)
     assert found[1] < found[0]
 

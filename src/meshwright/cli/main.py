@@ -140,6 +140,7 @@ def plan(
         if not sharding_plan.stages:
             raise ConfigError("--timeline: the layout has no pipeline; it needs layout.pp > 1")
         if timeline_svg is not None:
+            _check_writable("--timeline-svg", timeline_svg)
             timeline_svg.write_text(pictures.timeline_svg(sharding_plan), encoding="utf-8")
         if timeline:
             console.print(pictures.timeline(sharding_plan, console.width))
@@ -231,8 +232,8 @@ def audit(
     from meshwright.train.config import load_config
 
     run = load_config(config, overrides or [])
-    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
-        raise ConfigError(f"--json={json_file}: is a directory, or its directory does not exist")
+    if json_file is not None:
+        _check_writable("--json", json_file)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and temporary files end with this one
     try:
         report = run_audit(run, nproc=nproc, steps=steps, dtype=dtype, full=full, drawn=drawn, patience=timeout, say=typer.echo)
@@ -353,6 +354,13 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
+
+
+def _check_writable(option: str, file: Path) -> None:
+    from meshwright.errors import ConfigError
+
+    if file.is_dir() or not file.absolute().parent.is_dir():
+        raise ConfigError(f"{option}={file}: is a directory, or its directory does not exist")
 
 
 def _end(code: int) -> NoReturn:
