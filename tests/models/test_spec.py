@@ -8,6 +8,7 @@ from meshwright.models import _transformers_compat
 from meshwright.models.build import build_on_meta, check_files, materialize, pretrained_config, weight_files
 from meshwright.models.config import ModelConfig
 from meshwright.models.loss import forward_logits
+from meshwright.models.plain import INFERRED
 from meshwright.models.registry import spec_of
 from meshwright.models.spec import derived_spec
 from meshwright.plan.spec import ParallelSpec
@@ -31,11 +32,13 @@ def test_layers_come_from_the_models_own_declaration(family: str) -> None:
 
 
 def test_a_plain_module_has_its_lists_and_a_model_without_layers_is_refused_with_what_it_lacks() -> None:
-    assert spec_of(Plain()) == ParallelSpec("Plain", layers=("blocks.*",))
+    assert spec_of(Plain()) == ParallelSpec("Plain", layers=("blocks.*",), remarks=(INFERRED,))
     with pytest.raises(ModelError, match=r"Plain is not a model of transformers.*pass a ParallelSpec"):
         derived_spec(Plain())
     model = tiny_model(meta=True)
     model._no_split_modules = set()
+    assert (spec_of(model).layers, spec_of(model).remarks) == (("model.layers.*",), (INFERRED,))
+    model.model.layers = torch.nn.ModuleList()
     with pytest.raises(ModelError, match="set _no_split_modules on the class"):
         spec_of(model)
 

@@ -117,14 +117,28 @@ def test_a_module_that_two_rules_claim_is_an_error_that_names_both() -> None:
     ]
 
 
-def test_a_tied_parameter_in_two_units_is_an_error_that_names_both() -> None:
+def test_a_unit_is_left_out_if_another_one_holds_its_parameter() -> None:
     model, _ = make("plain", meta=True)
     model.head.weight = model.embed.weight
     spec = ParallelSpec("plain", layers=("blocks.*",), units=(UnitRule("embed"), UnitRule("head")))
-    (found,) = problems(spec, model)
-    assert "'embed.weight' in unit 'embed' and 'head.weight' in unit 'head'" in found
+    plan = resolve(spec, model, Layout(dp_shard=2), ParallelOptions())
+    assert {unit.name for unit in plan.units} & {"embed", "head"} == set()
+    why = "left out, because 'embed.weight' and 'head.weight' are one parameter, which one unit must hold"
+    assert plan.remarks == (f"unit 'embed': {why}", f"unit 'head': {why}")
+    excluding = resolve(spec, model, Layout(dp_shard=2), ParallelOptions(exclude_units=("head", "embed", "blocks.1")))
+    assert excluding.remarks == ()
+    assert excluding.parameter("blocks.1.0.weight").unit == ""
+    (found,) = problems(spec, model, exclude_units=("blocks.9",))
+    assert found.startswith("exclude_units pattern 'blocks.9' matches no unit; units are blocks.*, embed, head")
+
+
+def test_a_tied_parameter_in_two_layers_is_an_error_that_names_both() -> None:
+    model, _ = make("plain", meta=True)
+    model.blocks[1][0].weight = model.blocks[0][0].weight  # and their biases are not tied
+    (found,) = problems(ParallelSpec("plain", layers=("blocks.*",)), model)
+    assert "'blocks.0.0.weight' in unit 'blocks.0' and 'blocks.1.0.weight' in unit 'blocks.1'" in found
     tied = ParallelSpec("plain", layers=("blocks.*",), tied=(("embed.weight", "norm.weight"),))
-    assert "are not one parameter" in problems(tied, model)[0]
+    assert "are not one parameter" in problems(tied, make("plain", meta=True)[0])[0]
 
 
 def test_a_scalar_parameter_and_mixed_dtypes_are_refused() -> None:

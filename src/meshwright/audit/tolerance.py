@@ -15,6 +15,7 @@ in bfloat16 if each microbatch is computed exactly as in one process.
 import torch
 
 from meshwright.audit.reference import LOSS, Reference
+from meshwright.plan.names import within
 from meshwright.plan.sharding_plan import ShardingPlan
 
 __all__ = ["TOLERANCES", "Tolerances", "comparable_steps"]
@@ -68,7 +69,7 @@ class Tolerances:
     def __init__(self, plan: ShardingPlan, dtype: str, reference: Reference, noise: dict[str, float], steps: int) -> None:
         self.plan, self.dtype, self.reference, self.steps = plan, dtype, reference, steps
         self.same_arithmetic = _same_arithmetic(plan)
-        self.noise = {} if self.same_arithmetic else noise
+        self.noise = {} if self.same_arithmetic else _of_any_mixture(plan, noise)
         self.rows = {row.name: row for row in plan.parameters}
         self.half = {name for name in self.rows if self._sums_in_half(name)}
 
@@ -109,3 +110,13 @@ class Tolerances:
         row = self.rows[name]
         unit = self.plan.unit(row.unit)
         return "bfloat16" in (row.dtype, unit.reduce_dtype or unit.param_dtype or row.dtype)
+
+
+def _of_any_mixture(plan: ShardingPlan, noise: dict[str, float]) -> dict[str, float]:
+    """Return the noise, and for the parameters of every mixture the largest that those of any mixture have.
+
+    Rounding sends a token to another expert now and then. It is chance in which mixture it does.
+    """
+    experts = {name for name in noise if within(name, [row.module for row in plan.experts])}
+    largest = max((noise[name] for name in experts), default=0.0)
+    return {name: largest if name in experts else own for name, own in noise.items()}

@@ -8,10 +8,14 @@ from meshwright.distributed.names import class_name
 from meshwright.plan.names import generalize, match_names
 from meshwright.plan.spec import ParallelSpec
 
-__all__ = ["inferred_spec"]
+__all__ = ["INFERRED", "inferred_layers", "inferred_spec"]
 
 _SIZES = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "layers": "num_hidden_layers"}
 """Field of ModelSizes to the attribute of a config, if the module has a config with this attribute."""
+
+
+INFERRED = "layers: inferred; they are the entries of lists whose entries are all of one class and hold parameters"
+"""The remark of a spec whose layers nobody declared."""
 
 
 def inferred_spec(model: nn.Module) -> ParallelSpec:
@@ -24,15 +28,22 @@ def inferred_spec(model: nn.Module) -> ParallelSpec:
     Args:
         model: the module, on any device.
     """
-    config, names = getattr(model, "config", None), list(_layers(model))
+    config = getattr(model, "config", None)
+    return ParallelSpec(
+        family=class_name(model),
+        layers=inferred_layers(model),
+        remarks=(INFERRED,),
+        sizes={field: name for field, name in _SIZES.items() if isinstance(getattr(config, name, None), int)},
+    )
+
+
+def inferred_layers(model: nn.Module) -> tuple[str, ...]:
+    """Return the layers of a module by the rule of :func:`inferred_spec`, as patterns if they match nothing else."""
+    names = list(_layers(model))
     modules = [name for name, _ in model.named_modules()]
     patterns = dict.fromkeys(generalize(name) for name in names)
     exact = all(name in names for pattern in patterns for name in match_names(pattern, modules))
-    return ParallelSpec(
-        family=class_name(model),
-        layers=tuple(patterns if exact else names),
-        sizes={field: name for field, name in _SIZES.items() if isinstance(getattr(config, name, None), int)},
-    )
+    return tuple(patterns if exact else names)
 
 
 def _layers(module: nn.Module, prefix: str = "") -> Iterator[str]:

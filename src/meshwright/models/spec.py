@@ -10,7 +10,7 @@ from meshwright.distributed.names import class_name
 from meshwright.errors import ModelError
 from meshwright.models.attention import trace_attentions
 from meshwright.models.decoder import declared_structure, structure_of
-from meshwright.models.plain import inferred_spec
+from meshwright.models.plain import INFERRED, inferred_layers, inferred_spec
 from meshwright.models.stages import trace_stages
 from meshwright.models.strategy import ParallelizationStrategy
 from meshwright.plan.names import generalize, holder_of, match_names
@@ -92,10 +92,11 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
     no_split = [name for name, module in modules.items() if class_name(module) in declared.no_split and name]
     # A stage that was cut elsewhere holds its layers in a dict, under their numbers in the whole model.
     layers = [name for name in no_split if isinstance(modules[holder_of(name)], nn.ModuleList | nn.ModuleDict)]
-    if not layers:
+    patterns = _patterns(layers) or inferred_layers(model)
+    if not patterns:
         raise ModelError(
-            f"{class_name(model)} declares no layers: set _no_split_modules on the class to the class name of its "
-            f"layer (it is {sorted(declared.no_split) or None}), or pass a ParallelSpec"
+            f"{class_name(model)} declares no layers, and has no list of modules of one class: set _no_split_modules on the "
+            f"class to the class name of its layer (it is {sorted(declared.no_split) or None}), or pass a ParallelSpec"
         )
     structure = structure_of([kind.__name__ for kind in type(model).__mro__], model.config)
     experts = experts_of(model)
@@ -106,8 +107,9 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
     fp32 = declared.fp32_strict | (declared.fp32 if param_dtype == "float16" else frozenset())
     return ParallelSpec(
         family=class_name(model),
-        layers=_patterns(layers),
+        layers=patterns,
         units=tuple(UnitRule(pattern) for pattern in _patterns(name for name in no_split if name not in layers)),
+        remarks=() if layers else (INFERRED,),
         experts=experts,
         fp32=_patterns(name for name, module in modules.items() if _wants_fp32(name, module, fp32)),
         tied=_tied_groups(declared.tied),

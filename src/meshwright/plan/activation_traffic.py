@@ -69,11 +69,11 @@ def _sizes(plan: ShardingPlan, tokens: int) -> dict[str, Counter[str]]:
     rows = {row.name: row for row in plan.parameters}
     for row in plan.tensor_parallel:
         enters, leaves = _widths(row, matrices, stream)
-        forwards = plan.forwards(row.module)
+        runs = plan.runs(row.module)
         weights = options.experts_of_token or 0 if row.style == "moe_tp_experts" else 0
         for move, width in ((row.entry, enters + weights), (row.exit, leaves)):
             share = plan.layout.size("tp") if move is Move.EXCHANGE_FEATURES else 1
-            for kind, times in zip(MOVED.get(move, (None, None)), (forwards, 1), strict=True):
+            for kind, times in zip(MOVED.get(move, (None, None)), runs, strict=True):
                 if kind is not None:
                     sizes["tp"][kind] += times * tokens * width * compute // share
         for name in row.sums:
@@ -82,12 +82,12 @@ def _sizes(plan: ShardingPlan, tokens: int) -> dict[str, Counter[str]]:
         if row.exit is Move.VOCABULARY:
             sizes["tp"]["all_reduce"] += (LOSS_PARALLEL + 1) * tokens * itemsize("float32")
     for mixture in plan.experts if plan.layout.ep > 1 else ():
-        forwards = plan.forwards(mixture.module)
+        forwards, backwards = plan.runs(mixture.module)
         share = plan.layout.size(mixture.token_axis) if mixture.token_axis else 1
         routed = tokens * (options.experts_of_token or 1) // share
-        sizes["ep"]["all_to_all"] += 2 * (forwards + 1) * routed * stream * compute
+        sizes["ep"]["all_to_all"] += 2 * (forwards + backwards) * routed * stream * compute
         if mixture.token_axis:
-            gathered = tokens * (stream * (forwards + 1) + (options.experts_of_token or 1)) * compute
+            gathered = tokens * (stream * (forwards + backwards) + backwards * (options.experts_of_token or 1)) * compute
             sizes.setdefault(mixture.token_axis, Counter())["all_gather"] += gathered
     scaled = {axis: Counter({kind: options.microbatches * size for kind, size in of.items()}) for axis, of in sizes.items()}
     return {**scaled, "cp": context_bytes(plan, tokens)}

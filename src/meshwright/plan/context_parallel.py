@@ -232,17 +232,17 @@ def context_counts(plan: ShardingPlan) -> Counter[str]:
     if plan.options.balance_loss:  # loads of the whole sequence
         counts["all_reduce"] += sum(1 for row in plan.experts if row.router)
     for row in plan.attentions:
-        forwards = plan.forwards(row.module)
+        forwards, backwards = plan.runs(row.module)
         if row.method is ContextMethod.RING:
             # Keys and values visit each other rank once; in backward their gradients travel with them, and home at the end.
-            counts["send"] += (cp - 1) * forwards + (cp - 1) + cp
+            counts["send"] += (cp - 1) * forwards + (2 * cp - 1) * backwards
             continue
         for kind, (forward, backward) in _COUNTS[row.method].items():
-            counts[kind] += forward * forwards + backward
+            counts[kind] += forward * forwards + backward * backwards
         if row.recompute and row.method is ContextMethod.GATHER:
-            counts["all_gather"] += 1
+            counts["all_gather"] += backwards
         if row.recompute and row.method is ContextMethod.ULYSSES:
-            counts["all_to_all"] += 2
+            counts["all_to_all"] += 2 * backwards
     return Counter({kind: count * plan.options.microbatches for kind, count in counts.items() if count})
 
 
@@ -255,19 +255,20 @@ def context_bytes(plan: ShardingPlan, tokens: int) -> Counter[str]:
     """
     cp, sizes = plan.layout.size("cp"), Counter[str]()
     for row in plan.attentions:
-        forwards, item = plan.forwards(row.module), _itemsize(plan)
+        (forwards, backwards), item = plan.runs(row.module), _itemsize(plan)
         keys = tokens * row.kv_heads * (row.key_size + row.value_size) * item
         if row.method is ContextMethod.GATHER:
-            sizes["all_gather"] += (forwards + row.recompute) * keys * cp
-            sizes["reduce_scatter"] += keys * cp
+            sizes["all_gather"] += (forwards + backwards * row.recompute) * keys * cp
+            sizes["reduce_scatter"] += backwards * keys * cp
         elif row.method is ContextMethod.ULYSSES:
             repeated = keys * max(1, cp // row.kv_heads)
             queries = tokens * row.heads * row.key_size * item
             outputs = tokens * row.heads * row.value_size * item
-            sizes["all_to_all"] += (forwards + 1) * (queries + repeated + outputs) + row.recompute * (queries + repeated)
+            sizes["all_to_all"] += (forwards + backwards) * (queries + repeated + outputs)
+            sizes["all_to_all"] += backwards * row.recompute * (queries + repeated)
         else:
             gradients = keys // item * max(item, itemsize("float32"))  # added up in fp32 or better on their way
-            sizes["send"] += (cp - 1) * (forwards + 1) * keys + cp * gradients
+            sizes["send"] += (cp - 1) * (forwards + backwards) * keys + backwards * cp * gradients
     if plan.options.balance_loss and cp > 1:  # for each sequence the loads of experts, and its tokens
         numbers = sum(row.experts + 1 for row in plan.experts if row.router)
         sizes["all_reduce"] += plan.options.balance_loss * numbers * itemsize("float32")

@@ -30,6 +30,7 @@ class UnitDraft:
     output_dtype: str | None
     sync: SyncPolicy | None
     forwards: int = 1
+    places: int = 1
     twin_of: str = ""
     part_of: str = ""
 
@@ -51,6 +52,7 @@ class Draft:
         trained: first names of the parameters that have a gradient.
         decayed: first names of the parameters that weight decay pulls towards zero.
         tp_styles: first name of each parameter that has a tensor parallel style to that style.
+        remarks: what was assumed, and which units of the spec were left out, a sentence each.
         stages_of: first name of each parameter to the pipeline stages that hold it; empty without a pipeline.
         rows: rows of the parameters.
     """
@@ -67,6 +69,7 @@ class Draft:
     trained: set[str] = field(default_factory=set)
     decayed: set[str] = field(default_factory=set)
     tp_styles: dict[str, str] = field(default_factory=dict)
+    remarks: list[str] = field(default_factory=list)
     stages_of: dict[str, tuple[int, ...]] = field(default_factory=dict)
     rows: tuple[ParameterRow, ...] = ()
 

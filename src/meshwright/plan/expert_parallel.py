@@ -117,9 +117,9 @@ def expert_parallel_counts(plan: ShardingPlan) -> dict[str, Counter[str]]:
     steps = plan.options.microbatches
     counts: dict[str, Counter[str]] = {"ep": Counter()}
     for row in plan.experts:
-        forwards = plan.forwards(row.module)
-        counts["ep"]["all_to_all"] += steps * (forwards * _EXCHANGES[0] + _EXCHANGES[1])
+        forwards, backwards = plan.runs(row.module)
+        counts["ep"]["all_to_all"] += steps * (forwards * _EXCHANGES[0] + backwards * _EXCHANGES[1])
         if row.token_axis:
-            gathers = steps * (forwards * _GATHERS[0] + _GATHERS[1])
+            gathers = steps * (forwards * _GATHERS[0] + backwards * _GATHERS[1])
             counts.setdefault(row.token_axis, Counter())["all_gather"] += gathers
     return counts

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 
 from meshwright.plan.activation_traffic import activation_traffic
@@ -50,7 +51,9 @@ def explain(plan: ShardingPlan, *, full: bool = False, parameters: bool = True) 
         tables.append(_experts(plan, full))
     if plan.attentions:
         tables.append(_attentions(plan, full))
-    return Group(*tables, *([_parameters(plan, full)] if parameters else []))
+    if parameters:
+        tables.append(_parameters(plan, full))
+    return Group(*tables, *(escape(f"- {remark}") for remark in plan.remarks))
 
 
 def explain_program(plan: ShardingPlan, *, full: bool = False) -> RenderableType:

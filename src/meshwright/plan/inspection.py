@@ -134,6 +134,15 @@ class Inspection:
         """The facts of each parameter, by each of its names."""
         return {name: parameter for parameter in self.parameters for name in parameter.names}
 
+    def home(self, name: str) -> str:
+        """Return a name of a module or parameter by the first place of each module that stands in several places."""
+        module, found = "", ""
+        for part in name.split("."):
+            found = f"{module}.{part}" if module else part
+            facts = self.modules.get(module)
+            module = facts.children.get(part, found) if facts else found
+        return module if module in self.modules else found
+
     @cached_property
     def _all(self) -> list[str]:
         return list(self.modules)
@@ -231,7 +240,7 @@ def _facts_of(name: str, module: nn.Module, places: Mapping[int, str]) -> Module
         kind=kind.__name__,
         parameters={own: tuple(parameter.shape) for own, parameter in module.named_parameters(recurse=False)},
         buffers=tuple(own for own, _ in module.named_buffers(recurse=False)),
-        children={own: places[id(child)] for own, child in module.named_children()},
+        children={own: places[id(child)] for own, child in module._modules.items() if child is not None},
         container=_forward_of(kind) is nn.Module.forward,
         embedding=isinstance(module, nn.Embedding),
         padding=getattr(module, "padding_idx", None),

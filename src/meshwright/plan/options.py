@@ -155,6 +155,7 @@ class ParallelOptions:
             and for the rest too if that still does not fit.
         sync_budget: budget in bytes, see ``sync``.
         sync_units: pattern of unit names to policy; a later entry wins over an earlier one.
+        exclude_units: patterns of modules that are no units, though the spec says so; the unit around holds what they have.
         all_reduce_once: with ``reduce_each`` and replicas, all-reduce across the replicas only in the last microbatch.
         microbatches: number of forward-backward passes in an optimizer step; only prices, and the choice for ``sync=None``,
             depend on it.
@@ -202,6 +203,7 @@ class ParallelOptions:
     sync: SyncPolicy | None = None
     sync_budget: int = 8 * 2**30
     sync_units: Mapping[str, SyncPolicy] = field(default_factory=dict)
+    exclude_units: tuple[str, ...] = ()
     all_reduce_once: bool = True
     microbatches: int = 1
     tokens: int | None = None
@@ -260,7 +262,7 @@ class ParallelOptions:
                 except ValueError:
                     problems.append(f"{name}[{pattern!r}]={value!r}: legal are {', '.join(choices)}")
             object.__setattr__(self, name, chosen)
-        for name in ("freeze", "no_decay", "activation_checkpointing_save", "pipeline_cuts"):
+        for name in ("exclude_units", "freeze", "no_decay", "activation_checkpointing_save", "pipeline_cuts"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             if getattr(self, name) not in (None, *DTYPES):
@@ -290,6 +292,7 @@ class ParallelOptions:
             "sync_units": dict(self.sync_units),
             "activation_checkpointing_layers": dict(self.activation_checkpointing_layers),
             "activation_checkpointing_save": list(self.activation_checkpointing_save),
+            "exclude_units": list(self.exclude_units),
             "freeze": list(self.freeze),
             "no_decay": list(self.no_decay),
             "pipeline_cuts": list(self.pipeline_cuts),

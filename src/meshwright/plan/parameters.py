@@ -15,9 +15,10 @@ __all__ = ["assign_units", "choose_trained", "freeze_actions", "parameter_rows"]
 
 def assign_units(draft: Draft) -> None:
     """Assign each parameter to the innermost unit around it. All names of a tied parameter must be in one unit, or in twins."""
+    _leave_out(draft)
     for parameter in draft.parameters:
-        units = [nearest(name, draft.units) for name in parameter.names]
-        owners = [draft.twins.get(unit, unit) for unit in units]
+        units = [nearest(draft.model.home(name), draft.units) for name in parameter.names]
+        owners = [_owner(draft, unit) for unit in units]
         if len(set(owners)) > 1:
             shown = " and ".join(
                 f"{name!r} in unit {unit or '(root)'!r}" for name, unit in zip(parameter.names, units, strict=True)
@@ -34,6 +35,35 @@ def assign_units(draft: Draft) -> None:
     for group in draft.spec.tied:
         if not any(set(group) <= names for names in together):
             draft.problems.append(f"the spec ties {' and '.join(group)}, but in the model they are not one parameter")
+
+
+def _owner(draft: Draft, unit: str) -> str:
+    """Return the unit that holds the parameters of a unit."""
+    return draft.units[unit].part_of or draft.twins.get(unit, unit)
+
+
+def _leave_out(draft: Draft) -> None:
+    """Leave out the smaller of two units that hold one tied parameter, if it is one that FSDP can do without.
+
+    An embedding in a unit of its own and a head in the root are an example. A layer, or a unit with a dtype of its own, stays.
+    """
+    for parameter in draft.parameters:
+        while True:
+            owners = dict.fromkeys(nearest(draft.model.home(name), draft.units) for name in parameter.names)
+            if len({_owner(draft, owner) for owner in owners}) == 1:
+                break
+            sizes = {
+                owner: sum(map(prod, draft.model.parameters_inside(owner).values()))
+                for owner in owners if draft.units[owner].kind == "unit"
+            }  # fmt: skip
+            if not sizes:
+                break
+            least = min(sizes, key=lambda owner: sizes[owner])
+            del draft.units[least]
+            draft.remarks.append(
+                f"unit {least!r}: left out, because {' and '.join(map(repr, parameter.names))} are one parameter, which one "
+                "unit must hold"
+            )
 
 
 def choose_trained(draft: Draft) -> None:

@@ -85,7 +85,8 @@ def unit_traffic(plan: ShardingPlan, unit: UnitRow) -> UnitTraffic:
         if not unit.reshard_after_forward and not any(row.trainable for row in plan.parameters):
             once = True  # a stage without a backward, after which it would be resharded
         parts = plan.parts(unit)
-        forwards, backwards = sum(part.forwards for part in parts), len(parts) if unit.gathers_in_backward else 0
+        forwards = sum(part.forwards * part.places for part in parts)
+        backwards = sum(part.places for part in parts) if unit.gathers_in_backward else 0
         # If it stays gathered after forward, its first backward does not gather it again.
         once = once and forwards > 0
         again = 0 if not forwards else forwards + backwards if unit.reshard_after_forward else 1 + max(0, backwards - 1)
@@ -123,12 +124,12 @@ def tensor_parallel_counts(plan: ShardingPlan) -> Counter[str]:
     """
     counts: Counter[str] = Counter()
     for row in plan.tensor_parallel:
-        forwards = plan.forwards(row.module)
+        forwards, backwards = plan.runs(row.module)
         # Two tensors enter experts: the hidden state and the weights of the routing.
         for move, times in ((row.entry, 2 if row.style == "moe_tp_experts" else 1), (row.exit, 1)):
             forward, backward = MOVED.get(move, (None, None))
             counts[forward or ""] += times * forwards
-            counts[backward or ""] += times
+            counts[backward or ""] += times * backwards
         counts["all_reduce"] += len(row.sums) + (LOSS_PARALLEL if row.exit is Move.VOCABULARY else 0)
     return Counter({kind: count * plan.options.microbatches for kind, count in counts.items() if kind and count})
 

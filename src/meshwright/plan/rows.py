@@ -85,6 +85,8 @@ class UnitRow:
         gathers_in_backward: whether backward needs its gathered parameters, because a gradient flows through it or FSDP2
             prefetches it. If they are gathered still (no reshard, or ``defer``), backward does not gather them again.
         forwards: forward runs of the module in a microbatch, of which only the last has a backward; 0: it is idle.
+        places: number of places in the model where the module stands, such as a block that every sixth layer uses. It runs in
+            each of them, with a backward.
         twin_of: for the second of two twin units, the first one, whose sharded parameters it gathers and reduces too; otherwise
             empty.
         part_of: for a module of a shared unit that is not its first, the unit; otherwise empty. Such a module is no unit
@@ -105,6 +107,7 @@ class UnitRow:
     compile: bool
     gathers_in_backward: bool
     forwards: int = 1
+    places: int = 1
     twin_of: str = ""
     part_of: str = ""
     tokens: str = "all"

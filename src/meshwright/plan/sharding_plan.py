@@ -66,6 +66,7 @@ class ShardingPlan:
         tp_passed_over: (level, reason) for each level above it, and (module, reason) for each module that is kept whole despite
             its style.
         flags_of_use: whether data ranks exchange, at the end of a step, which parameters they used.
+        remarks: what was assumed, and which units of the spec were left out, a sentence each.
         program: the actions that are performed on the model, in this order.
     """
 
@@ -82,6 +83,7 @@ class ShardingPlan:
     tp_level: str = ""
     tp_passed_over: tuple[tuple[str, str], ...] = ()
     flags_of_use: bool = False
+    remarks: tuple[str, ...] = ()
     program: tuple[Action, ...] = ()
 
     @property
@@ -104,10 +106,11 @@ class ShardingPlan:
         """Return the rows of the modules of a unit: its own row, and those of modules that were wrapped together with it."""
         return (unit, *(other for other in self.units if other.part_of == unit.name and unit.name))
 
-    def forwards(self, module: str) -> int:
-        """Return the forward runs of a module in a microbatch, which are those of the innermost unit around it."""
+    def runs(self, module: str) -> tuple[int, int]:
+        """Return the forwards and the backwards of a module in a microbatch: those of the innermost unit around it."""
         around = [unit for unit in self.units if within(module, (unit.name,))]
-        return max(around, key=lambda unit: len(unit.name)).forwards
+        unit = max(around, key=lambda unit: len(unit.name))
+        return unit.forwards * unit.places, unit.places
 
     @property
     def sequence_multiple(self) -> int:
@@ -139,6 +142,7 @@ class ShardingPlan:
             "tp_level": self.tp_level,
             "tp_passed_over": [list(pair) for pair in self.tp_passed_over],
             "flags_of_use": self.flags_of_use,
+            "remarks": list(self.remarks),
             "program": [{"action": type(action).__name__, **asdict(action)} for action in self.program],
         }
 
@@ -177,6 +181,7 @@ class ShardingPlan:
             tp_level=content.get("tp_level", ""),
             tp_passed_over=tuples(content.get("tp_passed_over", [])),
             flags_of_use=content.get("flags_of_use", False),
+            remarks=tuple(content.get("remarks", [])),
             program=tuple(action(item) for item in content.get("program", [])),
         )
 

@@ -155,6 +155,7 @@ class ParallelSpec:
             (:func:`meshwright.models.attention.trace_attentions`); ``None``: unknown, so ranks cannot share a sequence.
         stages: returns, for a model of the family and the names of its layers, where it can be cut into pipeline stages
             (:func:`meshwright.models.stages.trace_stages`); ``None``: unknown, so it cannot be cut.
+        remarks: what was assumed because nobody declared it, a sentence each; the plan repeats them.
     """
 
     family: str
@@ -171,6 +172,7 @@ class ParallelSpec:
     uses_all_parameters: bool = False
     attentions: "Callable[[nn.Module], Attentions] | None" = field(default=None, compare=False, repr=False)
     stages: "Callable[[nn.Module, Sequence[str]], StageFacts] | None" = field(default=None, compare=False, repr=False)
+    remarks: tuple[str, ...] = ()
 
 
 def under_prefix(spec: ParallelSpec, prefix: str) -> ParallelSpec:

@@ -4,7 +4,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from meshwright.plan.draft import Draft, UnitDraft
-from meshwright.plan.names import inside, last_of_each_container
+from meshwright.plan.names import inside, last_of_each_container, nearest, within
 from meshwright.plan.options import ActivationCheckpointing, GradientReduction, SyncPolicy
 from meshwright.plan.program import Action, Engine, JoinTwins, PartTwins, Wrap
 from meshwright.plan.sharding_plan import (
@@ -63,9 +63,56 @@ def draft_units(draft: Draft) -> None:
         for name in matched("idle", pattern):
             if name in units:
                 units[name].forwards = 0
+    for name, places in _in_several_places(draft):
+        if name not in units and len({nearest(place, units) for place in places}) > 1:
+            claim(name, "unit", "a module in several places", True)
+            draft.remarks.append(f"unit {name!r}: it stands in {len(places)} places, and is one unit for all of them")
+        if name in units:
+            units[name].places = len(places)
+    for first, *others in _tied_modules(draft) if not spec.twins else ():
+        if first not in units and len({nearest(name, units) for name in (first, *others)}) > 1:
+            claim(first, "unit", "tied modules", True)
+            for name in others:
+                claim(name, "unit", "tied modules", True)
+                units[name].part_of = first
+            draft.remarks.append(f"unit {first!r}: one with {', '.join(map(repr, others))}, whose parameters are the same")
+    for pattern in options.exclude_units:
+        for name in draft.match("exclude_units", pattern, [name for name in units if name], "unit"):
+            if units.pop(name).kind == EXPERTS and draft.layout.ep > 1:
+                draft.problems.append(f"exclude_units: {name!r} is a mixture, which is a unit of its own with ep > 1")
     draft.units = dict(sorted(units.items(), key=lambda item: order[item[0]]))
     if options.reshard_after_forward and all(map(draft.whole, draft.units.values())):
         draft.problems.append("reshard_after_forward=True: with dp_shard=1 and replicas nothing is sharded; leave it out")
+
+
+def _in_several_places(draft: Draft) -> Iterator[tuple[str, list[str]]]:
+    """Yield each module that stands in several places and holds parameters, and the names that it has there."""
+    places: dict[str, list[str]] = {}
+    for holder, module in draft.model.modules.items():
+        for own, child in module.children.items():
+            places.setdefault(child, []).append(f"{holder}.{own}" if holder else own)
+    yield from ((name, of) for name, of in places.items() if len(of) > 1 and draft.model.holds_parameters(name))
+
+
+def _tied_modules(draft: Draft) -> Iterator[list[str]]:
+    """Yield the largest modules whose parameters all are tied to those of other modules, together with these."""
+    found: set[str] = set()
+    for parameter in draft.parameters:
+        names = [name for name in parameter.names if draft.model.home(name) == name]
+        if len(names) < 2 or within(names[0], found):
+            continue
+        parts = [name.split(".") for name in names]
+        common = next(index for index in range(1, min(map(len, parts)) + 1) if len({tuple(p[-index:]) for p in parts}) > 1)
+        for depth in range(common - 1, 1, -1):  # the last component is the parameter
+            heads = [".".join(path[: len(path) - depth + 1]) for path in parts]
+            inner = [set(draft.model.parameters_inside(head)) for head in heads]
+            facts = draft.model.parameter_of
+            if all(same == inner[0] for same in inner) and all(
+                len({facts[f"{head}.{own}"].name for head in heads}) == 1 for own in inner[0]
+            ):
+                found.add(heads[0])
+                yield heads
+                break
 
 
 def assign_sync(draft: Draft) -> None:
@@ -114,6 +161,7 @@ def unit_rows(draft: Draft, modes: Mapping[str, ActivationCheckpointing]) -> tup
                 compile=unit.kind == LAYER and options.compile,
                 gathers_in_backward=(unit.twin_of or unit.name) in in_backward,
                 forwards=unit.forwards,
+                places=unit.places,
                 twin_of=unit.twin_of,
                 part_of=unit.part_of,
             )
@@ -191,7 +239,12 @@ def unit_actions(plan: ShardingPlan) -> Iterator[Action]:
     if twins:
         yield PartTwins(twins)
     no_grad_runs = any(unit.forwards > 1 or unit.twin_of for unit in plan.units)
+    # A module in several places comes before everything that one of the places is inside of.
+    shared = [unit.name for unit in plan.units if unit.places > 1 or (len(plan.parts(unit)) > 1 and unit.kind == "unit")]
+    parts: tuple[list[UnitRow], list[UnitRow]] = [], []
     for unit in reversed(plan.fsdp_units):  # in the rows, parents come first
+        parts[not within(unit.name, shared)].append(unit)
+    for unit in (*parts[0], *parts[1]):
         yield _wrap(plan, unit, no_grad_runs)
     if pairs:
         yield JoinTwins(twins, pairs)

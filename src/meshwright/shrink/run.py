@@ -108,7 +108,7 @@ def shrink(config: RunConfig, world_size: int | None = None) -> tuple[RunConfig,
     pipeline = config.parallel.pipeline
     stages = layout.size("pp") * pipeline.each
     needs = Needs(layout.size("tp"), layout.ep, stages, length, shares_heads=0 < kv_heads < shared_by)
-    patterns = {key: getattr(config.parallel, key) for key in ("freeze", *_BY_MODULE)}
+    patterns = {key: getattr(config.parallel, key) for key in ("freeze", *_OF_MODULES, *_BY_MODULE)}
     patterns["no_decay"] = config.optimizer.no_decay
     model, renumbered = _shrink_model(source, large, large_config, spec, defaults, needs, patterns, changes)
     why = "numbers of the layers that stay"
@@ -324,8 +324,8 @@ def _lost(large: "PreTrainedModel", small: "PreTrainedModel", spec: ParallelSpec
 _BY_MODULE = ("sync_units", "activation_checkpointing_layers")
 """Keys of `parallel` that map patterns of module names to choices."""
 
-_OF_PARAMETERS = ("freeze", "no_decay")
-"""Keys whose values are lists of patterns of parameter names."""
+_OF_PARAMETERS, _OF_MODULES = ("freeze", "no_decay"), ("exclude_units",)
+"""Keys whose values are lists of patterns, of names of parameters and of modules."""
 
 _Patterns = Mapping[str, Any]
 """The patterns of a run, by these keys."""
@@ -336,9 +336,10 @@ def _decided(patterns: _Patterns, model: nn.Module) -> dict[str, Hashable]:
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     modules = [name for name, _ in model.named_modules()]
     decided: dict[tuple[str, str], str] = {}  # of two patterns the later one wins
-    for key in _OF_PARAMETERS:
-        for pattern in patterns[key]:
-            decided.update({(name, key): "yes" for name in match_names(pattern, parameters)})
+    for keys, names in ((_OF_PARAMETERS, parameters), (_OF_MODULES, modules)):
+        for key in keys:
+            for pattern in patterns[key]:
+                decided.update({(name, key): "yes" for name in match_names(pattern, names)})
     for key in _BY_MODULE:
         for pattern, choice in patterns[key].items():
             decided.update({(name, key): choice for name in match_names(pattern, modules)})
@@ -376,9 +377,9 @@ def _renumbered(
         match = re.match(rf"{re.escape(path)}\.(\d+)(?=\.|$)", name)
         return f"{path}.{kept[int(match[1])]}{name[match.end() :]}" if match else name
 
-    result: dict[str, Any] = {
-        key: list(dict.fromkeys(new for pattern in patterns[key] for new in renumber(pattern))) for key in _OF_PARAMETERS
-    }
+    result: dict[str, Any] = {}
+    for key in (*_OF_PARAMETERS, *_OF_MODULES):
+        result[key] = list(dict.fromkeys(new for pattern in patterns[key] for new in renumber(pattern)))
     for key in _BY_MODULE:
         result[key] = {new: choice for pattern, choice in patterns[key].items() for new in renumber(pattern)}
     old, new = _decided(patterns, large), _decided(result, small)

@@ -96,6 +96,11 @@ class ParallelConfig(Section):
         default={},
         description="Policies for some units, by pattern of their names, such as {'model.layers.*': reduce_each}.",
     )
+    exclude_units: list[str] = Field(
+        default=[],
+        description="Patterns of modules that are no units of their own, though the family declares them so; the unit around "
+        "them has their parameters.",
+    )
     all_reduce_once: bool = Field(
         default=True,
         description="With reduce_each and replicas: all-reduce across replicas only in the last microbatch.",
