@@ -94,8 +94,8 @@ def refused(styles: dict[str, str], tp: int) -> str:
 
 
 def test_styles_that_are_not_carried_out_are_refused_by_name() -> None:
-    text = refused({**STYLES, "norm": "mla_kv_a_proj"}, 2)
-    assert "tp=2: the style 'mla_kv_a_proj' of 'norm' is not supported; legal are " in text
+    text = refused({**STYLES, "norm": "all_reduce"}, 2)
+    assert "tp=2: the style 'all_reduce' of 'norm' is not supported; legal are " in text
     assert all(style in text for style in CARRIED_OUT)
 
 

@@ -351,8 +351,8 @@ def test_layers_with_a_config_of_their_own(tmp_path: Path) -> None:
 
 
 def test_what_would_be_lost_is_named() -> None:
-    with pytest.raises(ModelError, match=r"ZambaForCausalLM cannot be shrunk: .*--full audits it as it is"):
-        shrunk({"model_type": "zamba"}, 2)
+    with pytest.raises(ModelError, match=r"BltForCausalLM cannot be shrunk: .*--full audits it as it is"):
+        shrunk({"model_type": "blt"}, 2)
     with pytest.raises(ConfigError, match="unknown to transformers"):
         shrink(run_config({"model_type": "lama", "vocab_size": 100}), 2)
 

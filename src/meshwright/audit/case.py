@@ -192,7 +192,7 @@ def _loader(trainer: Made, store: TokenStore) -> TrainLoader:
     config = setup.model.config
     text = config.get_text_config()
     never = {value for key, value in config.to_dict().items() if re.search(NO_TEXT, key) and isinstance(value, int)}
-    loader.words = words_to_feed(text.vocab_size, (store.index.pad_token_id, text.pad_token_id), never)
+    loader.words = words_to_feed(text.vocab_size, (store.index.pad_token_id, getattr(text, "pad_token_id", None)), never)
     loader.unlabelled = unlabelled_microbatch(training.global_batch_size, training.microbatch_size, training.steps or 0)
     return loader
 

@@ -203,12 +203,12 @@ def audit(
     drawn: Annotated[bool, typer.Option("--drawn", help="Feed random tokens instead of the run's documents.")] = False,
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds without progress that are a hang.")] = 30.0,
     matrix: Annotated[bool, typer.Option("--matrix", help="Audit every family on every layout instead.")] = False,
-    output: Annotated[Path, typer.Option("--output", help="With --matrix: the page to write.")] = Path(
-        "docs/support-matrix.md"
-    ),
-    proofs: Annotated[Path, typer.Option("--proofs", help="With --matrix: the same as data, to write.")] = Path(
-        "src/meshwright/train/proofs.json"
-    ),
+    everything: Annotated[
+        bool, typer.Option("--all", help="With --matrix: every causal model of transformers, on one layout an axis.")
+    ] = False,
+    part: Annotated[str, typer.Option("--part", metavar="K/N", help="With --all: the K-th part of N; others stay.")] = "1/1",
+    output: Annotated[Path | None, typer.Option("--output", help="With --matrix: the page to write.")] = None,
+    proofs: Annotated[Path | None, typer.Option("--proofs", help="With --matrix: the same as data, to write.")] = None,
     debug: DebugOption = False,
 ) -> None:
     """Prove a layout: the gradients of many processes against those of one, parameter by parameter.
@@ -220,9 +220,11 @@ def audit(
     if matrix:
         if config is not None:
             raise ConfigError(f"{config}: --matrix audits tiny models of its own; leave the configuration out")
-        from meshwright.matrix.page import write_matrix
+        from meshwright.matrix.coverage import write_pages
 
-        _end(0 if write_matrix(output, typer.echo, data=proofs) else 1)
+        _end(0 if write_pages(typer.echo, part if everything else None, output, proofs) else 1)
+    if everything or part != "1/1":
+        raise ConfigError("--all and --part: need --matrix")
     if config is None:
         raise ConfigError("CONFIG is missing: give the YAML file of a run, or --matrix")
     from rich.console import Console

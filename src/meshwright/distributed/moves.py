@@ -15,7 +15,19 @@ from torch import nn
 
 from meshwright.distributed import _torch_compat
 
-__all__ = ["count_once", "enter", "exchange", "gather", "leave", "slice_of", "slice_width", "split", "to_parts", "to_slices"]
+__all__ = [
+    "count_once",
+    "enter",
+    "enter_last",
+    "exchange",
+    "gather",
+    "leave",
+    "slice_of",
+    "slice_width",
+    "split",
+    "to_parts",
+    "to_slices",
+]
 
 Group = dist.ProcessGroup
 
@@ -23,6 +35,12 @@ Group = dist.ProcessGroup
 def enter(whole: torch.Tensor, group: Group) -> torch.Tensor:
     """Enter a region in which each rank computes a part. Forward is the identity; backward adds up the gradient's parts."""
     return _Enter.apply(whole, group)
+
+
+def enter_last(whole: torch.Tensor, width: int, group: Group) -> torch.Tensor:
+    """Enter such a region with the last ``width`` features alone."""
+    first, last = whole.split([whole.shape[-1] - width, width], dim=-1)
+    return torch.cat([first, enter(last, group)], dim=-1)
 
 
 def leave(part: torch.Tensor, group: Group) -> torch.Tensor:

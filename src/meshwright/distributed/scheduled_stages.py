@@ -120,7 +120,10 @@ class _Stage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.report(f"stage {self.stage_index}, forward of microbatch {fwd_chunk_id + 1}")
         with self.work[fwd_chunk_id].around():
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            try:
+                return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            except RuntimeError as error:  # torch wraps the cause, and prints the batch
+                raise error.__cause__ or error from None
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.report(f"stage {self.stage_index}, backward of microbatch {bwd_chunk_id + 1}")

@@ -120,6 +120,7 @@ def _exit(action: Compute, mesh: DeviceMesh) -> Callable[[Any], Any]:
         return lambda output: output
     group = mesh.get_group()
     move: dict[Move, Callable[[torch.Tensor], torch.Tensor]] = {
+        Move.ENTER_LAST: lambda y: moves.enter_last(y, action.parts[0], group),
         Move.LEAVE: lambda y: moves.leave(y, group),
         Move.GATHER_FEATURES: lambda y: moves.gather(y, -1, action.features, group),
         Move.EXCHANGE_FEATURES: lambda y: moves.exchange(y, action.parts, group),

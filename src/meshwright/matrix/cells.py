@@ -1,11 +1,11 @@
 """The cells of the support matrix: families, layouts, options in all pairs of values, and the audit of one cell."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from meshwright.audit.case import Case
 from meshwright.audit.conduct import Auditor, make_ready
@@ -25,6 +25,7 @@ __all__ = [
     "Outcome",
     "Place",
     "Variant",
+    "audited",
     "context_options",
     "deepened",
     "family_case",
@@ -33,6 +34,7 @@ __all__ = [
     "slice_of_matrix",
 ]
 
+V = TypeVar("V")
 STEPS = 2
 SEQUENCE_LENGTH = 32
 
@@ -259,13 +261,27 @@ def family_case(
 
 def run_cell(auditor: Auditor, family: str, place: Place, variants: Iterable[Variant], folder: Path) -> Cell:
     """Audit a family on a layout with each of some variants, until one fails or is refused."""
+    return audited(
+        auditor, place, variants, lambda variant, packing: family_case(family, place, variant, folder, packing=packing)
+    )
+
+
+def audited(auditor: Auditor, place: Place, variants: Iterable[V], case: Callable[[V, str], Case]) -> Cell:
+    """Audit cases on a layout, until one fails or is refused.
+
+    Args:
+        auditor: runs the audits.
+        place: the layout.
+        variants: what distinguishes the cases.
+        case: returns the case of a variant and a value of ``data.packing``. Documents are padded where they cannot be packed.
+    """
     worst: dict[str, float] = {}
     notes: list[str] = []
     claims: list[Claim] = []
     packing = "pack"
 
-    def audit(variant: Variant) -> AuditReport:
-        return auditor.audit(family_case(family, place, variant, folder, packing=packing), place.world_size)
+    def audit(variant: V) -> AuditReport:
+        return auditor.audit(case(variant, packing), place.world_size)
 
     for variant in variants:
         try:
@@ -289,7 +305,7 @@ def run_cell(auditor: Auditor, family: str, place: Place, variants: Iterable[Var
         claims.append(report.claim)
         if not report.passed:
             return Cell(Outcome.FAILS, {}, f"{variant}: {report.verdict}", tuple(claims))
-        worst[variant.dtype] = max(worst.get(variant.dtype, 0.0), report.worst_gradient)
+        worst[report.dtype] = max(worst.get(report.dtype, 0.0), report.worst_gradient)
     return Cell(Outcome.WORKS, worst, "; ".join(notes), tuple(claims))
 
 

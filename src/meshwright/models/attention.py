@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.models import _transformers_compat as compat
-from meshwright.models.tracing import RULE, call_on_meta, first_that_runs, meta_tensors, prime_length
+from meshwright.models.tracing import RULE, TokenDimension, call_on_meta, first_that_runs, meta_tensors, prime_length
 from meshwright.plan.attentions import AttentionFacts, Attentions, unknown_argument
 from meshwright.plan.spec import ExpertsRule
 
@@ -32,12 +32,6 @@ __all__ = ["trace_attentions"]
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Kinds of rotary embedding that change with the largest position of a forward. Ranks that share a sequence differ in it."""
-
-_MIXING = ("convolution", "roll", "flip", "_fft", "gru", "lstm", "rnn", "_thnn", "unfold", "_scaled_dot_product")
-"""Beginnings of the names of operators that mix along some dimension that is not named in their arguments."""
-_LAST_NUMBER = {"sort", "topk", "_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"}
-_ALONG_A_DIMENSION = {*_LAST_NUMBER, "gather", "index_select", "scatter", "scatter_add", "select"}
-"""Operators whose dimension is the last number among their arguments, or the first."""
 
 
 def trace_attentions(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = ()) -> Attentions:
@@ -81,7 +75,7 @@ class _Trace(TorchDispatchMode):
 
     def __init__(self, names: dict[int, str], length: int) -> None:
         super().__init__()
-        self.names, self.length = names, length
+        self.names, self.length, self.tokens = names, length, TokenDimension(length)
         self.positions = torch.zeros((1, length), dtype=torch.long, device="meta")
         self.rows: dict[str, AttentionFacts] = {}
         self.problems: list[str] = []
@@ -160,54 +154,19 @@ class _Trace(TorchDispatchMode):
         name = function._schema.name.partition("::")[2]
         tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor) and item.is_meta]
         results = [item for item in tree_leaves(result) if isinstance(item, torch.Tensor)]
-        if name == "arange" and self._has_tokens(results[0]):
+        if name == "arange" and self.tokens.has(results[0]):
             self._own_positions[results[0]] = True
         elif any(tensor in self._own_positions for tensor in tensors):
             if any(tensor.is_floating_point() for tensor in tensors):
                 self._report("computes with positions of its own, and not with the position_ids of the batch", function)
             for tensor in results:
                 self._own_positions[tensor] = True
-        elif any(map(self._has_tokens, tensors)) and self._mixes(name, tensors, args, results):
+        elif any(map(self.tokens.has, tensors)) and self.tokens.mixed(name, tensors, args, results):
             self._report("mixes tokens outside of an attention", function)
         return result
 
     def _report(self, what: str, function: Any) -> None:
         self.problems.append(f"{self._stack[-1] or 'the model'!r} {what} ({function})")
-
-    def _has_tokens(self, tensor: torch.Tensor) -> bool:
-        """Return whether a dimension counts tokens, or tokens times something."""
-        return any(map(self._is_length, tensor.shape))
-
-    def _is_length(self, size: int) -> bool:
-        return size > 0 and size % self.length == 0
-
-    def _mixes(self, name: str, tensors: list[torch.Tensor], args: Any, results: list[torch.Tensor]) -> bool:
-        """Return whether an operator combines or moves the entries of the dimension of tokens."""
-        first = tensors[0]
-        if not all(map(self._has_tokens, results)):  # a sum, a mean, a single token
-            return True
-        if name.startswith(_MIXING):
-            return True
-        if name in ("mm", "bmm"):
-            return self._is_length(first.shape[-1])
-        if name in ("addmm", "baddbmm"):
-            return len(tensors) > 1 and self._is_length(tensors[1].shape[-1])
-        if name in _ALONG_A_DIMENSION:
-            dims = [item for item in args[1:] if isinstance(item, int) and not isinstance(item, bool)]
-            dim = dims[-1] if name in _LAST_NUMBER else dims[0] if dims else 0
-            return bool(dims) and -first.ndim <= dim < first.ndim and self._is_length(first.shape[dim])
-        if name == "index":
-            return any(
-                index is not None and dim < first.ndim and self._is_length(first.shape[dim])
-                for dim, index in enumerate(args[1])
-            )
-        if name == "native_layer_norm":
-            return any(map(self._is_length, args[1]))
-        if name == "constant_pad_nd":
-            padded = [first.ndim - 1 - place // 2 for place, size in enumerate(args[1]) if size]
-            return any(self._is_length(first.shape[dim]) for dim in padded)
-        # The head may take the last tokens alone (logits_to_keep); here it takes all.
-        return name == "slice" and sum(map(self._is_length, first.shape)) != sum(map(self._is_length, results[0].shape))
 
 
 def _kind_of(rule: Callable[..., Any]) -> tuple[str, bool, int | None]:

@@ -10,12 +10,15 @@ from meshwright.distributed.names import class_name
 from meshwright.errors import ModelError
 from meshwright.models.attention import trace_attentions
 from meshwright.models.decoder import declared_structure, structure_of
+from meshwright.models.pairs import trace_pairs
 from meshwright.models.plain import INFERRED, inferred_layers, inferred_spec
+from meshwright.models.regions import trace_regions
 from meshwright.models.stages import trace_stages
 from meshwright.models.strategy import ParallelizationStrategy
+from meshwright.models.tracing import count_runs
 from meshwright.plan.names import generalize, holder_of, match_names
 from meshwright.plan.spec import ParallelSpec, UnitRule, under_prefix
-from meshwright.plan.tp_styles import canonical
+from meshwright.plan.tp_styles import HEAD, canonical
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -104,6 +107,7 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
     if styles and structure is not None:
         # In transformers 5.17, these families do not declare the style of the embedding.
         styles = {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output", **styles}
+    styles |= _style_of_tied_embedding(model, modules, styles)
     fp32 = declared.fp32_strict | (declared.fp32 if param_dtype == "float16" else frozenset())
     return ParallelSpec(
         family=class_name(model),
@@ -120,7 +124,23 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
         uses_all_parameters=structure is not None and structure.uses_all_parameters and declared_structure(type(model)),
         attentions=partial(trace_attentions, experts=experts),
         stages=partial(trace_stages, experts=experts),
+        regions=partial(trace_regions, experts=experts),
+        pairs=partial(trace_pairs, experts=experts),
+        runs=None if structure is not None else partial(count_runs, experts=experts),
     )
+
+
+def _style_of_tied_embedding(model: Any, modules: dict[str, nn.Module], styles: dict[str, str]) -> dict[str, str]:
+    """Return the style of an embedding that has none, but is tied to a head that is sliced over the vocabulary."""
+    try:
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return {}
+    names = {id(module): name for name, module in modules.items()}
+    one, other = names.get(id(embedding), ""), names.get(id(head), "")
+    tied = isinstance(embedding, nn.Embedding) and getattr(head, "weight", None) is embedding.weight
+    sliced = any(style in HEAD and match_names(pattern, [other]) for pattern, style in styles.items())
+    return {one: "embedding_rowwise"} if tied and sliced and not any(match_names(item, [one]) for item in styles) else {}
 
 
 def is_transformers(model: nn.Module) -> bool:

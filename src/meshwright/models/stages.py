@@ -5,8 +5,11 @@ from one forward on the meta device. Every tensor carries what it was computed f
 layer that reads anything of another layer besides its hidden state cannot be separated from it.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from inspect import signature
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -17,9 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.models.tracing import call_on_meta, first_that_runs, meta_tensors, prime_length
+from meshwright.distributed.cut import crossing_of, cut_model
+from meshwright.models.tracing import call_on_meta, first_that_runs, meta_tensors, no_attention, prime_length
 from meshwright.plan.inspection import hidden_argument
 from meshwright.plan.names import holder_of, inside
+from meshwright.plan.pipeline import cut_of
 from meshwright.plan.spec import ExpertsRule
 from meshwright.plan.stages import LayerFacts, LeadingFacts, StageFacts
 
@@ -43,9 +48,34 @@ def trace_stages(model: "PreTrainedModel", layers: Sequence[str], experts: Seque
         layers: names of its layers.
         experts: its mixtures. They are not called, because what they do depends on values.
     """
+    if model.config.get_text_config() is not model.config:
+        return StageFacts(problems=("it has parts beside its language model, whose stages would not run what is around it",))
     attempts = [lambda device=device: _traced(model, layers, experts, device) for device in ("cpu", "meta", None)]
     found, why = first_that_runs(attempts)
-    return found or StageFacts(problems=(f"its forward cannot be traced without values ({why})",))
+    if found is None:
+        return StageFacts(problems=(f"its forward cannot be traced without values ({why})",))
+    return (
+        found if found.problems or len(found.layers) < 2 else replace(found, problems=_problems_of_parts(model, found, experts))
+    )
+
+
+def _problems_of_parts(model: "PreTrainedModel", facts: StageFacts, experts: Sequence[ExpertsRule]) -> tuple[str, ...]:
+    """Return why a model that is cut in two does not run: it may read a module of a layer that is not there."""
+    middle, shared = len(facts.layers) // 2, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    for begin, end in ((0, middle), (middle, len(facts.layers))):
+        part = copy.deepcopy(model, dict(shared))
+        cut_model(part, cut_of(facts, begin, end))
+        positions = torch.arange(prime_length(model)).to("meta").expand(2, -1)
+        if begin:
+            dtype = next(model.parameters()).dtype
+            crossing_of(part).received = torch.empty((*positions.shape, facts.hidden), dtype=dtype, device="meta")
+        run = partial(call_on_meta, part, experts, no_attention, meta_tensors(part), positions)
+        _, why = first_that_runs([partial(run, device) for device in ("cpu", "meta", None)])
+        if not why and all(tensor.is_meta for tensor in shared.values()):
+            _, why = first_that_runs([partial(part.apply, part._init_weights)])
+        if why:
+            return (f"cut in two, it does not run, or cannot be initialised ({why})",)
+    return ()
 
 
 def _traced(

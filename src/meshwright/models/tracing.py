@@ -6,6 +6,7 @@ replaced for this call: the attention function with its masks, and mixtures of e
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,17 +19,28 @@ from meshwright.plan.spec import ExpertsRule
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["RULE", "call_on_meta", "first_that_runs", "meta_tensors", "prime_length"]
+__all__ = [
+    "RULE",
+    "TokenDimension",
+    "call_on_meta",
+    "count_runs",
+    "first_that_runs",
+    "meta_tensors",
+    "no_attention",
+    "prime_length",
+]
 
 _NAME = "meshwright_trace"
 RULE = "_meshwright_rule"
 """Attribute of a traced mask that holds its rule: (batch, head, query, key) -> bool."""
 
 
-def prime_length(model: nn.Module) -> int:
-    """Return a prime that divides no size of a parameter: otherwise features would look like tokens."""
+def prime_length(model: nn.Module, above: int = 30) -> int:
+    """Return a prime above a number that divides no size of a parameter: otherwise features would look like tokens."""
     sizes = {size for parameter in model.parameters() for size in parameter.shape if size}
-    primes = (number for number in range(31, 1000) if all(number % divisor for divisor in range(2, 32) if divisor < number))
+    primes = (
+        number for number in range(above + 1, 1000) if all(number % divisor for divisor in range(2, 32) if divisor < number)
+    )
     return next(prime for prime in primes if all(size % prime for size in sizes))
 
 
@@ -76,8 +88,51 @@ def call_on_meta(
         stack.enter_context(_in_training(model))  # where it drops attention weights, if ever
         stack.enter_context(_registered(model, attend))
         stack.enter_context(_passed_over(model, experts))
-        stack.enter_context(torch.no_grad())
         torch.func.functional_call(model, dict(tensors), (), inputs)
+
+
+def no_attention(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, None]:
+    """Stand in for the attention function: return a tensor of the shape of its output."""
+    batch, heads, tokens, _width = query.shape
+    return query.new_empty((batch, tokens, heads, value.shape[3])), None
+
+
+def count_runs(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = ()) -> dict[str, tuple[int, int]]:
+    """Return how often each module runs in one forward on tokens, and how often with gradient.
+
+    Empty if the forward cannot be called without values.
+
+    A vision tower does not run, and a stack of layers may run twice. What is inside of a mixture is not called.
+
+    Args:
+        model: a causal language model, on any device; it is called with tensors on the meta device, and not changed.
+        experts: its mixtures.
+    """
+    tensors = meta_tensors(model)
+    positions = torch.arange(prime_length(model)).to("meta").unsqueeze(0)
+
+    def counted(device: str | None) -> dict[str, tuple[int, int]]:
+        runs = {name: (0, 0) for name, _ in model.named_modules()}
+
+        def count(name: str) -> Callable[..., None]:
+            def hook(*_: Any) -> None:
+                all_runs, with_gradient = runs[name]
+                runs[name] = (all_runs + 1, with_gradient + torch.is_grad_enabled())
+
+            return hook
+
+        handles = [module.register_forward_pre_hook(count(name)) for name, module in model.named_modules()]
+        try:
+            call_on_meta(model, experts, no_attention, tensors, positions, device)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return runs
+
+    found, _ = first_that_runs([partial(counted, device) for device in ("cpu", "meta", None)])
+    return found or {}
 
 
 @contextmanager
@@ -128,3 +183,51 @@ def _passed_over(model: nn.Module, experts: Sequence[ExpertsRule]) -> Iterator[N
             del module.forward
             if forward is not None:
                 module.forward = forward
+
+
+_MIXING = ("convolution", "roll", "flip", "_fft", "gru", "lstm", "rnn", "_thnn", "unfold", "_scaled_dot_product")
+"""Beginnings of the names of operators that mix along some dimension that is not named in their arguments."""
+_LAST_NUMBER = {"sort", "topk", "_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"}
+_ALONG_A_DIMENSION = {*_LAST_NUMBER, "gather", "index_select", "scatter", "scatter_add", "select"}
+"""Operators whose dimension is the last number among their arguments, or the first."""
+
+
+class TokenDimension:
+    """Finds the dimension of tokens by its size: a prime, or a multiple of it, that no parameter has as a size."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Return whether a dimension counts tokens, or tokens times something."""
+        return any(map(self._counts, tensor.shape))
+
+    def _counts(self, size: int) -> bool:
+        return size > 0 and size % self.length == 0
+
+    def mixed(self, name: str, tensors: list[torch.Tensor], args: Any, results: list[torch.Tensor]) -> bool:
+        """Return whether an operator combines or moves the entries of the dimension of tokens."""
+        first = tensors[0]
+        if not all(map(self.has, results)):  # a sum, a mean, a single token
+            return True
+        if name.startswith(_MIXING):
+            return True
+        if name in ("mm", "bmm"):
+            return self._counts(first.shape[-1])
+        if name in ("addmm", "baddbmm"):
+            return len(tensors) > 1 and self._counts(tensors[1].shape[-1])
+        if name in _ALONG_A_DIMENSION:
+            dims = [item for item in args[1:] if isinstance(item, int) and not isinstance(item, bool)]
+            dim = dims[-1] if name in _LAST_NUMBER else dims[0] if dims else 0
+            return bool(dims) and -first.ndim <= dim < first.ndim and self._counts(first.shape[dim])
+        if name == "index":
+            return any(
+                index is not None and dim < first.ndim and self._counts(first.shape[dim]) for dim, index in enumerate(args[1])
+            )
+        if name == "native_layer_norm":
+            return any(map(self._counts, args[1]))
+        if name == "constant_pad_nd":
+            padded = [first.ndim - 1 - place // 2 for place, size in enumerate(args[1]) if size]
+            return any(self._counts(first.shape[dim]) for dim in padded)
+        # The head may take the last tokens alone (logits_to_keep); here it takes all.
+        return name == "slice" and sum(map(self._counts, first.shape)) != sum(map(self._counts, results[0].shape))

@@ -183,6 +183,7 @@ _STYLES_OF = {
     "family": "as is best for this family",
     "model": "as transformers declares it for this model",
     "generic": "as for any model of this shape",
+    "derived": "derived from what its layers compute",
 }
 
 

@@ -14,7 +14,8 @@ from torch import nn
 from meshwright.layout import ModelSizes
 from meshwright.plan.attentions import Attentions
 from meshwright.plan.names import holder_of, inside
-from meshwright.plan.spec import ParallelSpec
+from meshwright.plan.regions import RegionFacts
+from meshwright.plan.spec import Pair, ParallelSpec
 from meshwright.plan.stages import StageFacts
 
 __all__ = [
@@ -110,6 +111,11 @@ class Inspection:
         trace: returns the attentions of the model. It calls the model, so it is called only if the plan needs them; ``None``:
             the family says nothing of its attentions.
         stages: returns where the model can be cut, for the names of its layers. It calls the model; ``None``: unknown.
+        regions: returns which modules need the whole sequence, for the names of its layers. It calls the model; ``None``:
+            unknown.
+        count: returns how often each module runs in a forward. It calls the model; ``None``: unknown.
+        pairs: returns the pairs of matrices that can be sliced, for the names of its layers. It calls the model; ``None``:
+            unknown.
     """
 
     modules: Mapping[str, ModuleFacts]
@@ -118,11 +124,19 @@ class Inspection:
     caches: tuple[str, ...] = ()
     trace: Callable[[], Attentions] | None = field(default=None, compare=False, repr=False)
     stages: Callable[[Sequence[str]], StageFacts] | None = field(default=None, compare=False, repr=False)
+    regions: Callable[[Sequence[str]], RegionFacts] | None = field(default=None, compare=False, repr=False)
+    count: Callable[[], Mapping[str, tuple[int, int]]] | None = field(default=None, compare=False, repr=False)
+    pairs: Callable[[Sequence[str]], Sequence[Pair]] | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def attentions(self) -> Attentions | None:
         """The attentions of the model; ``None``: unknown."""
         return None if self.trace is None else self.trace()
+
+    @cached_property
+    def runs(self) -> Mapping[str, tuple[int, int]]:
+        """How often each module runs in a forward, and how often with gradient, by name; empty: unknown."""
+        return {} if self.count is None else self.count()
 
     @cached_property
     def names(self) -> list[str]:
@@ -215,7 +229,11 @@ def inspect_model(spec: ParallelSpec, model: nn.Module) -> Inspection:
     facts = {name: _facts_of(name, module, places) for name, module in modules.items()}
     trace = None if spec.attentions is None else partial(spec.attentions, model)
     stages = None if spec.stages is None else partial(spec.stages, model)
-    return Inspection(facts, parameters, model_sizes(spec, model), tuple(configs.values()), trace, stages)
+    regions = None if spec.regions is None else partial(spec.regions, model)
+    count = None if spec.runs is None else partial(spec.runs, model)
+    pairs = None if spec.pairs is None else partial(spec.pairs, model)
+    kept = tuple(configs.values())
+    return Inspection(facts, parameters, model_sizes(spec, model), kept, trace, stages, regions, count, pairs)
 
 
 def model_sizes(spec: ParallelSpec, model: nn.Module) -> ModelSizes:

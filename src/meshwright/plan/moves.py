@@ -19,6 +19,10 @@ class Move(StrEnum):
     """Forward: no change. Backward: the partial sums of the gradient are all-reduced. f of Megatron-LM (arXiv 1909.08053,
     section 3)."""
 
+    ENTER_LAST = "enter_last"
+    """ENTER for the last features alone: the part of the keys that every head shares in latent attention (DeepSeek-V2, arXiv
+    2405.04434, section 2.1.3). The gradient of the other features is whole, because what they enter has an ENTER of its own."""
+
     LEAVE = "leave"
     """Forward: partial sums are all-reduced. Backward: no change, because the gradient is whole. g of Megatron-LM."""
 

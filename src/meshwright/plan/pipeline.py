@@ -17,6 +17,7 @@ from meshwright.plan.prefetch import prefetch_actions
 from meshwright.plan.program import Action, Cut, Freeze, Prefetch, Slice, Wrap
 from meshwright.plan.rows import ExpertsRow, StageRow
 from meshwright.plan.sharding_plan import ROOT, ShardingPlan, UnitRow, itemsize
+from meshwright.plan.stages import StageFacts
 from meshwright.plan.units import gathered_in_backward
 
 __all__ = [
@@ -32,6 +33,21 @@ __all__ = [
     "stages_of_rank",
     "stages_with",
 ]
+
+
+def cut_of(facts: StageFacts, begin: int, end: int) -> Cut:
+    """Return the action that makes a stage of the layers from ``begin`` to ``end`` of a model."""
+    tied = [name for name, sides in facts.used.items() if len(sides) > 1]
+    return Cut(
+        facts.body,
+        tuple((layer.name, *layer.argument, layer.returned) for layer in facts.layers),
+        begin,
+        end,
+        tuple((module.name, module.features, module.lookup) for module in facts.leading),
+        tuple(module.name for module in facts.leading if any(within(name, [module.name]) for name in tied)),
+        facts.trailing,
+        facts.hidden,
+    )
 
 
 def resolve_stages(draft: Draft, experts: Sequence[ExpertsRow]) -> tuple[tuple[StageRow, ...], Cut | None]:
@@ -73,17 +89,7 @@ def resolve_stages(draft: Draft, experts: Sequence[ExpertsRow]) -> tuple[tuple[S
         StageRow(index, _rank_of(index, pp, schedule), tuple(layers[begin:end]), sum(costs[begin:end]) / total)
         for index, (begin, end) in enumerate(zip(begins, (*begins[1:], len(layers)), strict=True))
     )
-    tied = {name for name, sides in facts.used.items() if len(sides) > 1}
-    cut = Cut(
-        facts.body,
-        tuple((layer.name, *layer.argument, layer.returned) for layer in facts.layers),
-        0,
-        len(layers),
-        tuple((module.name, module.features, module.lookup) for module in facts.leading),
-        tuple(module.name for module in facts.leading if any(within(name, [module.name]) for name in tied)),
-        facts.trailing,
-        facts.hidden,
-    )
+    cut = cut_of(facts, 0, len(layers))
     last = {layer: row.index for row in rows for layer in row.layers}
     for parameter in draft.parameters:
         sides = facts.used.get(parameter.name)

@@ -91,7 +91,8 @@ def unit_traffic(plan: ShardingPlan, unit: UnitRow) -> UnitTraffic:
         once = once and forwards > 0
         again = 0 if not forwards else forwards + backwards if unit.reshard_after_forward else 1 + max(0, backwards - 1)
         gathers = 1 if once else microbatches * again
-    reductions = (microbatches if unit.sync is SyncPolicy.REDUCE_EACH else 1) if reduced else 0
+    runs = any(part.forwards for part in plan.parts(unit))
+    reductions = (microbatches if unit.sync is SyncPolicy.REDUCE_EACH else 1) if reduced and runs else 0
     scatters = reductions if shards > 1 else 0
     all_reduces = 0
     if replicas > 1:
@@ -101,6 +102,7 @@ def unit_traffic(plan: ShardingPlan, unit: UnitRow) -> UnitTraffic:
 
 MOVED = {
     Move.ENTER: (None, "all_reduce"),
+    Move.ENTER_LAST: (None, "all_reduce"),
     Move.LEAVE: ("all_reduce", None),
     Move.GATHER_FEATURES: ("all_gather", None),
     Move.SPLIT_FEATURES: (None, "all_gather"),

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from meshwright.plan.attentions import Attentions
+    from meshwright.plan.regions import RegionFacts
     from meshwright.plan.stages import StageFacts
 
 __all__ = [
@@ -25,6 +26,8 @@ __all__ = [
 
 
 T = TypeVar("T")
+Pair = tuple[tuple[str, ...], str]
+"""Names of linear layers whose output features enter one other linear layer one by one, and the name of this one."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,12 @@ class ParallelSpec:
             (:func:`meshwright.models.attention.trace_attentions`); ``None``: unknown, so ranks cannot share a sequence.
         stages: returns, for a model of the family and the names of its layers, where it can be cut into pipeline stages
             (:func:`meshwright.models.stages.trace_stages`); ``None``: unknown, so it cannot be cut.
+        regions: returns, for a model of the family and the names of its layers, which modules need the whole sequence
+            (:func:`meshwright.models.regions.trace_regions`), if ``structure`` does not say it; ``None``: unknown.
+        pairs: returns, for a model of the family and the names of its layers, the pairs of matrices that can be sliced
+            (:func:`meshwright.models.pairs.trace_pairs`), if nobody wrote or declared styles; ``None``: unknown.
+        runs: returns, for a model of the family, how often each module runs in a forward, and how often with gradient
+            (:func:`meshwright.models.tracing.count_runs`); ``None``: all units run once but idle ones and twins.
         remarks: what was assumed because nobody declared it, a sentence each; the plan repeats them.
     """
 
@@ -172,6 +181,9 @@ class ParallelSpec:
     uses_all_parameters: bool = False
     attentions: "Callable[[nn.Module], Attentions] | None" = field(default=None, compare=False, repr=False)
     stages: "Callable[[nn.Module, Sequence[str]], StageFacts] | None" = field(default=None, compare=False, repr=False)
+    regions: "Callable[[nn.Module, Sequence[str]], RegionFacts] | None" = field(default=None, compare=False, repr=False)
+    pairs: "Callable[[nn.Module, Sequence[str]], Sequence[Pair]] | None" = field(default=None, compare=False, repr=False)
+    runs: "Callable[[nn.Module], Mapping[str, tuple[int, int]]] | None" = field(default=None, compare=False, repr=False)
     remarks: tuple[str, ...] = ()
 
 

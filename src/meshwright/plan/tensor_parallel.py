@@ -1,11 +1,12 @@
 """How a plan slices a model over `tp`: where the styles come from, and whether every rank gets a slice.
 
-Styles are named as in transformers (`base_model_tp_plan`). They come from the first of four levels that has any: given by
-the user, written for the family, declared by the model, or, for a model whose layers are those of a Llama, generic.
+Styles are named as in transformers (`base_model_tp_plan`). They come from the first of five levels that has any: given by
+the user, written for the family, declared by the model, generic for a model whose layers are those of a Llama, or derived from
+a trace of the model.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.errors import MissingPlanError, PlanError
 from meshwright.layout import divisors
@@ -16,6 +17,7 @@ from meshwright.plan.names import generalize, match_names
 from meshwright.plan.program import Action, Assign, Bias, Compute, Kernel, Slice
 from meshwright.plan.sharding_plan import ShardingPlan, TensorParallelRow
 from meshwright.plan.sliced_code import counts_heads
+from meshwright.plan.spec import Structure
 from meshwright.plan.tp_rows import Rows
 from meshwright.plan.tp_styles import STYLES, styles_of_parameters, tp_dim
 
@@ -34,7 +36,7 @@ class TensorParallelChoice:
     """The result of :func:`resolve_tensor_parallel`.
 
     Attributes:
-        level: where the styles come from: ``given``, ``family``, ``model`` or ``generic``; empty if ``tp`` is 1.
+        level: where the styles come from: ``given``, ``family``, ``model``, ``generic`` or ``derived``; empty if ``tp`` is 1.
         passed_over: (level, reason) for each level above it, and (module, reason) for each module that is kept whole despite
             its style.
         rows: row of each module that computes with slices or has a move.
@@ -59,20 +61,36 @@ def resolve_tensor_parallel(draft: Draft) -> TensorParallelChoice:
         problems += styles_of_parameters("tp_styles", declared or spec.tp_styles, draft.parameters)[1]
         return TensorParallelChoice()
     level, styles, passed_over = choose_styles(draft)
+    around = _trace_regions(draft)
     for pattern, style in styles.items():
         if style not in STYLES and style != "sequence_parallel":
             problems.append(f"tp={tp}: the style {style!r} of {pattern!r} is not supported; legal are {', '.join(STYLES)}")
-    builder = Rows(draft)
+    builder = Rows(draft, around)
     builder.assign(level == "given", styles)
     if not problems:
-        builder.derive()
+        builder.derive(traced=level == "derived")
     for counted, count in spec.structure.divisible if spec.structure else ():
         if count % tp:
             problems.append(f"tp={tp}: {count} {counted} are divisible by {', '.join(map(str, divisors(count)))}")
     draft.tp_styles = builder.of_parameters
     _check_slices(draft)
-    left_whole = tuple((name, f"takes the {statistic} of its features") for name, statistic in builder.left_whole.items())
-    return TensorParallelChoice(level, (*passed_over, *left_whole), builder.sorted_rows())
+    return TensorParallelChoice(level, (*passed_over, *builder.left_whole.items()), builder.sorted_rows())
+
+
+def _trace_regions(draft: Draft) -> tuple[str, ...] | None:
+    """If sequence parallel needs regions that the spec does not name, take those of a trace.
+
+    Returns:
+        Those regions that cannot be split over features; ``None``: the spec names the regions, or none are needed.
+    """
+    known = draft.spec.structure or Structure()
+    asked = draft.options.sequence_parallel and not known.regions and not known.no_sequence_parallel
+    if not asked or draft.model.regions is None or not draft.layers:
+        return None
+    found = draft.model.regions(draft.layers)
+    structure = replace(known, regions=found.regions, tokenwise=found.tokenwise, no_sequence_parallel=found.problem)
+    draft.spec = replace(draft.spec, structure=structure)
+    return found.around
 
 
 def tensor_parallel_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action]:
@@ -155,11 +173,27 @@ def choose_styles(draft: Draft) -> tuple[str, Mapping[str, str], list[tuple[str,
         names = draft.model.modules
         return "generic", {pattern: style for pattern, style in GENERIC.items() if match_names(pattern, names)}, passed_over
     passed_over.append(("generic", unfit))
+    if derived := _derived(draft):
+        return "derived", derived, passed_over
+    passed_over.append(("derived", "no linear layer puts out features that enter another one without being mixed"))
     draft.error = MissingPlanError
     draft.problems.append(
         "tp: there are no styles; " + "; ".join(f"{name}: {why}" for name, why in passed_over) + "; the legal value of tp is 1"
     )
     return "", {}, passed_over
+
+
+def _derived(draft: Draft) -> dict[str, str]:
+    """Return the styles of the pairs that a trace of the model found; the rest of a layer is computed whole by each rank."""
+    pairs = draft.model.pairs(draft.layers) if draft.model.pairs is not None and draft.layers else ()
+    styles: dict[str, str] = {}
+    for firsts, second in pairs:
+        styles |= {**dict.fromkeys(firsts, "colwise"), second: "rowwise"}
+    patterns = {generalize(name): style for name, style in styles.items()}
+    exact = all(
+        styles.get(name) == style for item, style in patterns.items() for name in match_names(item, draft.model.modules)
+    )
+    return patterns if exact else styles
 
 
 def _not_generic(draft: Draft) -> str:

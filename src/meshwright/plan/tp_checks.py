@@ -60,6 +60,8 @@ def unsound(
             yield from _between(scope, model, of_modules, of_parameters, own_styles, adapters)
     yield from _counting(model, of_modules, head)
     for name, style in of_modules.items():
+        if style == "packed_rowwise":
+            yield f"{name!r} has the style packed_rowwise, which is for parameters of experts alone; the legal style is rowwise"
         if style == "replicated_with_grad_allreduce" and not _split_around(name, of_modules, layers):
             yield (
                 f"{name!r} has the style {style}, but no module beside it is sliced, so it computes with whole tensors; the "

@@ -29,9 +29,15 @@ __all__ = ["Rows"]
 
 
 class Rows:
-    """Derives the row of each module."""
+    """Derives the row of each module.
 
-    def __init__(self, draft: Draft) -> None:
+    Args:
+        draft: the draft of the plan.
+        around: where regions come from a trace, those that cannot be split over features; otherwise ``None``.
+    """
+
+    def __init__(self, draft: Draft, around: Sequence[str] | None = None) -> None:
+        self.around = around
         self.spec, self.options, self.sizes = draft.spec, draft.options, draft.model.sizes
         self.model, self.problems, self.names = draft.model, draft.problems, draft.model.names
         self.structure = draft.spec.structure or Structure()
@@ -67,9 +73,12 @@ class Rows:
         for pattern, style in styles.items():
             for name in match_names(pattern, outside):
                 self.of_modules.setdefault(name, style)
+        for name in [name for name, style in self.of_modules.items() if style == "mla_kv_a_proj"]:
+            self._latent(name)
         if self.ep > 1:
             self._leave_experts(given)
         self._leave_statistics(given)
+        self._leave_what_others_read()
         self._group_heads()
 
     def _leave_statistics(self, given: bool) -> None:
@@ -88,11 +97,24 @@ class Rows:
                     f"their {statistic}, which differs on a slice; leave the module out"
                 )
                 continue
-            self.left_whole[generalize(name)] = statistic
+            self.left_whole[generalize(name)] = f"takes the {statistic} of its features"
             for other in [other for other in self.of_modules if inside(other, name)]:
                 del self.of_modules[other]
             for other in [other for other in self.of_parameters if inside(canonical(other), name)]:
                 del self.of_parameters[other]
+
+    def _leave_what_others_read(self) -> None:
+        """Keep an embedding whole, with what is tied to it, if a module around it reads its matrix itself."""
+        for name in [name for name, style in self.of_modules.items() if style.startswith("embedding")]:
+            own = name.rpartition(".")[2]
+            around = [module for module in self.model.modules if inside(name, module)]
+            if not any({own, "weight"} <= set(self.model.modules[module].code) for module in around):
+                continue
+            self.left_whole[name] = "another module reads its matrix"
+            for parameter in (self.model.parameter_of[f"{name}.{item}"] for item in self._own(name)):
+                self.of_parameters.pop(parameter.name, None)
+                for alias in parameter.names:
+                    self.of_modules.pop(holder_of(alias), None)
 
     def _leave_experts(self, given: bool) -> None:
         """Take experts out of the styles: `ep` distributes whole experts, and they are not sliced in addition."""
@@ -120,22 +142,37 @@ class Rows:
                     if inside(canonical(parameter), name) and self.of_parameters[parameter] == "colwise":
                         self.of_parameters[parameter] = "grouped_colwise"
 
-    def derive(self) -> None:
-        """Derive all rows."""
+    def derive(self, *, traced: bool) -> None:
+        """Derive all rows.
+
+        Args:
+            traced: whether a trace of the model showed that its styles are right.
+        """
         sequence, problems = self.options.sequence_parallel, self.problems
         if sequence:
             self._check_sequence()
         self._check_head()
         if problems:
             return
-        problems += unsound(
-            self.model, self._layers(), self.structure.head, self.of_modules, self.of_parameters, self.own_styles, self.adapters
+        problems += (
+            ()
+            if traced
+            else unsound(
+                self.model,
+                self._layers(),
+                self.structure.head,
+                self.of_modules,
+                self.of_parameters,
+                self.own_styles,
+                self.adapters,
+            )
         )
         if problems:
             return
         self._draw_regions(sequence)
         for name, style in self.of_modules.items():
-            if style not in ("replicate", "sequence_parallel"):
+            known = style == "local_params" and name in self.rows  # a region computes with its slices anyway
+            if style not in ("replicate", "sequence_parallel") and not known:
                 self._style_row(name, style, sequence)
         if sequence:
             self._sequence_rows()
@@ -216,6 +253,8 @@ class Rows:
     def _kind(self, region: str) -> str:
         inner = [(name, self.of_modules[name]) for name in self.model.inside(region) if name in self.of_modules]
         styles = {style for _, style in inner}
+        if self.around is not None and (region in self.around or "moe_tp_experts" in styles):
+            return "whole"  # a trace does not show that all that is beside the experts is a partial sum too
         if "moe_tp_experts" in styles:
             return "partial"
         plain = styles <= FIRST | {"rowwise", "replicated_with_grad_allreduce"}
@@ -257,6 +296,8 @@ class Rows:
             parts = self._parts_of(name)
         elif style == "grouped_colwise":
             parts = (self.sizes.kv_heads or 1,)
+        elif style == "mla_kv_a_proj":
+            parts = self._shared_keys(name)
         sums: tuple[str, ...] = ()
         own = self._own(name)
         if style in ("replicated_with_grad_allreduce", "grouped_colwise"):
@@ -267,6 +308,25 @@ class Rows:
             self._adapted(name, style, entry, exit_, parts)
         else:
             self._add(name, style, entry, exit_, sums, parts)
+
+    def _latent(self, name: str) -> None:
+        """Give what is beside a latent projection and has no style the style ``replicate``: it computes with whole latents."""
+        for other in self.model.inside(holder_of(name)):
+            if self._own(other) and other not in self.of_modules and not self._in_adapter(other):
+                self.of_modules[other] = "replicate"
+
+    def _shared_keys(self, name: str) -> tuple[int, ...]:
+        """Return how many of the last features of a latent projection all heads share: those that its matrix of keys lacks."""
+        beside = [other for other in self.model.children(holder_of(name)) if other.endswith("kv_b_proj")]
+        width, latent = (
+            self.model.modules[of].parameters.get("weight", (0, 0)) for of in (name, beside[0] if beside else name)
+        )
+        if not 0 < width[0] - latent[1] < width[0]:
+            self.problems.append(
+                f"tp_plan: {name!r} has the style mla_kv_a_proj, but is no latent projection with a kv_b_proj beside it"
+            )
+            return (1,)
+        return (width[0] - latent[1],)
 
     def _parts_of(self, name: str) -> tuple[int, ...]:
         matching_parts = [parts for pattern, parts in self.structure.fused.items() if match_names(pattern, [name])]
@@ -308,15 +368,16 @@ class Rows:
                 self._add(layer, "stack", sums=own)
         on_stream = [name for layer in layers for name in self.model.inside(layer) if not self._in_region(name)]
         for name in [*on_stream, *self._matched(self.structure.tokenwise)]:
-            if not (own := self._own(name)):
+            # After the last norm the hidden state is whole again, for the head and for everything else that uses it.
+            last = name == self._matched(self.structure.tokenwise)[-1]
+            own = self._own(name)
+            if not own and not last:
                 continue
             if (style := self.of_modules.get(name, "sequence_parallel")) != "sequence_parallel":
                 self.problems.append(
                     f"sequence_parallel=True: {name!r} has the style {style}, but no module around it gathers the sequence"
                 )
                 continue
-            # After the last norm the hidden state is whole again, for the head and for everything else that uses it.
-            last = name == self._matched(self.structure.tokenwise)[-1]
             self._add(name, "sequence_parallel", exit_=Move.GATHER_SEQUENCE_WHOLE if last else Move.NONE, sums=own)
 
     def _in_region(self, name: str) -> bool:

@@ -76,6 +76,13 @@ def draft_units(draft: Draft) -> None:
                 claim(name, "unit", "tied modules", True)
                 units[name].part_of = first
             draft.remarks.append(f"unit {first!r}: one with {', '.join(map(repr, others))}, whose parameters are the same")
+    for name, unit in units.items():
+        runs, with_gradient = draft.model.runs.get(name, (1, 1))
+        if runs == 0 and unit.kind != EXPERTS:
+            unit.forwards = 0
+        elif runs > 1:
+            unit.places = max(1, with_gradient)
+            unit.forwards = -(-runs // unit.places)
     for pattern in options.exclude_units:
         for name in draft.match("exclude_units", pattern, [name for name in units if name], "unit"):
             if units.pop(name).kind == EXPERTS and draft.layout.ep > 1:

@@ -16,7 +16,7 @@ every kept layer is frozen, synchronised and recomputed exactly as before; patte
 
 import math
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -31,8 +31,9 @@ from meshwright.models.config import ModelConfig
 from meshwright.models.imports import import_modules
 from meshwright.models.registry import spec_of
 from meshwright.plan.inspection import model_sizes
-from meshwright.plan.names import generalize, holder_of, match_names
+from meshwright.plan.names import match_names
 from meshwright.plan.spec import ParallelSpec
+from meshwright.shrink.kinds import kinds_of, layers_of, lists_of, lost_between, second_of_ties
 from meshwright.shrink.small_config import ALWAYS, RULES, Change, Needs, small_config
 from meshwright.train.config import RunConfig
 from meshwright.train.setup import microbatches_per_step, vocabulary_defaults
@@ -48,11 +49,8 @@ MAX_PROCESSES = 8
 SEQUENCE = 64
 """Number of tokens in a sequence; a shorter original is kept."""
 
-SMALL, LARGE = 1_000_000, 50_000_000
-"""Most parameters of a model that is not shrunk, and most parameters of a small model."""
-
-MOST_KINDS = 12
-"""Most kinds of layers. If there are more, some number differs in every layer, and kinds are compared without numbers."""
+SMALL = 1_000_000
+"""Most parameters of a model that is not shrunk."""
 
 
 def shrink(config: RunConfig, world_size: int | None = None) -> tuple[RunConfig, int, tuple[Change, ...]]:
@@ -217,22 +215,23 @@ def _shrink_model(
     defaults: Mapping[str, Any], needs: Needs, patterns: "_Patterns", changes: list[Change],
 ) -> tuple[ModelConfig, dict[str, Any]]:  # fmt: skip
     """Return the config of a small model of the same structure, and the run's patterns with the new numbers of layers."""
-    path, count = _layers(large, spec.layers)
+    path, count = layers_of(large, spec.layers)
     everything = list(range(count))
     stays = sum(parameter.numel() for parameter in large.parameters()) <= SMALL
     kinds: list[Any] = (
-        everything if stays else _kinds(large, path, everything, _lists(large, count), _marks(patterns, large, path, count))
+        everything if stays else kinds_of(large, path, everything, lists_of(large, count), _marks(patterns, large, path, count))
     )
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     more = [index for index in everything if index not in firsts]
     firsts = sorted([*firsts, *more[: max(0, max(2, needs.stages) - len(firsts))]])
     # If the config says "every fourth layer", layers must keep their positions: then all layers up to the last kept one stay.
-    for kept in (firsts, everything[: firsts[-1] + 1]):
+    # A tie needs two of the layers that it ties.
+    for kept in (firsts, everything[: firsts[-1] + 1], everything[: max(firsts[-1], second_of_ties(spec, path)) + 1]):
         values, noted = small_config(source, large_config, defaults, needs, kept, count, ALWAYS if stays else RULES)
         model = source.model_copy(update={"path": None, "config": values})
         try:
             small = build_on_meta(model, pretrained_config(model))
-            lost = _lost(large, small, spec, path, kept)
+            lost = lost_between(large, small, spec, path, kept)
         except MeshwrightError as error:
             lost = list(error.problems)
         if not lost:
@@ -244,79 +243,6 @@ def _shrink_model(
         return model, {}
     new_numbers = [kept.index(index if index in kept else kinds.index(kind)) for index, kind in enumerate(kinds)]
     return model, _renumbered(patterns, large, small, path, kept, new_numbers)
-
-
-def _layers(model: nn.Module, patterns: Iterable[str]) -> tuple[str, int]:
-    """Return the path of the list of the language model's layers (the list with most parameters), and its length."""
-    names = [name for name, _ in model.named_modules()]
-    parents = [holder_of(name) for pattern in patterns for name in match_names(pattern, names)]
-    path = max(dict.fromkeys(parents), key=lambda path: sum(item.numel() for item in model.get_submodule(path).parameters()))
-    return path, parents.count(path)
-
-
-def _lists(model: "PreTrainedModel", count: int) -> list[str]:
-    """Return the keys of the config whose value is a list with an entry for each layer."""
-    text = model.config.get_text_config().to_dict()
-    return [key for key, value in text.items() if isinstance(value, list) and len(value) == count and "token" not in key]
-
-
-def _kinds(
-    model: "PreTrainedModel", path: str, indices: Sequence[int], lists: Sequence[str], marks: Sequence[Hashable] = ()
-) -> list[Hashable]:
-    """Return the kind of each layer: with marks to distinguish the layers of one model, without to compare models of two sizes.
-
-    Args:
-        model: the model.
-        path: path of its list of layers.
-        indices: numbers of the layers.
-        lists: keys of the config that have an entry for each layer.
-        marks: what the patterns decide about each layer; empty: compare kinds without marks and without sizes.
-    """
-    text, sizes = model.config.get_text_config().to_dict(), bool(marks)
-    kinds: list[Hashable] = []
-    for index in indices:
-        rows: set[Hashable] = set()
-        for name, module in model.get_submodule(f"{path}.{index}").named_modules():
-            for key, value in vars(module).items():
-                if isinstance(value, (bool, str, int, type(None))) and not re.search(_NO_KIND, key):
-                    rows.add((generalize(name), type(module).__name__, key, _flag(value, sizes)))
-            for key, parameter in module.named_parameters(recurse=False):
-                rows.add((generalize(name), type(module).__name__, key, tuple(parameter.shape) if sizes else parameter.ndim))
-        kinds.append((frozenset(rows), tuple(_flag(text[key][index], sizes) for key in lists), marks[index] if marks else None))
-    if marks and len(set(kinds)) > MOST_KINDS:
-        return list(zip(_kinds(model, path, indices, lists), marks, strict=True))
-    return kinds
-
-
-_NO_KIND = r"^_|^training$|idx|index|layer_id|number"
-"""Pattern of the attributes of modules that are no part of a layer's kind."""
-
-
-def _flag(value: Any, sizes: bool) -> Hashable:
-    """Return a value as part of a kind. Without sizes, of a number only whether it is 0 counts."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return value if sizes else bool(value)
-    return value if isinstance(value, (bool, str, type(None))) else repr(value)
-
-
-def _lost(large: "PreTrainedModel", small: "PreTrainedModel", spec: ParallelSpec, path: str, kept: Sequence[int]) -> list[str]:
-    """Return what the small model lacks of the large one, or has in addition, or why it is still too large."""
-    models, differences = (large, small), []
-    classes = [{type(module).__name__ for module in model.modules()} for model in models]
-    names = [{generalize(name) for name, _ in model.named_parameters()} for model in models]
-    tied = [{" = ".join(dict.fromkeys(map(generalize, group))) for group in of.tied} for of in (spec, spec_of(small))]
-    for kind, (old, new) in (("class", classes), ("parameter", names), ("tie", tied)):
-        differences += [f"the {kind} {name} would be lost" for name in sorted(old - new)]
-        differences += [f"the {kind} {name} would be new" for name in sorted(new - old)]
-    lists = _lists(large, sum(1 for _ in large.get_submodule(path).children()))
-    if (left := sum(1 for _ in small.get_submodule(path).children())) != len(kept):
-        return [*differences, f"{left} layers would be left, not {len(kept)}"]
-    pairs = zip(kept, _kinds(large, path, kept, lists), _kinds(small, path, range(len(kept)), lists), strict=True)
-    differences += [f"layer {index} would become another" for index, before, after in pairs if before != after]
-    if (total := sum(parameter.numel() for parameter in small.parameters())) > LARGE:
-        name, largest = max(small.named_parameters(), key=lambda item: item[1].numel())
-        differences.append(f"{total:,} parameters would be left, the largest {name} of shape {tuple(largest.shape)}")
-    return differences
 
 
 # -- patterns with numbers of layers --------------------------------------------------------------------------------------

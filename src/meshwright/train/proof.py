@@ -24,6 +24,7 @@ from meshwright.train.config import RunConfig
 from meshwright.train.setup import RunSetup
 
 __all__ = [
+    "COVERAGE",
     "MATRIX",
     "CellProof",
     "Record",
@@ -31,6 +32,7 @@ __all__ = [
     "Standing",
     "State",
     "audit_arguments",
+    "cell_data",
     "matrix_data",
     "read_records",
     "record",
@@ -38,9 +40,9 @@ __all__ = [
     "today",
 ]
 
-MATRIX = "proofs.json"
-"""Name of the file, in this file's directory, with the support matrix as data. `meshwright audit --matrix` writes it
-together with docs/support-matrix.md."""
+MATRIX, COVERAGE = "proofs.json", "coverage.json"
+"""Names of the files, in this file's directory, with the support matrix and the coverage page as data. `meshwright audit
+--matrix` writes the first together with docs/support-matrix.md, and with `--all` the second together with docs/coverage.md."""
 
 MOST_PROCESSES = 8
 """An audit uses as many processes as the run if the run has at most this many; otherwise the audit chooses the number."""
@@ -203,20 +205,31 @@ class CellProof:
 
 def matrix_data(cells: Sequence[CellProof]) -> str:
     """Return the matrix as JSON: date, versions, and a line for each cell with its model, axes and values of each choice."""
-    lines = []
-    for cell in cells:
-        first = cell.claims[0]
-        choices = {name: sorted({claim.choices[name] for claim in cell.claims}) for name in first.choices}
-        named = {"family": cell.family, "layout": cell.layout, "failed": cell.failed}
-        lines.append(json.dumps({**named, "model": first.model, "axes": list(first.axes), "choices": choices}))
+    lines = [json.dumps(cell_data(cell)) for cell in cells]
     head = json.dumps({"date": today(), "versions": versions()})
     return head[:-1] + ', "cells": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
+def cell_data(cell: CellProof) -> dict[str, Any]:
+    """Return a cell as values of JSON: the model, axes, and values of each choice of its claims, if it has claims."""
+    named: dict[str, Any] = {"family": cell.family, "layout": cell.layout, "failed": cell.failed}
+    if cell.claims:
+        first = cell.claims[0]
+        choices = {name: sorted({claim.choices[name] for claim in cell.claims}) for name in first.choices}
+        named |= {"model": first.model, "axes": list(first.axes), "choices": choices}
+    return named
+
+
 @cache
 def _matrix() -> Mapping[str, Any]:
-    content: Mapping[str, Any] = json.loads(resources.files("meshwright.train").joinpath(MATRIX).read_text())
-    return content
+    """Return the support matrix, with the cells of the coverage page behind its own."""
+    matrix, coverage = (
+        json.loads(resources.files("meshwright.train").joinpath(name).read_text()) for name in (MATRIX, COVERAGE)
+    )
+    same = matrix["versions"] == coverage["versions"]
+    page = {"page": f"coverage page of {coverage['date']}"}
+    more = [{**cell, **page} for cell in coverage["cells"] if cell.get("model")] if same else []
+    return {**matrix, "cells": [*matrix["cells"], *more]}
 
 
 def _in_matrix(claim: Claim, matrix: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -268,9 +281,10 @@ def standing_of(setup: RunSetup, source: Source | None, say: Callable[[str], Non
         cell = None
     if cell is None:
         return Standing(State.UNPROVEN, f"no audit on record of {where} with these options and versions; prove it: {command}")
+    page = cell.get("page", f"support matrix of {_matrix().get('date')}")
     if cell["failed"]:
-        return Standing(State.FAILED, f"the support matrix found {where} wrong: {cell['failed']}; audit it: {command}")
-    return Standing(State.PROVEN, f"{where}, by the support matrix of {_matrix()['date']} ({cell['family']}, {cell['layout']})")
+        return Standing(State.FAILED, f"the {page} found {where} wrong: {cell['failed']}; audit it: {command}")
+    return Standing(State.PROVEN, f"{where}, by the {page} ({cell['family']}, {cell['layout']})")
 
 
 def audit_arguments(setup: RunSetup) -> tuple[RunConfig, int | None]:

@@ -250,7 +250,7 @@ def vocabulary_defaults(config: RunConfig, tokenizer: "PreTrainedTokenizerBase |
 def _length_problems(config: RunConfig, model: "PreTrainedModel") -> list[MeshwrightError]:
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     length = config.data.sequence_length
-    if not isinstance(longest, int) or length <= longest:
+    if not isinstance(longest, int) or longest < 1 or length <= longest:  # -1: no limit
         return []
     where = "model.config" if config.model.config is not None else config.model.path
     return [

@@ -1,0 +1,286 @@
+"""Coverage: every causal language model of transformers on one layout for each axis, audited in float64 on a small model.
+
+A model type is audited as a run of its default config would be: :func:`~meshwright.shrink.run.shrink` makes it small, and keeps
+its classes, its kinds of layers, and the ratios of its heads and experts.
+"""
+
+import json
+import logging
+import re
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from meshwright.audit.case import Case
+from meshwright.audit.conduct import Auditor, make_ready
+from meshwright.audit.data import draw_documents
+from meshwright.errors import ConfigError, MeshwrightError, ModelError
+from meshwright.matrix.cells import LAYOUTS, SEQUENCE_LENGTH, STEPS, Cell, Outcome, Place, audited
+from meshwright.matrix.page import write_matrix
+from meshwright.matrix.reasons import EXPLAINED, reason_of
+from meshwright.models.defaults import ODD, model_types
+from meshwright.shrink.run import shrink
+from meshwright.train.claim import versions
+from meshwright.train.config import RunConfig
+from meshwright.train.proof import COVERAGE, MATRIX, CellProof, cell_data, today
+
+__all__ = ["COLUMNS", "part_of", "run_of", "write_coverage", "write_pages"]
+
+COLUMNS = tuple(
+    next(place for place in LAYOUTS if place.label == label)
+    for label in ("shard 2", "replicate 2", "tp 2", "tp 2 seq", "ep 2", "cp 2", "pp 2")
+)
+
+
+def part_of(types: Sequence[str], part: str) -> list[str]:
+    """Return the part ``K/N`` of some model types: every N-th, from the K-th on.
+
+    Raises:
+        ConfigError: it is no such part; the message says what is legal.
+    """
+    match = re.fullmatch(r"(\d+)/(\d+)", part)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise ConfigError(f"--part={part}: legal is K/N with K from 1 to N, such as 3/10")
+    return list(types[int(match[1]) - 1 :: int(match[2])])
+
+
+def run_of(model_type: str, place: Place, folder: Path, packing: str = "pack") -> RunConfig:
+    """Return the run of a model type's default config on a layout.
+
+    Raises:
+        ModelError: transformers has no default config for it.
+    """
+    from transformers import AutoConfig
+
+    odd = dict(ODD.get(model_type, {}))
+    try:
+        config = AutoConfig.for_model(model_type, **odd)
+        text = config.get_text_config()
+        sizes: dict[str, Any] = {"vocab_size": text.vocab_size}
+    except Exception as error:  # whatever a config checks or computes
+        raise ModelError(f"model: its default config cannot be made ({type(error).__name__}: {_first_line(error)})") from error
+    if text is not config:
+        key = next(key for key, value in vars(config).items() if value is text)
+        sizes = {key: {"model_type": text.model_type, **sizes}}
+    return RunConfig.model_validate(
+        {
+            "output": str(folder),
+            "model": {"config": {"model_type": model_type, **odd, **sizes}},
+            "layout": dict(place.sizes),
+            "parallel": {"sequence_parallel": place.sequence_parallel},
+            "data": {"files": ["drawn"], "sequence_length": SEQUENCE_LENGTH, "eval_fraction": 0.0, "packing": packing},
+            "training": {"steps": STEPS, "microbatch_size": 2, "global_batch_size": 8},
+        }
+    )
+
+
+def _case_of(model_type: str, place: Place, folder: Path, packing: str, dtype: str) -> Case:
+    run, _, _ = shrink(run_of(model_type, place, folder, packing), place.world_size)
+    ready, _ = make_ready(run, dtype, STEPS, folder)
+    values = ready.model.config or {}
+    nested = next((value for value in values.values() if isinstance(value, dict) and "vocab_size" in value), values)
+    vocabulary = int(nested["vocab_size"])
+    store = folder / f"documents-{vocabulary}"
+    if not (store / "index.json").is_file():
+        draw_documents(vocabulary, SEQUENCE_LENGTH, 400, 0, store)
+    return Case(ready, store, STEPS)
+
+
+def _unable(case: Case) -> str:
+    """Return why the model of a case does not run without Meshwright; empty: it does."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = dict(case.config.model.config or {})
+    try:
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+        model(input_ids=torch.ones((2, SEQUENCE_LENGTH), dtype=torch.long), use_cache=False)
+    except Exception as error:  # whatever a model raises
+        return f"{type(error).__name__}: {_first_line(error)}"
+    return ""
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+
+
+def _cell(auditor: Auditor, model_type: str, place: Place, folder: Path) -> Cell:
+    def audit(dtype: str) -> Cell:
+        return audited(auditor, place, [dtype], lambda _, packing: _case_of(model_type, place, folder, packing, dtype))
+
+    try:
+        cell = audit("float64")
+        # A model that stores or computes something in fp32, whatever the rest is in, has one dtype in float32 alone.
+        mixed = reason_of(cell.note) == "dtypes" or "same dtype, but got" in cell.note
+        cell = audit("float32") if mixed and not cell.claims else cell
+        crashed = cell.outcome is Outcome.FAILS and not cell.claims
+        if crashed and (why := _unable(_case_of(model_type, place, folder, "pad", "float32"))):
+            return Cell(Outcome.REFUSED, {}, f"{model_type} cannot be shrunk: the small model does not run by itself ({why})")
+        return cell
+    except MeshwrightError:
+        raise
+    except Exception as error:  # a config or a model of transformers may raise anything; nothing of it ran on ranks
+        return Cell(Outcome.REFUSED, {}, f"model: {type(error).__name__}: {_first_line(error)}")
+
+
+def write_pages(say: Callable[[str], None], part: str | None, page: Path | None, data: Path | None) -> bool:
+    """Write the support matrix, or a part of the coverage page, from the root of the repository.
+
+    Args:
+        say: called with a line for each step.
+        part: ``K/N``, the part of the coverage page; ``None``: the support matrix.
+        page: path of the page; ``None``: where it is in the repository.
+        data: path of the data; ``None``: where it is in the repository.
+
+    Returns:
+        Whether no cell failed.
+
+    Raises:
+        ConfigError: it is no such part.
+    """
+    package = Path("src/meshwright/train")
+    if part is None:
+        return write_matrix(page or Path("docs/support-matrix.md"), say, data=data or package / MATRIX)
+    return write_coverage(page or Path("docs/coverage.md"), data or package / COVERAGE, say, part_of(model_types(), part))
+
+
+def write_coverage(
+    page: Path,
+    data: Path,
+    say: Callable[[str], None],
+    types: Sequence[str] | None = None,
+    places: Sequence[Place] = COLUMNS,
+) -> bool:
+    """Audit model types on the columns, and write the page and its data, which `plan` and `train` read too.
+
+    Each finished cell is written to ``DATA.partial`` at once. A job that was interrupted continues from there, with the same
+    versions. Cells of other model types stay as they are in the data.
+
+    Args:
+        page: path of the page.
+        data: path of the data, JSON.
+        say: called with a line for each model type.
+        types: the model types to audit; ``None``: all.
+        places: the columns to audit.
+
+    Returns:
+        Whether no cell failed. A refusal is no failure.
+    """
+    begun, chosen = time.perf_counter(), list(model_types() if types is None else types)
+    partial = data.with_name(f"{data.name}.partial")
+    before, done = _read(data), _read(partial)
+    with Auditor() as auditor, tempfile.TemporaryDirectory(prefix="meshwright-coverage-") as folder, _quiet():
+        for model_type in chosen:
+            for place in places:
+                at = (model_type, place.label)
+                if at in done and done[at]["outcome"] != Outcome.FAILS:
+                    continue
+                done[at] = _row(*at, _cell(auditor, model_type, place, Path(folder)))
+                _write(partial, done)
+            outcomes = ", ".join(f"{place.label} {done[model_type, place.label]['outcome']}" for place in places)
+            say(f"{model_type}: {outcomes} ({time.perf_counter() - begun:.0f} s)")
+    rows = {**before, **done}
+    _write(data, rows)
+    page.write_text(_page(rows, time.perf_counter() - begun, len(chosen)))
+    partial.unlink(missing_ok=True)
+    return all(row["outcome"] != Outcome.FAILS for row in rows.values())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings of transformers about 190 default configs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(logging.NOTSET)
+
+
+# -- the data -----------------------------------------------------------------------------------------------------------------
+
+
+Rows = dict[tuple[str, str], dict[str, Any]]
+"""(model type, layout) to the values of a cell, as JSON has them."""
+
+
+def _row(model_type: str, label: str, cell: Cell) -> dict[str, Any]:
+    proof = CellProof(model_type, label, cell.note if cell.outcome is Outcome.FAILS else "", cell.claims)
+    return {**cell_data(proof), "outcome": str(cell.outcome), "worst": dict(cell.worst), "note": cell.note}
+
+
+def _write(path: Path, rows: Rows) -> None:
+    head = json.dumps({"date": today(), "versions": versions()})
+    lines = ",\n".join(json.dumps(row) for _, row in sorted(rows.items()))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".tmp").write_text(head[:-1] + ', "cells": [\n' + lines + "\n]}\n")
+    path.with_suffix(".tmp").rename(path)
+
+
+def _read(path: Path) -> Rows:
+    """Return the rows of a file that was written with the same versions."""
+    content = json.loads(path.read_text()) if path.is_file() else {}
+    same = content.get("versions") == versions()
+    return {(row["family"], row["layout"]): row for row in content["cells"]} if same else {}
+
+
+# -- the page -----------------------------------------------------------------------------------------------------------------
+
+
+def _page(rows: Rows, seconds: float, audited_types: int) -> str:
+    import torch
+    import transformers
+
+    labels = [place.label for place in COLUMNS]
+    types = sorted({model_type for model_type, _ in rows})
+    built = [of for of in types if _reason(rows[of, labels[0]]) != "unbuilt"]
+    lines = [
+        "# Coverage",
+        "",
+        f"Written by `meshwright audit --matrix --all` with torch {torch.__version__}, transformers",
+        f"{transformers.__version__}. Do not edit. The last call audited {audited_types} types in {seconds / 60:.0f} minutes.",
+        "",
+        f"Transformers has {len(types)} model types of causal language models, of which {len(built)} build from their default",
+        "config (encoders with `is_decoder: true`). Each cell is a small model of the type, made from the default config as",
+        "`meshwright audit` does, trained on two CPU processes and in one, in float64, and compared parameter by parameter",
+        "([how](audit.md)). A number is the largest error of a gradient, relative to its largest entry. A word is the reason",
+        "of a refusal, explained below. Under `ep`, models without experts are left out.",
+        "",
+        "| axis | work | refused | fail |",
+        "|---|---|---|---|",
+    ]
+    for label in labels:
+        counts = Counter(rows[of, label]["outcome"] for of in built if (of, label) in rows and _words(rows[of, label]))
+        refused = counts[Outcome.REFUSED] + counts[Outcome.NOT_YET]
+        lines.append(f"| {label} | {counts[Outcome.WORKS]} | {refused} | {counts[Outcome.FAILS]} |")
+    lines += ["", f"| model type | {' | '.join(labels)} |", f"|{'---|' * (len(labels) + 1)}"]
+    for of in built:
+        lines.append(f"| {of} | {' | '.join(_words(rows.get((of, label))) for label in labels)} |")
+    used = Counter(_reason(row) for (of, _), row in rows.items() if of in built)
+    lines += ["", "## Reasons", ""]
+    lines += [
+        f"- *{key}* ({used[key]} cells): {sentence}" for key, sentence in EXPLAINED.items() if used[key] and key != "dense"
+    ]
+    if failed := [row for _, row in sorted(rows.items()) if row["failed"]]:
+        lines += ["", "## Failures", "", *(f"- {row['family']} on {row['layout']}: {row['failed']}" for row in failed)]
+    unbuilt = [rows[of, labels[0]] for of in types if of not in built]
+    lines += ["", "## Not built", "", "transformers itself does not build these from their default config:", ""]
+    lines += [f"- {row['family']}: {row['note'].removeprefix('model: ')}" for row in unbuilt]
+    return "\n".join(lines) + "\n"
+
+
+def _reason(row: Mapping[str, Any]) -> str:
+    """Return the key of the reason of a refusal; empty if the cell is no refusal."""
+    return reason_of(row["note"]) if row["outcome"] in (Outcome.REFUSED, Outcome.NOT_YET) else ""
+
+
+def _words(row: Mapping[str, Any] | None) -> str:
+    if row is None or (reason := _reason(row)) == "dense":
+        return ""
+    return reason or (f"{max(row['worst'].values()):.0e}" if row["outcome"] == Outcome.WORKS else "FAILS")

@@ -1,0 +1,70 @@
+"""The coverage page: cells of default configs, resuming, parts, and the reasons of refusals."""
+
+import json
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from meshwright.errors import ConfigError
+from meshwright.matrix import coverage
+from meshwright.matrix.cells import Cell, Outcome
+from meshwright.matrix.reasons import EXPLAINED, OTHER, reason_of
+from meshwright.models.defaults import model_types
+from meshwright.train.proof import COVERAGE
+
+SHARD, TP = (next(place for place in coverage.COLUMNS if place.label == label) for label in ("shard 2", "tp 2"))
+
+
+def test_cells_are_audited_once_and_others_stay(tmp_path: Path) -> None:
+    page, data, said = tmp_path / "coverage.md", tmp_path / "coverage.json", []
+    assert coverage.write_coverage(page, data, said.append, ["gpt2", "gptj"], [SHARD, TP])
+    rows = {(row["family"], row["layout"]): row for row in json.loads(data.read_text())["cells"]}
+    assert [rows[of, "shard 2"]["outcome"] for of in ("gpt2", "gptj")] == ["works", "works"]
+    assert (rows["gpt2", "tp 2"]["outcome"], rows["gptj", "tp 2"]["outcome"]) == ("refused", "works")
+    assert reason_of(rows["gpt2", "tp 2"]["note"]) == "styles"
+    assert len(rows["gptj", "tp 2"]["model"]) == 20
+    text = page.read_text()
+    assert "| shard 2 | 2 | 0 | 0 |" in text
+    assert "| tp 2 | 1 | 1 | 0 |" in text
+    assert "- *styles* (1 cells): " in text
+    assert not list(tmp_path.glob("*.partial"))
+    assert coverage.write_coverage(page, data, said.append, ["dbrx"], [SHARD])  # the others stay
+    assert len(json.loads(data.read_text())["cells"]) == 5
+
+
+def test_a_page_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def cell(auditor: object, model_type: str, place: coverage.Place, folder: Path) -> Cell:
+        seen.append((model_type, place.label))
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return Cell(Outcome.WORKS, {"float64": 1e-16})
+
+    monkeypatch.setattr(coverage, "_cell", cell)
+    paths = (tmp_path / "coverage.md", tmp_path / "coverage.json")
+    with pytest.raises(KeyboardInterrupt):
+        coverage.write_coverage(*paths, print, ["gpt2", "gptj"], [SHARD, TP])
+    assert coverage.write_coverage(*paths, print, ["gpt2", "gptj"], [SHARD, TP])
+    assert seen == [("gpt2", "shard 2"), ("gpt2", "tp 2"), ("gptj", "shard 2"), ("gptj", "shard 2"), ("gptj", "tp 2")]
+
+
+def test_parts() -> None:
+    types = model_types()
+    parts = [coverage.part_of(types, f"{number}/10") for number in range(1, 11)]
+    assert sorted(name for part in parts for name in part) == types
+    for wrong in ("0/10", "11/10", "1", "a/b", "-1/3"):
+        with pytest.raises(ConfigError, match="legal is K/N with K from 1 to N"):
+            coverage.part_of(types, wrong)
+
+
+def test_the_page_that_is_here() -> None:
+    """Every model type is on it, no cell failed, and each refusal has a reason that the page explains."""
+    rows = json.loads(resources.files("meshwright.train").joinpath(COVERAGE).read_text())["cells"]
+    assert {row["family"] for row in rows} == set(model_types())
+    refused = [row for row in rows if row["outcome"] in ("refused", "not yet")]
+    assert [row["note"] for row in refused if reason_of(row["note"]) == OTHER] == []
+    page = (Path(__file__).parents[2] / "docs" / "coverage.md").read_text()
+    used = {reason_of(row["note"]) for row in refused} - {"dense", "unbuilt"}
+    assert all(f"- *{key}* (" in page and EXPLAINED[key] in page for key in used)
