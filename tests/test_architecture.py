@@ -156,7 +156,6 @@ MAY_NAME_A_FAMILY = {
     # an old format of chats calls the role so
     '"gpt": "assistant",',
     # the field's name for a kind of layer, which many families have; what tells it are the names of its parts, not the family
-    "the user, written for the family, declared by the model, or, for a model whose layers are those of a Llama, generic.",
     'return f"{generalize(layer)} has no {part}, so it is not the layer of a Llama"',
     'return f"{generalize(layer)}.{part} holds {shown}; a Llama\'s holds {wanted}"',
     "# A Llama's attention reads heads from shapes. One that knows their number would not see that it has fewer.",

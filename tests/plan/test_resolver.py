@@ -311,3 +311,28 @@ def test_expert_parallel_that_cannot_be_is_refused_with_what_is_legal() -> None:
         resolve(replace(spec, experts=(ExpertsRule("model.layers.0.mlp"),)), model, Layout(), world_size=2)
     with pytest.raises(PlanError, match=r"ep=2: Qwen3MoeForCausalLM declares no experts"):
         resolve(replace(spec, experts=()), model, Layout(ep=2), world_size=2)
+
+
+def test_a_list_is_no_layer_and_a_plan_without_layers_says_so() -> None:
+    model, _ = make("plain", meta=True)
+    (found,) = problems(ParallelSpec("plain", layers=("blocks",)), model)
+    assert found == "layers pattern 'blocks' matches the list 'blocks', which is not called itself; its entries are 'blocks.*'"
+    plan = resolve(ParallelSpec("plain", layers=()), model, Layout(dp_shard=2), ParallelOptions())
+    assert plan.remarks == ("layers: none; what no other unit has is one unit, gathered as a whole",)
+
+
+def test_a_tied_weight_is_frozen_by_either_of_its_names() -> None:
+    model, _ = make("plain", meta=True)
+    model.head.weight = model.embed.weight
+    for name in ("embed.weight", "head.weight"):
+        plan = resolve(ParallelSpec("plain", layers=("blocks.*",)), model, Layout(dp_shard=2), ParallelOptions(freeze=(name,)))
+        assert not plan.parameter("head.weight").trainable
+
+
+def test_problems_that_differ_in_numbers_alone_are_one_line() -> None:
+    model, _ = make("plain", meta=True)
+    for block in model.blocks:
+        block[0].weight = nn.Parameter(torch.zeros((), device="meta"))
+    (found,) = problems(ParallelSpec("plain", layers=("blocks.*",)), model)
+    assert found.startswith("parameter 'blocks.0.0.weight' is a scalar")
+    assert found.endswith(f"(and {len(model.blocks) - 1} more like it)")

@@ -139,8 +139,14 @@ def runs(model: nn.Module, name: str) -> bool:
         return True
     if isinstance(model.get_submodule(name), _Passage | _Empty | _Same):
         return False
+    if cut.end < len(cut.order) and _is_plain_norm(model.get_submodule(name)):
+        return False  # the norm after the layers runs on this stage too, and what it returns is not used
     own = [layer for layer, *_ in cut.order[cut.begin : cut.end]]
     return cut.begin == 0 or within(name, [*own, *cut.trailing])
+
+
+def _is_plain_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower() and not any(True for _ in module.parameters())
 
 
 def crossing_of(model: nn.Module) -> Crossing:

@@ -62,11 +62,11 @@ def _regions_of(model: nn.Module, layers: Sequence[str]) -> list[str]:
 def _traced(
     model: "PreTrainedModel", layers: Sequence[str], regions: Sequence[str], experts: Sequence[ExpertsRule], device: str | None
 ) -> RegionFacts:
-    length = prime_length(model)
-    trace = _Trace(model, layers, regions, length, prime_length(model, above=length))
+    length, tensors = prime_length(model), meta_tensors(model)
+    trace = _Trace(model, layers, regions, length, prime_length(model, above=length), tensors.values())
     positions = torch.arange(length).to("meta").unsqueeze(0)
     with trace.watching():
-        call_on_meta(model, experts, trace.attend, meta_tensors(model), positions, device)
+        call_on_meta(model, experts, trace.attend, tensors, positions, device)
     return trace.facts()
 
 
@@ -79,10 +79,14 @@ class _Trace(TorchDispatchMode):
         regions: names of its regions.
         whole: length of the sequence.
         part: length of a slice; no rank has so many tokens, but it is another prime.
+        parameters: the tensors that stand for the model's parameters and buffers.
     """
 
-    def __init__(self, model: nn.Module, layers: Sequence[str], regions: Sequence[str], whole: int, part: int) -> None:
+    def __init__(
+        self, model: nn.Module, layers: Sequence[str], regions: Sequence[str], whole: int, part: int, parameters: Any
+    ) -> None:
         super().__init__()
+        self._parameters = WeakIdKeyDictionary(dict.fromkeys(parameters, True))
         self.model, self.layers, self.regions = model, layers, regions
         self.whole, self.part, self.slices = whole, part, TokenDimension(part)
         self.problems: list[str] = []
@@ -90,6 +94,7 @@ class _Trace(TorchDispatchMode):
         self.after = [name for name, module in model.named_modules() if self._is_after(name, module)]
         self.ran: list[str] = []
         self._region = ""
+        self._early: set[str] = set()
         self._inputs, self._products = WeakIdKeyDictionary(), WeakIdKeyDictionary()
 
     def _is_after(self, name: str, module: nn.Module) -> bool:
@@ -164,6 +169,8 @@ class _Trace(TorchDispatchMode):
     def _leaving(self, name: str) -> Any:
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
             hidden = output[0] if isinstance(output, tuple) else output
+            if any(tensor in self._parameters for tensor in _tensors(output)):
+                self.problems.append(f"{name!r} returns a parameter, whose gradient would be that of a slice")
             if hidden in self._inputs:
                 self.around[name] = None
             self._region = ""
@@ -174,7 +181,13 @@ class _Trace(TorchDispatchMode):
 
     def _norm(self, name: str) -> Any:
         def norm(module: nn.Module, args: Any, output: Any) -> Any:
-            if isinstance(output, torch.Tensor) and output.ndim > 1 and output.shape[SEQUENCE] == self.part:
+            if not isinstance(output, torch.Tensor) or output.ndim < 2:
+                return output
+            if output.shape[SEQUENCE] == self.whole and not self.ran:
+                self._early.add(name)
+            if output.shape[SEQUENCE] == self.part:
+                if name in self._early:
+                    self.problems.append(f"{name!r} runs before the layers and after them")
                 self.ran.append(name)
                 return self._resized(output, self.part, self.whole, name)
             return output

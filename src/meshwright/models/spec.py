@@ -18,7 +18,7 @@ from meshwright.models.strategy import ParallelizationStrategy
 from meshwright.models.tracing import count_runs
 from meshwright.plan.names import generalize, holder_of, match_names
 from meshwright.plan.spec import ParallelSpec, UnitRule, under_prefix
-from meshwright.plan.tp_styles import HEAD, canonical
+from meshwright.plan.tp_styles import HEAD, STYLES, canonical
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -171,10 +171,17 @@ def _tied_groups(tied: dict[str, str]) -> tuple[tuple[str, ...], ...]:
 
 
 def _matching(styles: dict[str, str], model: nn.Module) -> dict[str, str]:
-    """Return the declared styles that match a name of the model: transformers declares them for all variants of a family."""
+    """Return the declared styles that match a name of the model: transformers declares them for all variants of a family.
+
+    A module without parameters counts if its style is unknown here, because then the plan is refused for it.
+    """
     names = [canonical(name) for name, _ in model.named_parameters(remove_duplicate=False)]
     candidates = {*names, *(holder_of(name) for name in names)}
-    return {pattern: style for pattern, style in styles.items() if match_names(pattern, candidates)}
+    modules = {name for name, _ in model.named_modules()}
+    return {
+        pattern: style for pattern, style in styles.items()
+        if match_names(pattern, candidates if style in STYLES else candidates | modules)
+    }  # fmt: skip
 
 
 def _sizes(model: "PreTrainedModel") -> dict[str, str]:

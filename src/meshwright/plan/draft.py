@@ -1,5 +1,6 @@
 """The draft of a plan: what is known, what was decided so far, and what is wrong. Every pass of the resolver takes one."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -103,7 +104,7 @@ class Draft:
             PlanError: there are problems.
         """
         if self.problems:
-            raise self.error(self.problems)
+            raise self.error(_alike(self.problems))
 
     def match(self, rule: str, pattern: str, names: Iterable[str], kind: str) -> list[str]:
         """Return the names that a pattern matches; if there are none, note a problem.
@@ -120,6 +121,14 @@ class Draft:
             there = "units are" if kind == "unit" else "there are, for example,"
             self.problems.append(f"{rule} pattern {pattern!r} matches no {kind}; {there} {_examples(names)}")
         return matched
+
+
+def _alike(problems: Iterable[str]) -> list[str]:
+    """Return problems, and only the first of those that differ in numbers alone, such as those of layers."""
+    groups: dict[str, list[str]] = {}
+    for problem in problems:
+        groups.setdefault(re.sub(r"\d+", "*", problem), []).append(problem)
+    return [first if not others else f"{first} (and {len(others)} more like it)" for first, *others in groups.values()]
 
 
 def _examples(names: Iterable[str]) -> str:

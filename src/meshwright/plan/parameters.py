@@ -69,9 +69,9 @@ def _leave_out(draft: Draft) -> None:
 def choose_trained(draft: Draft) -> None:
     """Choose the trained parameters: those that require a gradient in the model and that the options do not freeze."""
     frozen: set[str] = set()
-    names = [parameter.name for parameter in draft.parameters]
+    first = {name: parameter.name for parameter in draft.parameters for name in parameter.names}
     for pattern in draft.options.freeze:
-        frozen.update(draft.match("freeze", pattern, names, "parameter"))
+        frozen.update(first[name] for name in draft.match("freeze", pattern, first, "parameter"))
     draft.trained = {parameter.name for parameter in draft.parameters if parameter.requires_grad} - frozen
     if frozen and not draft.trained:
         draft.problems.append(f"freeze={list(draft.options.freeze)}: leaves no parameter to train")

@@ -1,8 +1,8 @@
 """How a plan slices a model over `tp`: where the styles come from, and whether every rank gets a slice.
 
 Styles are named as in transformers (`base_model_tp_plan`). They come from the first of five levels that has any: given by
-the user, written for the family, declared by the model, generic for a model whose layers are those of a Llama, or derived from
-a trace of the model.
+the user, written for the family, declared by the model, generic for layers of a common shape, or derived from a trace of the
+model.
 """
 
 from collections.abc import Iterator, Mapping
@@ -175,7 +175,8 @@ def choose_styles(draft: Draft) -> tuple[str, Mapping[str, str], list[tuple[str,
     passed_over.append(("generic", unfit))
     if derived := _derived(draft):
         return "derived", derived, passed_over
-    passed_over.append(("derived", "no linear layer puts out features that enter another one without being mixed"))
+    if draft.model.pairs is not None:
+        passed_over.append(("derived", "no linear layer puts out features that enter another one without being mixed"))
     draft.error = MissingPlanError
     draft.problems.append(
         "tp: there are no styles; " + "; ".join(f"{name}: {why}" for name, why in passed_over) + "; the legal value of tp is 1"

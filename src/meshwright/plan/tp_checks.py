@@ -69,6 +69,11 @@ def unsound(
             )
         if style == "moe_tp_experts":
             for own, shape in model.modules[name].parameters.items():
+                if of_parameters.get(model.parameter_of[f"{name}.{own}"].name) == "colwise" and _packs(model, name, own):
+                    yield (
+                        f"{f'{name}.{own}'!r} has the style colwise, but the code of {name!r} takes it apart by chunk(2), so a "
+                        "slice of its rows has all of one matrix and none of the other; the legal style is packed_colwise"
+                    )
                 if tp_dim(of_parameters.get(model.parameter_of[f"{name}.{own}"].name), shape) is None:
                     yield (
                         f"{f'{name}.{own}'!r} is not sliced, but the ranks of tp sum the outputs of {name!r} (moe_tp_experts); "
@@ -87,6 +92,13 @@ def unsound(
                 f"{parameter.name!r} has the style {given_style}, but the model declares {model_style}, because its output is "
                 f"split into parts; the legal style is {model_style}"
             )
+
+
+def _packs(model: Inspection, name: str, own: str) -> bool:
+    """Return whether a parameter of a module has the rows of two matrices, which its code takes apart by ``chunk``."""
+    shapes = model.modules[name].parameters
+    rows, beside = shapes[own][-2], {shape[-1] for other, shape in shapes.items() if other != own and len(shape) > 2}
+    return "chunk" in model.modules[name].code and rows % 2 == 0 and rows // 2 in beside
 
 
 def _counting(model: Inspection, of_modules: Mapping[str, str], head: str | None) -> Iterator[str]:

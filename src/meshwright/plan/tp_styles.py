@@ -101,7 +101,7 @@ def styles_of_parameters(
     for pattern, style in patterns.items():
         exactly = [own for name, own in names.items() if match_names(pattern, [name])]
         inside = [own for name, own in names.items() if match_names(pattern, [holder_of(name)])]
-        if not exactly and not inside:
+        if not exactly and not inside and style in STYLES:  # an unknown style is refused by itself, where tp > 1
             problems.append(f"{where} pattern {pattern!r} matches no parameter")
         for name in exactly:
             styles.setdefault(name, style)

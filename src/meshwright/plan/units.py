@@ -42,9 +42,16 @@ def draft_units(draft: Draft) -> None:
 
     for pattern in spec.layers:
         names = matched("layers", pattern)
+        lists = [name for name in names if draft.model.modules[name].kind == "ModuleList"]
+        draft.problems += [
+            f"layers pattern {pattern!r} matches the list {name!r}, which is not called itself; its entries are '{name}.*'"
+            for name in lists
+        ]
         last = last_of_each_container(names)
         for name in names:
             claim(name, LAYER, f"layers pattern {pattern!r}", name not in last)
+    if not spec.layers:
+        draft.remarks.append("layers: none; what no other unit has is one unit, gathered as a whole")
     for rule in spec.units:
         for name in matched("units", rule.pattern):
             reshard = True if rule.reshard_after_forward is None else rule.reshard_after_forward
