@@ -245,8 +245,8 @@ def _page(rows: Rows) -> str:
     lines = [
         "# Coverage",
         "",
-        f"Written by `meshwright audit --matrix --all` with torch {torch.__version__}, transformers {transformers.__version__}.",
-        "Do not edit.",
+        f"Written by `meshwright audit --matrix --all` with torch {torch.__version__},",
+        f"transformers {transformers.__version__}. Do not edit.",
         "",
         f"Transformers has {len(types)} model types of causal language models, of which {len(built)} build from their default",
         "config (encoders with `is_decoder: true`). Each cell is a small model of the type, made from the default config as",
