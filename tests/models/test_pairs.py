@@ -43,7 +43,7 @@ def changed(between: object, around: bool = False) -> LlamaForCausalLM:
 
 def test_the_pairs_of_a_gated_mlp() -> None:
     model = tiny_model("llama", meta=True)
-    assert trace_pairs(model, LAYERS) == tuple(
+    assert trace_pairs(model, LAYERS).found == tuple(
         ((f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"), f"{layer}.mlp.down_proj") for layer in LAYERS
     )
 
@@ -63,7 +63,24 @@ def test_the_pairs_of_a_gated_mlp() -> None:
     ],
 )
 def test_what_mixes_features_is_no_pair(between: object, sliced: bool) -> None:
-    assert bool(trace_pairs(changed(between), LAYERS)) is sliced
+    assert bool(trace_pairs(changed(between), LAYERS).found) is sliced
+
+
+@pytest.mark.parametrize(
+    ("between", "operator"),
+    [
+        (lambda module, inner: inner - inner.mean(-1, keepdim=True), "aten.mean.dim"),
+        (lambda module, inner: inner.softmax(-1), "aten._softmax.default"),
+        (lambda module, inner: inner.cumsum(-1), "aten.cumsum.default"),
+    ],
+)
+def test_declared_styles_that_cannot_be_right_are_refused_with_the_operator(between: object, operator: str) -> None:
+    """The styles that Llama declares, for an MLP that they do not fit. The code of the module does not show its statistic."""
+    model = changed(between)
+    with pytest.raises(PlanError) as error:
+        resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions(), world_size=2)
+    wanted = f"'model.layers.0.mlp.gate_proj' has the style colwise, but {operator} mixes its features"
+    assert any(wanted in problem for problem in error.value.problems)
 
 
 def test_a_region_with_a_residual_inside_is_not_split() -> None:

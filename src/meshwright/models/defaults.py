@@ -20,6 +20,7 @@ ODD: Mapping[str, Mapping[str, Any]] = {
         _ALONE,
     ),
     "xlm": {"causal": True},
+    "xmod": {**_DECODER, "default_language": "en_XX"},
     "big_bird": {**_DECODER, "attention_type": "original_full"},  # the other kind draws random blocks
     "bigbird_pegasus": {**_ALONE, "attention_type": "original_full"},
     "ministral": {"head_dim": 128},

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.models.tracing import call_on_meta, first_that_runs, meta_tensors, no_attention, prime_length
 from meshwright.plan.names import within
-from meshwright.plan.spec import ExpertsRule
+from meshwright.plan.spec import ExpertsRule, Pairs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,11 +29,15 @@ __all__ = ["trace_pairs"]
 _KEEPS_FEATURES = {"view", "_unsafe_view", "_reshape_alias", "detach", "alias", "clone", "_to_copy", "native_dropout"}
 """Operators that treat each feature alone if the last dimension stays, beside those that torch tags as pointwise."""
 
+_MIXES_FEATURES = {
+    "mean", "sum", "var", "std", "amax", "amin", "max", "min", "norm", "linalg_vector_norm", "_softmax", "_log_softmax", "sort",
+    "cumsum", "logsumexp", "median", "kthvalue", "flip", "roll",
+}  # fmt: skip
+"""Operators that combine all features of a token, if they are told to work along the last dimension."""
 
-def trace_pairs(
-    model: "PreTrainedModel", layers: Sequence[str], experts: Sequence[ExpertsRule] = ()
-) -> tuple[tuple[tuple[str, ...], str], ...]:
-    """Return each pair in the layers of a model: names of the linear layers that come first, and of the one that follows.
+
+def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequence[ExpertsRule] = ()) -> Pairs:
+    """Return each pair in the layers of a model, and the linear layers whose features an operator mixes as a whole.
 
     Args:
         model: a causal language model, on any device; it is called with tensors on the meta device, and not changed.
@@ -56,7 +60,7 @@ def trace_pairs(
 
     attempts = [lambda device=device: traced(device) for device in ("cpu", "meta", None)]
     found, _ = first_that_runs(attempts)
-    return () if found is None else found.pairs()
+    return Pairs() if found is None else Pairs(found.pairs(), found.mixed)
 
 
 class _Trace(TorchDispatchMode):
@@ -70,6 +74,7 @@ class _Trace(TorchDispatchMode):
         self._unfit: set[str] = set()  # whose features are mixed, or added to others
         self._several: set[str] = set()  # that run more than once
         self._ran: set[str] = set()
+        self.mixed: dict[str, str] = {}
         self._inside = 0
 
     def pairs(self) -> tuple[tuple[tuple[str, ...], str], ...]:
@@ -125,4 +130,12 @@ class _Trace(TorchDispatchMode):
                 self._sources[item] = sources
         else:
             self._unfit |= sources
+            if name in _MIXES_FEATURES and _along_features(tensors[0], args):
+                self.mixed.update(dict.fromkeys(self._sources.get(tensors[0], ()), str(function)))
         return result
+
+
+def _along_features(tensor: torch.Tensor, args: Sequence[Any]) -> bool:
+    """Return whether the dimension that an operator names is the last one."""
+    named = [item for arg in args[1:] for item in (arg if isinstance(arg, list | tuple) else [arg]) if type(item) is int]
+    return bool(named) and any(item in (-1, tensor.ndim - 1) for item in named)

@@ -15,7 +15,7 @@ from meshwright.layout import ModelSizes
 from meshwright.plan.attentions import Attentions
 from meshwright.plan.names import holder_of, inside
 from meshwright.plan.regions import RegionFacts
-from meshwright.plan.spec import Pair, ParallelSpec
+from meshwright.plan.spec import Pairs, ParallelSpec
 from meshwright.plan.stages import StageFacts
 
 __all__ = [
@@ -114,8 +114,8 @@ class Inspection:
         regions: returns which modules need the whole sequence, for the names of its layers. It calls the model; ``None``:
             unknown.
         count: returns how often each module runs in a forward. It calls the model; ``None``: unknown.
-        pairs: returns the pairs of matrices that can be sliced, for the names of its layers. It calls the model; ``None``:
-            unknown.
+        pairs: returns the pairs of matrices that can be sliced, and what mixes the features of others, for the names of its
+            layers. It calls the model; ``None``: unknown.
     """
 
     modules: Mapping[str, ModuleFacts]
@@ -126,7 +126,7 @@ class Inspection:
     stages: Callable[[Sequence[str]], StageFacts] | None = field(default=None, compare=False, repr=False)
     regions: Callable[[Sequence[str]], RegionFacts] | None = field(default=None, compare=False, repr=False)
     count: Callable[[], Mapping[str, tuple[int, int]]] | None = field(default=None, compare=False, repr=False)
-    pairs: Callable[[Sequence[str]], Sequence[Pair]] | None = field(default=None, compare=False, repr=False)
+    pairs: Callable[[Sequence[str]], Pairs] | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def attentions(self) -> Attentions | None:

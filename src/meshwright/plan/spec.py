@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ExpertsRule",
+    "Pairs",
     "ParallelSpec",
     "Scores",
     "Structure",
@@ -26,8 +27,20 @@ __all__ = [
 
 
 T = TypeVar("T")
-Pair = tuple[tuple[str, ...], str]
-"""Names of linear layers whose output features enter one other linear layer one by one, and the name of this one."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """How linear layers follow each other inside the layers of a model.
+
+    Attributes:
+        found: for each pair, the names of the linear layers whose output features enter one other linear layer one by one, and
+            the name of this one.
+        mixed: name of each linear layer whose output features are mixed as a whole, to the operator that does it.
+    """
+
+    found: tuple[tuple[tuple[str, ...], str], ...] = ()
+    mixed: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -160,8 +173,8 @@ class ParallelSpec:
             (:func:`meshwright.models.stages.trace_stages`); ``None``: unknown, so it cannot be cut.
         regions: returns, for a model of the family and the names of its layers, which modules need the whole sequence
             (:func:`meshwright.models.regions.trace_regions`), if ``structure`` does not say it; ``None``: unknown.
-        pairs: returns, for a model of the family and the names of its layers, the pairs of matrices that can be sliced
-            (:func:`meshwright.models.pairs.trace_pairs`), if nobody wrote or declared styles; ``None``: unknown.
+        pairs: returns, for a model of the family and the names of its layers, the pairs of matrices that can be sliced, and
+            what mixes the features of others (:func:`meshwright.models.pairs.trace_pairs`); ``None``: unknown.
         runs: returns, for a model of the family, how often each module runs in a forward, and how often with gradient
             (:func:`meshwright.models.tracing.count_runs`); ``None``: all units run once but idle ones and twins.
         remarks: what was assumed because nobody declared it, a sentence each; the plan repeats them.
@@ -182,7 +195,7 @@ class ParallelSpec:
     attentions: "Callable[[nn.Module], Attentions] | None" = field(default=None, compare=False, repr=False)
     stages: "Callable[[nn.Module, Sequence[str]], StageFacts] | None" = field(default=None, compare=False, repr=False)
     regions: "Callable[[nn.Module, Sequence[str]], RegionFacts] | None" = field(default=None, compare=False, repr=False)
-    pairs: "Callable[[nn.Module, Sequence[str]], Sequence[Pair]] | None" = field(default=None, compare=False, repr=False)
+    pairs: "Callable[[nn.Module, Sequence[str]], Pairs] | None" = field(default=None, compare=False, repr=False)
     runs: "Callable[[nn.Module], Mapping[str, tuple[int, int]]] | None" = field(default=None, compare=False, repr=False)
     remarks: tuple[str, ...] = ()
 

@@ -17,9 +17,9 @@ from meshwright.plan.names import generalize, match_names
 from meshwright.plan.program import Action, Assign, Bias, Compute, Kernel, Slice
 from meshwright.plan.sharding_plan import ShardingPlan, TensorParallelRow
 from meshwright.plan.sliced_code import counts_heads
-from meshwright.plan.spec import Structure
+from meshwright.plan.spec import Pairs, Structure
 from meshwright.plan.tp_rows import Rows
-from meshwright.plan.tp_styles import STYLES, styles_of_parameters, tp_dim
+from meshwright.plan.tp_styles import FIRST, STYLES, styles_of_parameters, tp_dim
 
 __all__ = ["TensorParallelChoice", "choose_styles", "resolve_tensor_parallel", "tensor_parallel_actions"]
 
@@ -67,6 +67,13 @@ def resolve_tensor_parallel(draft: Draft) -> TensorParallelChoice:
             problems.append(f"tp={tp}: the style {style!r} of {pattern!r} is not supported; legal are {', '.join(STYLES)}")
     builder = Rows(draft, around)
     builder.assign(level == "given", styles)
+    for name, operator in _pairs(draft).mixed.items() if not problems and level != "derived" else ():
+        style = builder.of_modules.get(name, "")
+        if style in FIRST:
+            problems.append(
+                f"tp={tp}: {name!r} has the style {style}, but {operator} mixes its features, of which a rank has some; "
+                "legal are colwise_gather_output and no style"
+            )
     if not problems:
         builder.derive(traced=level == "derived")
     for counted, count in spec.structure.divisible if spec.structure else ():
@@ -184,11 +191,14 @@ def choose_styles(draft: Draft) -> tuple[str, Mapping[str, str], list[tuple[str,
     return "", {}, passed_over
 
 
+def _pairs(draft: Draft) -> Pairs:
+    return draft.model.pairs(draft.layers) if draft.model.pairs is not None and draft.layers else Pairs()
+
+
 def _derived(draft: Draft) -> dict[str, str]:
     """Return the styles of the pairs that a trace of the model found; the rest of a layer is computed whole by each rank."""
-    pairs = draft.model.pairs(draft.layers) if draft.model.pairs is not None and draft.layers else ()
     styles: dict[str, str] = {}
-    for firsts, second in pairs:
+    for firsts, second in _pairs(draft).found:
         styles |= {**dict.fromkeys(firsts, "colwise"), second: "rowwise"}
     patterns = {generalize(name): style for name, style in styles.items()}
     exact = all(

@@ -145,7 +145,8 @@ class _Numbers:
             self.new_kv = _least(self.kv, 2, needs.tp)
             self.new_heads = min(self.heads, 2 * self.new_kv)
         # If heads x head size equals the hidden size (times Mamba's expansion), it stays so; otherwise the two stay different.
-        self.hidden, expand = number("hidden_size", "embed_dim") or HIDDEN, number("expand") or 1
+        self.hidden = number("hidden_size", "embed_dim") or HIDDEN
+        expand = number("expand") or max(1, number("attention_hidden_size") // self.hidden)
         self.head_dim = number("head_dim") or max(1, self.hidden // self.heads)
         fills = self.hidden * expand == self.heads * self.head_dim
         self.new_head_dim = min(self.head_dim, 16 if (self.new_heads <= 4) == fills else 8)
