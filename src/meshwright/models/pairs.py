@@ -7,6 +7,7 @@ of something that is not sliced would compute another thing on a slice. Several 
 gate does.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -60,7 +61,22 @@ def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequen
 
     attempts = [lambda device=device: traced(device) for device in ("cpu", "meta", None)]
     found, _ = first_that_runs(attempts)
-    return Pairs() if found is None else Pairs(found.pairs(), found.mixed)
+    return Pairs() if found is None else Pairs(found.pairs(), found.mixed, _vocabulary(model))
+
+
+def _vocabulary(model: "PreTrainedModel") -> tuple[str, ...]:
+    """Return the names of embedding and head, if what they hold is used by nobody else."""
+    names = {id(module): name for name, module in model.named_modules()}
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    try:
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return ()
+    if type(embedding) is not nn.Embedding or type(head) is not nn.Linear:
+        return ()
+    tied = embedding.weight is head.weight
+    alone = uses[id(embedding.weight)] == uses[id(head.weight)] == 1 + tied and (head.bias is None or uses[id(head.bias)] == 1)
+    return (names[id(embedding)], names[id(head)]) if alone else ()
 
 
 class _Trace(TorchDispatchMode):

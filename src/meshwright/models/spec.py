@@ -17,7 +17,7 @@ from meshwright.models.stages import trace_stages
 from meshwright.models.strategy import ParallelizationStrategy
 from meshwright.models.tracing import count_runs
 from meshwright.plan.names import generalize, holder_of, match_names
-from meshwright.plan.spec import ParallelSpec, UnitRule, under_prefix
+from meshwright.plan.spec import ParallelSpec, Structure, UnitRule, under_prefix
 from meshwright.plan.tp_styles import HEAD, STYLES, canonical
 
 if TYPE_CHECKING:
@@ -101,10 +101,10 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
             f"{class_name(model)} declares no layers, and has no list of modules of one class: set _no_split_modules on the "
             f"class to the class name of its layer (it is {sorted(declared.no_split) or None}), or pass a ParallelSpec"
         )
-    structure = structure_of([kind.__name__ for kind in type(model).__mro__], model.config)
+    known = structure_of([kind.__name__ for kind in type(model).__mro__], model.config)
     experts = experts_of(model)
     styles = dict(declared.tp)
-    if styles and structure is not None:
+    if styles and known is not None:
         # In transformers 5.17, these families do not declare the style of the embedding.
         styles = {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output", **styles}
     styles |= _style_of_tied_embedding(model, modules, styles)
@@ -119,14 +119,14 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
         tied=_tied_groups(declared.tied),
         tp_styles=_matching(styles, model),
         sizes=_sizes(model),
-        structure=structure,
+        structure=known or _shared_heads(modules, styles),
         # A subclass has the structure of its family, but may have further parameters that some microbatches do not use.
-        uses_all_parameters=structure is not None and structure.uses_all_parameters and declared_structure(type(model)),
+        uses_all_parameters=known is not None and known.uses_all_parameters and declared_structure(type(model)),
         attentions=partial(trace_attentions, experts=experts),
         stages=partial(trace_stages, experts=experts),
         regions=partial(trace_regions, experts=experts),
         pairs=partial(trace_pairs, experts=experts),
-        runs=None if structure is not None else partial(count_runs, experts=experts),
+        runs=None if known is not None else partial(count_runs, experts=experts),
     )
 
 
@@ -141,6 +141,16 @@ def _style_of_tied_embedding(model: Any, modules: dict[str, nn.Module], styles: 
     tied = isinstance(embedding, nn.Embedding) and getattr(head, "weight", None) is embedding.weight
     sliced = any(style in HEAD and match_names(pattern, [other]) for pattern, style in styles.items())
     return {one: "embedding_rowwise"} if tied and sliced and not any(match_names(item, [one]) for item in styles) else {}
+
+
+def _shared_heads(modules: dict[str, nn.Module], styles: dict[str, str]) -> Structure | None:
+    """Return what ranks need to share a key/value head, if the model declares keys and values sliced beside queries."""
+    sliced = {name for item, style in styles.items() if style == "colwise" for name in match_names(item, modules)}
+    found = [
+        f"{holder_of(name)}.{own}" for name in sliced if name.endswith(".q_proj") for own in ("k_proj", "v_proj")
+        if f"{holder_of(name)}.{own}" in sliced
+    ]  # fmt: skip
+    return Structure(kv_projections=_patterns(sorted(found))) if found else None
 
 
 def is_transformers(model: nn.Module) -> bool:

@@ -214,7 +214,7 @@ def _get_parallel_plan(
     draft = Draft(spec, inspect_model(spec, model), Layout().resolve(1), options)
     _, styles, _ = choose_styles(draft)
     if sequence_parallel and (spec.structure is None or spec.structure.no_sequence_parallel or not spec.structure.regions):
-        why = spec.structure.no_sequence_parallel if spec.structure else "the inside of its layers is unknown"
+        why = (spec.structure and spec.structure.no_sequence_parallel) or "the inside of its layers is unknown"
         draft.problems.append(f"sequence_parallel=True: {why}; the legal value is False")
     draft.refuse()
     plan = _as_torch(spec, styles, sequence_parallel)

@@ -37,10 +37,12 @@ class Pairs:
         found: for each pair, the names of the linear layers whose output features enter one other linear layer one by one, and
             the name of this one.
         mixed: name of each linear layer whose output features are mixed as a whole, to the operator that does it.
+        vocabulary: names of the embedding and of the output head, if both are of torch's own classes; otherwise empty.
     """
 
     found: tuple[tuple[tuple[str, ...], str], ...] = ()
     mixed: Mapping[str, str] = field(default_factory=dict)
+    vocabulary: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

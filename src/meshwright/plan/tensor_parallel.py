@@ -198,8 +198,11 @@ def _pairs(draft: Draft) -> Pairs:
 def _derived(draft: Draft) -> dict[str, str]:
     """Return the styles of the pairs that a trace of the model found; the rest of a layer is computed whole by each rank."""
     styles: dict[str, str] = {}
-    for firsts, second in _pairs(draft).found:
+    pairs = _pairs(draft)
+    for firsts, second in pairs.found:
         styles |= {**dict.fromkeys(firsts, "colwise"), second: "rowwise"}
+    if styles:  # the vocabulary alone would not be worth it
+        styles |= dict(zip(pairs.vocabulary, ("embedding_rowwise", "colwise_gather_output"), strict=False))
     patterns = {generalize(name): style for name, style in styles.items()}
     exact = all(
         styles.get(name) == style for item, style in patterns.items() for name in match_names(item, draft.model.modules)

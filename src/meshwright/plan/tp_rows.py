@@ -170,6 +170,9 @@ class Rows:
         if problems:
             return
         self._draw_regions(sequence)
+        for name in [name for name, style in self.of_modules.items() if style == "grouped_colwise"]:
+            if not self._region_of(name) and (parts := self._heads_of(holder_of(name))):
+                self._add(holder_of(name), "region", parts=parts)
         for name, style in self.of_modules.items():
             known = style == "local_params" and name in self.rows  # a region computes with its slices anyway
             if style not in ("replicate", "sequence_parallel") and not known:
