@@ -6,12 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.audit.case import Case
+from meshwright.audit.conduct import Auditor, make_ready
+from meshwright.audit.data import draw_documents
 from meshwright.errors import ConfigError
 from meshwright.matrix import coverage
-from meshwright.matrix.cells import Cell, Outcome
+from meshwright.matrix.cells import Cell, Outcome, Place
 from meshwright.matrix.reasons import EXPLAINED, OTHER, reason_of
 from meshwright.models.defaults import model_types
+from meshwright.shrink.run import shrink
 from meshwright.train.proof import COVERAGE
+from meshwright.train.setup import make_setup
 
 SHARD, TP = (next(place for place in coverage.COLUMNS if place.label == label) for label in ("shard 2", "tp 2"))
 
@@ -68,3 +73,18 @@ def test_the_page_that_is_here() -> None:
     page = (Path(__file__).parents[2] / "docs" / "coverage.md").read_text()
     used = {reason_of(row["note"]) for row in refused} - {"dense", "unbuilt"}
     assert all(f"- *{key}* (" in page and EXPLAINED[key] in page for key in used)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_ranks_share_key_value_heads_in_models_that_no_family_describes(tmp_path: Path, sequence_parallel: bool) -> None:
+    place = Place("tp 4", 4, {"dp_shard": 1, "tp": 4}, sequence_parallel=sequence_parallel)
+    run = coverage.run_of("granite", place, tmp_path, "pad")
+    model = run.model.model_copy(update={"config": {**(run.model.config or {}), "num_key_value_heads": 2}})
+    run, _, _ = shrink(run.model_copy(update={"model": model}), 4)
+    ready, _ = make_ready(run, "float64", 1, tmp_path)
+    vocabulary = (ready.model.config or {})["vocab_size"]
+    draw_documents(vocabulary, 32, 100, 0, tmp_path / "store")
+    styles = {row.style for row in make_setup(ready, 4).plan.tensor_parallel}
+    assert {"grouped_colwise", "region"} <= styles
+    with Auditor() as auditor:
+        assert auditor.audit(Case(ready, tmp_path / "store", 1), 4).passed

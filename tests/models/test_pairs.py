@@ -114,13 +114,14 @@ def test_how_often_modules_run() -> None:
 
 
 def test_styles_of_a_model_that_declares_none() -> None:
-    """The MLP is sliced, the attention is computed whole."""
+    """MLP and vocabulary are sliced, the attention is computed whole."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gptj", n_layer=2, n_embd=32, n_head=2, rotary_dim=8))
     plan = resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions(), world_size=2)
     assert plan.tp_level == "derived"
     styles = {row.module: row.style for row in plan.tensor_parallel}
-    assert styles == {
+    vocabulary = {"transformer.wte": "embedding_rowwise", "lm_head": "colwise_gather_output"}
+    assert styles == vocabulary | {
         f"transformer.h.{layer}.mlp.{name}": style
         for layer in (0, 1) for name, style in (("fc_in", "colwise"), ("fc_out", "rowwise"))
     }  # fmt: skip

@@ -243,7 +243,9 @@ def family_case(
                 "cpu_offload": variant.offload,
                 "sequence_parallel": place.sequence_parallel,
                 **({"twin_units": variant.twin_units} if tiny.twins else {}),
-                "loss_parallel": variant.loss_parallel and place.sizes.get("tp", 1) > 1 and not tiny.twins,
+                "loss_parallel": variant.loss_parallel
+                and place.sizes.get("tp", 1) > 1
+                and not (tiny.twins or tiny.whole_logits),
                 **(context_options(family, variant) if place.sizes.get("cp", 1) > 1 else {}),
                 **parallel,
             },

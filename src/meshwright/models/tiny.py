@@ -18,10 +18,12 @@ class TinyModel:
     Attributes:
         config: its config, without ``model_type`` unless that is not the name of the row.
         twins: whether it has a stack that runs twice, under two names.
+        whole_logits: whether its head is not known, so that its logits cannot stay sharded.
     """
 
     config: Mapping[str, Any]
     twins: bool = False
+    whole_logits: bool = False
 
     @property
     def sparse(self) -> bool:
@@ -96,5 +98,5 @@ _DECODERS: dict[str, dict[str, Any]] = {
     },  # latent attention, grouped routing, shared expert
 }  # fmt: skip
 
-DECODERS = {name: TinyModel(config) for name, config in _DECODERS.items()}
+DECODERS = {name: TinyModel(config, whole_logits=name == "opt") for name, config in _DECODERS.items()}
 """``model_type``, or another name for a further model of the same type, to the model."""
