@@ -38,6 +38,41 @@ def test_cells_are_audited_once_and_others_stay(tmp_path: Path) -> None:
     assert len(json.loads(data.read_text())["cells"]) == 5
 
 
+@pytest.mark.parametrize(
+    ("model_type", "label"),
+    [
+        ("deepseek_v2", "tp 2"),  # mla_kv_a_proj
+        ("granite_swa", "tp 2"),  # local_params
+        ("aria_text", "tp 2"),  # packed_rowwise
+        ("lfm2", "tp 2"),  # an embedding that is tied to a sliced head
+        ("stablelm", "tp 2 seq"),  # derived styles on a traced stream
+        ("olmo", "pp 2"),  # a norm without parameters after the layers
+        ("hrm_text", "shard 2"),  # layers that run in cycles, some of them without gradient
+        ("gemma3", "shard 2"),  # a tower that does not run
+        ("zamba2", "shard 2"),  # modules whose parameters are tied
+        ("inkling2_text", "shard 2"),  # in float32
+    ],
+)
+def test_what_no_family_describes_is_exact(tmp_path: Path, model_type: str, label: str) -> None:
+    place = next(place for place in coverage.COLUMNS if place.label == label)
+    with Auditor() as auditor:
+        cell = coverage._cell(auditor, model_type, place, tmp_path)
+    assert (cell.outcome, cell.note.partition(" only")[0]) in (
+        (Outcome.WORKS, ""),
+        (Outcome.WORKS, "with data.packing=pad"),
+    )
+
+
+def test_what_is_wrong_with_meshwright_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(coverage, "_case_of", broken)
+    with Auditor() as auditor:
+        cell = coverage._cell(auditor, "llama", SHARD, tmp_path)
+    assert (cell.outcome, cell.note) == (Outcome.FAILS, "KeyError: 'a defect'")
+
+
 def test_a_page_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, str]] = []
 

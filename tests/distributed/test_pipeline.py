@@ -288,6 +288,10 @@ def test_batches_that_do_not_fit_are_refused() -> None:
         if rank == 0:
             with pytest.raises(UnsupportedError, match=r"stage 0: sends torch.float32 \(2, 12, 32\), and the plan has"):
                 stages.stages[0].submod(work=work)
+            failing = Work(lambda _: {}["its own words"], lambda _: torch.zeros(()))
+            stages.stages[0].work = [failing]
+            with pytest.raises(KeyError, match="its own words"):  # torch wraps it in an error that prints the batch
+                stages.stages[0].forward_one_chunk(0, (), {"work": failing})
 
     run_ranks(on_rank, 2)
 

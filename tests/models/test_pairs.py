@@ -133,5 +133,17 @@ def test_styles_of_a_model_that_declares_none() -> None:
         resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions(), world_size=2)
 
 
+def test_an_embedding_that_another_module_reads_is_whole() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma4"))
+    name = "model.language_model.embed_tokens"
+    plan = resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions(), world_size=2)
+    assert dict(plan.tp_passed_over)[name] == "another module reads its matrix"
+    assert plan.parameter(f"{name}.weight").tp_style is None
+    given = ParallelOptions(tp_plan={name: "embedding_rowwise", "lm_head": "colwise_gather_output"})
+    with pytest.raises(PlanError, match="embed_tokens' is sliced, but another module reads its matrix; leave it out"):
+        resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), given, world_size=2)
+
+
 def test_the_odd_ones_are_model_types() -> None:
     assert set(ODD) <= set(model_types())

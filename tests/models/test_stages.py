@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from meshwright.distributed.cut import crossing_of, cut_model
 from meshwright.errors import MeshwrightError
 from meshwright.matrix.cells import deepened
+from meshwright.models.defaults import ODD
 from meshwright.models.families import TINY_MODELS
 from meshwright.models.registry import spec_of
 from meshwright.plan.names import match_names, within
@@ -186,6 +187,24 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
     problems = facts_of(model).problems
     assert "layer 'model.layers.0' reads more than its hidden state of what runs before the first layer" in problems
     assert "layer 'model.layers.2' reads more than its hidden state of layer 'model.layers.0'" in problems
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [
+        (
+            "falcon_h1",
+            "cut in two, it does not run, or cannot be initialised (AttributeError: '_Passage' object has no attribute",
+        ),
+        ("bigbird_pegasus", "cut in two, it does not run, or cannot be initialised (RuntimeError"),
+        ("gemma3", "it has parts beside its language model, whose stages would not run what is around it"),
+    ],
+)
+def test_what_does_not_run_in_parts_is_refused(model_type: str, words: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **ODD.get(model_type, {})))
+    (problem,) = facts_of(model).problems
+    assert problem.startswith(words)
 
 
 def test_a_model_that_computes_between_its_layers_is_refused() -> None:

@@ -1,5 +1,6 @@
 """resolve(): rows of parameters and units for every family, and what it refuses."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -311,6 +312,18 @@ def test_expert_parallel_that_cannot_be_is_refused_with_what_is_legal() -> None:
         resolve(replace(spec, experts=(ExpertsRule("model.layers.0.mlp"),)), model, Layout(), world_size=2)
     with pytest.raises(PlanError, match=r"ep=2: Qwen3MoeForCausalLM declares no experts"):
         resolve(replace(spec, experts=()), model, Layout(ep=2), world_size=2)
+
+
+def test_a_unit_of_tied_modules_cannot_be_left_out() -> None:
+    model, _ = make("plain", meta=True)
+    model.blocks[1][0] = copy.deepcopy(model.blocks[0][0])
+    model.blocks[1][0].weight, model.blocks[1][0].bias = model.blocks[0][0].weight, model.blocks[0][0].bias
+    spec = ParallelSpec("plain", layers=("blocks.*",))
+    plan = resolve(spec, model, Layout(dp_shard=2), ParallelOptions())
+    assert plan.unit("blocks.1.0").part_of == "blocks.0.0"
+    for name in ("blocks.0.0", "blocks.1.0"):
+        (found,) = problems(spec, model, exclude_units=(name,))
+        assert found == f"exclude_units: {name!r} has the parameters of another module, so one unit must hold both"
 
 
 def test_a_list_is_no_layer_and_a_plan_without_layers_says_so() -> None:

@@ -126,8 +126,8 @@ def _cell(auditor: Auditor, model_type: str, place: Place, folder: Path) -> Cell
         return cell
     except MeshwrightError:
         raise
-    except Exception as error:  # a config or a model of transformers may raise anything; nothing of it ran on ranks
-        return Cell(Outcome.REFUSED, {}, f"model: {type(error).__name__}: {_first_line(error)}")
+    except Exception as error:  # no refusal: what is wrong is to be mended, and the other cells are audited all the same
+        return Cell(Outcome.FAILS, {}, f"{type(error).__name__}: {_first_line(error)}")
 
 
 def write_pages(say: Callable[[str], None], part: str | None, page: Path | None, data: Path | None) -> bool:
@@ -250,9 +250,10 @@ def _page(rows: Rows) -> str:
         "",
         f"Transformers has {len(types)} model types of causal language models, of which {len(built)} build from their default",
         "config (encoders with `is_decoder: true`). Each cell is a small model of the type, made from the default config as",
-        "`meshwright audit` does, trained on two CPU processes and in one, in float64, and compared parameter by parameter",
-        "([how](audit.md)). A number is the largest error of a gradient, relative to its largest entry. A word is the reason",
-        "of a refusal, explained below. Under `ep`, models without experts are left out.",
+        "`meshwright audit` does, trained on two CPU processes and in one, in float64 (in float32 if its code computes",
+        "something in float32), and compared parameter by parameter ([how](audit.md)). A number is the largest error of a",
+        "gradient, relative to its largest entry. A word is the reason of a refusal, explained below. Under `ep`, models",
+        "without experts are left out.",
         "",
         "| axis | work | refused | fail |",
         "|---|---|---|---|",

@@ -135,6 +135,20 @@ def tp_style_names() -> frozenset[str]:
     return frozenset(ALL_PARALLEL_STYLES.keys())
 
 
+def embedding_and_head(model: "PreTrainedModel") -> "tuple[nn.Module | None, nn.Module | None]":
+    """Return the embedding of tokens and the output head of a model, or ``None`` for what it does not have.
+
+    A model without one of them may return ``None``, lack the method, or raise ``NotImplementedError`` in it.
+    """
+    found = []
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        try:
+            found.append(getattr(model, name)())
+        except (AttributeError, NotImplementedError):
+            found.append(None)
+    return found[0], found[1]
+
+
 def keep_in_fp32(model: "PreTrainedModel") -> None:
     """Store in fp32 what the model asks for, such as the bias of a router, which changes by less than bf16 can represent.
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.models import _transformers_compat as compat
-from meshwright.models.tracing import RULE, TokenDimension, call_on_meta, first_that_runs, meta_tensors, prime_length
+from meshwright.models.tracing import RULE, TokenDimension, call_on_meta, first_that_runs, hooked, meta_tensors, prime_length
 from meshwright.plan.attentions import AttentionFacts, Attentions, unknown_argument
 from meshwright.plan.spec import ExpertsRule
 
@@ -96,12 +96,8 @@ class _Trace(TorchDispatchMode):
         for module in model.modules():
             handles.append(module.register_forward_pre_hook(enter))
             handles.append(module.register_forward_hook(leave, always_call=True))
-        try:
-            with self:
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with hooked(handles), self:
+            yield
 
     # -- the attention function --------------------------------------------------------------------------------------------
 

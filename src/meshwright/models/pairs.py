@@ -9,7 +9,7 @@ gate does.
 
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +18,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.models.tracing import call_on_meta, first_that_runs, meta_tensors, no_attention, prime_length
+from meshwright.models import _transformers_compat as compat
+from meshwright.models.tracing import (
+    MASK_DEVICES,
+    call_on_meta,
+    first_that_runs,
+    hooked,
+    meta_positions,
+    meta_tensors,
+    no_attention,
+    prime_length,
+)
 from meshwright.plan.names import within
-from meshwright.plan.spec import ExpertsRule, Pairs
+from meshwright.plan.pairs import Pairs
+from meshwright.plan.spec import ExpertsRule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,19 +59,16 @@ def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequen
 
     def traced(device: str | None) -> "_Trace":
         tensors = meta_tensors(model)
-        trace = _Trace(tensors.values())
-        positions = torch.arange(prime_length(model)).to("meta").unsqueeze(0)
-        with ExitStack() as stack:
-            for name, module in model.named_modules():
-                if type(module) is nn.Linear and within(name, layers):
-                    stack.callback(module.register_forward_pre_hook(trace.entering(name)).remove)
-                    stack.callback(module.register_forward_hook(trace.leaving(name)).remove)
-            stack.enter_context(trace)
-            call_on_meta(model, experts, no_attention, tensors, positions, device)
+        trace, handles = _Trace(tensors.values()), []
+        for name, module in model.named_modules():
+            if type(module) is nn.Linear and within(name, layers):
+                handles.append(module.register_forward_pre_hook(trace.entering(name)))
+                handles.append(module.register_forward_hook(trace.leaving(name)))
+        with hooked(handles), trace:
+            call_on_meta(model, experts, no_attention, tensors, meta_positions(prime_length(model)), device)
         return trace
 
-    attempts = [lambda device=device: traced(device) for device in ("cpu", "meta", None)]
-    found, _ = first_that_runs(attempts)
+    found, _ = first_that_runs([partial(traced, device) for device in MASK_DEVICES])
     return Pairs() if found is None else Pairs(found.pairs(), found.mixed, _vocabulary(model))
 
 
@@ -68,10 +76,7 @@ def _vocabulary(model: "PreTrainedModel") -> tuple[str, ...]:
     """Return the names of embedding and head, if what they hold is used by nobody else."""
     names = {id(module): name for name, module in model.named_modules()}
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-    try:
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    except (AttributeError, NotImplementedError):
-        return ()
+    embedding, head = compat.embedding_and_head(model)
     if type(embedding) is not nn.Embedding or type(head) is not nn.Linear:
         return ()
     tied = embedding.weight is head.weight

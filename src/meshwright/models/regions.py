@@ -8,6 +8,7 @@ right shape.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.models.tracing import TokenDimension, call_on_meta, first_that_runs, meta_tensors, prime_length
+from meshwright.models.tracing import (
+    MASK_DEVICES,
+    TokenDimension,
+    call_on_meta,
+    first_that_runs,
+    hooked,
+    meta_positions,
+    meta_tensors,
+    no_attention,
+    prime_length,
+)
 from meshwright.plan.inspection import hidden_argument
 from meshwright.plan.names import within
 from meshwright.plan.regions import RegionFacts
@@ -42,8 +53,7 @@ def trace_regions(model: "PreTrainedModel", layers: Sequence[str], experts: Sequ
     regions = _regions_of(model, layers)
     if not regions:
         return RegionFacts(problem=f"layer {layers[0]!r} has no attention and MLP that are modules of their own")
-    attempts = [lambda device=device: _traced(model, layers, regions, experts, device) for device in ("cpu", "meta", None)]
-    found, why = first_that_runs(attempts)
+    found, why = first_that_runs([partial(_traced, model, layers, regions, experts, device) for device in MASK_DEVICES])
     return found or RegionFacts(problem=f"its stream cannot be sliced ({why})")
 
 
@@ -64,9 +74,8 @@ def _traced(
 ) -> RegionFacts:
     length, tensors = prime_length(model), meta_tensors(model)
     trace = _Trace(model, layers, regions, length, prime_length(model, above=length), tensors.values())
-    positions = torch.arange(length).to("meta").unsqueeze(0)
     with trace.watching():
-        call_on_meta(model, experts, trace.attend, tensors, positions, device)
+        call_on_meta(model, experts, trace.attend, tensors, meta_positions(length), device)
     return trace.facts()
 
 
@@ -111,10 +120,9 @@ class _Trace(TorchDispatchMode):
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, None]:
         """Stand in for an attention: its output depends on all three."""
-        batch, heads, tokens, _width = query.shape
-        output = query.new_empty((batch, tokens, heads, value.shape[3]))
-        self._products[output] = True
-        return output, None
+        output = no_attention(module, query, key, value)
+        self._products[output[0]] = True
+        return output
 
     # -- the stream --------------------------------------------------------------------------------------------------------
 
@@ -131,12 +139,8 @@ class _Trace(TorchDispatchMode):
                 handles.append(module.register_forward_hook(self._norm(name)))
             if any(parameter.ndim > 1 for parameter in module.parameters(recurse=False)):
                 handles.append(module.register_forward_hook(self._product))
-        try:
-            with self:
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with hooked(handles), self:
+            yield
 
     def _resized(self, hidden: torch.Tensor, before: int, after: int, name: str) -> torch.Tensor:
         if hidden.ndim < 2 or hidden.shape[SEQUENCE] != before:

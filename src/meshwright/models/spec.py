@@ -8,6 +8,7 @@ from torch import nn
 
 from meshwright.distributed.names import class_name
 from meshwright.errors import ModelError
+from meshwright.models import _transformers_compat as compat
 from meshwright.models.attention import trace_attentions
 from meshwright.models.decoder import declared_structure, structure_of
 from meshwright.models.pairs import trace_pairs
@@ -87,7 +88,6 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
             "pass a ParallelSpec that names its layers, such as ParallelSpec(family='mine', layers=('blocks.*',)), or register "
             "a strategy for its class (docs/adding-a-family.md)"
         )
-    from meshwright.models import _transformers_compat as compat
     from meshwright.models.experts import experts_of
 
     declared = compat.declarations(model)
@@ -130,12 +130,9 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
     )
 
 
-def _style_of_tied_embedding(model: Any, modules: dict[str, nn.Module], styles: dict[str, str]) -> dict[str, str]:
+def _style_of_tied_embedding(model: "PreTrainedModel", modules: dict[str, nn.Module], styles: dict[str, str]) -> dict[str, str]:
     """Return the style of an embedding that has none, but is tied to a head that is sliced over the vocabulary."""
-    try:
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    except (AttributeError, NotImplementedError):
-        return {}
+    embedding, head = compat.embedding_and_head(model)
     names = {id(module): name for name, module in modules.items()}
     one, other = names.get(id(embedding), ""), names.get(id(head), "")
     tied = isinstance(embedding, nn.Embedding) and getattr(head, "weight", None) is embedding.weight

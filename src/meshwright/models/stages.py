@@ -21,7 +21,16 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.distributed.cut import crossing_of, cut_model
-from meshwright.models.tracing import call_on_meta, first_that_runs, meta_tensors, no_attention, prime_length
+from meshwright.models.tracing import (
+    MASK_DEVICES,
+    call_on_meta,
+    first_that_runs,
+    hooked,
+    meta_positions,
+    meta_tensors,
+    no_attention,
+    prime_length,
+)
 from meshwright.plan.inspection import hidden_argument
 from meshwright.plan.names import holder_of, inside
 from meshwright.plan.pipeline import cut_of
@@ -50,13 +59,12 @@ def trace_stages(model: "PreTrainedModel", layers: Sequence[str], experts: Seque
     """
     if model.config.get_text_config() is not model.config:
         return StageFacts(problems=("it has parts beside its language model, whose stages would not run what is around it",))
-    attempts = [lambda device=device: _traced(model, layers, experts, device) for device in ("cpu", "meta", None)]
-    found, why = first_that_runs(attempts)
+    found, why = first_that_runs([partial(_traced, model, layers, experts, device) for device in MASK_DEVICES])
     if found is None:
         return StageFacts(problems=(f"its forward cannot be traced without values ({why})",))
-    return (
-        found if found.problems or len(found.layers) < 2 else replace(found, problems=_problems_of_parts(model, found, experts))
-    )
+    if found.problems or len(found.layers) < 2:
+        return found
+    return replace(found, problems=_problems_of_parts(model, found, experts))
 
 
 def _problems_of_parts(model: "PreTrainedModel", facts: StageFacts, experts: Sequence[ExpertsRule]) -> tuple[str, ...]:
@@ -65,12 +73,12 @@ def _problems_of_parts(model: "PreTrainedModel", facts: StageFacts, experts: Seq
     for begin, end in ((0, middle), (middle, len(facts.layers))):
         part = copy.deepcopy(model, dict(shared))
         cut_model(part, cut_of(facts, begin, end))
-        positions = torch.arange(prime_length(model)).to("meta").expand(2, -1)
+        positions = meta_positions(prime_length(model), rows=2)  # one row would not show what is added up over rows
         if begin:
             dtype = next(model.parameters()).dtype
             crossing_of(part).received = torch.empty((*positions.shape, facts.hidden), dtype=dtype, device="meta")
         run = partial(call_on_meta, part, experts, no_attention, meta_tensors(part), positions)
-        _, why = first_that_runs([partial(run, device) for device in ("cpu", "meta", None)])
+        _, why = first_that_runs([partial(run, device) for device in MASK_DEVICES])
         if not why and all(tensor.is_meta for tensor in shared.values()):
             _, why = first_that_runs([partial(part.apply, part._init_weights)])
         if why:
@@ -83,7 +91,7 @@ def _traced(
 ) -> StageFacts:
     tensors = meta_tensors(model)
     trace = _Trace(model, layers, tensors)
-    positions = torch.arange(prime_length(model)).to("meta").unsqueeze(0)
+    positions = meta_positions(prime_length(model))
     with trace.watching(model):
         call_on_meta(model, experts, trace.attend, tensors, positions, mask_device)
     return trace.facts()
@@ -124,12 +132,8 @@ class _Trace(TorchDispatchMode):
             elif name:
                 self._handles.append(module.register_forward_pre_hook(self._enter))
                 self._handles.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
-        try:
-            with self:
-                yield
-        finally:
-            for handle in self._handles:
-                handle.remove()
+        with hooked(self._handles), self:
+            yield
 
     def facts(self) -> StageFacts:
         """Return what was read."""

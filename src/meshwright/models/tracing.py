@@ -4,13 +4,14 @@ The model is called with tensors on the meta device: they have shapes, and nothi
 replaced for this call: the attention function with its masks, and mixtures of experts.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from meshwright.models import _transformers_compat as compat
 from meshwright.plan.names import match_names
@@ -20,11 +21,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = [
+    "MASK_DEVICES",
     "RULE",
     "TokenDimension",
     "call_on_meta",
     "count_runs",
     "first_that_runs",
+    "hooked",
+    "meta_positions",
     "meta_tensors",
     "no_attention",
     "prime_length",
@@ -33,6 +37,26 @@ __all__ = [
 _NAME = "meshwright_trace"
 RULE = "_meshwright_rule"
 """Attribute of a traced mask that holds its rule: (batch, head, query, key) -> bool."""
+
+
+MASK_DEVICES = ("cpu", "meta", None)
+"""The mask devices to try, see :func:`call_on_meta`: which of them a model can be called with depends on its code."""
+
+
+@contextmanager
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove hooks at the end."""
+    handles = list(handles)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def meta_positions(length: int, rows: int = 1) -> torch.Tensor:
+    """Return the positions [rows, length] of a sequence, without values."""
+    return torch.arange(length).to("meta").expand(rows, -1)
 
 
 def prime_length(model: nn.Module, above: int = 30) -> int:
@@ -76,7 +100,7 @@ def call_on_meta(
         experts: its mixtures. They return their hidden state, because which experts compute depends on values.
         attend: the attention function. Masks are tensors without values that carry their rule, see :data:`RULE`.
         tensors: parameters and buffers, from :func:`meta_tensors`.
-        positions: the positions [1, length].
+        positions: the positions [rows, length].
         mask_device: device of an attention mask of ones. Models ask whether it is all ones, which needs values, or multiply
             with it, which needs none. ``None``: no mask is given.
     """
@@ -102,16 +126,14 @@ def no_attention(
 def count_runs(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = ()) -> dict[str, tuple[int, int]]:
     """Return how often each module runs in one forward on tokens, and how often with gradient.
 
-    Empty if the forward cannot be called without values.
-
-    A vision tower does not run, and a stack of layers may run twice. What is inside of a mixture is not called.
+    A vision tower does not run, and a stack of layers may run twice. What is inside of a mixture is not called. The result is
+    empty if the forward cannot be called without values.
 
     Args:
         model: a causal language model, on any device; it is called with tensors on the meta device, and not changed.
         experts: its mixtures.
     """
-    tensors = meta_tensors(model)
-    positions = torch.arange(prime_length(model)).to("meta").unsqueeze(0)
+    tensors, positions = meta_tensors(model), meta_positions(prime_length(model))
 
     def counted(device: str | None) -> dict[str, tuple[int, int]]:
         runs = {name: (0, 0) for name, _ in model.named_modules()}
@@ -123,15 +145,11 @@ def count_runs(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = ()) ->
 
             return hook
 
-        handles = [module.register_forward_pre_hook(count(name)) for name, module in model.named_modules()]
-        try:
+        with hooked(module.register_forward_pre_hook(count(name)) for name, module in model.named_modules()):
             call_on_meta(model, experts, no_attention, tensors, positions, device)
-        finally:
-            for handle in handles:
-                handle.remove()
         return runs
 
-    found, _ = first_that_runs([partial(counted, device) for device in ("cpu", "meta", None)])
+    found, _ = first_that_runs([partial(counted, device) for device in MASK_DEVICES])
     return found or {}
 
 

@@ -14,8 +14,9 @@ from torch import nn
 from meshwright.layout import ModelSizes
 from meshwright.plan.attentions import Attentions
 from meshwright.plan.names import holder_of, inside
+from meshwright.plan.pairs import Pairs
 from meshwright.plan.regions import RegionFacts
-from meshwright.plan.spec import Pairs, ParallelSpec
+from meshwright.plan.spec import ParallelSpec
 from meshwright.plan.stages import StageFacts
 
 __all__ = [

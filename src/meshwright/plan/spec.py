@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from torch import nn
 
     from meshwright.plan.attentions import Attentions
+    from meshwright.plan.pairs import Pairs
     from meshwright.plan.regions import RegionFacts
     from meshwright.plan.stages import StageFacts
 
 __all__ = [
     "ExpertsRule",
-    "Pairs",
     "ParallelSpec",
     "Scores",
     "Structure",
@@ -27,22 +27,6 @@ __all__ = [
 
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """How linear layers follow each other inside the layers of a model.
-
-    Attributes:
-        found: for each pair, the names of the linear layers whose output features enter one other linear layer one by one, and
-            the name of this one.
-        mixed: name of each linear layer whose output features are mixed as a whole, to the operator that does it.
-        vocabulary: names of the embedding and of the output head, if both are of torch's own classes; otherwise empty.
-    """
-
-    found: tuple[tuple[tuple[str, ...], str], ...] = ()
-    mixed: Mapping[str, str] = field(default_factory=dict)
-    vocabulary: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from meshwright.plan.draft import Draft
 from meshwright.plan.given_styles import load_styles
 from meshwright.plan.moves import Move
 from meshwright.plan.names import generalize, match_names
+from meshwright.plan.pairs import Pairs
 from meshwright.plan.program import Action, Assign, Bias, Compute, Kernel, Slice
 from meshwright.plan.sharding_plan import ShardingPlan, TensorParallelRow
 from meshwright.plan.sliced_code import counts_heads
-from meshwright.plan.spec import Pairs, Structure
+from meshwright.plan.spec import Structure
 from meshwright.plan.tp_rows import Rows
 from meshwright.plan.tp_styles import FIRST, STYLES, styles_of_parameters, tp_dim
 

@@ -97,6 +97,8 @@ def unsound(
 def _packs(model: Inspection, name: str, own: str) -> bool:
     """Return whether a parameter of a module has the rows of two matrices, which its code takes apart by ``chunk``."""
     shapes = model.modules[name].parameters
+    if len(shapes[own]) < 3:  # a bias
+        return False
     rows, beside = shapes[own][-2], {shape[-1] for other, shape in shapes.items() if other != own and len(shape) > 2}
     return "chunk" in model.modules[name].code and rows % 2 == 0 and rows // 2 in beside
 

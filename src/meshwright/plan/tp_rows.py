@@ -78,7 +78,7 @@ class Rows:
         if self.ep > 1:
             self._leave_experts(given)
         self._leave_statistics(given)
-        self._leave_what_others_read()
+        self._leave_what_others_read(given)
         self._group_heads()
 
     def _leave_statistics(self, given: bool) -> None:
@@ -103,12 +103,18 @@ class Rows:
             for other in [other for other in self.of_parameters if inside(canonical(other), name)]:
                 del self.of_parameters[other]
 
-    def _leave_what_others_read(self) -> None:
-        """Keep an embedding whole, with what is tied to it, if a module around it reads its matrix itself."""
+    def _leave_what_others_read(self, given: bool) -> None:
+        """Keep an embedding whole, with what is tied to it, if a module around it reads its matrix itself.
+
+        If the user gave the styles, this is a problem instead.
+        """
         for name in [name for name, style in self.of_modules.items() if style.startswith("embedding")]:
             own = name.rpartition(".")[2]
             around = [module for module in self.model.modules if inside(name, module)]
             if not any({own, "weight"} <= set(self.model.modules[module].code) for module in around):
+                continue
+            if given:
+                self.problems.append(f"tp_plan: {name!r} is sliced, but another module reads its matrix; leave it out")
                 continue
             self.left_whole[name] = "another module reads its matrix"
             for parameter in (self.model.parameter_of[f"{name}.{item}"] for item in self._own(name)):
@@ -154,19 +160,11 @@ class Rows:
         self._check_head()
         if problems:
             return
-        problems += (
-            ()
-            if traced
-            else unsound(
-                self.model,
-                self._layers(),
-                self.structure.head,
-                self.of_modules,
-                self.of_parameters,
-                self.own_styles,
-                self.adapters,
-            )
-        )
+        if not traced:
+            layers, head = self._layers(), self.structure.head
+            problems += unsound(
+                self.model, layers, head, self.of_modules, self.of_parameters, self.own_styles, self.adapters
+            )  # fmt: skip
         if problems:
             return
         self._draw_regions(sequence)
@@ -174,8 +172,8 @@ class Rows:
             if not self._region_of(name) and (parts := self._heads_of(holder_of(name))):
                 self._add(holder_of(name), "region", parts=parts)
         for name, style in self.of_modules.items():
-            known = style == "local_params" and name in self.rows  # a region computes with its slices anyway
-            if style not in ("replicate", "sequence_parallel") and not known:
+            sliced_anyway = style == "local_params" and name in self.rows  # a region computes with its slices
+            if style not in ("replicate", "sequence_parallel") and not sliced_anyway:
                 self._style_row(name, style, sequence)
         if sequence:
             self._sequence_rows()

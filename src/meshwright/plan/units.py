@@ -92,8 +92,14 @@ def draft_units(draft: Draft) -> None:
             unit.forwards = -(-runs // unit.places)
     for pattern in options.exclude_units:
         for name in draft.match("exclude_units", pattern, [name for name in units if name], "unit"):
-            if units.pop(name).kind == EXPERTS and draft.layout.ep > 1:
+            if units[name].kind == EXPERTS and draft.layout.ep > 1:
                 draft.problems.append(f"exclude_units: {name!r} is a mixture, which is a unit of its own with ep > 1")
+            if units[name].part_of or any(unit.part_of == name for unit in units.values()):
+                draft.problems.append(
+                    f"exclude_units: {name!r} has the parameters of another module, so one unit must hold both"
+                )
+            else:
+                del units[name]
     draft.units = dict(sorted(units.items(), key=lambda item: order[item[0]]))
     if options.reshard_after_forward and all(map(draft.whole, draft.units.values())):
         draft.problems.append("reshard_after_forward=True: with dp_shard=1 and replicas nothing is sharded; leave it out")
