@@ -3,12 +3,14 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
 from meshwright.plan.inspection import Inspection, ParameterFacts
 from meshwright.plan.names import generalize, match_names
 from meshwright.plan.options import ParallelOptions, SyncPolicy
+from meshwright.plan.pairs import Pairs
 from meshwright.plan.sharding_plan import EXPERTS, LAYER, ParameterRow, shard_axis
 from meshwright.plan.spec import ParallelSpec
 
@@ -83,6 +85,11 @@ class Draft:
     def layers(self) -> tuple[str, ...]:
         """Names of the layers."""
         return tuple(name for name, unit in self.units.items() if unit.kind == LAYER)
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        """What a trace of the model found about its linear layers."""
+        return self.model.pairs(self.layers) if self.model.pairs is not None and self.layers else Pairs()
 
     @property
     def mixtures(self) -> list[str]:

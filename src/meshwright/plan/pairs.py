@@ -3,7 +3,24 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["Pairs"]
+__all__ = ["Pair", "Pairs"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Linear layers whose output features enter one other linear layer: an MLP or an attention.
+
+    Attributes:
+        firsts: names of the layers that put out the features.
+        second: name of the layer that takes them.
+        blocks: into how many equal parts the features can be divided at most: their number, or that of heads.
+        counts: (module, attribute, value) of each attribute that counts what is divided; a rank needs its share.
+    """
+
+    firsts: tuple[str, ...]
+    second: str
+    blocks: int
+    counts: tuple[tuple[str, str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -11,12 +28,11 @@ class Pairs:
     """How linear layers follow each other inside the layers of a model.
 
     Attributes:
-        found: for each pair, the names of the linear layers whose output features enter one other linear layer one by one, and
-            the name of this one.
+        found: what can be sliced together.
         mixed: name of each linear layer whose output features are mixed as a whole, to the operator that does it.
         vocabulary: names of the embedding and of the output head, if both are of torch's own classes; otherwise empty.
     """
 
-    found: tuple[tuple[tuple[str, ...], str], ...] = ()
+    found: tuple[Pair, ...] = ()
     mixed: Mapping[str, str] = field(default_factory=dict)
     vocabulary: tuple[str, ...] = ()

@@ -14,7 +14,6 @@ from meshwright.plan.draft import Draft
 from meshwright.plan.given_styles import load_styles
 from meshwright.plan.moves import Move
 from meshwright.plan.names import generalize, match_names
-from meshwright.plan.pairs import Pairs
 from meshwright.plan.program import Action, Assign, Bias, Compute, Kernel, Slice
 from meshwright.plan.sharding_plan import ShardingPlan, TensorParallelRow
 from meshwright.plan.sliced_code import counts_heads
@@ -67,8 +66,8 @@ def resolve_tensor_parallel(draft: Draft) -> TensorParallelChoice:
         if style not in STYLES and style != "sequence_parallel":
             problems.append(f"tp={tp}: the style {style!r} of {pattern!r} is not supported; legal are {', '.join(STYLES)}")
     builder = Rows(draft, around)
-    builder.assign(level == "given", styles)
-    for name, operator in _pairs(draft).mixed.items() if not problems and level != "derived" else ():
+    builder.assign(level, styles)
+    for name, operator in draft.pairs.mixed.items() if not problems and level != "derived" else ():
         style = builder.of_modules.get(name, "")
         if style in FIRST:
             problems.append(
@@ -112,6 +111,8 @@ def tensor_parallel_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action
         if row.style == "region" and row.parts:
             yield from _own_heads(draft, row.module, *row.parts)
         yield _compute(draft, row)
+    if plan.tp_level == "derived":
+        yield from _own_counts(draft, plan)
 
 
 _ROWWISE = {"rowwise", "rowwise_split_input", "rowwise_rep", "whole_on_parts"}
@@ -159,6 +160,14 @@ def _own_heads(draft: Draft, name: str, heads: int, kv_heads: int) -> Iterator[A
     yield Assign(name, tuple(values), ("config",) if module.has_config else ())
 
 
+def _own_counts(draft: Draft, plan: ShardingPlan) -> Iterator[Assign]:
+    """Give modules that count what derived styles slice the numbers of their rank."""
+    sliced, tp = {row.module for row in plan.tensor_parallel}, plan.layout.size("tp")
+    for pair in draft.pairs.found:
+        for module in dict.fromkeys(module for module, _, _ in pair.counts if pair.second in sliced):
+            yield Assign(module, tuple((name, value // tp) for of, name, value in pair.counts if of == module))
+
+
 def choose_styles(draft: Draft) -> tuple[str, Mapping[str, str], list[tuple[str, str]]]:
     """Return the first level that has styles, its styles, and (level, reason) for each level above it."""
     spec, options = draft.spec, draft.options
@@ -192,16 +201,13 @@ def choose_styles(draft: Draft) -> tuple[str, Mapping[str, str], list[tuple[str,
     return "", {}, passed_over
 
 
-def _pairs(draft: Draft) -> Pairs:
-    return draft.model.pairs(draft.layers) if draft.model.pairs is not None and draft.layers else Pairs()
-
-
 def _derived(draft: Draft) -> dict[str, str]:
     """Return the styles of the pairs that a trace of the model found; the rest of a layer is computed whole by each rank."""
     styles: dict[str, str] = {}
-    pairs = _pairs(draft)
-    for firsts, second in pairs.found:
-        styles |= {**dict.fromkeys(firsts, "colwise"), second: "rowwise"}
+    pairs = draft.pairs
+    for pair in pairs.found:
+        if pair.blocks % draft.layout.size("tp") == 0:
+            styles |= {**dict.fromkeys(pair.firsts, "colwise"), pair.second: "rowwise"}
     if styles:  # the vocabulary alone would not be worth it
         styles |= dict(zip(pairs.vocabulary, ("embedding_rowwise", "colwise_gather_output"), strict=False))
     patterns = {generalize(name): style for name, style in styles.items()}

@@ -51,13 +51,14 @@ class Rows:
         self.left_whole: dict[str, str] = {}
         self.loss_parallel = False
 
-    def assign(self, given: bool, styles: Mapping[str, str]) -> None:
+    def assign(self, level: str, styles: Mapping[str, str]) -> None:
         """Assign styles to parameters and modules.
 
         Args:
-            given: whether the user gave the styles.
+            level: where the styles come from.
             styles: pattern to style.
         """
+        given = level == "given"
         where = "tp_plan" if given else "tp_styles"
         self.of_parameters, unmatched = styles_of_parameters(where, styles, self.model.parameters)
         self.problems += unmatched
@@ -77,7 +78,8 @@ class Rows:
             self._latent(name)
         if self.ep > 1:
             self._leave_experts(given)
-        self._leave_statistics(given)
+        if level != "derived":  # a trace shows more than the names that a module's code uses
+            self._leave_statistics(given)
         self._leave_what_others_read(given)
         self._group_heads()
 
