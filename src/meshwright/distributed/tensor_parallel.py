@@ -40,7 +40,9 @@ def compute_with_slices(model: nn.Module, action: Compute, mesh: ParallelMesh) -
         with local_parameters(module, action.sums, group) as parameters:
             bias = None if action.bias is Bias.EACH else parameters["bias"]
             if bias is not None:
-                module._parameters["bias"] = None if action.bias is Bias.LATE or dist.get_rank(group) else bias
+                without = None if isinstance(module, nn.Linear) else torch.zeros_like(bias)  # a Conv1D needs one
+                own: dict[str, Any] = module._parameters
+                own["bias"] = without if action.bias is Bias.LATE or dist.get_rank(group) else bias
             args, kwargs = enters(args, kwargs)
             output = leaves(compute(*args, **kwargs))
         if bias is None:

@@ -169,6 +169,9 @@ def build_on_meta(config: ModelConfig, hf_config: "PretrainedConfig") -> "PreTra
         raise ModelError(f"model: {described(error)}") from error
     model.config.use_cache = False  # training never reads the key/value cache
     _transformers_compat.keep_in_fp32(model)
+    if config.dtype == "float64":  # an audit computes in it; some constructors store fp32, whatever the config says
+        for parameter in model.parameters():
+            parameter.data = parameter.data.double()
     return model
 
 

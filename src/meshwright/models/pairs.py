@@ -55,7 +55,8 @@ def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequen
         layers: names of its layers.
         experts: its mixtures. They are not called, because what they do depends on values.
     """
-    linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear and within(name, layers)}
+    classes = compat.linear_classes()
+    linear = {name: module for name, module in model.named_modules() if type(module) in classes and within(name, layers)}
 
     def traced(
         tensors: Mapping[str, torch.Tensor], counts: Mapping[str, Mapping[str, int]], device: str | None
@@ -75,7 +76,7 @@ def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequen
     if whole is None:
         return Pairs()
     found = [pair for pair in whole.pairs() if pair.blocks > 1]
-    plain = [pair for pair in found if pair.blocks == linear[pair.second].in_features]
+    plain = [pair for pair in found if pair.blocks == _width(linear[pair.second], 1)]
     for pairs, names in [*((found, names) for names in _COUNTED), (plain, _COUNTED[0])]:
         tried = _Slices(model, linear, pairs, names)
         trial, _ = first_that_runs([partial(traced, tried.tensors(tensors), tried.counts, device)])
@@ -100,24 +101,28 @@ class _Slices:
     """
 
     def __init__(
-        self, model: nn.Module, linear: Mapping[str, nn.Linear], pairs: Sequence[Pair], names: re.Pattern[str]
+        self, model: nn.Module, linear: Mapping[str, nn.Module], pairs: Sequence[Pair], names: re.Pattern[str]
     ) -> None:
         self.linear = linear
         self.parts = {pair: next(part for part in range(2, pair.blocks + 1) if pair.blocks % part == 0) for pair in pairs}
         self.counts: dict[str, dict[str, int]] = {}
         counted = []
         for pair, parts in self.parts.items():
-            widths = {linear[pair.second].in_features, *(linear[name].out_features for name in pair.firsts)}
-            own = []
+            widths = {_width(linear[pair.second], 1), *(_width(linear[name], 0) for name in pair.firsts)}
+            own = [(name, "nf", _width(linear[name], 0)) for name in pair.firsts if self._transposed(name)]
             for holder in dict.fromkeys(map(holder_of, pair.firsts)):
                 for name, value in vars(model.get_submodule(holder)).items():
                     fits = type(value) is int and (value in widths if name in _WIDTHS else value and value % pair.blocks == 0)
                     if fits and names.fullmatch(name):
                         own.append((holder, name, value))
-                        self.counts.setdefault(holder, {})[name] = value // parts
+            for module, name, value in own:
+                self.counts.setdefault(module, {})[name] = value // parts
             counted.append(replace(pair, counts=tuple(own)))
         self.pairs = tuple(counted)
         self.expected = {replace(pair, blocks=pair.blocks // parts) for pair, parts in self.parts.items()}
+
+    def _transposed(self, name: str) -> bool:
+        return type(self.linear[name]) is not nn.Linear
 
     def tensors(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return all tensors, with slices of those that belong to pairs."""
@@ -126,10 +131,17 @@ class _Slices:
             for name in pair.firsts:
                 for own in ("weight", "bias"):
                     if (tensor := tensors.get(f"{name}.{own}")) is not None:
-                        tensors[f"{name}.{own}"] = tensor[: len(tensor) // parts]
-            weight = tensors[f"{pair.second}.weight"]
-            tensors[f"{pair.second}.weight"] = weight[:, : weight.shape[1] // parts]
+                        dim = tensor.ndim - 1 if self._transposed(name) else 0
+                        tensors[f"{name}.{own}"] = tensor.narrow(dim, 0, tensor.shape[dim] // parts)
+            weight, dim = tensors[f"{pair.second}.weight"], 0 if self._transposed(pair.second) else 1
+            tensors[f"{pair.second}.weight"] = weight.narrow(dim, 0, weight.shape[dim] // parts)
         return tensors
+
+
+def _width(linear: nn.Module, dim: int) -> int:
+    """Return the number of a linear layer's output features (dimension 0), or input features (dimension 1)."""
+    weight = linear.get_parameter("weight")
+    return weight.shape[dim if type(linear) is nn.Linear else 1 - dim]
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from meshwright.plan.sharding_plan import ShardingPlan, TensorParallelRow
 from meshwright.plan.sliced_code import counts_heads
 from meshwright.plan.spec import Structure
 from meshwright.plan.tp_rows import Rows
-from meshwright.plan.tp_styles import FIRST, STYLES, styles_of_parameters, tp_dim
+from meshwright.plan.tp_styles import FIRST, PARTIAL, STYLES, styles_of_parameters, tp_dim
 
 __all__ = ["TensorParallelChoice", "choose_styles", "resolve_tensor_parallel", "tensor_parallel_actions"]
 
@@ -115,9 +115,6 @@ def tensor_parallel_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action
         yield from _own_counts(draft, plan)
 
 
-_ROWWISE = {"rowwise", "rowwise_split_input", "rowwise_rep", "whole_on_parts"}
-"""Styles whose output is a partial sum on each rank."""
-
 _KERNELS = {"embedding_rowwise": Kernel.VOCABULARY_ROWS, "grouped_colwise": Kernel.ONE_HEAD}
 
 
@@ -127,7 +124,7 @@ def _compute(draft: Draft, row: TensorParallelRow) -> Compute:
     adapted = draft.model.modules.get(f"{row.module}.base_layer", module)
     weight = adapted.parameters.get("weight", (0,))
     bias = Bias.EACH
-    if row.style in _ROWWISE and "bias" in module.parameters:  # the bias is to be added once, not by each rank
+    if row.style in PARTIAL and "bias" in module.parameters:  # the bias is to be added once, not by each rank
         bias = Bias.LATE if row.exit is not Move.NONE else Bias.FIRST
     moves_one = row.entry not in (Move.NONE, Move.ENTER)
     widens = row.exit in (Move.GATHER_FEATURES, Move.VOCABULARY)
@@ -207,7 +204,8 @@ def _derived(draft: Draft) -> dict[str, str]:
     pairs = draft.pairs
     for pair in pairs.found:
         if pair.blocks % draft.layout.size("tp") == 0:
-            styles |= {**dict.fromkeys(pair.firsts, "colwise"), pair.second: "rowwise"}
+            form = "_transposed" if draft.model.modules[pair.second].transposed else ""
+            styles |= {**dict.fromkeys(pair.firsts, f"colwise{form}"), pair.second: f"rowwise{form}"}
     if styles:  # the vocabulary alone would not be worth it
         styles |= dict(zip(pairs.vocabulary, ("embedding_rowwise", "colwise_gather_output"), strict=False))
     patterns = {generalize(name): style for name, style in styles.items()}

@@ -15,13 +15,13 @@ from meshwright.plan.inspection import Inspection, ParameterFacts
 from meshwright.plan.names import generalize, holder_of, inside, within
 from meshwright.plan.sharding_plan import TensorParallelRow
 from meshwright.plan.sliced_code import counts_heads
-from meshwright.plan.tp_styles import DERIVED, FIRST, STYLES, canonical, tp_dim
+from meshwright.plan.tp_styles import DERIVED, FIRST, PARTIAL, SECOND, STYLES, canonical, tp_dim
 
 __all__ = ["unheld", "unsound"]
 
 _PACKED = {"packed_colwise", "fused_colwise"}
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
-_BLIND = {"colwise", "packed_colwise"}
+_BLIND = {"colwise", "colwise_transposed", "packed_colwise"}
 """Styles that slice heads or features; the module around them does not learn of it."""
 
 
@@ -60,6 +60,12 @@ def unsound(
             yield from _between(scope, model, of_modules, of_parameters, own_styles, adapters)
     yield from _counting(model, of_modules, head)
     for name, style in of_modules.items():
+        transposed = model.modules[name].transposed
+        if style in FIRST | PARTIAL and transposed != style.endswith("_transposed"):
+            yield (
+                f"{name!r} has the style {style}, but its weight is {'[in, out]' if transposed else '[out, in]'}; legal are "
+                + ("colwise_transposed and rowwise_transposed" if transposed else style.removesuffix("_transposed"))
+            )
         if style == "packed_rowwise":
             yield f"{name!r} has the style packed_rowwise, which is for parameters of experts alone; the legal style is rowwise"
         if style == "replicated_with_grad_allreduce" and not _split_around(name, of_modules, layers):
@@ -133,7 +139,7 @@ def _scope(name: str, of_modules: Mapping[str, str], layers: Sequence[str]) -> s
     parent, own = name, holder_of(name)
     while parent:
         parent = holder_of(parent)
-        takers = [other for other, style in of_modules.items() if style == "rowwise" and inside(other, parent)]
+        takers = [other for other, style in of_modules.items() if style in SECOND and inside(other, parent)]
         if parent in layers or not parent:
             takers = [other for other in takers if holder_of(other) == parent == own]
             return parent if takers else None

@@ -23,7 +23,7 @@ from meshwright.plan.sharding_plan import TensorParallelRow
 from meshwright.plan.sliced_code import mixes_features
 from meshwright.plan.spec import Structure
 from meshwright.plan.tp_checks import unheld, unsound
-from meshwright.plan.tp_styles import DERIVED, FIRST, HEAD, STYLES, canonical, styles_of_parameters
+from meshwright.plan.tp_styles import DERIVED, FIRST, HEAD, PARTIAL, SECOND, STYLES, canonical, styles_of_parameters
 
 __all__ = ["Rows"]
 
@@ -260,13 +260,13 @@ class Rows:
             return "whole"  # a trace does not show that all that is beside the experts is a partial sum too
         if "moe_tp_experts" in styles:
             return "partial"
-        plain = styles <= FIRST | {"rowwise", "replicated_with_grad_allreduce"}
+        plain = styles <= FIRST | SECOND | {"replicated_with_grad_allreduce"}
         unsliced = [
             f"{name}.{own}" for name in self.model.inside(region) for own in self._own(name)
             if not within(name, (styled for styled, _ in inner))
         ]  # fmt: skip
         unsliced += [f"{region}.{own}" for own in self._own(region) if f"{region}.{own}" not in self.of_parameters]
-        return "split" if plain and styles & FIRST and "rowwise" in styles and not unsliced else "whole"
+        return "split" if plain and styles & FIRST and styles & SECOND and not unsliced else "whole"
 
     def _heads_of(self, region: str) -> tuple[int, ...]:
         """Return the query heads and key/value heads that a rank computes, if the module cannot tell them from shapes."""
@@ -305,7 +305,7 @@ class Rows:
         own = self._own(name)
         if style in ("replicated_with_grad_allreduce", "grouped_colwise"):
             sums = own
-        elif declared.dim == -1 and "bias" in own and exit_ in (Move.SCATTER_SEQUENCE, Move.NONE):
+        elif style in PARTIAL and "bias" in own and exit_ in (Move.SCATTER_SEQUENCE, Move.NONE):
             sums = ("bias",)  # each rank adds it to its slice of the sequence, or only the first rank adds it
         if name in self.adapters:
             self._adapted(name, style, entry, exit_, parts)

@@ -11,6 +11,8 @@ __all__ = [
     "DERIVED",
     "FIRST",
     "HEAD",
+    "PARTIAL",
+    "SECOND",
     "STYLES",
     "Style",
     "canonical",
@@ -29,12 +31,15 @@ class Style(NamedTuple):
         entry: move of the input.
         exit: move of the output.
         pieces: number of matrices that are concatenated in the weight (gate and up); each of them is sliced.
+        transposed: whether the weight is [in, out], as in the ``Conv1D`` of transformers. A bias is then sliced if the style
+            slices columns.
     """
 
     dim: int | None
     entry: Move = Move.NONE
     exit: Move = Move.NONE
     pieces: int = 1
+    transposed: bool = False
 
 
 STYLES: dict[str, Style] = {
@@ -46,6 +51,8 @@ STYLES: dict[str, Style] = {
     "rowwise": Style(-1, exit=Move.LEAVE),
     "rowwise_split_input": Style(-1, Move.SPLIT_FEATURES, Move.LEAVE),
     "rowwise_rep": Style(-1, Move.SPLIT_FEATURES, Move.LEAVE),
+    "colwise_transposed": Style(-1, Move.ENTER, transposed=True),
+    "rowwise_transposed": Style(-2, exit=Move.LEAVE, transposed=True),
     "embedding_rowwise": Style(-2, exit=Move.LEAVE),
     "embedding_colwise": Style(-1, exit=Move.GATHER_FEATURES),
     "packed_rowwise": Style(-1, pieces=2),
@@ -64,8 +71,14 @@ DERIVED: dict[str, Style] = {
 }
 """Styles that the resolver derives from others."""
 
-FIRST = {"colwise", "packed_colwise", "fused_colwise", "grouped_colwise"}
-"""Styles that begin a region that is split over heads or features; "rowwise" ends it."""
+FIRST = {"colwise", "colwise_transposed", "packed_colwise", "fused_colwise", "grouped_colwise"}
+"""Styles that begin a region that is split over heads or features."""
+
+SECOND = {"rowwise", "rowwise_transposed"}
+"""Styles that end such a region."""
+
+PARTIAL = {*SECOND, "rowwise_split_input", "rowwise_rep", "whole_on_parts"}
+"""Styles whose output is a partial sum on each rank."""
 
 HEAD = {"colwise", "colwise_gather_output", "colwise_rep"}
 """Styles of an output head whose logits can stay sharded."""
@@ -77,7 +90,7 @@ def tp_dim(style: str | None, shape: Sequence[int]) -> int | None:
     if dim is None:
         return None
     if len(shape) == 1:
-        return 0 if dim == -2 else None
+        return 0 if (dim == -2) != STYLES[style or ""].transposed else None
     return dim % len(shape)
 
 
