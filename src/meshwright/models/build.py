@@ -57,7 +57,12 @@ def pretrained_config(
     legal = legal_keys(CONFIG_MAPPING[kind])
     problems = _unknown_keys(values, legal, "model.config", kind) if strict else []
     if "text_config" in parts and isinstance(values.get("text_config", {}), dict):
-        text, text_legal = values.get("text_config", {}), {"model_type", "per_layer_config"} | legal_keys(parts["text_config"])
+        text = values.get("text_config", {})
+        part = parts["text_config"]
+        if part is AutoConfig:  # of any type; what the family takes by default counts for one that names none
+            named = text.get("model_type", type(AutoConfig.for_model(kind).text_config).model_type)
+            part = CONFIG_MAPPING[named] if named in CONFIG_MAPPING else None
+        text_legal = {"model_type", "per_layer_config"} | legal_keys(part) if part else set[str]()
         problems += _unknown_keys(text, text_legal, "model.config.text_config", kind) if strict else []
         values["text_config"] = _filled(text, defaults or {}, text_legal)
         legal = _own_keys(CONFIG_MAPPING[kind])  # other keys that its files read are those of its parts, such as the vocabulary
