@@ -23,11 +23,11 @@ SHARD, TP = (next(place for place in coverage.COLUMNS if place.label == label) f
 
 def test_cells_are_audited_once_and_others_stay(tmp_path: Path) -> None:
     page, data, said = tmp_path / "coverage.md", tmp_path / "coverage.json", []
-    assert coverage.write_coverage(page, data, said.append, ["gpt2", "gptj"], [SHARD, TP])
+    assert coverage.write_coverage(page, data, said.append, ["mamba", "gptj"], [SHARD, TP])
     rows = {(row["family"], row["layout"]): row for row in json.loads(data.read_text())["cells"]}
-    assert [rows[of, "shard 2"]["outcome"] for of in ("gpt2", "gptj")] == ["works", "works"]
-    assert (rows["gpt2", "tp 2"]["outcome"], rows["gptj", "tp 2"]["outcome"]) == ("refused", "works")
-    assert reason_of(rows["gpt2", "tp 2"]["note"]) == "styles"
+    assert [rows[of, "shard 2"]["outcome"] for of in ("mamba", "gptj")] == ["works", "works"]
+    assert (rows["mamba", "tp 2"]["outcome"], rows["gptj", "tp 2"]["outcome"]) == ("refused", "works")
+    assert reason_of(rows["mamba", "tp 2"]["note"]) == "styles"
     assert len(rows["gptj", "tp 2"]["model"]) == 20
     text = page.read_text()
     assert "| shard 2 | 2 | 0 | 0 |" in text
@@ -46,6 +46,8 @@ def test_cells_are_audited_once_and_others_stay(tmp_path: Path) -> None:
         ("aria_text", "tp 2"),  # packed_rowwise
         ("lfm2", "tp 2"),  # an embedding that is tied to a sliced head
         ("stablelm", "tp 2 seq"),  # derived styles on a traced stream
+        ("gpt2", "tp 2"),  # matrices that are stored transposed
+        ("mvp", "tp 2"),  # an attention that counts heads and their width
         ("olmo", "pp 2"),  # a norm without parameters after the layers
         ("hrm_text", "shard 2"),  # layers that run in cycles, some of them without gradient
         ("gemma3", "shard 2"),  # a tower that does not run

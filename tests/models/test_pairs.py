@@ -1,5 +1,7 @@
 """Pairs of matrices, and regions of layers, that a trace finds: what can be sliced is, and what cannot is named."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -13,7 +15,10 @@ from meshwright.models.regions import trace_regions
 from meshwright.models.registry import spec_of
 from meshwright.models.tracing import count_runs
 from meshwright.plan.options import ParallelOptions
+from meshwright.plan.pairs import Pair
+from meshwright.plan.program import Assign
 from meshwright.plan.resolver import resolve
+from meshwright.plan.sharding_plan import ShardingPlan
 from tests.tiny import tiny_model
 
 LAYERS = ["model.layers.0", "model.layers.1"]
@@ -41,18 +46,76 @@ def changed(between: object, around: bool = False) -> LlamaForCausalLM:
     return model
 
 
-def test_the_pairs_of_a_gated_mlp() -> None:
+def test_the_pairs_of_a_llama() -> None:
     model = tiny_model("llama", meta=True)
-    assert trace_pairs(model, LAYERS).found == tuple(
-        ((f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj"), f"{layer}.mlp.down_proj") for layer in LAYERS
-    )
+    found = []
+    for layer in LAYERS:
+        inputs = tuple(f"{layer}.self_attn.{name}_proj" for name in "kqv")
+        found.append(Pair(inputs, f"{layer}.self_attn.o_proj", model.config.num_key_value_heads))
+        gated = (f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj")
+        found.append(Pair(gated, f"{layer}.mlp.down_proj", model.config.intermediate_size))
+    assert trace_pairs(model, LAYERS).found == tuple(found)
+
+
+class Attention(nn.Module):
+    """The attention of a Llama, which counts its heads, with something that changes the scores or the output."""
+
+    def __init__(self, inner: nn.Module, change: Callable[["Attention", torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = inner.q_proj, inner.k_proj, inner.v_proj, inner.o_proj
+        self.num_heads, self.head_dim, self.change = 4, inner.head_dim, change
+        self.slopes = nn.Parameter(torch.ones(4, 1, 1, device="meta"))
+        self.scale = nn.Parameter(torch.ones(1, device="meta"))
+
+    def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
+        rows, length, _ = hidden_states.shape
+        shape = (rows, length, self.num_heads, self.head_dim)
+        query, value = (projection(hidden_states).view(shape).transpose(1, 2) for projection in (self.q_proj, self.v_proj))
+        key = self.k_proj(hidden_states).view(rows, length, -1, self.head_dim).transpose(1, 2)
+        scores = self.change(self, query @ key.transpose(2, 3)).softmax(-1)
+        output = (scores @ value).transpose(1, 2)
+        return self.o_proj(output.reshape(rows, length, self.num_heads * self.head_dim)), None
+
+
+CHANGES: list[tuple[Callable[[Attention, torch.Tensor], torch.Tensor], bool]] = [
+    (lambda module, scores: scores / 8.0, True),
+    (lambda module, scores: scores / module.head_dim**0.5, True),
+    (lambda module, scores: scores / module.num_heads, False),  # a rank has another number
+    (lambda module, scores: scores + module.slopes, False),  # of all heads
+    (lambda module, scores: scores + torch.arange(4, device="meta").view(4, 1, 1), False),
+    (lambda module, scores: scores * module.scale, False),  # every head has a part of its gradient
+    (lambda module, scores: scores.softmax(1), False),
+    (lambda module, scores: scores - scores.mean(1, keepdim=True), False),
+    (lambda module, scores: scores.flip(1), False),
+    (lambda module, scores: scores.masked_fill(torch.ones(scores.shape[-2:], device="meta").triu(1).bool(), -1e9), True),
+    (lambda module, scores: scores.transpose(1, 2).contiguous().transpose(1, 2), True),
+    (lambda module, scores: scores.reshape(-1, *scores.shape[2:]).view(scores.shape), True),
+    (lambda module, scores: torch.stack([scores, scores]).sum(0), True),
+    (lambda module, scores: torch.cat(scores.chunk(2, dim=1), dim=1), False),
+    (lambda module, scores: scores.flatten(1, 2).view(scores.shape), True),
+]
+
+
+@pytest.mark.parametrize(("change", "sliced"), CHANGES)
+def test_heads_are_followed(change: Callable[[Attention, torch.Tensor], torch.Tensor], sliced: bool) -> None:
+    model = tiny_model("llama", meta=True, num_key_value_heads=4)
+    for layer in model.model.layers:
+        layer.self_attn = Attention(layer.self_attn, change)
+    found = {pair.second: pair for pair in trace_pairs(model, LAYERS).found}
+    assert {f"{layer}.mlp.down_proj" for layer in LAYERS} <= set(found)
+    for layer in LAYERS:
+        pair = found.get(f"{layer}.self_attn.o_proj")
+        assert (pair is not None) is sliced
+        assert pair is None or (pair.blocks, pair.counts) == (4, ((f"{layer}.self_attn", "num_heads", 4),))
 
 
 @pytest.mark.parametrize(
     ("between", "sliced"),
     [
         (lambda module, inner: torch.tanh(inner) * 2.0, True),
-        (lambda module, inner: inner.unflatten(-1, (2, -1)).flatten(-2), False),
+        (lambda module, inner: inner.unflatten(-1, (2, -1)).flatten(-2), False),  # always in two parts
+        (lambda module, inner: inner.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2), False),
+        (lambda module, inner: torch.cat(inner.chunk(2, -1)[::-1], -1), False),
         (lambda module, inner: inner / inner.norm(dim=-1, keepdim=True), False),
         (lambda module, inner: inner - inner.mean(-1, keepdim=True), False),
         (lambda module, inner: inner.softmax(-1), False),
@@ -63,7 +126,8 @@ def test_the_pairs_of_a_gated_mlp() -> None:
     ],
 )
 def test_what_mixes_features_is_no_pair(between: object, sliced: bool) -> None:
-    assert bool(trace_pairs(changed(between), LAYERS).found) is sliced
+    found = {pair.second for pair in trace_pairs(changed(between), LAYERS).found}
+    assert {name for name in found if "mlp" in name} == ({f"{layer}.mlp.down_proj" for layer in LAYERS} if sliced else set())
 
 
 @pytest.mark.parametrize(
@@ -113,18 +177,36 @@ def test_how_often_modules_run() -> None:
     assert (runs["model.vision_tower"], runs["model.language_model"]) == ((0, 0), (1, 1))
 
 
-def test_styles_of_a_model_that_declares_none() -> None:
-    """MLP and vocabulary are sliced, the attention is computed whole."""
+def derived(model_type: str, tp: int, **sizes: int) -> tuple[dict[str, str], ShardingPlan]:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gptj", n_layer=2, n_embd=32, n_head=2, rotary_dim=8))
-    plan = resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions(), world_size=2)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
+    plan = resolve(spec_of(model), model, Layout(tp=tp, dp_shard=1), ParallelOptions(), world_size=tp)
     assert plan.tp_level == "derived"
-    styles = {row.module: row.style for row in plan.tensor_parallel}
+    return {row.module: row.style for row in plan.tensor_parallel}, plan
+
+
+def test_styles_of_a_model_that_declares_none() -> None:
+    """Its attention counts heads, so that a rank's gets the number of its own. What does not divide is computed whole."""
     vocabulary = {"transformer.wte": "embedding_rowwise", "lm_head": "colwise_gather_output"}
-    assert styles == vocabulary | {
-        f"transformer.h.{layer}.mlp.{name}": style
-        for layer in (0, 1) for name, style in (("fc_in", "colwise"), ("fc_out", "rowwise"))
+    mlp, attention = (
+        {f"transformer.h.{layer}.{name}": style for layer in (0, 1) for name, style in styles}
+        for styles in (
+            [("mlp.fc_in", "colwise"), ("mlp.fc_out", "rowwise")],
+            [(f"attn.{name}_proj", "rowwise" if name == "out" else "colwise") for name in ("q", "k", "v", "out")],
+        )
+    )
+    sizes = {"n_layer": 2, "n_embd": 48, "rotary_dim": 8}
+    styles, plan = derived("gptj", 2, n_head=4, **sizes)
+    assert styles == vocabulary | mlp | attention
+    counts = {action.module: action.values for action in plan.program if isinstance(action, Assign)}
+    assert counts["transformer.h.1.attn"] == (("num_attention_heads", 2),)
+    styles, _ = derived("gpt2", 2, n_layer=2, n_embd=48, n_head=4)
+    assert {styles["transformer.h.0.mlp.c_fc"], styles["transformer.h.1.mlp.c_proj"]} == {
+        "colwise_transposed", "rowwise_transposed",
     }  # fmt: skip
+
+
+def test_a_model_without_pairs_has_no_styles() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", num_hidden_layers=2, hidden_size=32))
     with pytest.raises(
@@ -147,3 +229,17 @@ def test_an_embedding_that_another_module_reads_is_whole() -> None:
 
 def test_the_odd_ones_are_model_types() -> None:
     assert set(ODD) <= set(model_types())
+
+
+def test_a_matrix_that_is_stored_transposed_has_styles_of_its_own() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=2, n_embd=32, n_head=4))
+    for styles, wanted in (
+        (
+            {"transformer.h.*.mlp.c_fc": "colwise", "transformer.h.*.mlp.c_proj": "rowwise"},
+            r"its weight is \[in, out\]; legal are",
+        ),
+        ({"lm_head": "colwise_transposed"}, r"its weight is \[out, in\]; legal are colwise"),
+    ):
+        with pytest.raises(PlanError, match=wanted):
+            resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions(tp_plan=styles), world_size=2)

@@ -66,7 +66,7 @@ def run_of(model_type: str, place: Place, folder: Path, packing: str = "pack") -
         raise ModelError(f"model: its default config cannot be made ({type(error).__name__}: {_first_line(error)})") from error
     if text is not config:
         key = next(key for key, value in vars(config).items() if value is text)
-        sizes = {key: {"model_type": text.model_type, **sizes}}
+        sizes = {key: {"model_type": text.model_type, **odd.get(key, {}), **sizes}}
     return RunConfig.model_validate(
         {
             "output": str(folder),

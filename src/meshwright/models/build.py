@@ -61,7 +61,7 @@ def pretrained_config(
         part = parts["text_config"]
         if part is AutoConfig:  # of any type; what the family takes by default counts for one that names none
             named = text.get("model_type", type(AutoConfig.for_model(kind).text_config).model_type)
-            part = CONFIG_MAPPING[named] if named in CONFIG_MAPPING else None
+            part = CONFIG_MAPPING.get(named, None)
         text_legal = {"model_type", "per_layer_config"} | legal_keys(part) if part else set[str]()
         problems += _unknown_keys(text, text_legal, "model.config.text_config", kind) if strict else []
         values["text_config"] = _filled(text, defaults or {}, text_legal)

@@ -6,6 +6,9 @@ from typing import Any
 __all__ = ["ODD", "model_types"]
 
 _DECODER: Mapping[str, Any] = {"is_decoder": True}
+_INDEXER: Mapping[str, Any] = {
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 64, "indexer_compress_ratio": 16,
+}  # fmt: skip
 _ALONE: Mapping[str, Any] = {"is_decoder": True, "is_encoder_decoder": False}
 
 ODD: Mapping[str, Mapping[str, Any]] = {
@@ -23,6 +26,10 @@ ODD: Mapping[str, Mapping[str, Any]] = {
     "xmod": {**_DECODER, "default_language": "en_XX"},
     "big_bird": {**_DECODER, "attention_type": "original_full"},  # the other kind draws random blocks
     "bigbird_pegasus": {**_ALONE, "attention_type": "original_full"},
+    "nemotron": {"num_key_value_heads": 8},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "qwen4_exp": {"text_config": _INDEXER},
+    "qwen4_exp_text": _INDEXER,
     "ministral": {"head_dim": 128},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},

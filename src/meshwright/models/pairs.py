@@ -47,16 +47,20 @@ _COUNTED = tuple(map(re.compile, ("(?!)", _HEADS, f"{_HEADS}|{'|'.join(_WIDTHS)}
 def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequence[ExpertsRule] = ()) -> Pairs:
     """Return what can be sliced in the layers of a model, and the linear layers whose features an operator mixes as a whole.
 
-    What the trace finds is tried: the model is called again with slices. An attention that reads its number of heads from an
-    attribute, and not from shapes, needs the number of its rank.
+    What the trace finds is tried: the model is called again with twice as many heads and features. An attention that reads its
+    number of heads from an attribute, and not from shapes, needs the number of its rank.
 
     Args:
         model: a causal language model, on any device; it is called with tensors on the meta device, and not changed.
         layers: names of its layers.
         experts: its mixtures. They are not called, because what they do depends on values.
     """
-    classes = compat.linear_classes()
-    linear = {name: module for name, module in model.named_modules() if type(module) in classes and within(name, layers)}
+    classes, uses = compat.linear_classes(), _uses(model)
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) in classes and within(name, layers) and all(uses[id(own)] == 1 for own in module.parameters())
+    }
 
     def traced(
         tensors: Mapping[str, torch.Tensor], counts: Mapping[str, Mapping[str, int]], device: str | None
@@ -78,36 +82,37 @@ def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequen
     found = [pair for pair in whole.pairs() if pair.blocks > 1]
     plain = [pair for pair in found if pair.blocks == _width(linear[pair.second], 1)]
     for pairs, names in [*((found, names) for names in _COUNTED), (plain, _COUNTED[0])]:
-        tried = _Slices(model, linear, pairs, names)
+        tried = _Doubled(model, linear, pairs, names)
         trial, _ = first_that_runs([partial(traced, tried.tensors(tensors), tried.counts, device)])
         if trial is not None and trial.numbers == whole.numbers and tried.expected <= set(trial.pairs()):
             return Pairs(tried.pairs, whole.mixed, _vocabulary(model))
     return Pairs(mixed=whole.mixed)
 
 
-class _Slices:
-    """The smallest slices of pairs, to try whether a model computes with them.
+class _Doubled:
+    """Pairs with twice their features, to try whether a model computes with another number of them.
+
+    A number that is larger tells more than one that is smaller: one head has no dimension of its own.
 
     Args:
         model: the model.
         linear: its linear layers, by name.
-        pairs: what is sliced.
-        names: names of attributes that count what is sliced.
+        pairs: what is doubled.
+        names: names of attributes that count what is doubled.
 
     Attributes:
         pairs: the pairs with the attributes that count.
-        counts: attribute to its value for a slice, by name of the module.
-        expected: the pairs as a trace of the slices finds them.
+        counts: attribute to its value for twice the features, by name of the module.
+        expected: the pairs as a trace finds them.
     """
 
     def __init__(
         self, model: nn.Module, linear: Mapping[str, nn.Module], pairs: Sequence[Pair], names: re.Pattern[str]
     ) -> None:
         self.linear = linear
-        self.parts = {pair: next(part for part in range(2, pair.blocks + 1) if pair.blocks % part == 0) for pair in pairs}
         self.counts: dict[str, dict[str, int]] = {}
         counted = []
-        for pair, parts in self.parts.items():
+        for pair in pairs:
             widths = {_width(linear[pair.second], 1), *(_width(linear[name], 0) for name in pair.firsts)}
             own = [(name, "nf", _width(linear[name], 0)) for name in pair.firsts if self._transposed(name)]
             for holder in dict.fromkeys(map(holder_of, pair.firsts)):
@@ -116,25 +121,27 @@ class _Slices:
                     if fits and names.fullmatch(name):
                         own.append((holder, name, value))
             for module, name, value in own:
-                self.counts.setdefault(module, {})[name] = value // parts
+                self.counts.setdefault(module, {})[name] = 2 * value
             counted.append(replace(pair, counts=tuple(own)))
         self.pairs = tuple(counted)
-        self.expected = {replace(pair, blocks=pair.blocks // parts) for pair, parts in self.parts.items()}
+        self.expected = {replace(pair, blocks=2 * pair.blocks) for pair in pairs}
 
     def _transposed(self, name: str) -> bool:
         return type(self.linear[name]) is not nn.Linear
 
-    def tensors(self, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return all tensors, with slices of those that belong to pairs."""
-        tensors = dict(whole)
-        for pair, parts in self.parts.items():
+    def tensors(self, before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return all tensors, with twice the features in those that belong to pairs."""
+        tensors = dict(before)
+
+        def double(name: str, dim: int) -> None:
+            if (tensor := tensors.get(name)) is not None:
+                tensors[name] = torch.cat([tensor, tensor], dim)
+
+        for pair in self.pairs:
             for name in pair.firsts:
-                for own in ("weight", "bias"):
-                    if (tensor := tensors.get(f"{name}.{own}")) is not None:
-                        dim = tensor.ndim - 1 if self._transposed(name) else 0
-                        tensors[f"{name}.{own}"] = tensor.narrow(dim, 0, tensor.shape[dim] // parts)
-            weight, dim = tensors[f"{pair.second}.weight"], 0 if self._transposed(pair.second) else 1
-            tensors[f"{pair.second}.weight"] = weight.narrow(dim, 0, weight.shape[dim] // parts)
+                double(f"{name}.weight", 1 if self._transposed(name) else 0)
+                double(f"{name}.bias", 0)
+            double(f"{pair.second}.weight", 0 if self._transposed(pair.second) else 1)
         return tensors
 
 
@@ -158,10 +165,15 @@ def _counting(model: nn.Module, counts: Mapping[str, Mapping[str, int]]) -> Iter
             own.update(values)
 
 
+def _uses(model: nn.Module) -> Counter[int]:
+    """Return how many names each parameter has, by its ``id``."""
+    return Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+
+
 def _vocabulary(model: "PreTrainedModel") -> tuple[str, ...]:
     """Return the names of embedding and head, if what they hold is used by nobody else."""
     names = {id(module): name for name, module in model.named_modules()}
-    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    uses = _uses(model)
     embedding, head = compat.embedding_and_head(model)
     if type(embedding) is not nn.Embedding or type(head) is not nn.Linear:
         return ()
