@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.distributed._torch_compat import in_backward
 from meshwright.distributed.activation_checkpointing import unwatched
+from meshwright.distributed.chunked_loss import DeferredLogits
 from meshwright.distributed.cut import runs
 from meshwright.plan.borders import Held, Side, borders
 from meshwright.plan.sharding_plan import ShardingPlan
@@ -183,6 +184,8 @@ def _mapped(value: Any, place: str, do: Callable[[str, torch.Tensor], torch.Tens
 
 
 def _tensors(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, DeferredLogits):  # there are no values
+        return
     if isinstance(value, torch.Tensor):
         yield place, value
     elif isinstance(value, tuple | list | Mapping):

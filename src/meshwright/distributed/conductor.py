@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.activation_checkpointing import find_operators, recompute
+from meshwright.distributed.chunked_loss import chunk_loss
 from meshwright.distributed.compilation import compile_module
 from meshwright.distributed.context_parallel import attend_over_ranks
 from meshwright.distributed.cut import cut_model
@@ -27,6 +28,7 @@ from meshwright.plan.program import (
     Action,
     Assign,
     Attend,
+    ChunkLoss,
     Compile,
     Compute,
     Cut,
@@ -50,6 +52,7 @@ PERFORMERS: dict[type[Action], Callable[[nn.Module, Any, ParallelMesh], None]] =
     Compute: compute_with_slices,
     Dispatch: dispatch_tokens,
     Attend: attend_over_ranks,
+    ChunkLoss: chunk_loss,
     Recompute: recompute,
     Freeze: freeze,
     PartTwins: part_twins,

@@ -112,6 +112,8 @@ class Variant:
     """Only used with tensor parallel."""
     twin_units: bool = False
     """Only used for families whose stack runs twice."""
+    chunks: bool = False
+    """Whether the loss is computed in chunks. Only used for families that predict the next token."""
 
     def __str__(self) -> str:
         """Return the options in words."""
@@ -121,6 +123,7 @@ class Variant:
             ("offload", self.offload),
             ("loss parallel", self.loss_parallel),
             ("twin units", self.twin_units),
+            ("loss in chunks", self.chunks),
         )
         extra = [name for name, on in options if on]
         return ", ".join([self.sync, self.dtype, f"{self.microbatches} {plural}", *extra])
@@ -129,13 +132,13 @@ class Variant:
 VARIANTS = (
     Variant(SyncPolicy.DEFER, "float64", 1, False, False, True),
     Variant(SyncPolicy.DEFER, "float32", 3, True, False, False, True),
-    Variant(SyncPolicy.DEFER, "bfloat16", 3, False, True, False),
+    Variant(SyncPolicy.DEFER, "bfloat16", 3, False, True, False, False, True),
     Variant(SyncPolicy.RESHARD_EACH, "float64", 3, True, True, True),
-    Variant(SyncPolicy.RESHARD_EACH, "float32", 1, False, True, False, True),
+    Variant(SyncPolicy.RESHARD_EACH, "float32", 1, False, True, False, True, True),
     Variant(SyncPolicy.RESHARD_EACH, "bfloat16", 3, False, False, True, True),
-    Variant(SyncPolicy.REDUCE_EACH, "float64", 3, False, True, False, True),
+    Variant(SyncPolicy.REDUCE_EACH, "float64", 3, False, True, False, True, True),
     Variant(SyncPolicy.REDUCE_EACH, "float32", 3, False, False, True),
-    Variant(SyncPolicy.REDUCE_EACH, "bfloat16", 1, True, False, True),
+    Variant(SyncPolicy.REDUCE_EACH, "bfloat16", 1, True, False, True, False, True),
 )
 """The variants combine every value of each option with every value of every other option (a test checks this)."""
 
@@ -243,6 +246,7 @@ def family_case(
                 "cpu_offload": variant.offload,
                 "sequence_parallel": place.sequence_parallel,
                 **({"twin_units": variant.twin_units} if tiny.twins else {}),
+                "loss_chunks": 3 if variant.chunks and not tiny.twins else 0,
                 "loss_parallel": variant.loss_parallel
                 and place.sizes.get("tp", 1) > 1
                 and not (tiny.twins or tiny.whole_logits),

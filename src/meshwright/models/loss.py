@@ -6,9 +6,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.distributed.chunked_loss import LABELS, chunks_its_loss
 from meshwright.distributed.loss_parallel import cross_entropy_sum
 
-__all__ = ["IGNORE", "count_tokens", "forward_arguments", "forward_logits", "token_loss_sum"]
+__all__ = ["IGNORE", "count_tokens", "forward_arguments", "forward_logits", "forward_loss", "token_loss_sum"]
 
 IGNORE = -100
 """Label of positions that have no target: the default of torch's cross entropy. The loader writes the same number."""
@@ -25,6 +26,20 @@ def forward_arguments(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
 def forward_logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the logits [batch, sequence, vocabulary] of a causal language model of transformers."""
     return model(**forward_arguments(batch)).logits
+
+
+def forward_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the sum of next-token cross-entropies of a batch, see :func:`token_loss_sum`.
+
+    If the plan of the model has a loss in chunks, only the logits of one chunk exist at a time.
+
+    Args:
+        model: a causal language model of transformers; it may be parallelized.
+        batch: ``input_ids``, ``position_ids`` and ``labels``, each [batch, sequence].
+    """
+    if chunks_its_loss(model):
+        return model(**forward_arguments(batch), **{LABELS: (batch["labels"], token_loss_sum)})
+    return token_loss_sum(forward_logits(model, batch), batch["labels"])
 
 
 def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

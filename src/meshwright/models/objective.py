@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from meshwright.models.loss import IGNORE, count_tokens, forward_logits, token_loss_sum
+from meshwright.models.loss import IGNORE, count_tokens, forward_loss
 from meshwright.plan.options import ActivationCheckpointing
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ class Objective(ABC):
             does.
         pipelines: whether it calls the model once for a batch, as :func:`~meshwright.models.loss.forward_logits` does, so that
             the stages of a pipeline can share the call.
+        chunks: whether its loss is :func:`~meshwright.models.loss.forward_loss`, which can be computed in chunks of tokens.
         frozen: patterns of parameters that are not trained, in addition to those of ``parallel.freeze``.
     """
 
@@ -72,6 +73,7 @@ class Objective(ABC):
     perplexity = False
     uncounted = ""
     pipelines = False
+    chunks = False
     frozen: tuple[str, ...] = ()
 
     @classmethod
@@ -147,6 +149,7 @@ class NextToken(Objective):
     weights = (1.0,)
     perplexity = True
     pipelines = True
+    chunks = True
 
     @classmethod
     def of(cls, model: "PreTrainedModel", options: Any, run: RunFacts) -> Self:
@@ -168,4 +171,4 @@ class NextToken(Objective):
 
     def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Return the cross-entropy of the next token."""
-        return (token_loss_sum(forward_logits(model, batch), batch["labels"]),)
+        return (forward_loss(model, batch),)

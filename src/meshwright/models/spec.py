@@ -11,6 +11,7 @@ from meshwright.errors import ModelError
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.attention import trace_attentions
 from meshwright.models.decoder import declared_structure, structure_of
+from meshwright.models.logits import trace_head
 from meshwright.models.pairs import trace_pairs
 from meshwright.models.plain import INFERRED, inferred_layers, inferred_spec
 from meshwright.models.regions import trace_regions
@@ -126,6 +127,7 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
         stages=partial(trace_stages, experts=experts),
         regions=partial(trace_regions, experts=experts),
         pairs=partial(trace_pairs, experts=experts),
+        head=partial(trace_head, experts=experts),
         runs=None if known is not None else partial(count_runs, experts=experts),
     )
 

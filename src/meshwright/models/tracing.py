@@ -92,8 +92,8 @@ def call_on_meta(
     tensors: Mapping[str, torch.Tensor],
     positions: torch.Tensor,
     mask_device: str | None,
-) -> None:
-    """Call a model once, in training mode. The model is not changed.
+) -> Any:
+    """Call a model once, in training mode, and return its output. The model is not changed.
 
     Args:
         model: the model, on any device.
@@ -112,7 +112,7 @@ def call_on_meta(
         stack.enter_context(_in_training(model))  # where it drops attention weights, if ever
         stack.enter_context(_registered(model, attend))
         stack.enter_context(_passed_over(model, experts))
-        torch.func.functional_call(model, dict(tensors), (), inputs)
+        return torch.func.functional_call(model, dict(tensors), (), inputs)
 
 
 def no_attention(

@@ -70,6 +70,7 @@ def _sizes(plan: ShardingPlan, tokens: int) -> dict[str, Counter[str]]:
     for row in plan.tensor_parallel:
         enters, leaves = _widths(row, matrices, stream)
         runs = plan.runs(row.module)
+        chunks = plan.loss.chunks if plan.loss is not None and plan.loss.module == row.module else 1
         weights = options.experts_of_token or 0 if row.style == "moe_tp_experts" else 0
         for move, width in ((row.entry, enters + weights), (row.exit, leaves)):
             share = plan.layout.size("tp") if move is Move.EXCHANGE_FEATURES else 1
@@ -78,7 +79,7 @@ def _sizes(plan: ShardingPlan, tokens: int) -> dict[str, Counter[str]]:
                     sizes["tp"][kind] += times * tokens * width * compute // share
         for name in row.sums:
             summed = rows.get(f"{row.module}.{name}")
-            sizes["tp"]["all_reduce"] += summed.numel * compute if summed is not None else 0
+            sizes["tp"]["all_reduce"] += chunks * summed.numel * compute if summed is not None else 0
         if row.exit is Move.VOCABULARY:
             sizes["tp"]["all_reduce"] += (LOSS_PARALLEL + 1) * tokens * itemsize("float32")
     for mixture in plan.experts if plan.layout.ep > 1 else ():

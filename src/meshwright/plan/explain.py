@@ -20,7 +20,15 @@ from meshwright.plan.pipeline import crossing_bytes, on_stages
 from meshwright.plan.price import tensor_parallel_counts, totals, unit_traffic
 from meshwright.plan.program import describe
 from meshwright.plan.schedule import replay_of_plan
-from meshwright.plan.sharding_plan import AttentionRow, ExpertsRow, ParameterRow, ShardingPlan, TensorParallelRow, UnitRow
+from meshwright.plan.sharding_plan import (
+    AttentionRow,
+    ExpertsRow,
+    ParameterRow,
+    ShardingPlan,
+    TensorParallelRow,
+    UnitRow,
+    itemsize,
+)
 
 __all__ = ["explain", "explain_program", "human_bytes"]
 
@@ -114,6 +122,7 @@ def _summary(plan: ShardingPlan) -> Table:
             if total.receive_buffer_bytes
             else []
         ),
+        *_logits(plan),
         (f"all-gathered{over} per step", human_bytes(traffic.all_gather_bytes), f"{traffic.all_gathers} collectives"),
         (
             f"reduce-scattered{over} per step",
@@ -142,6 +151,16 @@ _DONE = {
     "all_to_all": "exchanged (all-to-all)",
     "send": "sent from rank to rank",
 }
+
+
+def _logits(plan: ShardingPlan) -> list[tuple[str, str, str]]:
+    """Return the line about a loss in chunks, if the number of tokens is known."""
+    if plan.loss is None or plan.options.tokens is None:
+        return []
+    tokens = -(-plan.options.tokens // plan.loss.chunks)
+    tp = plan.layout.size("tp") if any(row.exit is Move.VOCABULARY for row in plan.tensor_parallel) else 1
+    size = tokens * -(-plan.loss.vocabulary // tp) * itemsize("float32")
+    return [("logits of a chunk", human_bytes(size), f"in fp32; {plan.loss.chunks} chunks of {tokens:,} tokens")]
 
 
 def _ahead(plan: ShardingPlan) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 
 from meshwright.layout import ModelSizes
 from meshwright.plan.attentions import Attentions
+from meshwright.plan.heads import HeadFacts
 from meshwright.plan.names import holder_of, inside
 from meshwright.plan.pairs import Pairs
 from meshwright.plan.regions import RegionFacts
@@ -119,6 +120,7 @@ class Inspection:
         count: returns how often each module runs in a forward. It calls the model; ``None``: unknown.
         pairs: returns the pairs of matrices that can be sliced, and what mixes the features of others, for the names of its
             layers. It calls the model; ``None``: unknown.
+        head: returns the output head. It calls the model; ``None``: unknown.
     """
 
     modules: Mapping[str, ModuleFacts]
@@ -130,6 +132,7 @@ class Inspection:
     regions: Callable[[Sequence[str]], RegionFacts] | None = field(default=None, compare=False, repr=False)
     count: Callable[[], Mapping[str, tuple[int, int]]] | None = field(default=None, compare=False, repr=False)
     pairs: Callable[[Sequence[str]], Pairs] | None = field(default=None, compare=False, repr=False)
+    head: Callable[[], HeadFacts] | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def attentions(self) -> Attentions | None:
@@ -235,8 +238,9 @@ def inspect_model(spec: ParallelSpec, model: nn.Module) -> Inspection:
     regions = None if spec.regions is None else partial(spec.regions, model)
     count = None if spec.runs is None else partial(spec.runs, model)
     pairs = None if spec.pairs is None else partial(spec.pairs, model)
+    head = None if spec.head is None else partial(spec.head, model)
     kept = tuple(configs.values())
-    return Inspection(facts, parameters, model_sizes(spec, model), kept, trace, stages, regions, count, pairs)
+    return Inspection(facts, parameters, model_sizes(spec, model), kept, trace, stages, regions, count, pairs, head)
 
 
 def model_sizes(spec: ParallelSpec, model: nn.Module) -> ModelSizes:

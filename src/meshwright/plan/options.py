@@ -184,6 +184,8 @@ class ParallelOptions:
         sequence_parallel: with ``tp``, each rank has only its slice of the sequence between attention and MLP.
         loss_parallel: with ``tp``, leave logits sharded over the vocabulary (a DTensor), for the loss of
             :mod:`~meshwright.distributed.loss_parallel`. ``None``: do so if the model's head is known.
+        loss_chunks: number of chunks of tokens whose logits and loss are computed one after another
+            (:mod:`meshwright.plan.loss`); 0: the model returns all logits. ``None``: by vocabulary, tokens and dtype.
         tp_plan: tensor parallel styles that win over all others: pattern of module names to style, or the import path of such a
             dict or of a function that returns one.
         context_parallel: how attentions get keys and values of the other ranks of ``cp``.
@@ -224,6 +226,7 @@ class ParallelOptions:
     twin_units: bool | None = None
     sequence_parallel: bool = False
     loss_parallel: bool | None = False
+    loss_chunks: int | None = 0
     tp_plan: Mapping[str, Any] | str | None = None
     context_parallel: ContextMethod = ContextMethod.GATHER
     context_balance: ContextBalance = ContextBalance.ZIGZAG
@@ -273,6 +276,8 @@ class ParallelOptions:
             problems.append(
                 f"prefetch_forward={self.prefetch_forward}: must be at least 1; FSDP2 cannot be kept from running ahead"
             )
+        if self.loss_chunks is not None and self.loss_chunks < 0:
+            problems.append(f"loss_chunks={self.loss_chunks}: must be at least 0; 0 and 1 compute all logits at once")
         if self.prefetch_backward is not None and self.prefetch_backward < 0:
             problems.append(f"prefetch_backward={self.prefetch_backward}: must be at least 0")
         if problems:

@@ -126,13 +126,14 @@ def tensor_parallel_counts(plan: ShardingPlan) -> Counter[str]:
     """
     counts: Counter[str] = Counter()
     for row in plan.tensor_parallel:
-        forwards, backwards = plan.runs(row.module)
+        chunks = plan.loss.chunks if plan.loss is not None and plan.loss.module == row.module else 1
+        forwards, backwards = (runs * chunks for runs in plan.runs(row.module))
         # Two tensors enter experts: the hidden state and the weights of the routing.
         for move, times in ((row.entry, 2 if row.style == "moe_tp_experts" else 1), (row.exit, 1)):
             forward, backward = MOVED.get(move, (None, None))
             counts[forward or ""] += times * forwards
             counts[backward or ""] += times * backwards
-        counts["all_reduce"] += len(row.sums) + (LOSS_PARALLEL if row.exit is Move.VOCABULARY else 0)
+        counts["all_reduce"] += chunks * (len(row.sums) + (LOSS_PARALLEL if row.exit is Move.VOCABULARY else 0))
     return Counter({kind: count * plan.options.microbatches for kind, count in counts.items() if kind and count})
 
 

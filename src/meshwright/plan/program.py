@@ -18,6 +18,7 @@ __all__ = [
     "Assign",
     "Attend",
     "Bias",
+    "ChunkLoss",
     "Compile",
     "Compute",
     "Cut",
@@ -194,6 +195,21 @@ class Attend:
 
 
 @dataclass(frozen=True)
+class ChunkLoss:
+    """Let the forward of the model return its loss, which is computed in chunks of tokens, if it is given labels.
+
+    Attributes:
+        module: name of the output head.
+        chunks: number of chunks.
+        vocabulary: number of words.
+    """
+
+    module: str
+    chunks: int
+    vocabulary: int
+
+
+@dataclass(frozen=True)
 class Recompute:
     """Recompute a module in backward instead of keeping its activations.
 
@@ -326,7 +342,8 @@ class Compile:
 
 
 Action = (
-    Cut | Slice | Assign | Compute | Dispatch | Attend | Recompute | Freeze | PartTwins | Wrap | JoinTwins | Prefetch | Compile
+    Cut | Slice | Assign | Compute | Dispatch | Attend | ChunkLoss | Recompute | Freeze | PartTwins | Wrap | JoinTwins
+    | Prefetch | Compile
 )  # fmt: skip
 
 ACTIONS: dict[str, type[Action]] = {kind.__name__: kind for kind in Action.__args__}

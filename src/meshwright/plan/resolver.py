@@ -17,6 +17,7 @@ from meshwright.plan.decay import choose_decayed
 from meshwright.plan.draft import Draft
 from meshwright.plan.expert_parallel import expert_parallel_actions, resolve_experts
 from meshwright.plan.inspection import Inspection, inspect_model
+from meshwright.plan.loss import loss_actions, resolve_loss
 from meshwright.plan.options import ParallelOptions
 from meshwright.plan.parameters import assign_units, choose_trained, freeze_actions, parameter_rows
 from meshwright.plan.pipeline import resolve_stages
@@ -74,6 +75,7 @@ def resolve(
     experts = resolve_experts(draft)
     attentions = resolve_attentions(draft)
     stages, cut = resolve_stages(draft, experts)
+    loss = resolve_loss(draft)
     draft.refuse()
 
     parameter_rows(draft)
@@ -92,6 +94,7 @@ def resolve(
         experts,
         attentions,
         stages,
+        loss,
         tp_level=sharing.level,
         tp_passed_over=sharing.passed_over,
         remarks=(*spec.remarks, *draft.remarks),
@@ -104,6 +107,7 @@ def resolve(
         *expert_parallel_actions(draft, plan),
         *attention_actions(draft, plan),
         *compile_actions(draft, plan, inside=True),
+        *loss_actions(plan),
         *recompute_actions(draft, plan),
         *freeze_actions(plan),
         *unit_actions(plan),

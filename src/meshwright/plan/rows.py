@@ -217,6 +217,26 @@ class AttentionRow:
 
 
 @dataclass(frozen=True)
+class LossRow:
+    """A loss that is computed in chunks of tokens.
+
+    Attributes:
+        module: name of the output head.
+        vocabulary: number of words.
+        chunks: number of chunks of a microbatch.
+    """
+
+    module: str
+    vocabulary: int
+    chunks: int
+
+    @property
+    def name(self) -> str:
+        """The name of the head."""
+        return self.module
+
+
+@dataclass(frozen=True)
 class StageRow:
     """One pipeline stage.
 

@@ -18,7 +18,7 @@ from meshwright.plan.options import (
     SyncPolicy,
 )
 from meshwright.plan.program import ACTIONS, Action, Bias, Engine, Kernel, describe
-from meshwright.plan.rows import AttentionRow, ExpertsRow, ParameterRow, StageRow, TensorParallelRow, UnitRow
+from meshwright.plan.rows import AttentionRow, ExpertsRow, LossRow, ParameterRow, StageRow, TensorParallelRow, UnitRow
 
 __all__ = [
     "EXPERTS",
@@ -62,6 +62,7 @@ class ShardingPlan:
         experts: one row for each mixture of experts.
         attentions: one row for each attention that uses the attention function of context parallel; empty: none does.
         stages: one row for each pipeline stage, in the order of the model; empty if ``pp`` is 1.
+        loss: the loss, if it is computed in chunks; ``None``: from all logits at once.
         tp_level: where the tensor parallel styles come from: ``given``, ``family``, ``model``, ``generic`` or ``derived``.
         tp_passed_over: (level, reason) for each level above it, and (module, reason) for each module that is kept whole despite
             its style.
@@ -80,6 +81,7 @@ class ShardingPlan:
     experts: tuple[ExpertsRow, ...] = ()
     attentions: tuple[AttentionRow, ...] = ()
     stages: tuple[StageRow, ...] = ()
+    loss: LossRow | None = None
     tp_level: str = ""
     tp_passed_over: tuple[tuple[str, str], ...] = ()
     flags_of_use: bool = False
@@ -139,6 +141,7 @@ class ShardingPlan:
             "experts": [asdict(row) for row in self.experts],
             "attentions": [asdict(row) for row in self.attentions],
             "stages": [asdict(row) for row in self.stages],
+            "loss": None if self.loss is None else asdict(self.loss),
             "tp_level": self.tp_level,
             "tp_passed_over": [list(pair) for pair in self.tp_passed_over],
             "flags_of_use": self.flags_of_use,
@@ -178,6 +181,7 @@ class ShardingPlan:
             experts=tuple(row(ExpertsRow, item) for item in content.get("experts", [])),
             attentions=tuple(row(AttentionRow, item) for item in content.get("attentions", [])),
             stages=tuple(row(StageRow, item) for item in content.get("stages", [])),
+            loss=row(LossRow, content["loss"]) if content.get("loss") else None,
             tp_level=content.get("tp_level", ""),
             tp_passed_over=tuples(content.get("tp_passed_over", [])),
             flags_of_use=content.get("flags_of_use", False),
@@ -196,6 +200,7 @@ class ShardingPlan:
             *row_differences("experts", self.experts, other.experts),
             *row_differences("attention", self.attentions, other.attentions),
             *row_differences("pipeline", self.stages, other.stages),
+            *row_differences("loss", *([plan.loss] if plan.loss else [] for plan in (self, other))),
         ]
         if not differences and self.program and other.program:  # plans of earlier versions have no program
             ours, theirs = (dict.fromkeys(map(_line, plan.program)) for plan in (self, other))

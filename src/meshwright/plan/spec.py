@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from meshwright.plan.attentions import Attentions
+    from meshwright.plan.heads import HeadFacts
     from meshwright.plan.pairs import Pairs
     from meshwright.plan.regions import RegionFacts
     from meshwright.plan.stages import StageFacts
@@ -161,6 +162,8 @@ class ParallelSpec:
             (:func:`meshwright.models.regions.trace_regions`), if ``structure`` does not say it; ``None``: unknown.
         pairs: returns, for a model of the family and the names of its layers, the pairs of matrices that can be sliced, and
             what mixes the features of others (:func:`meshwright.models.pairs.trace_pairs`); ``None``: unknown.
+        head: returns, for a model of the family, its output head (:func:`meshwright.models.logits.trace_head`); ``None``:
+            unknown, so its loss cannot be computed in chunks.
         runs: returns, for a model of the family, how often each module runs in a forward, and how often with gradient
             (:func:`meshwright.models.tracing.count_runs`); ``None``: all units run once but idle ones and twins.
         remarks: what was assumed because nobody declared it, a sentence each; the plan repeats them.
@@ -182,6 +185,7 @@ class ParallelSpec:
     stages: "Callable[[nn.Module, Sequence[str]], StageFacts] | None" = field(default=None, compare=False, repr=False)
     regions: "Callable[[nn.Module, Sequence[str]], RegionFacts] | None" = field(default=None, compare=False, repr=False)
     pairs: "Callable[[nn.Module, Sequence[str]], Pairs] | None" = field(default=None, compare=False, repr=False)
+    head: "Callable[[nn.Module], HeadFacts] | None" = field(default=None, compare=False, repr=False)
     runs: "Callable[[nn.Module], Mapping[str, tuple[int, int]]] | None" = field(default=None, compare=False, repr=False)
     remarks: tuple[str, ...] = ()
 

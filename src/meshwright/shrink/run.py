@@ -31,11 +31,13 @@ from meshwright.models.config import ModelConfig
 from meshwright.models.imports import import_modules
 from meshwright.models.registry import spec_of
 from meshwright.plan.inspection import model_sizes
+from meshwright.plan.loss import chunks_of
 from meshwright.plan.names import match_names
 from meshwright.plan.spec import ParallelSpec
 from meshwright.shrink.kinds import kinds_of, layers_of, lists_of, lost_between, second_of_ties
 from meshwright.shrink.small_config import ALWAYS, RULES, Change, Needs, small_config
 from meshwright.train.config import RunConfig
+from meshwright.train.objective import make_objective
 from meshwright.train.setup import microbatches_per_step, vocabulary_defaults
 
 if TYPE_CHECKING:
@@ -48,6 +50,9 @@ MAX_PROCESSES = 8
 
 SEQUENCE = 64
 """Number of tokens in a sequence; a shorter original is kept."""
+
+CHUNKS = 3
+"""Number of chunks of a loss, if the original computes it in chunks."""
 
 SMALL = 1_000_000
 """Most parameters of a model that is not shrunk."""
@@ -115,7 +120,20 @@ def shrink(config: RunConfig, world_size: int | None = None) -> tuple[RunConfig,
     if pipeline.cuts:
         renumbered["pipeline"] = pipeline.model_copy(update={"cuts": []})
     parallel = change("parallel", config.parallel, renumbered, why)
+    parallel = change("parallel", parallel, {"loss_chunks": _loss_chunks(config, large, spec)}, "in chunks, as before")
     return config.model_copy(update={**sections, "model": model, "parallel": parallel}), world, tuple(changes)
+
+
+def _loss_chunks(config: RunConfig, model: "PreTrainedModel", spec: ParallelSpec) -> int | None:
+    """Return ``parallel.loss_chunks`` of the small run, whose loss is in chunks if that of the large one is."""
+    asked = config.parallel.loss_chunks
+    if asked is None:
+        vocabulary = model.config.get_text_config().vocab_size
+        tokens = config.training.microbatch_size * config.data.sequence_length
+        dtype = config.parallel.param_dtype or config.model.dtype
+        possible = chunks_of(vocabulary, tokens, dtype) and make_objective(config, model).chunks and spec.head is not None
+        return CHUNKS if possible and spec.head is not None and not spec.head(model).problem else None
+    return min(asked, CHUNKS)
 
 
 # -- layout and batch -----------------------------------------------------------------------------------------------------

@@ -143,6 +143,7 @@ def _choices(plan: ShardingPlan) -> dict[str, str]:
         "frozen": "none" if all(trainable for _, trainable in frozen) else _digest(sorted(frozen)),
         "tensor_parallel": _digest(sorted(moved)) if moved else "none",
         "units": _digest(sorted(shapes)),
+        "loss": "whole" if plan.loss is None else "in chunks",
         **({"context_parallel": _attention(plan)} if plan.attentions else {}),
         **({"pipeline": _pipeline(plan)} if plan.stages else {}),
     }

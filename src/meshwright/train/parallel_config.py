@@ -149,6 +149,13 @@ class ParallelConfig(Section):
         description="With tp: logits stay sharded over the vocabulary, and the loss is computed there. null: wherever the "
         "model's output head is known.",
     )
+    loss_chunks: int | None = Field(
+        default=None,
+        ge=0,
+        description="Compute logits and loss of a microbatch in so many chunks of tokens, so that only the logits of one chunk "
+        "exist at a time. 0: at once. null: by vocabulary, tokens of a microbatch and dtype, so that a chunk has at most "
+        "256 MiB of logits.",
+    )
     tp_plan: dict[str, str] | str | None = Field(
         default=None,
         description="Tensor parallel styles that win over the family's and the model's own: {pattern of modules: style}, or "

@@ -178,6 +178,11 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
     tokens, experts = _tokens(config, layout, model)
     options = replace(options, tokens=tokens, experts_of_token=experts, packed=config.data.packing == "pack")
     options = replace(options, balance_loss=config.training.microbatch_size if config.moe.aux_loss else 0)
+    if not objective.chunks:
+        if options.loss_chunks:
+            words = f"training.objective={objective.name} has its own way from logits to losses; the legal value is 0"
+            raise ConfigError(f"parallel.loss_chunks={options.loss_chunks}: {words}")
+        options = replace(options, loss_chunks=0)
     plan = resolve(spec, model, layout, options)
     refused = refusals(
         plan,

@@ -1,0 +1,205 @@
+"""The loss of a language model in chunks of tokens: logits, loss and gradient of one chunk after another.
+
+The model's own forward runs once. Its output head returns a tensor without values, :class:`DeferredLogits`, which notes what
+the model does to its logits: a scale, a soft cap. The loss calls the head, and repeats what was noted, for each chunk. It
+computes the gradient of a chunk at once, because the loss is a sum: what comes from above is one number, by which backward
+multiplies.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+
+from meshwright.distributed.mesh import ParallelMesh
+from meshwright.errors import UnsupportedError
+from meshwright.plan.program import ChunkLoss
+
+__all__ = ["LABELS", "DeferredLogits", "chunk_loss", "chunks_its_loss", "deferring"]
+
+LABELS = "loss_labels"
+"""Argument that the forward of a model takes in addition, once its loss is in chunks. With it, the forward returns the loss."""
+
+_CHUNKED: WeakSet[nn.Module] = WeakSet()
+"""The models whose forward takes labels."""
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(logits, labels) -> their summed loss."""
+
+_POINTWISE = {
+    "add", "sub", "rsub", "mul", "div", "true_divide", "truediv", "tanh", "clamp", "float", "double", "to", "type", "type_as",
+    "contiguous", "neg", "sigmoid", "pow", "clone",
+}  # fmt: skip
+"""Functions that treat each logit alone, beside their forms in place and as operators of Python."""
+
+_FACTS = {"__get__", "size", "dim", "ndimension", "numel", "is_floating_point", "get_device", "element_size", "__repr__"}
+"""Functions that ask for shape, dtype or device, and not for values."""
+
+
+class DeferredLogits(torch.Tensor):
+    """Logits that were not computed: a tensor without values, which notes what is done to it.
+
+    Args:
+        hidden: [..., features], what the head was called with.
+        words: number of words.
+        head: computes logits of hidden states.
+        steps: what is done to the logits, in order.
+        dtype: dtype of the logits after the steps.
+    """
+
+    hidden: torch.Tensor
+    head: Callable[[torch.Tensor], torch.Tensor]
+    steps: list[Callable[[torch.Tensor], torch.Tensor]]
+
+    @staticmethod
+    def __new__(
+        cls,
+        hidden: torch.Tensor,
+        words: int,
+        head: Callable[[torch.Tensor], torch.Tensor],
+        steps: Sequence[Callable[[torch.Tensor], torch.Tensor]] = (),
+        dtype: torch.dtype | None = None,
+    ) -> "DeferredLogits":
+        """Return logits without values."""
+        shape = (*hidden.shape[:-1], words)
+        logits: DeferredLogits = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype or hidden.dtype, device=hidden.device, requires_grad=False
+        )
+        logits.hidden, logits.head, logits.steps = hidden, head, list(steps)
+        return logits
+
+    def of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of some hidden states."""
+        logits = self.head(hidden)
+        for step in self.steps:
+            logits = step(logits)
+        return logits
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note what is done, or refuse it."""
+        name, kwargs = function.__name__, kwargs or {}
+        plain = name.strip("_")
+        place = next((index for index, item in enumerate(args) if isinstance(item, DeferredLogits)), None)
+        if name in _FACTS or place is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        in_place = (name.endswith("_") and not name.startswith("__")) or (plain[:1] == "i" and plain[1:] in _POINTWISE)
+        plain = next((own for own in (plain, plain[1:]) if own in _POINTWISE), "")
+        beside = (item for index, item in enumerate((*args, *kwargs.values())) if index != place)
+        others = [item for item in beside if isinstance(item, torch.Tensor)]
+        if not plain or any(item.numel() != 1 or item.requires_grad for item in others):
+            raise UnsupportedError(f"parallel.loss_chunks: the model calls {name} on its logits; the legal value is 0")
+        logits: DeferredLogits = args[place]
+
+        def step(values: torch.Tensor) -> torch.Tensor:
+            return function(*args[:place], values, *args[place + 1 :], **kwargs)
+
+        with torch._C.DisableTorchFunctionSubclass():
+            dtype = step(torch.empty((1,) * logits.ndim, dtype=logits.dtype, device=logits.device)).dtype
+        if in_place:
+            logits.steps.append(step)
+            return logits
+        return DeferredLogits(logits.hidden, logits.shape[-1], logits.head, [*logits.steps, step], dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Refuse to compute with values that are not there."""
+        raise UnsupportedError(f"parallel.loss_chunks: the model calls {function} on its logits; the legal value is 0")
+
+
+@contextmanager
+def deferring(head: nn.Module, words: int) -> Iterator[None]:
+    """Inside, a head returns :class:`DeferredLogits`."""
+    before, own = head.forward, head.__dict__.get("forward")
+    head.forward = lambda hidden: DeferredLogits(hidden, words, before)
+    try:
+        yield
+    finally:
+        del head.forward
+        if own is not None:
+            head.forward = own
+
+
+def chunk_loss(model: nn.Module, action: ChunkLoss, mesh: ParallelMesh) -> None:
+    """Let the forward of a model take labels too, and return the summed loss then, which is computed in chunks."""
+    head, chunks, forward = model.get_submodule(action.module), action.chunks, model.forward
+
+    @wraps(forward)
+    def with_loss(*args: Any, **kwargs: Any) -> Any:
+        labels: tuple[torch.Tensor, Loss] | None = kwargs.pop(LABELS, None)
+        if labels is None:
+            return forward(*args, **kwargs)
+        with deferring(head, action.vocabulary):
+            logits = forward(*args, **kwargs).logits
+        if not isinstance(logits, DeferredLogits):
+            raise UnsupportedError(f"parallel.loss_chunks: {action.module!r} did not give the logits; the legal value is 0")
+        return _loss(logits, *labels, chunks, [parameter for parameter in head.parameters() if parameter.requires_grad])
+
+    model.forward = with_loss
+    _CHUNKED.add(model)
+
+
+def chunks_its_loss(model: nn.Module) -> bool:
+    """Return whether the forward of a model takes labels and returns a loss (:func:`chunk_loss`)."""
+    return model in _CHUNKED
+
+
+def _loss(
+    logits: DeferredLogits, labels: torch.Tensor, loss: Loss, chunks: int, parameters: list[nn.Parameter]
+) -> torch.Tensor:
+    hidden = logits.hidden.flatten(0, -2).unsqueeze(0)
+    return _ChunkedLoss.apply(hidden, labels.reshape(1, -1), logits.of, loss, min(chunks, hidden.shape[1]), *parameters)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        logits_of: Callable[[torch.Tensor], torch.Tensor],
+        loss: Loss,
+        chunks: int,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        wanted = [context.needs_input_grad[0], *context.needs_input_grad[5:]]
+        total: torch.Tensor | None = None
+        gradients: list[list[torch.Tensor]] = []
+        sums: list[torch.Tensor | None] = [None] * len(parameters)
+        for part, targets in zip(hidden.tensor_split(chunks, 1), labels.tensor_split(chunks, 1), strict=True):
+            if not any(wanted):
+                value = loss(logits_of(part), targets)
+            else:
+                with torch.enable_grad():
+                    part = part.detach().requires_grad_(wanted[0])
+                    value = loss(logits_of(part), targets)
+                inputs = [tensor for tensor, needed in zip((part, *parameters), wanted, strict=True) if needed]
+                found = iter(torch.autograd.grad(value, inputs))
+                if wanted[0]:
+                    gradients.append([next(found)])
+                for index, needed in enumerate(wanted[1:]):
+                    if needed:  # the sum of many chunks would lose what bf16 cannot represent
+                        gradient = next(found)
+                        exact = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+                        before = sums[index]
+                        sums[index] = exact if before is None else before.add_(exact)
+            value = value.detach()
+            total = value if total is None else total + value
+        assert total is not None
+        context.wanted, context.count = wanted, len(parameters)
+        saved = [torch.cat([gradient for (gradient,) in gradients], 1)] if wanted[0] else []
+        kept = zip(sums, parameters, strict=True)
+        saved += [value.to(parameter.dtype) for value, parameter in kept if value is not None]
+        context.gradients = saved
+        return total
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        saved = iter(context.gradients)
+        found = [next(saved) * gradient if needed else None for needed in context.wanted]
+        return (found[0], None, None, None, None, *found[1:])
