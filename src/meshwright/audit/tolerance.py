@@ -1,9 +1,9 @@
 """Tolerances: how much the results of one process and of many may differ.
 
 Two cases decide the tolerance of a gradient. Data parallelism computes each microbatch exactly as one process does, in any
-dtype. Only sums have another order, in the dtype of reduction. Tensor, context and expert parallel compute other products and
-other partial sums. There the rounding of the compute dtype counts, and the audit measures it: the distance between the gradient
-of one process in this dtype and in the next more precise one (the noise).
+dtype. Only sums have another order, in the dtype of reduction. Tensor, context and expert parallel, and a loss in chunks,
+compute other products and other partial sums. There the rounding of the compute dtype counts, and the audit measures it: the
+distance between the gradient of one process in this dtype and in the next more precise one (the noise).
 
 After the first step each side continues with its own weights, and differences grow. So optimizer states, parameters and the
 losses of later steps have their own tolerances, relative to how far a parameter moved. In bfloat16 under model parallelism even
@@ -49,9 +49,10 @@ def comparable_steps(plan: ShardingPlan, dtype: str, steps: int) -> int:
 def _same_arithmetic(plan: ShardingPlan) -> bool:
     """Whether a layout computes each microbatch exactly as one process does.
 
-    Twin units do not: they add the gradients of their two passes in the dtype of reduction, one process in that of compute.
+    Twin units do not: they add the gradients of their two passes in the dtype of reduction, one process in that of compute. A
+    loss in chunks does not: its products have fewer rows, and one process computes it at once.
     """
-    alone = all(plan.layout.size(axis) == 1 for axis in ("pp", "cp", "tp", "ep"))
+    alone = plan.loss is None and all(plan.layout.size(axis) == 1 for axis in ("pp", "cp", "tp", "ep"))
     return alone and not any(unit.twin_of for unit in plan.units)
 
 
