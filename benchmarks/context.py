@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from live_bytes import LiveBytes
 from report import Bound, Table, publish
+
+from meshwright.trace.live import LiveBytes
 
 MODEL = {
     "model_type": "llama",

@@ -19,7 +19,6 @@ import torch
 import torch._dynamo  # FSDP's hooks import it on first use, which would cost every forked rank a second
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from live_bytes import LiveBytes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -30,6 +29,7 @@ from meshwright.models.registry import get_parallelization_strategy
 from meshwright.moe.dispatch import static_splits
 from meshwright.plan.price import Totals, totals
 from meshwright.plan.resolver import resolve
+from meshwright.trace.live import LiveBytes
 from meshwright.train.config import RunConfig
 from meshwright.train.optimizer import build_optimizer
 from meshwright.train.setup import RunSetup, make_setup

@@ -84,10 +84,10 @@ def measure(job: Job, model: torch.nn.Module, train_step: Callable[[int], float]
         profiler.dump_stats(job.profile)
     peak = peak_rss()
 
-    from live_bytes import LiveBytes  # after all that is timed: importing these costs something
     from saved import SavedBytes
 
     from meshwright.distributed.comm_counter import CommCounter
+    from meshwright.trace.live import LiveBytes  # after all that is timed: importing these costs something
 
     with LiveBytes(model, settle=True) as live, CommCounter() as counter, SavedBytes() as saved:
         train_step(job.steps)

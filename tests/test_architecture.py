@@ -27,7 +27,7 @@ FLOORS = (
     {"data", "models", "checkpoint"},
     {"train"},
     {"shrink", "nemo"},
-    {"audit"},
+    {"audit", "trace"},
     {"matrix"},
     {"cli"},
     {"__main__"},

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.mesh import build_mesh
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
+from meshwright.models.registry import spec_of
 from meshwright.plan.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
@@ -105,9 +107,10 @@ def test_patterns_without_a_match_and_ranks_without_a_slice_are_refused() -> Non
 
 
 def test_a_model_that_declares_no_styles_is_refused() -> None:
-    model, spec = make("gpt2", meta=True)
-    with pytest.raises(PlanError, match=r"no styles; .*GPT2LMHeadModel declares no.*the legal value of tp is 1"):
-        resolve(spec, model, Layout(tp=2, dp_shard=1))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", num_hidden_layers=2, hidden_size=32))
+    with pytest.raises(PlanError, match=r"no styles; .*MambaForCausalLM declares no.*the legal value of tp is 1"):
+        resolve(spec_of(model), model, Layout(tp=2, dp_shard=1))
 
 
 def test_the_plan_says_what_each_rank_holds() -> None:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from meshwright.audit.case import local_part
 from meshwright.checkpoint import state
 from meshwright.errors import NonFiniteError
-from meshwright.models import objective as objective_module
+from meshwright.models import loss as loss_module
 from meshwright.train.config import RunConfig
 from meshwright.train.prepare import prepare_run
 from tests.harness import run_ranks
@@ -29,13 +29,13 @@ STEP = 3
 
 def _train(rank: int, config: RunConfig, store: Path, value: float) -> str:
     trainer = trainer_on_rank(config, store)
-    plain = objective_module.token_loss_sum
+    plain = loss_module.token_loss_sum
 
     def poisoned(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         loss = plain(logits, labels)
         return loss * value if rank == 1 and trainer.step == STEP - 1 and trainer.model.training else loss
 
-    objective_module.token_loss_sum = poisoned
+    loss_module.token_loss_sum = poisoned
     try:
         trainer.run()
     except NonFiniteError as error:
@@ -51,8 +51,8 @@ def run(config: RunConfig, value: float) -> list[str]:
 def _train_on_nothing(rank: int, config: RunConfig, store: Path) -> str:
     """From step 3 on, no loss is finite."""
     trainer = trainer_on_rank(config, store)
-    plain = objective_module.token_loss_sum
-    objective_module.token_loss_sum = lambda *given: plain(*given) * (math.nan if trainer.step >= STEP - 1 else 1)
+    plain = loss_module.token_loss_sum
+    loss_module.token_loss_sum = lambda *given: plain(*given) * (math.nan if trainer.step >= STEP - 1 else 1)
     try:
         trainer.run()
     except NonFiniteError as error:
@@ -98,8 +98,8 @@ def test_stop(tiny: Tiny, value: float, options: list[str]) -> None:
 def _weights(rank: int, config: RunConfig, store: Path, poisoned: bool) -> tuple[str, dict[str, bytes]]:
     """The error of a run, whose loss in step 3 may not be finite, and the weights and moments that it ends with."""
     trainer = trainer_on_rank(config, store)
-    plain = objective_module.token_loss_sum
-    objective_module.token_loss_sum = lambda *given: plain(*given) * (math.nan if poisoned and trainer.step == STEP - 1 else 1)
+    plain = loss_module.token_loss_sum
+    loss_module.token_loss_sum = lambda *given: plain(*given) * (math.nan if poisoned and trainer.step == STEP - 1 else 1)
     error = ""
     try:
         trainer.run()

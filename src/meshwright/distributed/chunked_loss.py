@@ -184,10 +184,9 @@ class _ChunkedLoss(torch.autograd.Function):
                     gradients.append([next(found)])
                 for index, needed in enumerate(wanted[1:]):
                     if needed:  # the sum of many chunks would lose what bf16 cannot represent
-                        gradient = next(found)
-                        exact = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
-                        before = sums[index]
-                        sums[index] = exact if before is None else before.add_(exact)
+                        gradient, before = next(found), sums[index]
+                        exact = torch.promote_types(gradient.dtype, torch.float32)
+                        sums[index] = gradient.to(exact) if before is None else before.add_(gradient)
             value = value.detach()
             total = value if total is None else total + value
         assert total is not None

@@ -6,7 +6,9 @@ keeps) is not in it, nor is memory that an operator takes and gives back within 
 
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from enum import StrEnum
 from typing import Any, Self
 
 import torch
@@ -17,11 +19,36 @@ from torch.utils._pytree import tree_iter
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.fsdp import fsdp_units
 
-__all__ = ["LiveBytes"]
+__all__ = ["Kind", "LiveBytes"]
 
 SETTLE_SECONDS, SETTLE_BYTES = 0.25, 2**20
 """Threads of gloo let go of the buffers of a collective a moment after it is through, on a busy machine a long one: so long a
 leap of the peak by so much may take to turn out none."""
+
+
+class Kind(StrEnum):
+    """What bytes are for."""
+
+    STATE = "state"
+    """What was there before: shards of parameters, and the state of the optimizer."""
+
+    GATHERED = "gathered"
+    """Gathered parameters, those on their way included."""
+
+    UNREDUCED = "unreduced"
+    """Gradients of whole parameters."""
+
+    REDUCED = "reduced"
+    """Shards of gradients."""
+
+    LOGITS = "logits"
+    """Tensors with an entry for each word: logits, their copies and gradients, and what chunks of a loss add up."""
+
+    COMMUNICATION = "communication"
+    """Buffers of other collectives."""
+
+    ACTIVATIONS = "activations"
+    """All the rest: what backward needs, and what lives for a moment."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -31,37 +58,50 @@ class LiveBytes(TorchDispatchMode):
         model: with FSDP units; what it holds is known from the start.
         others: more tensors that are there already, such as those of an optimizer.
         settle: believe a new peak only after other threads had a moment to let go of what they used.
+        words: number of words that this rank has logits of; 0: logits are not told apart.
 
     Attributes:
         held: bytes now; ``peak``: the most.
         gathered: the most bytes of gathered parameters at once, those that are on their way included.
         gradients: the most bytes of unsharded gradients at once: of matrices that backward made in the shape of a parameter.
             Those that wait for a second backward are in no module, but in autograd.
+        by_kind: bytes now, by what they are for.
+        moments: name of each moment to the bytes by kind when it held the most (:meth:`begin`).
     """
 
-    def __init__(self, model: torch.nn.Module, others: Iterable[torch.Tensor] = (), *, settle: bool = False) -> None:
+    def __init__(
+        self, model: torch.nn.Module, others: Iterable[torch.Tensor] = (), *, settle: bool = False, words: int = 0
+    ) -> None:
         super().__init__()
-        self.settle = settle
+        self.settle, self.words = settle, words
         groups = [group for unit in fsdp_units(model).values() for group in _torch_compat.param_groups(unit)]
         self.units = [held for group in groups for held in group.fsdp_params]
         self.shapes = {tuple(sorted(held._orig_size)) for held in self.units if len(held._orig_size) > 1}
         self.held = self.peak = self.gathered = self.gradients = 0
-        self._unreduced = 0
-        self._alive: dict[int, tuple[weakref.ref[Any], int, bool]] = {}
+        self.by_kind: Counter[Kind] = Counter()
+        self.moments: dict[str, Counter[Kind]] = {}
+        self._moment, self._most = "", -1
+        self._alive: dict[int, tuple[weakref.ref[Any], int, Kind]] = {}
         for tensor in (*model.parameters(), *model.buffers(), *others):
-            self._see(tensor)
+            self._see(tensor, Kind.STATE)
         self.peak = self.held
+
+    def begin(self, moment: str) -> None:
+        """Begin a moment. What is held most in it is kept under its name; a moment may begin several times."""
+        self._moment = moment
+        self._most = sum(self.moments[moment].values()) if moment in self.moments else -1
+        self._note_peak()
 
     def __enter__(self) -> Self:
         self._resize, mode = torch.UntypedStorage.resize_, self
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             found = mode._resize(storage, size)
-            mode._weigh(storage)
+            mode._weigh(storage, Kind.GATHERED)
             mode._note_peak()
             return found
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
         return super().__enter__()
 
     def __exit__(self, *failure: Any) -> None:
@@ -77,6 +117,8 @@ class LiveBytes(TorchDispatchMode):
         for item in tree_iter((() if func.is_view else result, args if of_units else ())):
             if isinstance(item, torch.Tensor):
                 self._see(item)
+        if of_units:
+            self._mark(func.name(), args)
         self._note_peak()
         if of_units:
             # What is gathered ahead is in the buffer of the collective as yet.
@@ -84,18 +126,44 @@ class LiveBytes(TorchDispatchMode):
             self.gathered = max(self.gathered, _gathered_bytes(self.units) + ahead)
         return result
 
-    def _see(self, tensor: torch.Tensor) -> None:
+    def _mark(self, name: str, args: Any) -> None:
+        """Say what the buffers of a collective are for."""
+        if name == "c10d::_allgather_base_":
+            self._become(args[0], Kind.GATHERED)
+        elif name == "c10d::_reduce_scatter_base_":
+            self._become(args[0], Kind.REDUCED)
+            self._become(args[1], Kind.COMMUNICATION)
+        elif name.startswith("c10d::"):
+            for item in tree_iter(args):
+                if isinstance(item, torch.Tensor):
+                    self._become(item, Kind.COMMUNICATION, only=Kind.ACTIVATIONS)
+
+    def _become(self, tensor: torch.Tensor, kind: Kind, only: Kind | None = None) -> None:
+        key = tensor.untyped_storage()._cdata
+        if key in self._alive:
+            reference, size, before = self._alive[key]
+            if before is Kind.STATE or only not in (None, before):
+                return
+            self._alive[key] = (reference, size, kind)
+            self._count(-size, before)
+            self._count(size, kind)
+
+    def _see(self, tensor: torch.Tensor, kind: Kind | None = None) -> None:
         if isinstance(tensor, DTensor):
             tensor = tensor._local_tensor
-        self._weigh(tensor.untyped_storage(), tensor.shape)
+        self._weigh(tensor.untyped_storage(), kind or self._kind_of(tensor.shape))
 
-    def _weigh(self, storage: torch.UntypedStorage, shape: Sequence[int] = ()) -> None:
+    def _kind_of(self, shape: Sequence[int]) -> Kind:
+        if _torch_compat.in_backward() and tuple(sorted(shape)) in self.shapes:
+            return Kind.UNREDUCED
+        return Kind.LOGITS if self.words and self.words in shape and len(shape) > 1 else Kind.ACTIVATIONS
+
+    def _weigh(self, storage: torch.UntypedStorage, kind: Kind) -> None:
         key, size = storage._cdata, storage.nbytes()
         known = self._alive.get(key)
         if known is None:
-            gradient = _torch_compat.in_backward() and tuple(sorted(shape)) in self.shapes
-            self._alive[key] = (weakref.ref(storage, lambda _: self._forget(key)), size, gradient)
-            self._count(size, gradient)
+            self._alive[key] = (weakref.ref(storage, lambda _: self._forget(key)), size, kind)
+            self._count(size, kind)
         elif known[1] != size:
             self._alive[key] = (known[0], size, known[2])
             self._count(size - known[1], known[2])
@@ -104,13 +172,16 @@ class LiveBytes(TorchDispatchMode):
         if (known := self._alive.pop(key, None)) is not None:
             self._count(-known[1], known[2])
 
-    def _count(self, size: int, gradient: bool) -> None:
+    def _count(self, size: int, kind: Kind) -> None:
         self.held += size
-        if gradient:
-            self._unreduced += size
-            self.gradients = max(self.gradients, self._unreduced)
+        self.by_kind[kind] += size
+        if kind is Kind.UNREDUCED:
+            self.gradients = max(self.gradients, self.by_kind[kind])
 
     def _note_peak(self) -> None:
+        if self.held > self._most:
+            self._most = self.held
+            self.moments[self._moment] = Counter(self.by_kind)
         if self.held > self.peak:
             patience = time.monotonic() + SETTLE_SECONDS
             while self.settle and self.held > self.peak + SETTLE_BYTES and time.monotonic() < patience:

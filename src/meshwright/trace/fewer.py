@@ -1,0 +1,102 @@
+"""A run with fewer layers and ranks, of which each rank holds the same of each layer's activations as in the whole run.
+
+Layers of one kind hold the same, so a trace of some of them says what all of them hold. Shards of parameters depend on the
+number of ranks, and are known in closed form; nothing else of a rank does, as long as tp, cp and ep stay.
+"""
+
+import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from meshwright.layout import Layout
+from meshwright.models.build import build_on_meta
+from meshwright.models.registry import get_parallelization_strategy
+from meshwright.plan.names import inside
+from meshwright.plan.resolver import resolve
+from meshwright.plan.sharding_plan import ROOT, ShardingPlan
+from meshwright.train.objective import make_objective
+from meshwright.train.setup import RunSetup
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["kinds_of_layers", "with_fewer", "world_of"]
+
+
+def kinds_of_layers(plan: ShardingPlan) -> list[int]:
+    """Return the kind of each layer, a number: layers of a kind have parameters of the same shapes, and the same units.
+
+    That the last layer stays gathered after forward does not count: it does so in a run with fewer layers too.
+    """
+    kinds: dict[Any, int] = {}
+    found = []
+    for layer in plan.layers:
+        shapes = tuple(
+            (row.name.removeprefix(layer), row.shape, row.trainable) for row in plan.parameters if inside(row.name, layer)
+        )
+        units = tuple(
+            (unit.name.removeprefix(layer), unit.kind, unit.activation_checkpointing, unit.sync)
+            for unit in plan.units
+            if unit.name == layer or inside(unit.name, layer)
+        )
+        found.append(kinds.setdefault((shapes, units), len(kinds)))
+    return found
+
+
+def world_of(layout: Layout) -> Layout:
+    """Return the smallest layout in which a rank computes the same: the same tp, cp and ep, and no stages."""
+    replicas, inner = min(layout.size("dp_replicate"), 2), layout.size("cp") * layout.size("tp")
+    least = 2 if layout.size("dp_shard") > 1 else 1
+    sharded = next(
+        size for size in range(least, layout.size("dp_shard") + 1)
+        if layout.size("dp_shard") % size == 0 and size * inner % layout.ep == 0
+        and (layout.ep == 1 or layout.ep_shard == 1 or size * inner > layout.ep)
+    )  # fmt: skip
+    return Layout(dp_replicate=replicas, dp_shard=sharded, cp=layout.size("cp"), tp=layout.size("tp"), ep=layout.ep).resolve(
+        replicas * sharded * inner
+    )
+
+
+def with_fewer(setup: RunSetup, layers: int) -> RunSetup:
+    """Return a run with the first layers of another one, in the smallest world. Its choices are those of the whole run.
+
+    Args:
+        setup: the run.
+        layers: how many layers.
+    """
+    plan, layout = setup.plan, world_of(setup.layout)
+    kept, left = plan.layers[:layers], plan.layers[layers:]
+
+    def stays(name: str) -> bool:
+        return not any(name == layer or inside(name, layer) for layer in left)
+
+    options = replace(
+        plan.options,
+        sync=plan.unit(ROOT).sync,
+        sync_units={unit.name: unit.sync for unit in plan.units if unit.name != ROOT and not unit.part_of and stays(unit.name)},
+        activation_checkpointing_layers={name: plan.unit(name).activation_checkpointing for name in kept},
+        freeze=tuple(row.name for row in plan.parameters if not row.trainable and stays(row.name)),
+        no_decay=(),
+        microbatches=min(2, plan.options.microbatches),
+        loss_chunks=0 if plan.loss is None else plan.loss.chunks,
+        pipeline_cuts=(),
+        runs_per_step=1,
+    )
+    model = build_on_meta(setup.config.model, _config(setup, layers))
+    spec = get_parallelization_strategy(model).spec(model, setup.config.parallel.param_dtype)
+    small = resolve(spec, model, layout, options)
+    return RunSetup(setup.config, layout, model, spec, small, make_objective(setup.config, model))
+
+
+def _config(setup: RunSetup, layers: int) -> "PretrainedConfig":
+    """Return the config of the model with the first layers."""
+    config = section = copy.deepcopy(setup.model.config)
+    *path, name = setup.spec.sizes["layers"].split(".")
+    for part in path:
+        section = getattr(section, part)
+    count = getattr(section, name)
+    for key, value in vars(section).items():
+        if isinstance(value, list) and len(value) == count:
+            setattr(section, key, value[:layers])
+    setattr(section, name, layers)
+    return config

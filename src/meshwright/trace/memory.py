@@ -1,0 +1,176 @@
+"""What the fullest rank of a run holds at the worst moment, and of what: closed forms of the plan, and traces of some layers.
+
+A step has few moments in which a rank may hold the most: the forward, the loss, the backward of the last two layers and of the
+first two, and the update. In each of them, what a rank holds grows by the same bytes with each further layer of a kind. So
+traces of a few layers give the bytes of all of them. Shards (of parameters, gradients, and the optimizer's state) depend on the
+number of ranks, and come from the plan.
+
+With a pipeline, a rank holds the activations of several microbatches. Their number comes from the replay of the schedule
+(:mod:`meshwright.plan.schedule`), and the rest from the plan.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from meshwright.plan.pipeline import on_stages, stages_of_rank
+from meshwright.plan.price import Totals, totals, totals_of_rank
+from meshwright.plan.schedule import replay_of_plan
+from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.trace.fewer import kinds_of_layers, with_fewer
+from meshwright.trace.live import Kind
+from meshwright.trace.step import LOSS, UPDATE, StepTrace, trace_step
+from meshwright.train.setup import RunSetup
+
+__all__ = ["MemoryForecast", "forecast_memory"]
+
+LEAST = 4
+"""Layers of the smallest trace: the first two and the last two, whose backward differs from that of the others."""
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """What the fullest rank holds at the worst moment. All sizes are in bytes.
+
+    Attributes:
+        moment: the worst moment.
+        parts: what it holds then: ``parameters``, ``optimizer``, ``gradients`` (shards), ``gathered`` (whole parameters),
+            ``unsharded_gradients``, ``activations``, ``logits``, ``communication`` and ``buffers``.
+        traced: numbers of layers of the models that were traced.
+        rank: the rank of ``pp``.
+    """
+
+    moment: str
+    parts: Mapping[str, int]
+    traced: tuple[int, ...]
+    rank: int = 0
+
+    @property
+    def peak(self) -> int:
+        """All parts together."""
+        return sum(self.parts.values())
+
+
+@dataclass
+class _Traces:
+    """Traces of the first layers of a run, each made once."""
+
+    setup: RunSetup
+    made: dict[int, tuple[StepTrace, ShardingPlan]] = field(default_factory=dict)
+
+    def of(self, layers: int) -> tuple[StepTrace, ShardingPlan]:
+        if layers not in self.made:
+            small = with_fewer(self.setup, layers)
+            self.made[layers] = (trace_step(small), small.plan)
+        return self.made[layers]
+
+    def moments(self, layers: int) -> dict[str, Counter[Kind]]:
+        """Return the moments under names that do not depend on the number of layers."""
+        trace, plan = self.of(layers)
+        names = {plan.layers[place]: f"backward of layer {place}" for place in (0, 1)}
+        names |= {plan.layers[-place]: f"backward of layer {len(self.setup.plan.layers) - place}" for place in (2, 1)}
+        return {names.get(name, name): Counter(dict(held)) for name, held in trace.moments.items()}
+
+
+def forecast_memory(setup: RunSetup) -> MemoryForecast:
+    """Forecast the memory of a run. No process group may exist; nothing of the run's model is used up.
+
+    Raises:
+        MeshwrightError: the smaller runs that are traced are refused.
+        RuntimeError: the model computes something that depends on values, so that it cannot be traced.
+    """
+    traces, kinds = _Traces(setup), kinds_of_layers(setup.plan)
+    count = len(kinds)
+    first = max(LEAST, 1 + max(kinds.index(kind) for kind in set(kinds)))
+    if count <= first + 1:
+        moments, slopes = traces.moments(count), {}
+        first = count
+    else:
+        moments, slopes = traces.moments(first), _slopes(traces, kinds, first)
+    if setup.plan.stages:
+        return _of_stages(setup, traces, first, kinds, slopes)
+    trace, small = traces.of(first)
+    more = Counter(kinds[first:])
+    shards, shards_of_trace = totals(setup.plan), totals(small)
+    best: MemoryForecast | None = None
+    for name, held in moments.items():
+        grown = Counter(held)
+        for kind, times in more.items():
+            for part, slope in slopes[kind].get(name, Counter()).items():
+                grown[part] += times * slope
+        found = MemoryForecast(name, _parts(grown, shards, shards_of_trace, trace), tuple(sorted(traces.made)))
+        best = found if best is None or found.peak > best.peak else best
+    assert best is not None
+    return best
+
+
+def _slopes(traces: _Traces, kinds: list[int], first: int) -> dict[int, dict[str, Counter[Kind]]]:
+    """Return, for each kind of layer after the first ones, by how many bytes one more grows each moment."""
+    slopes = {}
+    for kind in set(kinds[first:]):
+        place = kinds.index(kind, first)
+        fewer, more = traces.moments(place), traces.moments(place + 1)
+        slopes[kind] = {name: _minus(more[name], fewer[name]) for name in more.keys() & fewer.keys()}
+    return slopes
+
+
+def _minus(more: Counter[Kind], fewer: Counter[Kind]) -> Counter[Kind]:
+    return Counter({part: more[part] - fewer[part] for part in more.keys() | fewer.keys()})
+
+
+def _parts(held: Counter[Kind], shards: Totals, shards_of_trace: Totals, trace: StepTrace) -> dict[str, int]:
+    """Return the parts of a moment, with the shards of the whole run in place of those of a trace."""
+    reduced = held[Kind.REDUCED] / max(1, shards_of_trace.gradient_bytes)
+    buffers = trace.state - shards_of_trace.parameter_bytes - shards_of_trace.optimizer_bytes
+    return {
+        "parameters": shards.parameter_bytes,
+        "optimizer": shards.optimizer_bytes,
+        "gradients": round(min(1.0, reduced) * shards.gradient_bytes),
+        "gathered": held[Kind.GATHERED],
+        "unsharded_gradients": held[Kind.UNREDUCED],
+        "activations": held[Kind.ACTIVATIONS],
+        "logits": held[Kind.LOGITS],
+        "communication": held[Kind.COMMUNICATION],
+        "buffers": max(0, buffers),
+    }
+
+
+def _of_stages(
+    setup: RunSetup, traces: _Traces, first: int, kinds: list[int], slopes: dict[int, dict[str, Counter[Kind]]]
+) -> MemoryForecast:
+    """Return the forecast for the rank of `pp` that holds the most."""
+    plan = setup.plan
+    kind_of = dict(zip(plan.layers, kinds, strict=True))
+    trace, small = traces.of(first)
+    moments, of_trace = traces.moments(first), Counter(kinds[:first])
+    alive = replay_of_plan(plan).alive
+    kept = {kind: max(0, slope[LOSS][Kind.ACTIVATIONS]) for kind, slope in slopes.items()}
+    kept = kept or dict.fromkeys(of_trace, moments[LOSS][Kind.ACTIVATIONS] // first)
+    widest = max(kept.values())
+    layers = sum(number * kept.get(kind, widest) for kind, number in of_trace.items())
+    backward = max(
+        (held[Kind.ACTIVATIONS] - layers for name, held in moments.items() if name not in (LOSS, UPDATE, "forward")), default=0
+    )
+    buffers = max(0, trace.state - totals(small).parameter_bytes - totals(small).optimizer_bytes)
+    best: MemoryForecast | None = None
+    for rank in range(plan.layout.size("pp")):
+        stages, shards = stages_of_rank(plan, rank), totals_of_rank(plan, rank)
+        own = [sum(kept.get(kind_of[name], widest) for name in on_stages(plan, [stage]).layers) for stage in stages]
+        last = len(plan.stages) - 1 in stages
+        of_loss = moments[LOSS]
+        works = max(0, backward, of_loss[Kind.ACTIVATIONS] - layers if last else 0)
+        parts = {
+            "parameters": shards.parameter_bytes,
+            "optimizer": shards.optimizer_bytes,
+            "gradients": shards.gradient_bytes,
+            "gathered": shards.gathered_peak_bytes,
+            "unsharded_gradients": shards.unsharded_gradient_peak_bytes,
+            "activations": round(alive[rank] * sum(own) / len(own)) + works,
+            "logits": of_loss[Kind.LOGITS] if last else 0,
+            "communication": shards.receive_buffer_bytes + max(held[Kind.COMMUNICATION] for held in moments.values()),
+            "buffers": buffers,
+        }
+        found = MemoryForecast("with most microbatches alive", parts, tuple(sorted(traces.made)), rank)
+        best = found if best is None or found.peak > best.peak else best
+    assert best is not None
+    return best

@@ -1,0 +1,162 @@
+"""One optimizer step of one rank under fake tensors, in a world that is not there.
+
+The plan is carried out as in a run, with the run's optimizer. Tensors have shapes and no memory, and collectives send nothing,
+so a step of a large model takes seconds on a laptop. Tokens are routed to experts evenly.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from meshwright.distributed.grad_sync import GradSync
+from meshwright.distributed.mesh import build_mesh
+from meshwright.models.objective import Batch
+from meshwright.models.registry import get_parallelization_strategy
+from meshwright.moe.dispatch import static_splits
+from meshwright.plan.moves import Move
+from meshwright.trace.live import Kind, LiveBytes
+from meshwright.train.optimizer import build_optimizer
+from meshwright.train.setup import RunSetup
+
+__all__ = ["FakeTensors", "StepTrace", "trace_step"]
+
+FORWARD, LOSS, UPDATE = "forward", "loss", "update"
+"""Names of moments of a step; the others are the backward of each layer, by its name."""
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """What a rank holds in a step.
+
+    Attributes:
+        moments: name of each moment to the bytes by kind when the rank held the most. The moments are ``forward``, ``loss``,
+            the backward of each layer under its name, and ``update``.
+        state: bytes of shards of parameters and of the optimizer's state, and buffers.
+        peak: the most bytes at once.
+    """
+
+    moments: Mapping[str, Mapping[Kind, int]]
+    state: int
+    peak: int
+
+
+class FakeTensors(FakeTensorMode):
+    """Fake tensors, with grouped products in any dtype: torch's shape function knows bf16 alone, its CPU kernel fp32 too."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator on shapes."""
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            half = [item.to(torch.bfloat16) for item in args[:2]]
+            with self:
+                made: Any = super().dispatch(func, types, (*half, *args[2:]), kwargs)
+                return made.to(args[0].dtype)
+        return super().dispatch(func, types, args, kwargs)
+
+
+@contextmanager
+def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
+    """Be a rank of a world that is not there. No process group may exist."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        with static_splits():
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+def trace_step(setup: RunSetup) -> StepTrace:
+    """Run one step of rank 0 under fake tensors, and return what it held.
+
+    Args:
+        setup: a run without a pipeline. Its model is on the meta device, and is used up.
+    """
+    with fake_world(setup.layout.world_size), torch.random.fork_rng(devices=[]):
+        return run_step(setup, FakeTensors(allow_non_fake_inputs=True))
+
+
+def run_step(setup: RunSetup, tensors: FakeTensorMode | None) -> StepTrace:
+    """Run one step of this rank, and return what it held.
+
+    Args:
+        setup: a run without a pipeline. Its model is on the meta device, and is used up.
+        tensors: fake tensors; ``None``: real ones on the CPU, with values that mean nothing. A process group must exist.
+    """
+    model, plan = setup.model, setup.plan
+    batches = [_batch(setup, index) for index in range(plan.options.microbatches)]
+    batches = setup.objective.training(batches, [range(len(batch["input_ids"])) for batch in batches])
+    get_parallelization_strategy(model).carry_out(model, plan, build_mesh(plan.layout, "cpu"))  # outside: many views of shards
+    setup.objective.attach(model)
+    with tensors if tensors is not None else torch.enable_grad():
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.zero_()
+        model.train()
+        optimizer = build_optimizer(model, setup.config.optimizer, plan.parameters)
+        if tensors is not None:
+            batches = [{key: tensors.from_tensor(value) for key, value in batch.items()} for batch in batches]
+        sync = GradSync.from_plan(model, plan)
+        _step(setup, sync, optimizer, batches, None)  # DTensor learns how to propagate shapes, and AdamW gets its state
+        held = [item for state in optimizer.state.values() for item in state.values() if isinstance(item, torch.Tensor)]
+        with LiveBytes(model, held, settle=tensors is None, words=_words(setup)) as live:
+            state = live.held
+            _step(setup, sync, optimizer, batches, live)
+    return StepTrace(live.moments, state, live.peak)
+
+
+def _batch(setup: RunSetup, index: int) -> Batch:
+    """Return a microbatch of this rank: its part of each sequence, in one document."""
+    rows, tokens = setup.config.training.microbatch_size, setup.plan.options.tokens
+    assert tokens is not None
+    length = tokens // rows
+    vocabulary = setup.model.config.get_text_config().vocab_size
+    ids = torch.randint(3, vocabulary, (rows, length), generator=torch.Generator().manual_seed(index))
+    return {"input_ids": ids, "labels": ids.roll(-1, 1), "position_ids": torch.arange(length).expand(rows, -1).contiguous()}
+
+
+def _words(setup: RunSetup) -> int:
+    """Return the words that a rank has logits of."""
+    vocabulary: int = setup.model.config.get_text_config().vocab_size
+    sliced = any(row.exit is Move.VOCABULARY for row in setup.plan.tensor_parallel)
+    return -(-vocabulary // setup.layout.size("tp")) if sliced else vocabulary
+
+
+def _step(
+    setup: RunSetup, sync: GradSync, optimizer: torch.optim.Optimizer, batches: list[Batch], live: LiveBytes | None
+) -> None:
+    def begin(moment: str) -> None:
+        if live is not None:
+            live.begin(moment)
+
+    layers = [(name, setup.model.get_submodule(name)) for name in setup.plan.layers]
+    handles = [layer.register_forward_hook(_announce(name, begin, last=name == layers[-1][0])) for name, layer in layers]
+    try:
+        for _, batch in sync.microbatches(batches):
+            begin(FORWARD)
+            sum(setup.objective.sums(setup.model, batch)).backward()  # type: ignore[union-attr]  # at least one term
+    finally:
+        for handle in handles:
+            handle.remove()
+    begin(UPDATE)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _announce(name: str, begin: Any, *, last: bool) -> Any:
+    """Return a hook of a layer's forward: it says when the layer's backward begins, and when the last layer is through."""
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+            hidden.register_hook(lambda gradient: begin(name))
+        if last:
+            begin(LOSS)
+
+    return hook
