@@ -19,9 +19,8 @@ import torch
 import torch._dynamo  # FSDP's hooks import it on first use, which would cost every forked rank a second
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from meshwright.distributed._torch_compat.fake import FakeStore, FakeTensorMode, FakeTensors
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import build_mesh
@@ -114,7 +113,7 @@ def measure_real(case: Case) -> Found:
 def measure_fake(case: Case) -> Found:
     """As rank 0 of a world that is not there, with tensors that have no memory."""
     with _fake_world(case.world):
-        return _measure(case, "cpu", _Fake(allow_non_fake_inputs=True))
+        return _measure(case, "cpu", FakeTensors(allow_non_fake_inputs=True))
 
 
 def measure_gpu(case: Case) -> tuple[Found, int]:
@@ -137,17 +136,6 @@ def _fake_world(world: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
-
-
-class _Fake(FakeTensorMode):
-    """Fake tensors, with grouped products in any dtype: torch's shape function knows bf16 alone, its CPU kernel fp32 too."""
-
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
-            half = [item.to(torch.bfloat16) for item in args[:2]]
-            with self:
-                return super().dispatch(func, types, (*half, *args[2:]), kwargs).to(args[0].dtype)
-        return super().dispatch(func, types, args, kwargs)
 
 
 def _measure(case: Case, device: str, tensors: Any, *, settle: bool = False) -> Found:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from meshwright.distributed._torch_compat.fake import FakeStore, FakeTensorMode, FakeTensors
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import build_mesh
 from meshwright.models.objective import Batch
@@ -25,7 +24,7 @@ from meshwright.trace.live import Kind, LiveBytes
 from meshwright.train.optimizer import build_optimizer
 from meshwright.train.setup import RunSetup
 
-__all__ = ["FakeTensors", "StepTrace", "trace_step"]
+__all__ = ["StepTrace", "run_step", "trace_step"]
 
 FORWARD, LOSS, UPDATE = "forward", "loss", "update"
 """Names of moments of a step; the others are the backward of each layer, by its name."""
@@ -45,19 +44,6 @@ class StepTrace:
     moments: Mapping[str, Mapping[Kind, int]]
     state: int
     peak: int
-
-
-class FakeTensors(FakeTensorMode):
-    """Fake tensors, with grouped products in any dtype: torch's shape function knows bf16 alone, its CPU kernel fp32 too."""
-
-    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator on shapes."""
-        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
-            half = [item.to(torch.bfloat16) for item in args[:2]]
-            with self:
-                made: Any = super().dispatch(func, types, (*half, *args[2:]), kwargs)
-                return made.to(args[0].dtype)
-        return super().dispatch(func, types, args, kwargs)
 
 
 @contextmanager

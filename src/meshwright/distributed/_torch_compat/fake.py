@@ -1,0 +1,22 @@
+"""Tensors without memory, and a process group without processes. Imported only where a step is traced."""
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+__all__ = ["FakeStore", "FakeTensorMode", "FakeTensors"]
+
+
+class FakeTensors(FakeTensorMode):
+    """Fake tensors, with grouped products in any dtype: torch's shape function knows bf16 alone, its CPU kernel fp32 too."""
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator on shapes."""
+        if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
+            half = [item.to(torch.bfloat16) for item in args[:2]]
+            with self:
+                made: Any = super().dispatch(func, types, (*half, *args[2:]), kwargs)
+                return made.to(args[0].dtype)
+        return super().dispatch(func, types, args, kwargs)
