@@ -98,5 +98,5 @@ _DECODERS: dict[str, dict[str, Any]] = {
     },  # latent attention, grouped routing, shared expert
 }  # fmt: skip
 
-DECODERS = {name: TinyModel(config, whole_logits=name == "opt") for name, config in _DECODERS.items()}
+DECODERS = {name: TinyModel(config, whole_logits=name in ("gpt2", "opt")) for name, config in _DECODERS.items()}
 """``model_type``, or another name for a further model of the same type, to the model."""
