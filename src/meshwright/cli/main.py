@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from meshwright.cli.arguments import ConfigArgument, DebugOption, OverrideArgument, check_writable
+from meshwright.cli.plan import plan
 from meshwright.errors import MeshwrightError, StoppedError, WorkerError, described, shortened
 
 if TYPE_CHECKING:
@@ -41,17 +43,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False)]
-OverrideArgument = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...",
-        help="Overrides, such as [cyan]layout.dp_replicate=2 optimizer.lr=1e-4[/cyan].",
-        show_default=False,
-    ),
-]
-DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
-
 
 def _version(asked: bool) -> None:
     if asked:
@@ -70,87 +61,7 @@ def _options(
     pass
 
 
-@app.command()
-def plan(
-    config: ConfigArgument,
-    overrides: OverrideArgument = None,
-    world_size: Annotated[
-        int | None,
-        typer.Option(
-            "--world-size",
-            "-n",
-            min=1,
-            help="Ranks to plan for. Default: those of the layout, or what `train` starts here.",
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: every row, and the totals.")] = False,
-    full: Annotated[bool, typer.Option("--full", help="A line for every parameter and unit, layers not folded.")] = False,
-    against: Annotated[
-        Path | None,
-        typer.Option("--diff", help="Print what differs from another plan, a JSON file of `plan --json`."),
-    ] = None,
-    program: Annotated[
-        bool, typer.Option("--program", help="Print what is done to the model, action after action; --json has it too.")
-    ] = False,
-    timeline: Annotated[
-        bool, typer.Option("--timeline", help="Draw the schedule of a pipeline: ranks down, time across, without messages.")
-    ] = False,
-    timeline_svg: Annotated[Path | None, typer.Option("--timeline-svg", help="Write that picture to an SVG file.")] = None,
-    print_config: Annotated[bool, typer.Option("--print-config", help="Print the complete configuration and stop.")] = False,
-    debug: DebugOption = False,
-) -> None:
-    """Show what every rank will hold and send. Needs no GPU and no weights; any world size."""
-    from meshwright.train.config import load_config
-
-    run = load_config(config, overrides or [])
-    if print_config:
-        typer.echo(run.to_yaml(), nl=False)
-        return
-    from rich.console import Console
-
-    from meshwright.plan.explain import explain, explain_program
-    from meshwright.plan.price import priced_json
-    from meshwright.plan.sharding_plan import ShardingPlan
-    from meshwright.train.assure import assure
-    from meshwright.train.guard import waits
-    from meshwright.train.launch import planned_processes
-    from meshwright.train.proof import Source
-    from meshwright.train.setup import make_setup
-
-    ways = {"--json": as_json, "--diff": against is not None, "--program": program}
-    ways["--timeline"] = timeline or timeline_svg is not None
-    if len(chosen := [name for name, asked in ways.items() if asked]) > 1:
-        from meshwright.errors import ConfigError
-
-        raise ConfigError(f"{' and '.join(chosen)}: give one of them")
-    setup = make_setup(run, world_size or planned_processes(run))
-    sharding_plan = setup.plan
-    if against is not None:
-        differences = [str(item) for item in ShardingPlan.from_json(_read(against)).diff(sharding_plan)]
-        typer.echo("\n".join(differences) or "no difference")
-        return
-    if as_json:
-        typer.echo(priced_json(sharding_plan))
-        return
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    if timeline or timeline_svg is not None:
-        from meshwright.errors import ConfigError
-        from meshwright.plan import timeline as pictures
-
-        if not sharding_plan.stages:
-            raise ConfigError("--timeline: the layout has no pipeline; it needs layout.pp > 1")
-        if timeline_svg is not None:
-            _check_writable("--timeline-svg", timeline_svg)
-            timeline_svg.write_text(pictures.timeline_svg(sharding_plan), encoding="utf-8")
-        if timeline:
-            console.print(pictures.timeline(sharding_plan, console.width))
-    elif program:
-        console.print(explain_program(sharding_plan, full=full))
-    else:
-        console.print(explain(sharding_plan, full=full))
-        if line := waits(run):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-        assure(setup, Source(str(config), tuple(overrides or ())), None)
+app.command()(plan)
 
 
 @app.command()
@@ -235,7 +146,7 @@ def audit(
 
     run = load_config(config, overrides or [])
     if json_file is not None:
-        _check_writable("--json", json_file)
+        check_writable("--json", json_file)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and temporary files end with this one
     try:
         report = run_audit(run, nproc=nproc, steps=steps, dtype=dtype, full=full, drawn=drawn, patience=timeout, say=typer.echo)
@@ -347,22 +258,6 @@ def _prove(setup: "RunSetup") -> "AuditReport":
     if not report.passed:
         Console(width=None if sys.stdout.isatty() else 160).print(report.explain())
     return report
-
-
-def _read(path: Path) -> str:
-    from meshwright.errors import ConfigError
-
-    try:
-        return path.read_text()
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-
-
-def _check_writable(option: str, file: Path) -> None:
-    from meshwright.errors import ConfigError
-
-    if file.is_dir() or not file.absolute().parent.is_dir():
-        raise ConfigError(f"{option}={file}: is a directory, or its directory does not exist")
 
 
 def _end(code: int) -> NoReturn:

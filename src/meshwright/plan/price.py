@@ -2,8 +2,9 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from meshwright.plan.moves import Move
 from meshwright.plan.options import SyncPolicy
@@ -164,9 +165,9 @@ def fullest_rank(plan: ShardingPlan) -> int:
     return max(range(plan.layout.size("pp")), key=stored)
 
 
-def priced_json(plan: ShardingPlan) -> str:
-    """Return the whole plan and its totals as JSON text."""
-    return json.dumps({**plan.to_dict(), "totals": asdict(totals(plan))}, indent=1)
+def priced_json(plan: ShardingPlan, more: Mapping[str, Any] | None = None) -> str:
+    """Return the whole plan, its totals, and what else is known of the run, as JSON text."""
+    return json.dumps({**plan.to_dict(), "totals": asdict(totals(plan)), **(more or {})}, indent=1)
 
 
 def totals_of_rank(plan: ShardingPlan, rank: int) -> Totals:

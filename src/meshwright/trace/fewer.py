@@ -12,6 +12,7 @@ from meshwright.layout import Layout
 from meshwright.models.build import build_on_meta
 from meshwright.models.registry import get_parallelization_strategy
 from meshwright.plan.names import inside
+from meshwright.plan.options import PipelineSchedule
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ROOT, ShardingPlan
 from meshwright.train.objective import make_objective
@@ -79,6 +80,8 @@ def with_fewer(setup: RunSetup, layers: int) -> RunSetup:
         no_decay=(),
         microbatches=min(2, plan.options.microbatches),
         loss_chunks=0 if plan.loss is None else plan.loss.chunks,
+        pipeline_schedule=PipelineSchedule.ONE_F_ONE_B,
+        stages_per_rank=None,
         pipeline_cuts=(),
         runs_per_step=1,
     )

@@ -76,8 +76,7 @@ def forecast_memory(setup: RunSetup) -> MemoryForecast:
     """Forecast the memory of a run. No process group may exist; nothing of the run's model is used up.
 
     Raises:
-        MeshwrightError: the smaller runs that are traced are refused.
-        RuntimeError: the model computes something that depends on values, so that it cannot be traced.
+        MeshwrightError: the smaller runs that are traced are refused, or what the model computes depends on values.
     """
     traces, kinds = _Traces(setup), kinds_of_layers(setup.plan)
     count = len(kinds)

@@ -16,6 +16,8 @@ from torch import nn
 from meshwright.distributed._torch_compat.fake import FakeStore, FakeTensorMode, FakeTensors
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import build_mesh
+from meshwright.distributed.sequences import share_batch
+from meshwright.errors import MeshwrightError, UnsupportedError
 from meshwright.models.objective import Batch
 from meshwright.models.registry import get_parallelization_strategy
 from meshwright.moe.dispatch import static_splits
@@ -62,9 +64,18 @@ def trace_step(setup: RunSetup) -> StepTrace:
 
     Args:
         setup: a run without a pipeline. Its model is on the meta device, and is used up.
+
+    Raises:
+        UnsupportedError: what the model computes depends on values.
     """
     with fake_world(setup.layout.world_size), torch.random.fork_rng(devices=[]):
-        return run_step(setup, FakeTensors(allow_non_fake_inputs=True))
+        try:
+            return run_step(setup, FakeTensors(allow_non_fake_inputs=True))
+        except MeshwrightError:
+            raise
+        except Exception as error:  # whatever a model raises where values are missing
+            words = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+            raise UnsupportedError(f"a step of this model cannot be traced without values ({words})") from error
 
 
 def run_step(setup: RunSetup, tensors: FakeTensorMode | None) -> StepTrace:
@@ -77,7 +88,9 @@ def run_step(setup: RunSetup, tensors: FakeTensorMode | None) -> StepTrace:
     model, plan = setup.model, setup.plan
     batches = [_batch(setup, index) for index in range(plan.options.microbatches)]
     batches = setup.objective.training(batches, [range(len(batch["input_ids"])) for batch in batches])
-    get_parallelization_strategy(model).carry_out(model, plan, build_mesh(plan.layout, "cpu"))  # outside: many views of shards
+    mesh = build_mesh(plan.layout, "cpu")
+    batches = [share_batch(plan, mesh.rank("cp"), batch) for batch in batches]
+    get_parallelization_strategy(model).carry_out(model, plan, mesh)  # outside of fake tensors: it makes many views of shards
     setup.objective.attach(model)
     with tensors if tensors is not None else torch.enable_grad():
         model.to_empty(device="cpu")
@@ -87,7 +100,7 @@ def run_step(setup: RunSetup, tensors: FakeTensorMode | None) -> StepTrace:
         model.train()
         optimizer = build_optimizer(model, setup.config.optimizer, plan.parameters)
         if tensors is not None:
-            batches = [{key: tensors.from_tensor(value) for key, value in batch.items()} for batch in batches]
+            batches = [{key: _faked(value, tensors) for key, value in batch.items()} for batch in batches]
         sync = GradSync.from_plan(model, plan)
         _step(setup, sync, optimizer, batches, None)  # DTensor learns how to propagate shapes, and AdamW gets its state
         held = [item for state in optimizer.state.values() for item in state.values() if isinstance(item, torch.Tensor)]
@@ -98,13 +111,23 @@ def run_step(setup: RunSetup, tensors: FakeTensorMode | None) -> StepTrace:
 
 
 def _batch(setup: RunSetup, index: int) -> Batch:
-    """Return a microbatch of this rank: its part of each sequence, in one document."""
+    """Return a microbatch of whole sequences; each has two documents if documents are packed."""
     rows, tokens = setup.config.training.microbatch_size, setup.plan.options.tokens
     assert tokens is not None
-    length = tokens // rows
+    length = tokens * setup.layout.size("cp") // rows
     vocabulary = setup.model.config.get_text_config().vocab_size
     ids = torch.randint(3, vocabulary, (rows, length), generator=torch.Generator().manual_seed(index))
-    return {"input_ids": ids, "labels": ids.roll(-1, 1), "position_ids": torch.arange(length).expand(rows, -1).contiguous()}
+    positions = torch.arange(length)
+    if setup.plan.options.packed:
+        positions[length // 2 :] -= length // 2
+    return {"input_ids": ids, "labels": ids.roll(-1, 1), "position_ids": positions.expand(rows, -1).contiguous()}
+
+
+def _faked(tensor: torch.Tensor, tensors: FakeTensorMode) -> torch.Tensor:
+    """Return a tensor without values, with the attributes of one that has some: positions know their sequences."""
+    fake = tensors.from_tensor(tensor)
+    vars(fake).update({name: value for name, value in vars(tensor).items() if name not in vars(fake)})
+    return fake
 
 
 def _words(setup: RunSetup) -> int:

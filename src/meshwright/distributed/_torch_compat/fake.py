@@ -10,7 +10,11 @@ __all__ = ["FakeStore", "FakeTensorMode", "FakeTensors"]
 
 
 class FakeTensors(FakeTensorMode):
-    """Fake tensors, with grouped products in any dtype: torch's shape function knows bf16 alone, its CPU kernel fp32 too."""
+    """Fake tensors for a step.
+
+    Grouped products have any dtype: torch's shape function knows bf16 alone, its CPU kernel fp32 too. A question whether
+    something holds, such as whether all labels are legal, is answered yes.
+    """
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on shapes."""
@@ -19,4 +23,6 @@ class FakeTensors(FakeTensorMode):
             with self:
                 made: Any = super().dispatch(func, types, (*half, *args[2:]), kwargs)
                 return made.to(args[0].dtype)
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
+            return True
         return super().dispatch(func, types, args, kwargs)

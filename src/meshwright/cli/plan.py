@@ -1,0 +1,128 @@
+"""`meshwright plan`."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from meshwright.cli.arguments import ConfigArgument, DebugOption, OverrideArgument, check_writable
+
+if TYPE_CHECKING:
+    from meshwright.plan.hardware import Hardware
+    from meshwright.trace.verdict import Verdict
+    from meshwright.train.setup import RunSetup
+
+__all__ = ["plan"]
+
+
+def plan(
+    config: ConfigArgument,
+    overrides: OverrideArgument = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            "--world-size",
+            "-n",
+            min=1,
+            help="Ranks to plan for. Default: those of the layout, or what `train` starts here.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: every row, and the totals.")] = False,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu", help="Say whether it fits into a100, h100, h200, b200, gb200, mi300x, or a YAML file of your own."
+        ),
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="A line for every parameter and unit, layers not folded.")] = False,
+    against: Annotated[
+        Path | None,
+        typer.Option("--diff", help="Print what differs from another plan, a JSON file of `plan --json`."),
+    ] = None,
+    program: Annotated[
+        bool, typer.Option("--program", help="Print what is done to the model, action after action; --json has it too.")
+    ] = False,
+    timeline: Annotated[
+        bool, typer.Option("--timeline", help="Draw the schedule of a pipeline: ranks down, time across, without messages.")
+    ] = False,
+    timeline_svg: Annotated[Path | None, typer.Option("--timeline-svg", help="Write that picture to an SVG file.")] = None,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print the complete configuration and stop.")] = False,
+    debug: DebugOption = False,
+) -> None:
+    """Show what every rank will hold and send. Needs no GPU and no weights; any world size."""
+    from meshwright.train.config import load_config
+
+    run = load_config(config, overrides or [])
+    if print_config:
+        typer.echo(run.to_yaml(), nl=False)
+        return
+    from rich.console import Console
+
+    from meshwright.plan.explain import explain, explain_program
+    from meshwright.plan.price import priced_json
+    from meshwright.plan.sharding_plan import ShardingPlan
+    from meshwright.train.assure import assure
+    from meshwright.train.guard import waits
+    from meshwright.train.launch import planned_processes
+    from meshwright.train.proof import Source
+    from meshwright.train.setup import make_setup
+
+    ways = {"--json": as_json, "--diff": against is not None, "--program": program}
+    ways["--timeline"] = timeline or timeline_svg is not None
+    if len(chosen := [name for name, asked in ways.items() if asked]) > 1:
+        from meshwright.errors import ConfigError
+
+        raise ConfigError(f"{' and '.join(chosen)}: give one of them")
+    from meshwright.plan.hardware import load_hardware
+
+    hardware = load_hardware(gpu) if gpu is not None else None  # a wrong name is refused before any work
+    setup = make_setup(run, world_size or planned_processes(run))
+    sharding_plan = setup.plan
+    if against is not None:
+        differences = [str(item) for item in ShardingPlan.from_json(_read(against)).diff(sharding_plan)]
+        typer.echo("\n".join(differences) or "no difference")
+        return
+    if as_json:
+        typer.echo(priced_json(sharding_plan, {} if hardware is None else {"verdict": _verdict(setup, hardware).to_dict()}))
+        return
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    if timeline or timeline_svg is not None:
+        from meshwright.errors import ConfigError
+        from meshwright.plan import timeline as pictures
+
+        if not sharding_plan.stages:
+            raise ConfigError("--timeline: the layout has no pipeline; it needs layout.pp > 1")
+        if timeline_svg is not None:
+            check_writable("--timeline-svg", timeline_svg)
+            timeline_svg.write_text(pictures.timeline_svg(sharding_plan), encoding="utf-8")
+        if timeline:
+            console.print(pictures.timeline(sharding_plan, console.width))
+    elif program:
+        console.print(explain_program(sharding_plan, full=full))
+    else:
+        console.print(explain(sharding_plan, full=full))
+        if line := waits(run):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        if hardware is not None:
+            from meshwright.trace.show import show_verdict
+
+            console.print(show_verdict(_verdict(setup, hardware), hardware))
+        else:
+            console.print("Whether it fits: --gpu h100 (or another one)", highlight=False)
+        assure(setup, Source(str(config), tuple(overrides or ())), None)
+
+
+def _verdict(setup: "RunSetup", hardware: "Hardware") -> "Verdict":
+    from meshwright.trace.verdict import judge
+
+    return judge(setup, hardware)
+
+
+def _read(path: Path) -> str:
+    from meshwright.errors import ConfigError
+
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error

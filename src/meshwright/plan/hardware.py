@@ -1,0 +1,90 @@
+"""What a device can do: memory, speed and links, as data. Those that come with Meshwright are in ``meshwright/hardware``."""
+
+from dataclasses import dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from meshwright.errors import ConfigError
+
+__all__ = ["Hardware", "known_hardware", "load_hardware"]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A device, and how devices are connected.
+
+    Attributes:
+        name: of the device.
+        memory_gib: memory of a device, in GiB, as torch reports it.
+        reserved_gib: memory that no tensor can have: context, workspaces, buffers of the communication library.
+        bf16_tflops: peak of dense matrix products in bf16, in 10^12 operations a second.
+        achievable: share of that peak which large matrix products reach.
+        attention: share of that peak which attention reaches.
+        hbm_tb_s: bandwidth of the memory, in 10^12 bytes a second.
+        gpus_per_node: devices that are connected by fast links.
+        link_gb_s: bandwidth of a device to the others of its node, one way, in 10^9 bytes a second.
+        link_us: latency of a step of a collective inside a node, in microseconds.
+        nic_gb_s: bandwidth of a device to other nodes, in 10^9 bytes a second.
+        nic_us: latency of a step of a collective between nodes, in microseconds.
+    """
+
+    name: str
+    memory_gib: float
+    reserved_gib: float
+    bf16_tflops: float
+    achievable: float
+    attention: float
+    hbm_tb_s: float
+    gpus_per_node: int
+    link_gb_s: float
+    link_us: float
+    nic_gb_s: float
+    nic_us: float
+
+
+def known_hardware() -> list[str]:
+    """Return the names of the devices that come with Meshwright."""
+    files = (resources.files("meshwright") / "hardware").iterdir()
+    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+
+
+def load_hardware(name: str) -> Hardware:
+    """Return a device, by name or from a YAML file that has the attributes of :class:`Hardware`.
+
+    Raises:
+        ConfigError: there is no such device or file, or the file lacks a value, has an unknown key, or a value that is no
+            positive number.
+    """
+    where = f"--gpu={name}"
+    if name in known_hardware():
+        text = (resources.files("meshwright") / "hardware" / f"{name}.yaml").read_text()
+    elif Path(name).is_file():
+        text = Path(name).read_text(encoding="utf-8")
+    else:
+        raise ConfigError(f"{where}: legal are {', '.join(known_hardware())}, or the path of a YAML file")
+    try:
+        values: Any = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: is no YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: must be a mapping of keys to values")
+    names = [item.name for item in fields(Hardware)]
+    problems = [f"{where}: {key} is missing" for key in names if key not in values]
+    problems += [f"{where}: {key}: unknown key; legal are {', '.join(names)}" for key in values if key not in names]
+    for key in names[1:]:
+        value = values.get(key, 1)
+        least = 0 if key in ("reserved_gib", "link_us", "nic_us") else 1e-9
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 1e9:
+            problems.append(f"{where}: {key}={value!r}: must be a positive number")
+    if not problems:
+        problems += [
+            f"{where}: {key}={values[key]}: is a share; legal are 0 to 1"
+            for key in ("achievable", "attention")
+            if values[key] > 1
+        ]
+    if problems:
+        raise ConfigError(problems)
+    return Hardware(**values)

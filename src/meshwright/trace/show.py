@@ -1,0 +1,47 @@
+"""A verdict as a table for people."""
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from meshwright.plan.explain import human_bytes
+from meshwright.plan.hardware import Hardware
+from meshwright.trace.verdict import Verdict
+
+__all__ = ["show_verdict"]
+
+_WORDS = {
+    "parameters": "shards, as stored",
+    "gradients": "shards, at this moment",
+    "optimizer": "AdamW, two moments",
+    "gathered": "whole parameters",
+    "unsharded_gradients": "of whole parameters",
+    "activations": "what backward needs, and what is computed for a moment",
+    "logits": "with their gradients, and sums over chunks",
+    "communication": "buffers of collectives, and of what stages receive",
+    "buffers": "of the model",
+    "allocator": "rounding and fragments: assumed",
+    "reserved": "context of the device, workspaces, NCCL: assumed",
+}
+
+
+def show_verdict(verdict: Verdict, hardware: Hardware) -> RenderableType:
+    """Return a verdict as a table, and a sentence."""
+    table = Table(title=f"Memory of the fullest rank, {verdict.moment}", title_justify="left", show_header=False, box=None)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    for name, size in verdict.parts.items():
+        if size:
+            table.add_row(name.replace("_", " "), human_bytes(size), _WORDS[name])
+    table.add_row("peak", human_bytes(verdict.peak_bytes), "")
+    left = abs(verdict.limit_bytes - verdict.peak_bytes)
+    how = f"{human_bytes(left)} to spare" if verdict.fits else f"{human_bytes(left)} too much"
+    word = "[green]fits[/green]" if verdict.fits else "[red]does not fit[/red]"
+    lines = [f"{word} into {escape(hardware.name)} ({human_bytes(verdict.limit_bytes)}): {how}"]
+    if verdict.changes:
+        lines.append("What would help, the cheapest first:" if verdict.changes[0].fits else "No single change found that fits:")
+    for change in verdict.changes:
+        fits = "fits" if change.fits else "does not fit"
+        lines.append(f"  {escape(' '.join(change.overrides))}: {human_bytes(change.peak_bytes)}, {fits}; cost: {change.cost}")
+    return Group(table, *lines)

@@ -1,0 +1,164 @@
+"""Does a run fit into its devices, by how much, and if not, what would make it fit."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.plan.hardware import Hardware
+from meshwright.plan.options import ActivationCheckpointing, SyncPolicy
+from meshwright.trace.memory import MemoryForecast, forecast_memory
+from meshwright.train.config import RunConfig
+from meshwright.train.setup import RunSetup, make_setup
+
+__all__ = ["Change", "Verdict", "judge"]
+
+ALLOCATOR = 0.15
+"""What torch's allocator adds to all but the state, for rounding and fragments. Fitted on two rows of torchtitan's table of
+December 2024 (Llama 3.1 8B on 8 and on 128 H100), which report reserved memory."""
+
+WANTED = 3
+"""Number of changes that are proposed."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of a run, and what it does to its memory.
+
+    Attributes:
+        overrides: what to append to the command.
+        cost: what it costs, in words.
+        peak_bytes: the peak with it.
+        fits: whether the run fits with it.
+    """
+
+    overrides: tuple[str, ...]
+    cost: str
+    peak_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a run fits.
+
+    Attributes:
+        fits: whether it does.
+        limit_bytes: memory of a device.
+        peak_bytes: what the fullest rank needs at the worst moment.
+        moment: that moment.
+        parts: what it is needed for; together they are ``peak_bytes``.
+        changes: changes that would make the run fit, the cheapest first; empty if it fits.
+        rank: the rank of ``pp`` that holds the most.
+    """
+
+    fits: bool
+    limit_bytes: int
+    peak_bytes: int
+    moment: str
+    parts: dict[str, int]
+    changes: tuple[Change, ...] = ()
+    rank: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the verdict as plain values, for JSON."""
+        return asdict(self)
+
+
+def judge(setup: RunSetup, hardware: Hardware) -> Verdict:
+    """Return whether a run fits into devices. If it does not, changes are tried until some fit.
+
+    No process group may exist.
+
+    Args:
+        setup: the run.
+        hardware: the devices.
+    """
+    verdict = _verdict(forecast_memory(setup), hardware, setup.plan.options.cpu_offload)
+    if verdict.fits:
+        return verdict
+    found: list[Change] = []
+    worse: list[Change] = []
+    for overrides, cost in _candidates(setup):
+        if len(found) == WANTED:
+            break
+        try:
+            changed = make_setup(_with(setup.config, overrides), setup.layout.world_size)
+            other = _verdict(forecast_memory(changed), hardware, changed.plan.options.cpu_offload)
+        except MeshwrightError:  # the change is illegal for this run
+            continue
+        change = Change(tuple(f"{key}={_text(value)}" for key, value in overrides), cost, other.peak_bytes, other.fits)
+        (found if other.fits else worse).append(change)
+    worse = sorted((change for change in worse if change.peak_bytes < verdict.peak_bytes), key=lambda change: change.peak_bytes)
+    changes = (*found, *worse[: WANTED - len(found)])
+    return Verdict(**{**vars(verdict), "changes": changes})
+
+
+def _verdict(forecast: MemoryForecast, hardware: Hardware, offload: bool) -> Verdict:
+    parts = dict(forecast.parts)
+    if offload:  # these are in host memory
+        parts |= dict.fromkeys(("parameters", "gradients", "optimizer"), 0)
+    state = sum(parts[name] for name in ("parameters", "gradients", "optimizer"))
+    parts["allocator"] = round(ALLOCATOR * (sum(parts.values()) - state))
+    parts["reserved"] = round(hardware.reserved_gib * 2**30)
+    limit, peak = round(hardware.memory_gib * 2**30), sum(parts.values())
+    return Verdict(peak <= limit, limit, peak, forecast.moment, parts, rank=forecast.rank)
+
+
+Overrides = Sequence[tuple[str, Any]]
+
+
+def _candidates(setup: RunSetup) -> Iterator[tuple[Overrides, str]]:
+    """Yield changes that need less memory, the cheapest first, and then all that are compatible together."""
+    config, plan, layout = setup.config, setup.plan, setup.layout
+    parallel, rows = config.parallel, config.training.microbatch_size
+    together: dict[str, Any] = {}
+    if parallel.loss_chunks == 0:
+        yield [("parallel.loss_chunks", None)], "nothing"
+        together["parallel.loss_chunks"] = None
+    if any(unit.sync is not SyncPolicy.REDUCE_EACH for unit in plan.units) and plan.options.microbatches > 1:
+        yield [("parallel.sync", "reduce_each")], "parameters are gathered, and gradients reduced, in each microbatch"
+        together["parallel.sync"] = "reduce_each"
+    modes = [mode for mode in ("selective", "submodule", "full") if _less(mode, parallel.activation_checkpointing)]
+    for mode in modes:
+        cost = {"selective": "recomputes about half of each layer", "submodule": "recomputes each layer"}.get(
+            mode, "recomputes each layer: about a third more compute"
+        )
+        yield [("parallel.activation_checkpointing", mode)], cost
+    if modes:
+        together["parallel.activation_checkpointing"] = modes[-1]
+    if rows > 1:
+        yield [("training.microbatch_size", rows // 2)], "smaller products, and twice the microbatches"
+        together["training.microbatch_size"] = 1
+    if layout.size("dp_replicate") > 1:
+        half = layout.size("dp_replicate") // 2
+        sizes = [("layout.dp_replicate", half), ("layout.dp_shard", None)]
+        yield sizes, "parameters are gathered over twice the ranks"
+    if layout.size("tp") > 1 and not parallel.sequence_parallel:
+        yield [("parallel.sequence_parallel", True)], "nothing"
+        together["parallel.sequence_parallel"] = True
+    for axis in ("tp", "cp"):
+        sizes = [(f"layout.{axis}", 2 * layout.size(axis)), ("layout.dp_shard", None)]
+        yield sizes, f"twice the communication over {axis}, in each layer"
+    if len(together) > 1:
+        yield list(together.items()), "all of it together"
+    yield [*together.items(), ("parallel.cpu_offload", True)], "shards travel to and from the host in each step"
+
+
+def _less(mode: str, than: ActivationCheckpointing) -> bool:
+    """Return whether a mode of recomputation keeps less than another one."""
+    order = ["none", "selective", "submodule", "full"]
+    return order.index(mode) > order.index(str(than))
+
+
+def _with(config: RunConfig, overrides: Overrides) -> RunConfig:
+    """Return a configuration with other values."""
+    for key, value in overrides:
+        section, _, name = key.partition(".")
+        part = getattr(config, section).model_copy(update={name: value})
+        config = config.model_copy(update={section: part})
+    return RunConfig.model_validate(config.model_dump())
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
