@@ -233,6 +233,8 @@ def family_case(
     if pp > 1 and "text_config" not in config and "pipeline" not in parallel:
         parallel["pipeline"], microbatches = pipeline_options(family, variant, pp)
         config = deepened(config, pp * (1 if parallel["pipeline"]["schedule"].single else 2))
+        if parallel["pipeline"]["schedule"].splits:  # the loss is not in chunks
+            parallel.setdefault("loss_chunks", 0)
     vocabulary = int(config.get("text_config", config)["vocab_size"])
     readers = place.sizes.get("dp_replicate", 1) * place.sizes["dp_shard"]
     run = RunConfig.model_validate(

@@ -86,14 +86,19 @@ class FeatureTrace(TorchDispatchMode):
 
     Args:
         parameters: the tensors that stand for the model's trained parameters.
+        watched: tensors of which it is noted whether an operator outside of :meth:`owned` modules reads them, to their names.
 
     Attributes:
+        read: names of the watched tensors that were read.
         mixed: name of each linear layer whose features an operator mixes as a whole, to the operator.
         numbers: the numbers, other than sizes, that operators on features used.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+    def __init__(self, parameters: Iterable[torch.Tensor], watched: Iterable[tuple[torch.Tensor, str]] = ()) -> None:
         super().__init__()
+        self._watched: Any = WeakIdKeyDictionary(dict(watched))
+        self._owners = 0
+        self.read: set[str] = set()
         self._marks: Any = WeakIdKeyDictionary()
         self._learned: Any = WeakIdKeyDictionary(dict.fromkeys(parameters, True))  # what has a gradient
         self._blocks: dict[str, int] = {}
@@ -147,6 +152,17 @@ class FeatureTrace(TorchDispatchMode):
 
         return leave
 
+    def owned(self, module: nn.Module) -> tuple[Any, Any]:
+        """Return the hooks for the start and the end of a module that may read watched tensors."""
+
+        def enter(*_: Any) -> None:
+            self._owners += 1
+
+        def leave(*_: Any) -> None:
+            self._owners -= 1
+
+        return module.register_forward_pre_hook(enter), module.register_forward_hook(leave)
+
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, **options: Any
     ) -> tuple[torch.Tensor, None]:
@@ -176,6 +192,8 @@ class FeatureTrace(TorchDispatchMode):
         if any(tensor in self._learned for tensor in tensors):
             for item in results:
                 self._learned[item] = True
+        if not self._owners:
+            self.read |= {self._watched[tensor] for tensor in tensors if tensor in self._watched}
         marked = [tensor for tensor in tensors if tensor in self._marks]
         if self._inside or not marked:
             return result

@@ -62,12 +62,22 @@ def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequen
         if type(module) in classes and within(name, layers) and all(uses[id(own)] == 1 for own in module.parameters())
     }
 
+    embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+
     def traced(
         tensors: Mapping[str, torch.Tensor], counts: Mapping[str, Mapping[str, int]], device: str | None
     ) -> FeatureTrace:
-        trace = FeatureTrace(tensors[name] for name, parameter in model.named_parameters() if parameter.requires_grad)
+        trace = FeatureTrace(
+            (tensors[name] for name, parameter in model.named_parameters() if parameter.requires_grad),
+            ((tensors[first[id(module.weight)]], name) for name, module in embeddings.items()),
+        )
         hooks = [module.register_forward_pre_hook(trace.entering(name)) for name, module in linear.items()]
         hooks += [module.register_forward_hook(trace.leaving(name)) for name, module in linear.items()]
+        tied = {id(module.weight) for module in embeddings.values()}
+        for module in model.modules():
+            if any(id(own) in tied for own in module.parameters(recurse=False)):
+                hooks += trace.owned(module)
         with hooked(hooks), _counting(model, counts), trace:
             call_on_meta(model, experts, trace.attend, tensors, meta_positions(prime_length(model)), device)
         return trace
@@ -85,8 +95,8 @@ def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequen
         tried = _Doubled(model, linear, pairs, names)
         trial, _ = first_that_runs([partial(traced, tried.tensors(tensors), tried.counts, device)])
         if trial is not None and trial.numbers == whole.numbers and tried.expected <= set(trial.pairs()):
-            return Pairs(tried.pairs, whole.mixed, _vocabulary(model))
-    return Pairs(mixed=whole.mixed)
+            return Pairs(tried.pairs, whole.mixed, _vocabulary(model), tuple(whole.read))
+    return Pairs(mixed=whole.mixed, read=tuple(whole.read))
 
 
 class _Doubled:

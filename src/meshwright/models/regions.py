@@ -8,6 +8,7 @@ right shape.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,11 @@ def trace_regions(model: "PreTrainedModel", layers: Sequence[str], experts: Sequ
     if not regions:
         return RegionFacts(problem=f"layer {layers[0]!r} has no attention and MLP that are modules of their own")
     found, why = first_that_runs([partial(_traced, model, layers, regions, experts, device) for device in MASK_DEVICES])
-    return found or RegionFacts(problem=f"its stream cannot be sliced ({why})")
+    if found is None:
+        return RegionFacts(problem=f"its stream cannot be sliced ({why})")
+    # The norm after the layers is not on a stage before the last, and what follows gets a slice there.
+    cut, why = first_that_runs([partial(_traced, model, layers, regions, experts, device, cut=True) for device in MASK_DEVICES])
+    return found if cut is not None else replace(found, uncut=f"a slice cannot leave a stage ({why})")
 
 
 def _regions_of(model: nn.Module, layers: Sequence[str]) -> list[str]:
@@ -70,10 +75,16 @@ def _regions_of(model: nn.Module, layers: Sequence[str]) -> list[str]:
 
 
 def _traced(
-    model: "PreTrainedModel", layers: Sequence[str], regions: Sequence[str], experts: Sequence[ExpertsRule], device: str | None
+    model: "PreTrainedModel",
+    layers: Sequence[str],
+    regions: Sequence[str],
+    experts: Sequence[ExpertsRule],
+    device: str | None,
+    *,
+    cut: bool = False,
 ) -> RegionFacts:
     length, tensors = prime_length(model), meta_tensors(model)
-    trace = _Trace(model, layers, regions, length, prime_length(model, above=length), tensors.values())
+    trace = _Trace(model, layers, regions, length, prime_length(model, above=length), tensors.values(), cut=cut)
     with trace.watching():
         call_on_meta(model, experts, trace.attend, tensors, meta_positions(length), device)
     return trace.facts()
@@ -89,15 +100,17 @@ class _Trace(TorchDispatchMode):
         whole: length of the sequence.
         part: length of a slice; no rank has so many tokens, but it is another prime.
         parameters: the tensors that stand for the model's parameters and buffers.
+        cut: whether the sequence stays sliced after the layers, as on a stage before the last one.
     """
 
     def __init__(
-        self, model: nn.Module, layers: Sequence[str], regions: Sequence[str], whole: int, part: int, parameters: Any
-    ) -> None:
+        self, model: nn.Module, layers: Sequence[str], regions: Sequence[str], whole: int, part: int, parameters: Any,
+        *, cut: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self._parameters = WeakIdKeyDictionary(dict.fromkeys(parameters, True))
         self.model, self.layers, self.regions = model, layers, regions
-        self.whole, self.part, self.slices = whole, part, TokenDimension(part)
+        self.whole, self.part, self.slices, self.cut = whole, part, TokenDimension(part), cut
         self.problems: list[str] = []
         self.around: dict[str, None] = {}
         self.after = [name for name, module in model.named_modules() if self._is_after(name, module)]
@@ -193,7 +206,7 @@ class _Trace(TorchDispatchMode):
                 if name in self._early:
                     self.problems.append(f"{name!r} runs before the layers and after them")
                 self.ran.append(name)
-                return self._resized(output, self.part, self.whole, name)
+                return output if self.cut else self._resized(output, self.part, self.whole, name)
             return output
 
         return norm

@@ -68,6 +68,8 @@ def _problem(draft: Draft, head: str) -> str:
     around = [name for name in draft.units if name != ROOT and within(head, (name,))]
     if around:
         return f"its output head {head!r} is in the unit {around[0]!r}, which would gather for each chunk"
+    if draft.layout.size("pp") > 1 and draft.options.pipeline_schedule.splits:
+        return f"pipeline_schedule={draft.options.pipeline_schedule} splits backward, and chunks compute all of it in forward"
     if draft.options.output_dtype not in (None, "float32", "float64"):
         return f"output_dtype={draft.options.output_dtype} would round the loss"
     return ""

@@ -31,8 +31,10 @@ class Pairs:
         found: what can be sliced together.
         mixed: name of each linear layer whose output features are mixed as a whole, to the operator that does it.
         vocabulary: names of the embedding and of the output head, if both are of torch's own classes; otherwise empty.
+        read: names of embeddings whose matrix other code reads in a forward; ``None``: the forward could not be traced.
     """
 
     found: tuple[Pair, ...] = ()
     mixed: Mapping[str, str] = field(default_factory=dict)
     vocabulary: tuple[str, ...] = ()
+    read: tuple[str, ...] | None = None

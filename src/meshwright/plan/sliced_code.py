@@ -15,8 +15,9 @@ statistic that is written out (``x.pow(2).sum(-1)``), or that is in a class that
 import re
 
 from meshwright.plan.inspection import Inspection, ModuleFacts
+from meshwright.plan.names import inside
 
-__all__ = ["counts_heads", "mixes_features"]
+__all__ = ["counts_heads", "mixes_features", "reads_matrix"]
 
 _COUNTS = re.compile(
     r"(?!.*per_head).*heads|n_head|num_head|embed_dim|hidden_size|hidden_dim|d_model|n_embd|inner_dim|all_head_size|split_size"
@@ -45,3 +46,10 @@ def mixes_features(model: Inspection, name: str) -> str:
     bare = [child for child in children.values() if not model.holds_parameters(child)]
     of_children = [used for child in bare for used in model.modules[child].code]
     return next((used for used in [*own, *of_children] if used in _STATISTICS), "")
+
+
+def reads_matrix(model: Inspection, embedding: str) -> bool:
+    """Return whether a module around an embedding uses its matrix by itself."""
+    own = embedding.rpartition(".")[2]
+    around = (module for name, module in model.modules.items() if inside(embedding, name))
+    return any({own, "weight"} <= set(module.code) for module in around)

@@ -95,7 +95,8 @@ def _trace_regions(draft: Draft) -> tuple[str, ...] | None:
     if not asked or draft.model.regions is None or not draft.layers:
         return None
     found = draft.model.regions(draft.layers)
-    structure = replace(known, regions=found.regions, tokenwise=found.tokenwise, no_sequence_parallel=found.problem)
+    problem = found.problem or (found.uncut if draft.layout.size("pp") > 1 else "")
+    structure = replace(known, regions=found.regions, tokenwise=found.tokenwise, no_sequence_parallel=problem)
     draft.spec = replace(draft.spec, structure=structure)
     return found.around
 

@@ -20,7 +20,7 @@ from meshwright.plan.draft import Draft
 from meshwright.plan.moves import Move
 from meshwright.plan.names import generalize, holder_of, inside, match_names, within
 from meshwright.plan.sharding_plan import TensorParallelRow
-from meshwright.plan.sliced_code import mixes_features
+from meshwright.plan.sliced_code import mixes_features, reads_matrix
 from meshwright.plan.spec import Structure
 from meshwright.plan.tp_checks import unheld, unsound
 from meshwright.plan.tp_styles import DERIVED, FIRST, HEAD, PARTIAL, SECOND, STYLES, canonical, styles_of_parameters
@@ -37,7 +37,7 @@ class Rows:
     """
 
     def __init__(self, draft: Draft, around: Sequence[str] | None = None) -> None:
-        self.around = around
+        self.around, self.read = around, draft.pairs.read
         self.spec, self.options, self.sizes = draft.spec, draft.options, draft.model.sizes
         self.model, self.problems, self.names = draft.model, draft.problems, draft.model.names
         self.structure = draft.spec.structure or Structure()
@@ -111,9 +111,7 @@ class Rows:
         If the user gave the styles, this is a problem instead.
         """
         for name in [name for name, style in self.of_modules.items() if style.startswith("embedding")]:
-            own = name.rpartition(".")[2]
-            around = [module for module in self.model.modules if inside(name, module)]
-            if not any({own, "weight"} <= set(self.model.modules[module].code) for module in around):
+            if not (reads_matrix(self.model, name) if self.read is None else name in self.read):
                 continue
             if given:
                 self.problems.append(f"tp_plan: {name!r} is sliced, but another module reads its matrix; leave it out")

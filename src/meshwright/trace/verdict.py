@@ -15,9 +15,9 @@ __all__ = ["Change", "Verdict", "judge"]
 
 ALLOCATOR = 0.15
 """What torch's allocator adds to all but the state, for rounding and fragments. Fitted on two rows of torchtitan's table of
-December 2024 (Llama 3.1 8B on 8 and on 128 H100), which report reserved memory."""
+December 2024 (a dense 8B on 8 and on 128 H100), which report reserved memory."""
 
-WANTED = 3
+PROPOSED = 3
 """Number of changes that are proposed."""
 
 
@@ -80,7 +80,7 @@ def judge(setup: RunSetup, hardware: Hardware) -> Verdict:
     found: list[Change] = []
     worse: list[Change] = []
     for overrides, cost in _candidates(setup):
-        if len(found) == WANTED:
+        if len(found) == PROPOSED:
             break
         try:
             changed = make_setup(_with(setup.config, overrides), setup.layout.world_size)
@@ -90,7 +90,7 @@ def judge(setup: RunSetup, hardware: Hardware) -> Verdict:
         change = Change(tuple(f"{key}={_text(value)}" for key, value in overrides), cost, other.peak_bytes, other.fits)
         (found if other.fits else worse).append(change)
     worse = sorted((change for change in worse if change.peak_bytes < verdict.peak_bytes), key=lambda change: change.peak_bytes)
-    changes = (*found, *worse[: WANTED - len(found)])
+    changes = (*found, *worse[: PROPOSED - len(found)])
     return Verdict(**{**vars(verdict), "changes": changes})
 
 
