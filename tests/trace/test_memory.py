@@ -81,7 +81,7 @@ def test_a_rank_holds_what_the_trace_says(place: Any, family: str) -> None:
 def test_a_few_layers_say_what_many_hold(family: str, options: dict[str, Any]) -> None:
     setup = setup_of(4, family, layers=9, parallel={"param_dtype": "bfloat16", **options}, layout={"dp_replicate": 2})
     found = forecast(setup)
-    (whole,) = run_ranks(lambda _: trace_step(with_fewer(setup, 9)), 1, group=False)
+    (whole,) = run_ranks(lambda _: trace_step(with_fewer(setup, 9), device=True), 1, group=False)
     assert max(found.traced) < 9
     assert found.peak == pytest.approx(whole.peak, rel=0.01)
 
@@ -227,7 +227,11 @@ def test_the_command_says_it() -> None:
 
     ((shown, without, as_json),) = run_ranks(on_rank, 1, group=False)
     assert "fits into NVIDIA H100 SXM 80 GB (79.1 GiB)" in " ".join(shown.split())
-    assert "Whether it fits: --gpu h100" in without
-    found = json.loads(as_json)["verdict"]
+    assert "Whether it fits, and how long a step takes: --gpu h100" in without
+    assert "tokens/s and" in shown
+    answer = json.loads(as_json)
+    time, found = answer["time"], answer["verdict"]
+    assert time["step_seconds"] == pytest.approx(sum(time["parts"].values()))
+    assert time["low"] < time["step_seconds"] < time["high"]
     assert found["fits"]
     assert found["peak_bytes"] == sum(found["parts"].values()) < found["limit_bytes"]

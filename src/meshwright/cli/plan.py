@@ -10,6 +10,7 @@ from meshwright.cli.arguments import ConfigArgument, DebugOption, OverrideArgume
 
 if TYPE_CHECKING:
     from meshwright.plan.hardware import Hardware
+    from meshwright.trace.time import TimeForecast
     from meshwright.trace.verdict import Verdict
     from meshwright.train.setup import RunSetup
 
@@ -84,7 +85,11 @@ def plan(
         typer.echo("\n".join(differences) or "no difference")
         return
     if as_json:
-        typer.echo(priced_json(sharding_plan, {} if hardware is None else {"verdict": _verdict(setup, hardware).to_dict()}))
+        more = {}
+        if hardware is not None:
+            verdict, seconds = _forecasts(setup, hardware)
+            more = {"verdict": verdict.to_dict(), "time": seconds.to_dict()}
+        typer.echo(priced_json(sharding_plan, more))
         return
     console = Console(width=None if sys.stdout.isatty() else 160)
     if timeline or timeline_svg is not None:
@@ -105,18 +110,22 @@ def plan(
         if line := waits(run):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
         if hardware is not None:
-            from meshwright.trace.show import show_verdict
+            from meshwright.trace.show import show_time, show_verdict
 
-            console.print(show_verdict(_verdict(setup, hardware), hardware))
+            verdict, seconds = _forecasts(setup, hardware)
+            console.print(show_verdict(verdict, hardware), show_time(seconds))
         else:
-            console.print("Whether it fits: --gpu h100 (or another one)", highlight=False)
+            console.print("Whether it fits, and how long a step takes: --gpu h100 (or another one)", highlight=False)
         assure(setup, Source(str(config), tuple(overrides or ())), None)
 
 
-def _verdict(setup: "RunSetup", hardware: "Hardware") -> "Verdict":
+def _forecasts(setup: "RunSetup", hardware: "Hardware") -> "tuple[Verdict, TimeForecast]":
+    from meshwright.trace.memory import Traces
+    from meshwright.trace.time import forecast_time
     from meshwright.trace.verdict import judge
 
-    return judge(setup, hardware)
+    traces = Traces(setup)
+    return judge(setup, hardware, traces), forecast_time(setup, hardware, traces)
 
 
 def _read(path: Path) -> str:

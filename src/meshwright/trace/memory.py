@@ -12,6 +12,7 @@ With a pipeline, a rank holds the activations of several microbatches. Their num
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from meshwright.plan.pipeline import on_stages, stages_of_rank
 from meshwright.plan.price import Totals, totals, totals_of_rank
@@ -22,7 +23,7 @@ from meshwright.trace.live import Kind
 from meshwright.trace.step import LOSS, UPDATE, StepTrace, trace_step
 from meshwright.train.setup import RunSetup
 
-__all__ = ["MemoryForecast", "forecast_memory"]
+__all__ = ["MemoryForecast", "Traces", "forecast_memory"]
 
 LEAST = 4
 """Layers of the smallest trace: the first two and the last two, whose backward differs from that of the others."""
@@ -52,16 +53,34 @@ class MemoryForecast:
 
 
 @dataclass
-class _Traces:
-    """Traces of the first layers of a run, each made once."""
+class Traces:
+    """Traces of the first layers of a run, each made once.
+
+    Args:
+        setup: the run.
+        device: whether kernels keep what they keep on a device, and not what they keep on a CPU.
+    """
 
     setup: RunSetup
+    device: bool = True
     made: dict[int, tuple[StepTrace, ShardingPlan]] = field(default_factory=dict)
 
+    @cached_property
+    def kinds(self) -> list[int]:
+        """The kind of each layer of the run."""
+        return kinds_of_layers(self.setup.plan)
+
+    @property
+    def first(self) -> int:
+        """The number of layers of the smallest trace: at least one of each kind."""
+        least = max(LEAST, 1 + max(self.kinds.index(kind) for kind in set(self.kinds)))
+        return least if least + 1 < len(self.kinds) else len(self.kinds)
+
     def of(self, layers: int) -> tuple[StepTrace, ShardingPlan]:
+        """Return the trace of the first layers, and its plan."""
         if layers not in self.made:
             small = with_fewer(self.setup, layers)
-            self.made[layers] = (trace_step(small), small.plan)
+            self.made[layers] = (trace_step(small, device=self.device), small.plan)
         return self.made[layers]
 
     def moments(self, layers: int) -> dict[str, Counter[Kind]]:
@@ -72,20 +91,19 @@ class _Traces:
         return {names.get(name, name): Counter(dict(held)) for name, held in trace.moments.items()}
 
 
-def forecast_memory(setup: RunSetup) -> MemoryForecast:
+def forecast_memory(setup: RunSetup, traces: Traces | None = None) -> MemoryForecast:
     """Forecast the memory of a run. No process group may exist; nothing of the run's model is used up.
+
+    Args:
+        setup: the run.
+        traces: traces of the run, if some were made already.
 
     Raises:
         MeshwrightError: the smaller runs that are traced are refused, or what the model computes depends on values.
     """
-    traces, kinds = _Traces(setup), kinds_of_layers(setup.plan)
-    count = len(kinds)
-    first = max(LEAST, 1 + max(kinds.index(kind) for kind in set(kinds)))
-    if count <= first + 1:
-        moments, slopes = traces.moments(count), {}
-        first = count
-    else:
-        moments, slopes = traces.moments(first), _slopes(traces, kinds, first)
+    traces = traces or Traces(setup)
+    kinds, first = traces.kinds, traces.first
+    moments, slopes = traces.moments(first), _slopes(traces, kinds, first)
     if setup.plan.stages:
         return _of_stages(setup, traces, first, kinds, slopes)
     trace, small = traces.of(first)
@@ -103,7 +121,7 @@ def forecast_memory(setup: RunSetup) -> MemoryForecast:
     return best
 
 
-def _slopes(traces: _Traces, kinds: list[int], first: int) -> dict[int, dict[str, Counter[Kind]]]:
+def _slopes(traces: Traces, kinds: list[int], first: int) -> dict[int, dict[str, Counter[Kind]]]:
     """Return, for each kind of layer after the first ones, by how many bytes one more grows each moment."""
     slopes = {}
     for kind in set(kinds[first:]):
@@ -135,7 +153,7 @@ def _parts(held: Counter[Kind], shards: Totals, shards_of_trace: Totals, trace: 
 
 
 def _of_stages(
-    setup: RunSetup, traces: _Traces, first: int, kinds: list[int], slopes: dict[int, dict[str, Counter[Kind]]]
+    setup: RunSetup, traces: Traces, first: int, kinds: list[int], slopes: dict[int, dict[str, Counter[Kind]]]
 ) -> MemoryForecast:
     """Return the forecast for the rank of `pp` that holds the most."""
     plan = setup.plan
@@ -164,7 +182,7 @@ def _of_stages(
             "gradients": shards.gradient_bytes,
             "gathered": shards.gathered_peak_bytes,
             "unsharded_gradients": shards.unsharded_gradient_peak_bytes,
-            "activations": round(alive[rank] * sum(own) / len(own)) + works,
+            "activations": round(alive[rank] * sum(own)) + works,
             "logits": of_loss[Kind.LOGITS] if last else 0,
             "communication": shards.receive_buffer_bytes + max(held[Kind.COMMUNICATION] for held in moments.values()),
             "buffers": buffers,

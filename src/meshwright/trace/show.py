@@ -1,4 +1,4 @@
-"""A verdict as a table for people."""
+"""Forecasts as tables for people."""
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -6,9 +6,10 @@ from rich.table import Table
 
 from meshwright.plan.explain import human_bytes
 from meshwright.plan.hardware import Hardware
+from meshwright.trace.time import TimeForecast
 from meshwright.trace.verdict import Verdict
 
-__all__ = ["show_verdict"]
+__all__ = ["show_time", "show_verdict"]
 
 _WORDS = {
     "parameters": "shards, as stored",
@@ -45,3 +46,32 @@ def show_verdict(verdict: Verdict, hardware: Hardware) -> RenderableType:
         fits = "fits" if change.fits else "does not fit"
         lines.append(f"  {escape(' '.join(change.overrides))}: {human_bytes(change.peak_bytes)}, {fits}; cost: {change.cost}")
     return Group(table, *lines)
+
+
+def show_time(forecast: TimeForecast) -> RenderableType:
+    """Return the time of a step as a table, and two sentences."""
+    table = Table(title="Time of a step", title_justify="left", show_header=False, box=None)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column(justify="right", style="dim")
+    for name, seconds in sorted(forecast.parts.items(), key=lambda part: -part[1]):
+        share = seconds / forecast.step_seconds
+        if share >= 0.0005:
+            words = name if name not in ("tp", "cp", "ep") else f"communication over {name}"
+            table.add_row(words.replace("data ranks", "communication over data ranks"), _seconds(seconds), f"{share:.1%}")
+    low, high = _seconds(forecast.low), _seconds(forecast.high)
+    tokens, operations = _two(forecast.tokens_per_second_per_device), _two(forecast.model_tflops_per_device)
+    return Group(
+        table,
+        f"a step takes {low} to {high}, on devices that are not calibrated",
+        f"about {tokens} tokens/s and {operations} model TFLOP/s a device (MFU {forecast.mfu:.0%})",
+    )
+
+
+def _two(value: float) -> str:
+    """Return a number with two significant digits: a forecast has no more."""
+    return f"{float(f'{value:.2g}'):,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{_two(seconds)} s" if seconds >= 1 else f"{_two(1000 * seconds)} ms"

@@ -5,7 +5,7 @@ so a step of a large model takes seconds on a laptop. Tokens are routed to exper
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,9 @@ from meshwright.models.objective import Batch
 from meshwright.models.registry import get_parallelization_strategy
 from meshwright.moe.dispatch import static_splits
 from meshwright.plan.moves import Move
+from meshwright.trace.kernels import device_kernels, report_attention
 from meshwright.trace.live import Kind, LiveBytes
+from meshwright.trace.work import Work, WorkCounter
 from meshwright.train.optimizer import build_optimizer
 from meshwright.train.setup import RunSetup
 
@@ -39,11 +41,15 @@ class StepTrace:
     Attributes:
         moments: name of each moment to the bytes by kind when the rank held the most. The moments are ``forward``, ``loss``,
             the backward of each layer under its name, and ``update``.
+        work: the same moments to the work of the rank by kind, of all microbatches.
+        microbatches: number of microbatches of the step.
         state: bytes of shards of parameters and of the optimizer's state, and buffers.
         peak: the most bytes at once.
     """
 
     moments: Mapping[str, Mapping[Kind, int]]
+    work: Mapping[str, Mapping[Work, int]]
+    microbatches: int
     state: int
     peak: int
 
@@ -59,16 +65,18 @@ def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def trace_step(setup: RunSetup) -> StepTrace:
-    """Run one step of rank 0 under fake tensors, and return what it held.
+def trace_step(setup: RunSetup, *, device: bool = False) -> StepTrace:
+    """Run one step of rank 0 under fake tensors, and return what it held and computed.
 
     Args:
         setup: a run without a pipeline. Its model is on the meta device, and is used up.
+        device: whether attention keeps what it keeps on a device, and not what it keeps on a CPU.
 
     Raises:
         UnsupportedError: what the model computes depends on values.
     """
-    with fake_world(setup.layout.world_size), torch.random.fork_rng(devices=[]):
+    kernels = device_kernels(causal=not setup.plan.options.packed) if device else nullcontext()
+    with fake_world(setup.layout.world_size), torch.random.fork_rng(devices=[]), kernels:
         try:
             return run_step(setup, FakeTensors(allow_non_fake_inputs=True))
         except MeshwrightError:
@@ -102,12 +110,13 @@ def run_step(setup: RunSetup, tensors: FakeTensorMode | None) -> StepTrace:
         if tensors is not None:
             batches = [{key: _faked(value, tensors) for key, value in batch.items()} for batch in batches]
         sync = GradSync.from_plan(model, plan)
-        _step(setup, sync, optimizer, batches, None)  # DTensor learns how to propagate shapes, and AdamW gets its state
+        _step(setup, sync, optimizer, batches)  # DTensor learns how to propagate shapes, and AdamW gets its state
         held = [item for state in optimizer.state.values() for item in state.values() if isinstance(item, torch.Tensor)]
-        with LiveBytes(model, held, settle=tensors is None, words=_words(setup)) as live:
+        work = WorkCounter()
+        with LiveBytes(model, held, settle=tensors is None, words=_words(setup)) as live, work, report_attention(work.attended):
             state = live.held
-            _step(setup, sync, optimizer, batches, live)
-    return StepTrace(live.moments, state, live.peak)
+            _step(setup, sync, optimizer, batches, live, work)
+    return StepTrace(live.moments, work.moments, len(batches), state, live.peak)
 
 
 def _batch(setup: RunSetup, index: int) -> Batch:
@@ -138,11 +147,11 @@ def _words(setup: RunSetup) -> int:
 
 
 def _step(
-    setup: RunSetup, sync: GradSync, optimizer: torch.optim.Optimizer, batches: list[Batch], live: LiveBytes | None
+    setup: RunSetup, sync: GradSync, optimizer: torch.optim.Optimizer, batches: list[Batch], *watching: LiveBytes | WorkCounter
 ) -> None:
     def begin(moment: str) -> None:
-        if live is not None:
-            live.begin(moment)
+        for one in watching:
+            one.begin(moment)
 
     layers = [(name, setup.model.get_submodule(name)) for name in setup.plan.layers]
     handles = [layer.register_forward_hook(_announce(name, begin, last=name == layers[-1][0])) for name, layer in layers]

@@ -7,7 +7,7 @@ from typing import Any
 from meshwright.errors import MeshwrightError
 from meshwright.plan.hardware import Hardware
 from meshwright.plan.options import ActivationCheckpointing, SyncPolicy
-from meshwright.trace.memory import MemoryForecast, forecast_memory
+from meshwright.trace.memory import MemoryForecast, Traces, forecast_memory
 from meshwright.train.config import RunConfig
 from meshwright.train.setup import RunSetup, make_setup
 
@@ -65,7 +65,7 @@ class Verdict:
         return asdict(self)
 
 
-def judge(setup: RunSetup, hardware: Hardware) -> Verdict:
+def judge(setup: RunSetup, hardware: Hardware, traces: Traces | None = None) -> Verdict:
     """Return whether a run fits into devices. If it does not, changes are tried until some fit.
 
     No process group may exist.
@@ -73,8 +73,9 @@ def judge(setup: RunSetup, hardware: Hardware) -> Verdict:
     Args:
         setup: the run.
         hardware: the devices.
+        traces: traces of the run, if some were made already.
     """
-    verdict = _verdict(forecast_memory(setup), hardware, setup.plan.options.cpu_offload)
+    verdict = _verdict(forecast_memory(setup, traces), hardware, setup.plan.options.cpu_offload)
     if verdict.fits:
         return verdict
     found: list[Change] = []

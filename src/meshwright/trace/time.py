@@ -1,0 +1,196 @@
+"""How long an optimizer step takes, from the work of a trace, the traffic of the plan, and the speed of devices and links.
+
+Compute is a roofline: matrix products and attention at the share of the peak that they reach, all other operators at the
+bandwidth of the memory. FSDP's collectives overlap with compute, but for the first one; those over tp, cp and ep do not. A
+pipeline waits as its replay says. The devices are not calibrated, so a range is given.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshwright.plan.activation_traffic import activation_traffic
+from meshwright.plan.hardware import Hardware
+from meshwright.plan.links import collective_seconds
+from meshwright.plan.pipeline import on_stages, stages_of_rank
+from meshwright.plan.price import totals_of_rank, unit_traffic
+from meshwright.plan.schedule import replay_of_plan
+from meshwright.plan.sharding_plan import ShardingPlan, shard_axis
+from meshwright.trace.memory import Traces
+from meshwright.trace.step import FORWARD, LOSS, UPDATE, StepTrace
+from meshwright.trace.work import Work
+from meshwright.train.setup import RunSetup
+
+__all__ = ["TimeForecast", "forecast_time"]
+
+MEMORY_REACHED = 0.85
+"""Share of the memory's bandwidth that elementwise operators reach: assumed."""
+
+OVERLAPPED = 0.8
+"""Share of the compute that FSDP's collectives can hide behind: assumed."""
+
+LOW, HIGH = 0.75, 1.4
+"""The range of a step's time on devices that are not calibrated, as shares of the forecast."""
+
+
+@dataclass(frozen=True)
+class TimeForecast:
+    """How long a step takes.
+
+    Attributes:
+        step_seconds: an optimizer step.
+        low: the least that is likely, in seconds.
+        high: the most that is likely, in seconds.
+        tokens_per_second_per_device: tokens of a step over its time and all devices.
+        model_tflops_per_device: operations of the model, without recomputation, a second and device, in 10^12.
+        mfu: the same as a share of the device's peak.
+        parts: seconds of the slowest rank: ``products``, ``attention``, ``elementwise``, ``update``, ``bubble``, and the
+            communication that is not hidden, by axis.
+    """
+
+    step_seconds: float
+    low: float
+    high: float
+    tokens_per_second_per_device: float
+    model_tflops_per_device: float
+    mfu: float
+    parts: Mapping[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the forecast as plain values, for JSON."""
+        return asdict(self)
+
+
+def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = None) -> TimeForecast:
+    """Forecast the time of a step. No process group may exist.
+
+    Args:
+        setup: the run.
+        hardware: its devices.
+        traces: traces of the run, if some were made already.
+    """
+    plan, traces = setup.plan, traces or Traces(setup)
+    whole = _Work.of(traces)
+    peak, bandwidth = hardware.bf16_tflops * 1e12, hardware.hbm_tb_s * MEMORY_REACHED * 1e12
+    microbatches, layout = plan.options.microbatches, plan.layout
+
+    def spent(work: Counter[Work]) -> dict[str, float]:
+        return {
+            "products": work[Work.PRODUCTS] / (peak * hardware.achievable),
+            "attention": work[Work.ATTENTION] / (peak * hardware.attention),
+            "elementwise": work[Work.MOVED] / bandwidth,
+        }
+
+    ranks = range(layout.size("pp"))
+    works = [spent(whole.of_rank(plan, rank)) for rank in ranks]
+    rank = max(ranks, key=lambda one: sum(works[one].values()))
+    parts = {name: microbatches * seconds for name, seconds in works[rank].items()}
+    compute = sum(parts.values())
+    for item in activation_traffic(plan):
+        if item.size is not None and item.kind != "send":
+            seconds = collective_seconds(layout, hardware, item.axis, item.kind, item.calls, item.size)
+            parts[item.axis] = parts.get(item.axis, 0.0) + seconds
+    if plan.stages:
+        bubble = replay_of_plan(plan).bubble
+        parts["bubble"] = sum(parts.values()) * bubble / (1 - bubble)
+    parts["data ranks"] = _exposed(plan, hardware, rank, compute)
+    shards = totals_of_rank(plan, rank)
+    parts["update"] = (2 * shards.parameter_bytes + shards.gradient_bytes + 2 * shards.optimizer_bytes) / bandwidth
+    step = sum(parts.values())
+    training = setup.config.training
+    tokens = training.global_batch_size * setup.config.data.sequence_length
+    tflops = whole.of_model() * microbatches / layout.size("pp") / step / 1e12
+    speed = tokens / step / layout.world_size
+    return TimeForecast(step, LOW * step, HIGH * step, speed, tflops, tflops / hardware.bf16_tflops, parts)
+
+
+def _exposed(plan: ShardingPlan, hardware: Hardware, rank: int, compute: float) -> float:
+    """Return the seconds of collectives over data ranks that do not overlap with compute."""
+    total = first = 0.0
+    for stage in (on_stages(plan, [one]) for one in stages_of_rank(plan, rank)):
+        for unit in stage.fsdp_units:
+            axis, traffic = shard_axis(plan.layout, unit.kind), unit_traffic(stage, unit)
+            calls = (
+                (axis, "all_gather", traffic.all_gathers, traffic.all_gather_bytes),
+                (axis, "reduce_scatter", traffic.reduce_scatters, traffic.reduce_scatter_bytes),
+                ("dp_replicate", "all_reduce", traffic.all_reduces, traffic.all_reduce_bytes),
+            )
+            seconds = sum(collective_seconds(plan.layout, hardware, *call) for call in calls)
+            times = max(1, *(call[2] for call in calls))
+            total, first = total + seconds, max(first, seconds / times)
+    return first + max(0.0, total - first - OVERLAPPED * compute)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The work of a microbatch on a rank.
+
+    Attributes:
+        layers: kind of a layer to the work of one, forward and backward.
+        forward: the same, of forward alone.
+        rest: the work outside of layers.
+        loss: what of it is that of the output head and the loss.
+        kinds: the kind of each layer.
+    """
+
+    layers: Mapping[int, Counter[Work]]
+    forward: Mapping[int, Counter[Work]]
+    rest: Counter[Work]
+    loss: Counter[Work]
+    kinds: Mapping[str, int]
+
+    @classmethod
+    def of(cls, traces: Traces) -> "_Work":
+        """Read the work from traces: a layer's is by how much that of one more layer is larger."""
+        kinds, first = traces.kinds, traces.first
+        layers, forward = {}, {}
+        for kind in set(kinds):
+            # A kind that only the first layers have counts as that of the next one.
+            place = kinds.index(kind, first) if kind in kinds[first:] else min(first, len(kinds) - 1)
+            more, fewer = (_of_microbatch(traces.of(number)[0]) for number in (place + 1, place))
+            forward[kind] = _difference(more[FORWARD], fewer[FORWARD])
+            layers[kind] = _difference(_sum(more), _sum(fewer))
+        whole = _of_microbatch(traces.of(first)[0])
+        rest = _sum(whole)
+        for kind in kinds[:first]:
+            rest = _difference(rest, layers[kind])
+        return cls(layers, forward, rest, whole[LOSS], dict(zip(traces.setup.plan.layers, kinds, strict=True)))
+
+    def of_rank(self, plan: ShardingPlan, rank: int) -> Counter[Work]:
+        """Return the work of a rank of `pp`."""
+        stages = stages_of_rank(plan, rank)
+        names = plan.layers if not plan.stages else [name for stage in stages for name in plan.stages[stage].layers]
+        total = Counter(dict.fromkeys(Work, 0))
+        for name in names:
+            total.update(self.layers[self.kinds[name]])
+        if not plan.stages:
+            total.update(self.rest)
+        elif len(plan.stages) - 1 in stages:
+            total.update(self.loss)
+        return total
+
+    def of_model(self) -> float:
+        """Return the operations of the model: forward, and twice as many backward; none of them twice."""
+        forward = sum(self.forward[kind][one] for kind in self.kinds.values() for one in (Work.PRODUCTS, Work.ATTENTION))
+        return 3 * forward + self.loss[Work.PRODUCTS]
+
+
+def _of_microbatch(trace: StepTrace) -> dict[str, Counter[Work]]:
+    """Return the work of one microbatch, by moment, without the update."""
+    return {
+        name: Counter({kind: value / trace.microbatches for kind, value in work.items()})
+        for name, work in trace.work.items()
+        if name != UPDATE
+    }
+
+
+def _sum(work: Mapping[str, Counter[Work]]) -> Counter[Work]:
+    total: Counter[Work] = Counter()
+    for one in work.values():
+        total.update(one)
+    return total
+
+
+def _difference(more: Counter[Work], fewer: Counter[Work]) -> Counter[Work]:
+    return Counter({kind: more[kind] - fewer[kind] for kind in Work})

@@ -1,0 +1,106 @@
+"""Work is counted as the formulas say it; time adds up, and falls and rises as it should."""
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.layout import Layout
+from meshwright.plan.hardware import load_hardware
+from meshwright.plan.links import collective_seconds
+from meshwright.trace.memory import Traces
+from meshwright.trace.step import FORWARD, LOSS, UPDATE, StepTrace, trace_step
+from meshwright.trace.time import TimeForecast, forecast_time
+from meshwright.trace.work import Work
+from meshwright.train.setup import RunSetup
+from tests.harness import run_ranks
+from tests.trace.test_memory import setup_of
+
+H100 = load_hardware("h100")
+TOKENS = 128
+
+
+def traced(setup: RunSetup) -> StepTrace:
+    (found,) = run_ranks(lambda _: trace_step(setup, device=True), 1, group=False)
+    return found
+
+
+def forecast(setup: RunSetup) -> TimeForecast:
+    (found,) = run_ranks(lambda _: forecast_time(setup, H100), 1, group=False)
+    return found
+
+
+@pytest.mark.parametrize(("recomputation", "forwards"), [("none", 1), ("full", 2)])
+def test_the_work_of_a_dense_model(recomputation: str, forwards: int) -> None:
+    """Two operations for each weight and token forward, four backward, two more where a layer is recomputed."""
+    setup = setup_of(2, layers=3, packing="pad", parallel={"activation_checkpointing": recomputation})
+    config, trace = setup.model.config, traced(setup)
+    layer = sum(row.numel for row in setup.plan.parameters if row.name.startswith("model.layers.1.") and len(row.shape) == 2)
+    head = config.vocab_size * config.hidden_size
+    last, microbatches = config.hidden_size * config.intermediate_size, trace.microbatches
+    assert trace.work[FORWARD][Work.PRODUCTS] == microbatches * 3 * 2 * layer * TOKENS
+    assert trace.work[LOSS][Work.PRODUCTS] == microbatches * 6 * head * TOKENS
+    for name in setup.plan.layers:
+        again = 2 * (forwards - 1) * (layer - last)  # torch stops before the last product, whose output nobody needs
+        assert trace.work[name][Work.PRODUCTS] == microbatches * (4 * layer + again) * TOKENS
+    scores = config.num_attention_heads * config.hidden_size // config.num_attention_heads * TOKENS * 64 // 2  # half of 64 keys
+    assert trace.work[FORWARD][Work.ATTENTION] == microbatches * 3 * 4 * scores
+    assert trace.work[UPDATE][Work.PRODUCTS] == 0
+
+
+def test_experts_compute_the_tokens_that_are_routed_to_them() -> None:
+    few, many = (
+        traced(setup_of(2, "qwen3_moe", layers=2, packing="pad", parallel={"param_dtype": "bfloat16"}, training={"microbatch_size": rows, "global_batch_size": 2 * rows}))
+        for rows in (1, 2)
+    )  # fmt: skip
+    assert many.work[FORWARD][Work.PRODUCTS] == 2 * few.work[FORWARD][Work.PRODUCTS] > 0
+
+
+def test_a_few_layers_say_the_time_of_many() -> None:
+    setup = setup_of(2, layers=9)
+    found = forecast(setup)
+
+    def of_all(_: int) -> TimeForecast:
+        traces = Traces(setup)
+        traces.of(9)
+        type(traces).first = 9  # type: ignore[assignment, misc]  # all layers are traced, and the last one compared
+        return forecast_time(setup, H100, traces)
+
+    (whole,) = run_ranks(of_all, 1, group=False)
+    assert found.step_seconds == pytest.approx(whole.step_seconds, rel=0.02)
+    assert found.step_seconds == pytest.approx(sum(found.parts.values()))
+    assert found.mfu == pytest.approx(found.model_tflops_per_device / H100.bf16_tflops)
+
+
+def test_recomputation_costs_time_and_no_model_operations() -> None:
+    none, full = (forecast(setup_of(2, layers=6, parallel={"activation_checkpointing": mode})) for mode in ("none", "full"))
+    assert full.parts["products"] > 1.15 * none.parts["products"]
+    assert full.model_tflops_per_device * full.step_seconds == pytest.approx(none.model_tflops_per_device * none.step_seconds)
+
+
+def test_a_pipeline_waits() -> None:
+    found = {
+        schedule: forecast(
+            setup_of(2, layers=8, layout={"pp": 2}, parallel={"pipeline": {"schedule": schedule}})
+        )
+        for schedule in ("1f1b", "interleaved_1f1b")
+    }  # fmt: skip
+    assert found["1f1b"].parts["bubble"] > found["interleaved_1f1b"].parts["bubble"] > 0
+    one = forecast(setup_of(2, layers=8))
+    operations = [item.model_tflops_per_device * item.step_seconds for item in (one, found["1f1b"])]
+    assert operations[0] == pytest.approx(operations[1], rel=1e-6)
+
+
+def test_collectives() -> None:
+    """In a node a link, between nodes the cards of all ranks of the node that take part; an all-reduce goes round twice."""
+    layout = Layout(dp_shard=16, tp=8).resolve(128)
+    size, reached = 2**30, 0.8e9
+    inside = collective_seconds(layout, H100, "tp", "all_gather", 1, size)
+    assert inside == pytest.approx(3 * 8e-6 + size * 7 / 8 / (450 * reached))
+    assert collective_seconds(layout, H100, "tp", "all_reduce", 1, size) == pytest.approx(2 * inside)
+    between = collective_seconds(layout, H100, "dp_shard_cp", "all_gather", 1, size)
+    assert between == pytest.approx(4 * 15e-6 + size * 15 / 16 / (50 * reached))  # one rank of the group in each node
+    wide = Layout(dp_shard=16).resolve(16)
+    assert collective_seconds(wide, H100, "dp_shard_cp", "all_gather", 1, size) < between / 7  # eight cards
+    assert collective_seconds(layout, H100, "cp", "all_gather", 5, size) == 0
+    slow = replace(H100, nic_gb_s=25)
+    assert collective_seconds(layout, slow, "dp_shard_cp", "all_gather", 1, size) > 1.9 * between
