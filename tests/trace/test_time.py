@@ -48,10 +48,11 @@ def test_the_work_of_a_dense_model(recomputation: str, forwards: int) -> None:
 
 
 def test_experts_compute_the_tokens_that_are_routed_to_them() -> None:
-    few, many = (
-        traced(setup_of(2, "qwen3_moe", layers=2, packing="pad", parallel={"param_dtype": "bfloat16"}, training={"microbatch_size": rows, "global_batch_size": 2 * rows}))
-        for rows in (1, 2)
-    )  # fmt: skip
+    def of(rows: int) -> StepTrace:
+        batch = {"microbatch_size": rows, "global_batch_size": 2 * rows}
+        return traced(setup_of(2, "qwen3_moe", layers=2, packing="pad", parallel={"param_dtype": "bfloat16"}, training=batch))
+
+    few, many = of(1), of(2)
     assert many.work[FORWARD][Work.PRODUCTS] == 2 * few.work[FORWARD][Work.PRODUCTS] > 0
 
 

@@ -154,11 +154,11 @@ def _less(mode: str, than: ActivationCheckpointing) -> bool:
 
 def _with(config: RunConfig, overrides: Overrides) -> RunConfig:
     """Return a configuration with other values."""
+    values = config.model_dump()
     for key, value in overrides:
         section, _, name = key.partition(".")
-        part = getattr(config, section).model_copy(update={name: value})
-        config = config.model_copy(update={section: part})
-    return RunConfig.model_validate(config.model_dump())
+        values[section][name] = value
+    return RunConfig.model_validate(values)
 
 
 def _text(value: Any) -> str:

@@ -1,0 +1,117 @@
+"""Forecasts of `meshwright plan --gpu` against published measurements: tokens per second and device, and memory.
+
+    python benchmarks/predict.py
+
+The devices are not calibrated. Each row has the layout, batch and sequence of its source. The published runs are of other code
+(fused kernels, other recomputation), and the forecast is of Meshwright's: a row compares both at once. Rows 1 and 3 set what
+the allocator adds, so their memory says nothing.
+"""
+
+import logging
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.plan.hardware import Hardware, load_hardware
+from meshwright.trace.memory import Traces
+from meshwright.trace.time import forecast_time
+from meshwright.trace.verdict import judge
+from meshwright.train.config import RunConfig
+from meshwright.train.setup import make_setup
+
+SHAPES = Path(__file__).parents[1] / "examples" / "shapes"
+
+H100 = load_hardware("h100")
+SLOWER = replace(H100, name="H100 96 GB, 500 W", bf16_tflops=0.8 * H100.bf16_tflops, hbm_tb_s=2.4, memory_gib=94.5)
+"""The part that torchtitan's tables of 2024 and 2025 were measured on."""
+
+QWEN3_30B: dict[str, Any] = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+    "num_experts_per_tok": 8, "vocab_size": 151936, "max_position_embeddings": 8192,
+}  # fmt: skip
+GPT_OSS_20B: dict[str, Any] = {
+    "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 201088,
+    "max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """A published measurement.
+
+    Attributes:
+        name: number and source.
+        shape: file in examples/shapes, or a config.
+        ranks: devices.
+        hardware: the device.
+        tokens: published tokens a second and device; ``None``: not published.
+        memory: published GiB; ``None``: not published.
+        sections: sections of the configuration.
+    """
+
+    name: str
+    shape: str | dict[str, Any]
+    ranks: int
+    hardware: Hardware
+    tokens: float | None
+    memory: float | None
+    sections: dict[str, Any]
+
+
+def _row(
+    name: str, shape: str | dict[str, Any], ranks: int, hardware: Hardware, tokens: float | None, memory: float | None,
+    micro: int, batch: int, length: int, recomputed: str, **layout: Any,
+) -> Row:  # fmt: skip
+    parallel: dict[str, Any] = {"activation_checkpointing": recomputed, "sequence_parallel": layout.get("tp", 1) > 1}
+    if hardware is SLOWER:
+        parallel["loss_chunks"] = 0
+    return Row(name, shape, ranks, hardware, tokens, memory, {
+        "layout": layout, "parallel": parallel, "data": {"files": ["x"], "sequence_length": length, "packing": "pad"},
+        "training": {"steps": 1, "microbatch_size": micro, "global_batch_size": batch},
+    })  # fmt: skip
+
+
+ROWS = (
+    _row("1 torchtitan 8B", "llama_8b", 8, SLOWER, 5762, 82.4, 2, 16, 8192, "selective"),
+    _row("3 torchtitan 8B", "llama_8b", 128, SLOWER, 5605, 67.0, 2, 256, 8192, "selective"),
+    _row("5 torchtitan 70B, compiled", "llama_70b", 256, SLOWER, 597, None, 16, 512, 8192, "full", tp=8),
+    _row("8 NeMo 70B", "llama_70b", 64, H100, 867, None, 1, 128, 8192, "full", cp=2),
+    _row("9 NeMo Qwen3-30B-A3B", QWEN3_30B, 8, H100, 12040, 48.1, 4, 512, 4096, "full", ep=8),
+    _row("10 NeMo GPT-OSS-20B", GPT_OSS_20B, 8, H100, 13058, None, 2, 256, 4096, "full"),
+    _row("12 NeMo DeepSeek-V3", "deepseek_v3", 256, H100, 1002, None, 1, 512, 4096, "full", pp=4, ep=64),
+    _row("13 NeMo DeepSeek-V3", "deepseek_v3", 1024, H100, 865, None, 1, 8192, 4096, "full", pp=4, ep=64),
+)
+"""Rows of research/next-wave.md, section 4.6."""
+
+
+def main() -> None:
+    """Print a line for each row."""
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    print("| row | devices | tokens/s, published | forecast | error | GiB, published | forecast | error |")
+    print("|---|---|---|---|---|---|---|---|")
+    for row in ROWS:
+        config = row.shape
+        if isinstance(config, str):
+            import yaml
+
+            config = yaml.safe_load((SHAPES / f"{config}.yaml").read_text())["model"]["config"]
+        run = RunConfig.model_validate({"output": "runs/x", "model": {"config": config}, **row.sections})
+        setup = make_setup(run, row.ranks)
+        traces = Traces(setup)
+        found = forecast_time(setup, row.hardware, traces).tokens_per_second_per_device
+        memory = judge(setup, replace(row.hardware, memory_gib=1e6), traces).peak_bytes / 2**30
+        cells = [row.name, str(row.ranks), *_compared(row.tokens, found), *_compared(row.memory, memory)]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
+def _compared(published: float | None, found: float) -> tuple[str, str, str]:
+    error = "" if published is None else f"{found / published - 1:+.0%}"
+    return "" if published is None else f"{published:g}", f"{found:.3g}" if found < 1000 else f"{found:.0f}", error
+
+
+if __name__ == "__main__":
+    main()
