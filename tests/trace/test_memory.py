@@ -50,7 +50,7 @@ SIX = [place for place in LAYOUTS if place.label in ("shard 2", "replicate 2", "
 RUNS = 3
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt2", "phi3", "olmo2", "mistral"])
 @pytest.mark.parametrize("place", SIX, ids=lambda place: place.label)
 def test_a_rank_holds_what_the_trace_says(place: Any, family: str) -> None:

@@ -165,6 +165,35 @@ def audit(
 
 
 @app.command()
+def calibrate(
+    config: ConfigArgument,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file to write, for plan --gpu.", show_default=False)],
+    overrides: OverrideArgument = None,
+    nproc: Annotated[int | None, typer.Option("--nproc", min=1, help="Processes. Default: as `train` would start.")] = None,
+    debug: DebugOption = False,
+) -> None:
+    """Measure this machine in a minute, with the shapes of a run, for forecasts."""
+    check_writable("FILE", file)
+    import yaml
+
+    from meshwright.train.config import load_config
+    from meshwright.train.launch import planned_processes
+    from meshwright.train.setup import make_setup
+
+    run = load_config(config, overrides or [])
+    processes = nproc or planned_processes(run)
+    setup = make_setup(run, processes)
+    import torch
+
+    from meshwright.trace.calibrate import calibrate as measured
+
+    values = measured(setup, processes, "cuda" if torch.cuda.is_available() else "cpu")
+    text = yaml.safe_dump(values, sort_keys=False)
+    file.write_text(text + "# nic_gb_s and nic_us were not measured: one machine has no other. They are those of its links.\n")
+    typer.echo(f"{text}-> {file}; use it with: meshwright plan {config} --gpu {file}")
+
+
+@app.command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run's directory: its newest.", show_default=False)],
     directory: Annotated[Path, typer.Argument(help="Directory to write.", show_default=False)],

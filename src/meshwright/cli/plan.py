@@ -113,7 +113,7 @@ def plan(
             from meshwright.trace.show import show_time, show_verdict
 
             verdict, seconds = _forecasts(setup, hardware)
-            console.print(show_verdict(verdict, hardware), show_time(seconds))
+            console.print(show_verdict(verdict, hardware), show_time(seconds, calibrated=hardware.calibrated))
         else:
             console.print("Whether it fits, and how long a step takes: --gpu h100 (or another one)", highlight=False)
         assure(setup, Source(str(config), tuple(overrides or ())), None)

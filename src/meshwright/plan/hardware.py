@@ -29,6 +29,7 @@ class Hardware:
         link_us: latency of a step of a collective inside a node, in microseconds.
         nic_gb_s: bandwidth of a device to other nodes, in 10^9 bytes a second.
         nic_us: latency of a step of a collective between nodes, in microseconds.
+        calibrated: whether the values were measured on the machine (`meshwright calibrate`); may be left out.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Hardware:
     link_us: float
     nic_gb_s: float
     nic_us: float
+    calibrated: bool = False
 
 
 def known_hardware() -> list[str]:
@@ -72,9 +74,11 @@ def load_hardware(name: str) -> Hardware:
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: must be a mapping of keys to values")
     names = [item.name for item in fields(Hardware)]
-    problems = [f"{where}: {key} is missing" for key in names if key not in values]
+    problems = [f"{where}: {key} is missing" for key in names if key not in (*values, "calibrated")]
     problems += [f"{where}: {key}: unknown key; legal are {', '.join(names)}" for key in values if key not in names]
-    for key in names[1:]:
+    if not isinstance(values.get("calibrated", False), bool):
+        problems.append(f"{where}: calibrated={values['calibrated']!r}: legal are true and false")
+    for key in names[1:-1]:
         value = values.get(key, 1)
         least = 0 if key in ("reserved_gib", "link_us", "nic_us") else 1e-9
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 1e9:

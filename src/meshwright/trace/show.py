@@ -48,7 +48,7 @@ def show_verdict(verdict: Verdict, hardware: Hardware) -> RenderableType:
     return Group(table, *lines)
 
 
-def show_time(forecast: TimeForecast) -> RenderableType:
+def show_time(forecast: TimeForecast, *, calibrated: bool) -> RenderableType:
     """Return the time of a step as a table, and two sentences."""
     table = Table(title="Time of a step", title_justify="left", show_header=False, box=None)
     table.add_column(style="bold")
@@ -63,7 +63,7 @@ def show_time(forecast: TimeForecast) -> RenderableType:
     tokens, operations = _two(forecast.tokens_per_second_per_device), _two(forecast.model_tflops_per_device)
     return Group(
         table,
-        f"a step takes {low} to {high}, on devices that are not calibrated",
+        f"a step takes {low} to {high}, on devices that are {'calibrated' if calibrated else 'not calibrated'}",
         f"about {tokens} tokens/s and {operations} model TFLOP/s a device (MFU {forecast.mfu:.0%})",
     )
 

@@ -2,7 +2,7 @@
 
 Compute is a roofline: matrix products and attention at the share of the peak that they reach, all other operators at the
 bandwidth of the memory. FSDP's collectives overlap with compute, but for the first one; those over tp, cp and ep do not. A
-pipeline waits as its replay says. The devices are not calibrated, so a range is given.
+pipeline waits as its replay says. A range is given, which is narrower for devices that were calibrated.
 """
 
 from collections import Counter
@@ -30,8 +30,8 @@ MEMORY_REACHED = 0.85
 OVERLAPPED = 0.8
 """Share of the compute that FSDP's collectives can hide behind: assumed."""
 
-LOW, HIGH = 0.75, 1.4
-"""The range of a step's time on devices that are not calibrated, as shares of the forecast."""
+RANGES = {False: (0.75, 1.4), True: (0.85, 1.2)}
+"""The range of a step's time as shares of the forecast: on devices that are not calibrated, and on those that are."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,8 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
     tokens = training.global_batch_size * setup.config.data.sequence_length
     tflops = whole.of_model() * microbatches / layout.size("pp") / step / 1e12
     speed = tokens / step / layout.world_size
-    return TimeForecast(step, LOW * step, HIGH * step, speed, tflops, tflops / hardware.bf16_tflops, parts)
+    low, high = (share * step for share in RANGES[hardware.calibrated])
+    return TimeForecast(step, low, high, speed, tflops, tflops / hardware.bf16_tflops, parts)
 
 
 def _exposed(plan: ShardingPlan, hardware: Hardware, rank: int, compute: float) -> float:

@@ -1,0 +1,164 @@
+"""Measures what :class:`~meshwright.plan.hardware.Hardware` says of a device, on this machine, with the shapes of a run."""
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.plan.links import REACHED
+from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.ranks.pool import Pool
+from meshwright.trace.time import MEMORY_REACHED
+from meshwright.train.setup import RunSetup
+
+__all__ = ["calibrate"]
+
+WARM, RUNS = 2, 5
+SHAPES = 12
+"""Products that are measured at most: the largest of the plan."""
+
+OPERATIONS = {"cpu": 2e9, "cuda": 2e12}
+"""Most operations of a product that is measured; larger ones get fewer tokens."""
+
+SIZES = {
+    "cpu": tuple(2**power for power in (16, 18, 20, 21, 22, 24)),
+    "cuda": tuple(2**power for power in (16, 18, 20, 23, 26, 28)),
+}
+"""Bytes of the larger buffer of the collectives that are measured."""
+
+
+def calibrate(setup: RunSetup, processes: int, kind: str) -> dict[str, Any]:
+    """Measure products, attention, memory and links, and return the values of a hardware file.
+
+    Args:
+        setup: a run, whose shapes and dtype of compute are used.
+        processes: number of processes of this machine.
+        kind: ``cpu`` or ``cuda``.
+    """
+    plan = setup.plan
+    dtype = plan.options.param_dtype or setup.config.model.dtype
+    config = setup.model.config.get_text_config()
+    heads = max(1, config.num_attention_heads // plan.layout.size("tp"))
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    tokens = plan.options.tokens or setup.config.data.sequence_length
+    with Pool(processes, kind, patience=timedelta(minutes=5).total_seconds()) as pool:
+        found = pool.run(
+            _measure, dtype, _products(plan, tokens, kind), (heads, min(tokens, 2048), width), tokens * config.hidden_size
+        )
+    slowest = {name: (max if name == "link_us" else min)(one[name] for one in found) for name in found[0]}
+    fastest, typical = slowest["fastest"], slowest["typical"]
+    return {
+        "name": f"{_name(kind)}, calibrated {time.strftime('%Y-%m-%d')}",
+        "memory_gib": round(_memory(kind) / 2**30, 1),
+        "reserved_gib": 0.0 if kind == "cpu" else 2.0,
+        "bf16_tflops": _rounded(fastest),
+        "achievable": _rounded(min(1.0, typical / fastest)),
+        "attention": _rounded(min(1.0, slowest["attention"] / fastest)),
+        "hbm_tb_s": _rounded(slowest["memory"] / MEMORY_REACHED),
+        "gpus_per_node": processes,
+        "link_gb_s": _rounded(slowest["link"] / REACHED),
+        "link_us": _rounded(slowest["link_us"]),
+        "nic_gb_s": _rounded(slowest["link"] / REACHED),
+        "nic_us": _rounded(slowest["link_us"]),
+        "calibrated": True,
+    }
+
+
+def _products(plan: ShardingPlan, tokens: int, kind: str) -> list[tuple[int, int, int]]:
+    """Return (tokens, in, out) of the largest products of a layer on a rank."""
+    tp, shapes = plan.layout.size("tp"), {}
+    for row in plan.parameters:
+        if len(row.shape) == 2 and row.trainable:
+            shape = list(row.shape)
+            if placement := dict(row.placements).get("tp"):
+                shape[0 if "(0" in placement else 1] //= tp
+            shapes[tuple(shape)] = shape[0] * shape[1]
+    largest = sorted(shapes, key=lambda shape: -shapes[shape])[:SHAPES]
+    return [(max(1, min(tokens, int(OPERATIONS[kind] / (2 * out * inner)))), inner, out) for out, inner in largest]
+
+
+def _measure(
+    device: torch.device, name: str, products: Sequence[tuple[int, int, int]], attention: tuple[int, int, int], elements: int
+) -> dict[str, float]:
+    """Return 10^12 operations, 10^12 bytes and 10^9 bytes a second, and microseconds, on this rank."""
+    dtype, kind = getattr(torch, name), device.type
+    speeds = []
+    for tokens, inner, out in products:
+        left, right = (
+            torch.randn(tokens, inner, dtype=dtype, device=device),
+            torch.randn(inner, out, dtype=dtype, device=device),
+        )
+        speeds.append(2 * tokens * inner * out / _seconds(lambda: left @ right, kind) / 1e12)  # noqa: B023  # called at once
+    heads, length, width = attention
+    query = torch.randn(1, heads, length, width, dtype=dtype, device=device, requires_grad=True)
+
+    def attend() -> None:
+        nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True).sum().backward()
+
+    operations = 7 * 2 * heads * length * length * width // 2  # two products forward, five backward, of half of the scores
+    hidden = torch.randn(elements, dtype=dtype, device=device)
+    memory = 2 * hidden.numel() * hidden.element_size() / _seconds(lambda: hidden + 1, kind) / 1e12
+    bandwidth, latency = _links(kind)
+    return {
+        "fastest": max(speeds),
+        "typical": median(speeds),
+        "attention": operations / _seconds(attend, kind) / 1e12,
+        "memory": memory,
+        "link": bandwidth,
+        "link_us": latency,
+    }
+
+
+def _links(kind: str) -> tuple[float, float]:
+    """Return bandwidth (10^9 bytes a second) and latency of a step (microseconds) of an all-gather over all ranks."""
+    ranks = dist.get_world_size()
+    if ranks == 1:
+        return 1e3, 0.0
+    points = []
+    for size in SIZES[kind]:
+        whole = torch.zeros(size // 4, device=kind)
+        part = torch.zeros(len(whole) // ranks, device=kind)
+        whole = whole[: len(part) * ranks]
+        moved = whole.numel() * 4 * (ranks - 1) / ranks
+        points.append((moved, _seconds(lambda: dist.all_gather_into_tensor(whole, part), kind)))  # noqa: B023  # called at once
+    (small, first), *_, (large, last) = points
+    slope = max((last - first) / (large - small), 1e-15)
+    steps = (ranks - 1).bit_length()
+    return 1 / slope / 1e9, max(0.0, first - small * slope) / steps * 1e6
+
+
+def _seconds(run: Callable[[], Any], kind: str) -> float:
+    """Return the median time of a call."""
+    times = []
+    for index in range(WARM + RUNS):
+        if kind == "cuda":
+            torch.cuda.synchronize()
+        begun = time.perf_counter()
+        run()
+        if kind == "cuda":
+            torch.cuda.synchronize()
+        if index >= WARM:
+            times.append(time.perf_counter() - begun)
+    return median(times)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def _name(kind: str) -> str:
+    return torch.cuda.get_device_name() if kind == "cuda" else f"{platform.machine()} CPU"
+
+
+def _memory(kind: str) -> float:
+    if kind == "cuda":
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    import os
+
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
