@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from meshwright.distributed import chunked_loss
 from meshwright.distributed.chunked_loss import DeferredLogits, chunk_loss, chunks_its_loss
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.conductor import parallelize
@@ -201,3 +202,78 @@ def test_collectives_over_tp_are_those_of_the_plan(loss_parallel: bool, sequence
             torch.testing.assert_close(found, truth.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
 
     run_ranks(on_rank, 2)
+
+
+class Head(nn.Module):
+    """A head with two matrices, and one that it does not use."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight, self.delta = nn.Parameter(weight), nn.Parameter(torch.zeros_like(weight))
+        self.unused = nn.Parameter(torch.zeros(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(hidden, self.weight + self.delta)
+
+
+def test_a_head_of_several_parameters() -> None:
+    model, batch = tiny_model("llama").double(), batch_of()
+    model.lm_head = Head(model.lm_head.weight.detach().clone())
+    _, expected = gradients(model, batch)
+    model.zero_grad()
+    _, found = gradients(chunked(model, 5), batch)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-11, atol=1e-14)
+    assert "lm_head.unused" not in found
+
+
+def test_a_sum_that_is_too_large_for_its_dtype_is_divided_first() -> None:
+    head = nn.Linear(4, 5, bias=False).half()
+    hidden = torch.full((1, 4096, 4), 24.0, dtype=torch.float16, requires_grad=True)
+    deferred = DeferredLogits(hidden, 5, head)
+    loss = chunked_loss._loss(deferred, torch.zeros(1, 4096, dtype=torch.long), token_loss_sum, 4, [head.weight])
+    (loss / 4096).backward()
+    assert torch.isfinite(head.weight.grad).all()  # type: ignore[arg-type]  # it is there
+    assert float(head.weight.grad.abs().max()) > 1  # type: ignore[union-attr]
+
+
+class Backward(TorchDispatchMode):
+    """Counts the operators of a backward."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "backward" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_computes_no_gradient(without: Callable[[], Any]) -> None:
+    model, batch = chunked(tiny_model("llama"), 3), batch_of()
+    with without(), Backward() as backward:
+        forward_loss(model, batch)
+    assert backward.count == 0
+
+
+def test_a_change_in_place_reaches_the_logits_that_it_was_made_of() -> None:
+    head, hidden = nn.Linear(6, WORDS), torch.randn(2, 9, 6)
+    logits = DeferredLogits(hidden, WORDS, head)
+    logits.float().contiguous().mul_(0.5)
+    torch.testing.assert_close(logits.of(hidden), 0.5 * head(hidden))
+    logits = DeferredLogits(hidden, WORDS, head)
+    logits.double().mul_(0.5)  # a copy
+    torch.testing.assert_close(logits.of(hidden), head(hidden))
+
+
+def test_a_learned_scale_of_logits_is_found_at_plan_time() -> None:
+    model = tiny_model("llama", meta=True)
+    model.scale = nn.Parameter(torch.ones((), device="meta"))
+    inner = model.forward
+
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        output = inner(*args, **kwargs)
+        output.logits = output.logits * model.scale
+        return output
+
+    model.forward = scaled
+    assert trace_head(model).problem == "the model calls mul on its logits"

@@ -60,14 +60,21 @@ def test_the_pairs_of_a_llama() -> None:
 class Attention(nn.Module):
     """The attention of a Llama, which counts its heads, with something that changes the scores or the output."""
 
-    def __init__(self, inner: nn.Module, change: Callable[["Attention", torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        inner: nn.Module,
+        change: Callable[["Attention", torch.Tensor], torch.Tensor],
+        before: Callable[["Attention", torch.Tensor], torch.Tensor] = lambda _, hidden: hidden,
+    ) -> None:
         super().__init__()
+        self.before = before
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = inner.q_proj, inner.k_proj, inner.v_proj, inner.o_proj
         self.num_heads, self.head_dim, self.change = 4, inner.head_dim, change
         self.slopes = nn.Parameter(torch.ones(4, 1, 1, device="meta"))
         self.scale = nn.Parameter(torch.ones(1, device="meta"))
 
     def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
+        hidden_states = self.before(self, hidden_states)
         rows, length, _ = hidden_states.shape
         shape = (rows, length, self.num_heads, self.head_dim)
         query, value = (projection(hidden_states).view(shape).transpose(1, 2) for projection in (self.q_proj, self.v_proj))
@@ -81,6 +88,9 @@ CHANGES: list[tuple[Callable[[Attention, torch.Tensor], torch.Tensor], bool]] = 
     (lambda module, scores: scores / 8.0, True),
     (lambda module, scores: scores / module.head_dim**0.5, True),
     (lambda module, scores: scores / module.num_heads, False),  # a rank has another number
+    (lambda module, scores: scores / torch.full([], module.num_heads**0.5, device="meta"), False),
+    (lambda module, scores: scores / torch.tensor(module.num_heads, device="meta"), False),
+    (lambda module, scores: scores / torch.ones(module.num_heads, device="meta").sum(), False),
     (lambda module, scores: scores + module.slopes, False),  # of all heads
     (lambda module, scores: scores + torch.arange(4, device="meta").view(4, 1, 1), False),
     (lambda module, scores: scores * module.scale, False),  # every head has a part of its gradient
@@ -107,6 +117,23 @@ def test_heads_are_followed(change: Callable[[Attention, torch.Tensor], torch.Te
         pair = found.get(f"{layer}.self_attn.o_proj")
         assert (pair is not None) is sliced
         assert pair is None or (pair.blocks, pair.counts) == (4, ((f"{layer}.self_attn", "num_heads", 4),))
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        lambda module, hidden: hidden / module.num_heads,
+        lambda module, hidden: nn.functional.normalize(hidden.unflatten(-1, (module.num_heads, -1)), dim=-1).flatten(-2),
+    ],
+)
+def test_a_count_that_code_on_whole_features_uses_is_not_replaced(
+    before: Callable[[Attention, torch.Tensor], torch.Tensor],
+) -> None:
+    """The number of a rank's heads would change what every rank is to compute alike."""
+    model = tiny_model("llama", meta=True, num_key_value_heads=4)
+    for layer in model.model.layers:
+        layer.self_attn = Attention(layer.self_attn, lambda _, scores: scores, before)
+    assert not [pair for pair in trace_pairs(model, LAYERS).found if "self_attn" in pair.second]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.errors import UnsupportedError
@@ -35,6 +36,9 @@ _POINTWISE = {
     "contiguous", "neg", "sigmoid", "pow", "clone",
 }  # fmt: skip
 """Functions that treat each logit alone, beside their forms in place and as operators of Python."""
+
+_CONVERT = {"float", "double", "to", "type", "type_as", "contiguous"}
+"""Those that return the tensor itself if nothing is to be done. Of another tensor they use dtype and device alone."""
 
 _FACTS = {"__get__", "size", "dim", "ndimension", "numel", "is_floating_point", "get_device", "element_size", "__repr__"}
 """Functions that ask for shape, dtype or device, and not for values."""
@@ -91,7 +95,7 @@ class DeferredLogits(torch.Tensor):
         in_place = (name.endswith("_") and not name.startswith("__")) or (plain[:1] == "i" and plain[1:] in _POINTWISE)
         plain = next((own for own in (plain, plain[1:]) if own in _POINTWISE), "")
         beside = (item for index, item in enumerate((*args, *kwargs.values())) if index != place)
-        others = [item for item in beside if isinstance(item, torch.Tensor)]
+        others = [item for item in beside if isinstance(item, torch.Tensor) and plain not in _CONVERT]
         if not plain or any(item.numel() != 1 or item.requires_grad for item in others):
             raise UnsupportedError(f"parallel.loss_chunks: the model calls {name} on its logits; the legal value is 0")
         logits: DeferredLogits = args[place]
@@ -103,7 +107,8 @@ class DeferredLogits(torch.Tensor):
             dtype = step(torch.empty((1,) * logits.ndim, dtype=logits.dtype, device=logits.device)).dtype
         if in_place:
             logits.steps.append(step)
-            return logits
+        if in_place or (plain in _CONVERT and dtype is logits.dtype and not kwargs.get("copy")):
+            return logits  # as torch does, so that a later change in place reaches both
         return DeferredLogits(logits.hidden, logits.shape[-1], logits.head, [*logits.steps, step], dtype)
 
     @classmethod
@@ -153,7 +158,9 @@ def _loss(
     logits: DeferredLogits, labels: torch.Tensor, loss: Loss, chunks: int, parameters: list[nn.Parameter]
 ) -> torch.Tensor:
     hidden = logits.hidden.flatten(0, -2).unsqueeze(0)
-    return _ChunkedLoss.apply(hidden, labels.reshape(1, -1), logits.of, loss, min(chunks, hidden.shape[1]), *parameters)
+    return _ChunkedLoss.apply(
+        hidden, labels.reshape(1, -1), logits.of, loss, min(chunks, hidden.shape[1]), torch.is_grad_enabled(), *parameters
+    )
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -165,9 +172,10 @@ class _ChunkedLoss(torch.autograd.Function):
         logits_of: Callable[[torch.Tensor], torch.Tensor],
         loss: Loss,
         chunks: int,
+        trained: bool,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        wanted = [context.needs_input_grad[0], *context.needs_input_grad[5:]]
+        wanted = [trained and needed for needed in (context.needs_input_grad[0], *context.needs_input_grad[6:])]
         total: torch.Tensor | None = None
         gradients: list[list[torch.Tensor]] = []
         sums: list[torch.Tensor | None] = [None] * len(parameters)
@@ -179,26 +187,27 @@ class _ChunkedLoss(torch.autograd.Function):
                     part = part.detach().requires_grad_(wanted[0])
                     value = loss(logits_of(part), targets)
                 inputs = [tensor for tensor, needed in zip((part, *parameters), wanted, strict=True) if needed]
-                found = iter(torch.autograd.grad(value, inputs))
+                found = iter(torch.autograd.grad(value, inputs, allow_unused=True))
                 if wanted[0]:
                     gradients.append([next(found)])
                 for index, needed in enumerate(wanted[1:]):
-                    if needed:  # the sum of many chunks would lose what bf16 cannot represent
-                        gradient, before = next(found), sums[index]
+                    if (
+                        needed and (gradient := next(found)) is not None
+                    ):  # the sum of many chunks would lose what bf16 cannot represent
+                        before = sums[index]
                         exact = torch.promote_types(gradient.dtype, torch.float32)
-                        sums[index] = gradient.to(exact) if before is None else before.add_(gradient)
+                        sums[index] = gradient.to(exact, copy=True) if before is None else before.add_(gradient)
             value = value.detach()
             total = value if total is None else total + value
         assert total is not None
-        context.wanted, context.count = wanted, len(parameters)
-        saved = [torch.cat([gradient for (gradient,) in gradients], 1)] if wanted[0] else []
-        kept = zip(sums, parameters, strict=True)
-        saved += [value.to(parameter.dtype) for value, parameter in kept if value is not None]
-        context.gradients = saved
+        of_hidden = torch.cat([gradient for (gradient,) in gradients], 1) if wanted[0] else None
+        context.gradients = [(of_hidden, hidden.dtype)]
+        context.gradients += [(value, parameter.dtype) for value, parameter in zip(sums, parameters, strict=True)]
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        saved = iter(context.gradients)
-        found = [next(saved) * gradient if needed else None for needed in context.wanted]
-        return (found[0], None, None, None, None, *found[1:])
+        # Rounded last: a sum over many tokens may be too large for the dtype of its parameter.
+        found = [None if value is None else (value * gradient).to(dtype) for value, dtype in context.gradients]
+        return (found[0], None, None, None, None, None, *found[1:])

@@ -86,15 +86,22 @@ class FeatureTrace(TorchDispatchMode):
 
     Args:
         parameters: the tensors that stand for the model's trained parameters.
+        given: all tensors that stand for parameters and buffers.
         watched: tensors of which it is noted whether an operator outside of :meth:`owned` modules reads them, to their names.
 
     Attributes:
         read: names of the watched tensors that were read.
         mixed: name of each linear layer whose features an operator mixes as a whole, to the operator.
         numbers: the numbers, other than sizes, that operators on features used.
+        plain: what operators did that features take no part in: names, numbers and shapes of results.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], watched: Iterable[tuple[torch.Tensor, str]] = ()) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        watched: Iterable[tuple[torch.Tensor, str]] = (),
+        given: Iterable[torch.Tensor] = (),
+    ) -> None:
         super().__init__()
         self._watched: Any = WeakIdKeyDictionary(dict(watched))
         self._owners = 0
@@ -109,6 +116,8 @@ class FeatureTrace(TorchDispatchMode):
         self._inside = 0
         self.mixed: dict[str, str] = {}
         self.numbers: list[float] = []
+        self.plain: list[tuple[str, list[float], list[tuple[int, ...]]]] = []
+        self._known: Any = WeakIdKeyDictionary(dict.fromkeys(given, True))  # what was given, or made by an operator
 
     def pairs(self) -> tuple[Pair, ...]:
         """Return what can be sliced together."""
@@ -172,7 +181,7 @@ class FeatureTrace(TorchDispatchMode):
         sources = frozenset().union(*(mark.sources for mark in marks if mark))
         beside = [item for item in tree_leaves((mask, options)) if isinstance(item, torch.Tensor)]
         found = [mark for mark in marks if mark is not None and (mark.dim, mark.before) == (1, 1)]
-        fit = len(found) == 3 and all(item not in self._learned and (item.ndim < 3 or item.shape[-3] == 1) for item in beside)
+        fit = len(found) == 3 and all(item not in self._learned and _of_no_head(item, query.shape[1]) for item in beside)
         self.numbers += [item for item in tree_leaves(options) if isinstance(item, int | float)]
         if fit:
             self._mark(output, _Mark(sources, 2, 1, math.gcd(*(mark.blocks for mark in found))))
@@ -189,16 +198,22 @@ class FeatureTrace(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
         results = [item for item in tree_leaves(result) if isinstance(item, torch.Tensor)]
+        for item in results:
+            self._known[item] = True
         if any(tensor in self._learned for tensor in tensors):
             for item in results:
                 self._learned[item] = True
         if not self._owners:
             self.read |= {self._watched[tensor] for tensor in tensors if tensor in self._watched}
         marked = [tensor for tensor in tensors if tensor in self._marks]
-        if self._inside or not marked:
+        if self._inside:
+            return result
+        if not marked:
+            self.plain.append((str(function), _numbers((args, kwargs)), [tuple(item.shape) for item in results]))
             return result
         name = function._schema.name.partition("::")[2]
         if name in _NEW:
+            self.numbers += _numbers((kwargs, args[2:]))
             return result
         declared = [(argument.name, argument.default_value) for argument in function._schema.arguments]
         operands = {**dict(declared), **{own: value for (own, _), value in zip(declared, args, strict=False)}, **(kwargs or {})}
@@ -263,9 +278,9 @@ class FeatureTrace(TorchDispatchMode):
             # A number that is learned would get a part of its gradient on each rank.
             if tensor in self._learned or (tensor.ndim >= from_end and tensor.shape[-from_end] != 1):
                 return None
-            if tensor.numel() == 1 and tensor.device.type != "meta":
-                self.numbers.append(float(tensor))
-        self.numbers += [item for item in tree_leaves(operands) if type(item) in (int, float)]
+            if tensor.numel() == 1 and tensor.device.type == "meta" and tensor not in self._known:
+                return None  # a number that was made of one, perhaps of the number of heads
+        self.numbers += _numbers(operands)
         if any(item.ndim < from_end or item.shape[-from_end] != size for item in results):
             return None
         return replace(mark, dim=results[0].ndim - from_end, blocks=math.gcd(*(other.blocks for other, _ in marks)))
@@ -276,3 +291,19 @@ def _dims(tensor: torch.Tensor, operands: dict[str, Any]) -> list[int]:
     named = operands.get("dim", operands.get("dims"))
     named = named if isinstance(named, list | tuple) else [named]
     return [dim % tensor.ndim for dim in named if isinstance(dim, int)] or list(range(tensor.ndim))
+
+
+def _of_no_head(tensor: torch.Tensor, heads: int) -> bool:
+    """Return whether a tensor beside queries, keys and values has nothing for each head."""
+    return heads not in tensor.shape if tensor.ndim < 3 else tensor.shape[-3] == 1
+
+
+def _numbers(tree: Any) -> list[float]:
+    """Return the numbers among the arguments of an operator, and the values of scalars that have one."""
+    found: list[float] = []
+    for item in tree_leaves(tree):
+        if isinstance(item, int | float) or (
+            isinstance(item, torch.Tensor) and item.numel() == 1 and item.device.type == "cpu"
+        ):
+            found.append(float(item))
+    return found

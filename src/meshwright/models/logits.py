@@ -38,6 +38,8 @@ def trace_head(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = ()) ->
     if head is None or weight is None or id(head) not in names:
         return HeadFacts(problem="its output head is unknown")
     name, words, tensors = names[id(head)], weight.shape[0], meta_tensors(model)
+    for own, parameter in model.named_parameters():  # a learned scale of logits would lose its gradient
+        tensors[own].requires_grad_(parameter.requires_grad)
 
     def called(device: str | None) -> Any:
         with deferring(head, words):

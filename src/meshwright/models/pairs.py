@@ -56,10 +56,14 @@ def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequen
         experts: its mixtures. They are not called, because what they do depends on values.
     """
     classes, uses = compat.linear_classes(), _uses(model)
+    adapters = [name for name, module in model.named_modules() if hasattr(module, "base_layer")]
     linear = {
         name: module
         for name, module in model.named_modules()
-        if type(module) in classes and within(name, layers) and all(uses[id(own)] == 1 for own in module.parameters())
+        if type(module) in classes
+        and within(name, layers)
+        and not within(name, adapters)
+        and all(uses[id(own)] == 1 for own in module.parameters())
     }
 
     embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
@@ -71,6 +75,7 @@ def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequen
         trace = FeatureTrace(
             (tensors[name] for name, parameter in model.named_parameters() if parameter.requires_grad),
             ((tensors[first[id(module.weight)]], name) for name, module in embeddings.items()),
+            tensors.values(),
         )
         hooks = [module.register_forward_pre_hook(trace.entering(name)) for name, module in linear.items()]
         hooks += [module.register_forward_hook(trace.leaving(name)) for name, module in linear.items()]
@@ -94,7 +99,12 @@ def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequen
     for pairs, names in [*((found, names) for names in _COUNTED), (plain, _COUNTED[0])]:
         tried = _Doubled(model, linear, pairs, names)
         trial, _ = first_that_runs([partial(traced, tried.tensors(tensors), tried.counts, device)])
-        if trial is not None and trial.numbers == whole.numbers and tried.expected <= set(trial.pairs()):
+        if (
+            trial is not None
+            and trial.numbers == whole.numbers
+            and trial.plain == whole.plain
+            and tried.expected <= set(trial.pairs())
+        ):
             return Pairs(tried.pairs, whole.mixed, _vocabulary(model), tuple(whole.read))
     return Pairs(mixed=whole.mixed, read=tuple(whole.read))
 
