@@ -210,7 +210,13 @@ def test_a_file_that_is_wrong_is_refused(tmp_path: Path, text: str, problem: str
 
 
 def test_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
-    for key, value in (("memory_gib", "80 GB"), ("memory_gib", 0), ("achievable", 1.5), ("hbm_tb_s", True)):
+    for key, value in (
+        ("memory_gib", "80 GB"),
+        ("memory_gib", 0),
+        ("achievable", 1.5),
+        ("hbm_tb_s", True),
+        ("gpus_per_node", 2.5),
+    ):
         with pytest.raises(ConfigError, match=key):
             load_hardware(str(device(tmp_path, **{key: value})))
     with pytest.raises(ConfigError, match="--gpu=nothing: legal are a100, "):

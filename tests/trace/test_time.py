@@ -72,6 +72,17 @@ def test_a_few_layers_say_the_time_of_many() -> None:
     assert found.mfu == pytest.approx(found.model_tflops_per_device / H100.bf16_tflops)
 
 
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_small_models_have_the_work_of_their_layers(layers: int) -> None:
+    found = forecast(setup_of(2, layers=layers, parallel={"compile": True}))
+    more = forecast(setup_of(2, layers=9))
+    assert 0 < found.parts["products"] < more.parts["products"]
+    trace = traced(setup_of(2, layers=layers))
+    products = sum(work[Work.PRODUCTS] for work in trace.work.values())
+    peak = H100.bf16_tflops * H100.achievable * 1e12
+    assert found.parts["products"] == pytest.approx(products / trace.microbatches * 4 / peak)
+
+
 def test_recomputation_costs_time_and_no_model_operations() -> None:
     none, full = (forecast(setup_of(2, layers=6, parallel={"activation_checkpointing": mode})) for mode in ("none", "full"))
     assert full.parts["products"] > 1.15 * none.parts["products"]

@@ -64,7 +64,10 @@ def load_hardware(name: str) -> Hardware:
     if name in known_hardware():
         text = (resources.files("meshwright") / "hardware" / f"{name}.yaml").read_text()
     elif Path(name).is_file():
-        text = Path(name).read_text(encoding="utf-8")
+        try:
+            text = Path(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{where}: cannot be read as text ({error})") from error
     else:
         raise ConfigError(f"{where}: legal are {', '.join(known_hardware())}, or the path of a YAML file")
     try:
@@ -82,7 +85,11 @@ def load_hardware(name: str) -> Hardware:
         value = values.get(key, 1)
         least = 0 if key in ("reserved_gib", "link_us", "nic_us") else 1e-9
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 1e9:
-            problems.append(f"{where}: {key}={value!r}: must be a positive number")
+            problems.append(
+                f"{where}: {key}={value!r}: must be a number {'from 0 on' if least == 0 else 'above 0'}, such as 5.0e+1"
+            )
+    if not isinstance(values.get("gpus_per_node", 1), int):
+        problems.append(f"{where}: gpus_per_node={values['gpus_per_node']!r}: must be a whole number")
     if not problems:
         problems += [
             f"{where}: {key}={values[key]}: is a share; legal are 0 to 1"
@@ -91,4 +98,4 @@ def load_hardware(name: str) -> Hardware:
         ]
     if problems:
         raise ConfigError(problems)
-    return Hardware(**values)
+    return Hardware(**{**values, "name": str(values["name"])})

@@ -21,7 +21,7 @@ from meshwright.train.setup import RunSetup
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["kinds_of_layers", "with_fewer", "world_of"]
+__all__ = ["kinds_of_layers", "layers_of_config", "with_fewer", "world_of"]
 
 
 def kinds_of_layers(plan: ShardingPlan) -> list[int]:
@@ -42,6 +42,14 @@ def kinds_of_layers(plan: ShardingPlan) -> list[int]:
         )
         found.append(kinds.setdefault((shapes, units), len(kinds)))
     return found
+
+
+def layers_of_config(setup: RunSetup) -> int:
+    """Return the number of layers in the config of a run's model; 0: it does not say."""
+    section: Any = setup.model.config
+    for part in setup.spec.sizes.get("layers", "").split("."):
+        section = getattr(section, part, 0)
+    return section if isinstance(section, int) else 0
 
 
 def world_of(layout: Layout) -> Layout:
@@ -79,6 +87,7 @@ def with_fewer(setup: RunSetup, layers: int) -> RunSetup:
         freeze=tuple(row.name for row in plan.parameters if not row.trainable and stays(row.name)),
         no_decay=(),
         microbatches=min(2, plan.options.microbatches),
+        compile=False,
         loss_chunks=0 if plan.loss is None else plan.loss.chunks,
         pipeline_schedule=PipelineSchedule.ONE_F_ONE_B,
         stages_per_rank=None,
@@ -98,6 +107,8 @@ def _config(setup: RunSetup, layers: int) -> "PretrainedConfig":
     for part in path:
         section = getattr(section, part)
     count = getattr(section, name)
+    if layers == len(setup.plan.layers):
+        return config
     for key, value in vars(section).items():
         if isinstance(value, list) and len(value) == count:
             setattr(section, key, value[:layers])

@@ -18,7 +18,7 @@ from meshwright.plan.pipeline import on_stages, stages_of_rank
 from meshwright.plan.price import Totals, totals, totals_of_rank
 from meshwright.plan.schedule import replay_of_plan
 from meshwright.plan.sharding_plan import ShardingPlan
-from meshwright.trace.fewer import kinds_of_layers, with_fewer
+from meshwright.trace.fewer import kinds_of_layers, layers_of_config, with_fewer
 from meshwright.trace.live import Kind
 from meshwright.trace.step import LOSS, UPDATE, StepTrace, trace_step
 from meshwright.train.setup import RunSetup
@@ -73,6 +73,8 @@ class Traces:
     @property
     def first(self) -> int:
         """The number of layers of the smallest trace: at least one of each kind."""
+        if layers_of_config(self.setup) != len(self.kinds):  # several stacks: no number of layers cuts all of them alike
+            return len(self.kinds)
         least = max(LEAST, 1 + max(self.kinds.index(kind) for kind in set(self.kinds)))
         return least if least + 1 < len(self.kinds) else len(self.kinds)
 
@@ -86,8 +88,10 @@ class Traces:
     def moments(self, layers: int) -> dict[str, Counter[Kind]]:
         """Return the moments under names that do not depend on the number of layers."""
         trace, plan = self.of(layers)
-        names = {plan.layers[place]: f"backward of layer {place}" for place in (0, 1)}
-        names |= {plan.layers[-place]: f"backward of layer {len(self.setup.plan.layers) - place}" for place in (2, 1)}
+        few = min(2, len(plan.layers))
+        names = {plan.layers[place]: f"backward of layer {place}" for place in range(few)}
+        whole = len(self.setup.plan.layers)
+        names |= {plan.layers[-place]: f"backward of layer {whole - place}" for place in range(few, 0, -1)}
         return {names.get(name, name): Counter(dict(held)) for name, held in trace.moments.items()}
 
 

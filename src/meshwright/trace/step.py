@@ -75,7 +75,7 @@ def trace_step(setup: RunSetup, *, device: bool = False) -> StepTrace:
     Raises:
         UnsupportedError: what the model computes depends on values.
     """
-    kernels = device_kernels(causal=not setup.plan.options.packed) if device else nullcontext()
+    kernels = device_kernels(causal=not setup.plan.options.packed and setup.layout.size("cp") == 1) if device else nullcontext()
     with fake_world(setup.layout.world_size), torch.random.fork_rng(devices=[]), kernels:
         try:
             return run_step(setup, FakeTensors(allow_non_fake_inputs=True))

@@ -92,8 +92,8 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
             seconds = collective_seconds(layout, hardware, item.axis, item.kind, item.calls, item.size)
             parts[item.axis] = parts.get(item.axis, 0.0) + seconds
     if plan.stages:
-        bubble = replay_of_plan(plan).bubble
-        parts["bubble"] = sum(parts.values()) * bubble / (1 - bubble)
+        idle = min(replay_of_plan(plan).idle)  # of the rank with the most work: this one
+        parts["bubble"] = sum(parts.values()) * idle / (1 - idle)
     parts["data ranks"] = _exposed(plan, hardware, rank, compute)
     shards = totals_of_rank(plan, rank)
     parts["update"] = (2 * shards.parameter_bytes + shards.gradient_bytes + 2 * shards.optimizer_bytes) / bandwidth
@@ -146,17 +146,24 @@ class _Work:
         """Read the work from traces: a layer's is by how much that of one more layer is larger."""
         kinds, first = traces.kinds, traces.first
         layers, forward = {}, {}
+        whole = _of_microbatch(traces.of(first)[0])
+        names = dict(zip(traces.setup.plan.layers, kinds, strict=True))
+        if first == len(kinds):  # all of them were traced, and count alike
+            each, own = ({kind: value / first for kind, value in work.items()} for work in (_sum(whole), whole[FORWARD]))
+            of_loss = {kind: value / first for kind, value in whole[LOSS].items()}
+            alike = Counter({kind: each.get(kind, 0) - of_loss.get(kind, 0) for kind in Work})
+            forward = {kind: Counter(own) for kind in kinds}
+            return cls(dict.fromkeys(kinds, alike), forward, whole[LOSS], whole[LOSS], names)
         for kind in set(kinds):
             # A kind that only the first layers have counts as that of the next one.
             place = kinds.index(kind, first) if kind in kinds[first:] else min(first, len(kinds) - 1)
             more, fewer = (_of_microbatch(traces.of(number)[0]) for number in (place + 1, place))
             forward[kind] = _difference(more[FORWARD], fewer[FORWARD])
             layers[kind] = _difference(_sum(more), _sum(fewer))
-        whole = _of_microbatch(traces.of(first)[0])
         rest = _sum(whole)
         for kind in kinds[:first]:
             rest = _difference(rest, layers[kind])
-        return cls(layers, forward, rest, whole[LOSS], dict(zip(traces.setup.plan.layers, kinds, strict=True)))
+        return cls(layers, forward, rest, whole[LOSS], names)
 
     def of_rank(self, plan: ShardingPlan, rank: int) -> Counter[Work]:
         """Return the work of a rank of `pp`."""
