@@ -17,7 +17,7 @@ from meshwright.trace.fewer import kinds_of_layers, with_fewer, world_of
 from meshwright.trace.memory import MemoryForecast, forecast_memory
 from meshwright.trace.step import run_step, trace_step
 from meshwright.trace.verdict import Verdict, judge
-from meshwright.train.config import RunConfig
+from meshwright.train.config import RunConfig, load_config
 from meshwright.train.setup import RunSetup, make_setup
 from tests.harness import run_ranks
 
@@ -126,6 +126,15 @@ def test_a_pipeline_holds_the_activations_of_all_microbatches_alive(schedule: st
     grows = many.parts["activations"] > 2 * few.parts["activations"]
     assert grows == (schedule == "gpipe")
     assert sum(few.parts.values()) == few.peak
+
+
+def test_a_model_of_several_stacks_is_traced_whole() -> None:
+    """Fewer layers in its config would not be its first layers: those of encoder, tower and decoder are one list."""
+    example = Path(__file__).parents[2] / "examples" / "diffusion_gemma_quickstart.yaml"
+    setup = make_setup(load_config(example), 2)
+    found = forecast(setup)
+    assert found.traced == (len(setup.plan.layers),)
+    assert found.parts["activations"] > 0
 
 
 # -- the verdict -------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import build_mesh
 from meshwright.distributed.sequences import share_batch
 from meshwright.errors import MeshwrightError, UnsupportedError
+from meshwright.models.loss import IGNORE
 from meshwright.models.objective import Batch
 from meshwright.models.registry import get_parallelization_strategy
 from meshwright.moe.dispatch import static_splits
@@ -126,10 +127,12 @@ def _batch(setup: RunSetup, index: int) -> Batch:
     length = tokens * setup.layout.size("cp") // rows
     vocabulary = setup.model.config.get_text_config().vocab_size
     ids = torch.randint(3, vocabulary, (rows, length), generator=torch.Generator().manual_seed(index))
+    labels = ids.roll(-1, 1)
+    labels[:, -1] = IGNORE  # what follows the last token is not known
     positions = torch.arange(length)
     if setup.plan.options.packed:
         positions[length // 2 :] -= length // 2
-    return {"input_ids": ids, "labels": ids.roll(-1, 1), "position_ids": positions.expand(rows, -1).contiguous()}
+    return {"input_ids": ids, "labels": labels, "position_ids": positions.expand(rows, -1).contiguous()}
 
 
 def _faked(tensor: torch.Tensor, tensors: FakeTensorMode) -> torch.Tensor:
