@@ -60,7 +60,10 @@ OPTIONAL = {
     "_distributed_c10d": "of the flight recorder's report, which does without",
     "all_gather_single": "torch 2.13; before it the name is another",
     "reduce_scatter_single": "torch 2.13; before it the name is another",
-    **dict.fromkeys(("aten", "ops", "_grouped_mm", "_local_scalar_dense", "dispatch"), "of traces, which nothing else needs"),
+    **dict.fromkeys(
+        ("aten", "ops", "_grouped_mm", "_local_scalar_dense", "default", "dispatch", "to", "dtype", "bool", "bfloat16"),
+        "of traces, which nothing else needs",
+    ),
     "_meshwright": "ours",
     "_meshwright_course": "ours",
 }
