@@ -277,3 +277,15 @@ def test_a_learned_scale_of_logits_is_found_at_plan_time() -> None:
 
     model.forward = scaled
     assert trace_head(model).problem == "the model calls mul on its logits"
+
+
+def test_a_head_that_uses_a_parameter_of_another_module_is_refused() -> None:
+    """Its gradient would be lost."""
+    model = tiny_model("llama")
+    scale = nn.Parameter(torch.ones(()))
+    inner = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: inner(hidden * scale)
+    other = copy.deepcopy(model)
+    chunk_loss(other, ChunkLoss("lm_head", 3, WORDS), None)  # type: ignore[arg-type]  # no axis takes part
+    with pytest.raises(UnsupportedError, match="uses a trained parameter that is not its own; the legal value is 0"):
+        forward_loss(other, batch_of())

@@ -276,6 +276,8 @@ def test_batches_that_do_not_fit_are_refused() -> None:
             pipeline.step([{**batches(1)[0], "labels": torch.zeros(3, 12)}], loss_of)
         with pytest.raises(PlanError, match="names neither input_ids nor inputs_embeds"):
             Pipeline(nn.Linear(2, 2), planned(whole, layout, 2), build_mesh(layout, "cpu"))
+        with pytest.raises(PlanError, match=r"loss_chunks=2: Pipeline\.step takes a loss of all logits; the legal value is 0"):
+            Pipeline(whole, planned(whole, layout, 2, loss_chunks=2), build_mesh(layout, "cpu"))
         with pytest.raises(PlanError, match="the plan has no stages"):
             Pipeline(whole, planned(whole, Layout(dp_shard=2), 2), build_mesh(Layout(dp_shard=2), "cpu"))
         plan = planned(whole, layout, 2)

@@ -266,6 +266,7 @@ def test_a_matrix_that_is_stored_transposed_has_styles_of_its_own() -> None:
             {"transformer.h.*.mlp.c_fc": "colwise", "transformer.h.*.mlp.c_proj": "rowwise"},
             r"its weight is \[in, out\]; legal are",
         ),
+        ({"transformer.h.*.mlp.c_fc": "colwise_gather_output"}, r"its weight is \[in, out\]; legal are colwise_transposed"),
         ({"lm_head": "colwise_transposed"}, r"its weight is \[out, in\]; legal are colwise"),
     ):
         with pytest.raises(PlanError, match=wanted):

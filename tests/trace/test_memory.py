@@ -250,3 +250,11 @@ def test_the_command_says_it() -> None:
     assert time["low"] < time["step_seconds"] < time["high"]
     assert found["fits"]
     assert found["peak_bytes"] == sum(found["parts"].values()) < found["limit_bytes"]
+
+
+@pytest.mark.parametrize("other", ["--program", "--timeline"])
+def test_a_forecast_beside_what_prints_none_is_refused(other: str) -> None:
+    example = str(Path(__file__).parents[2] / "examples" / "pipeline_quickstart.yaml")
+    result = CliRunner().invoke(app, ["plan", example, "--gpu", "h100", other])
+    with pytest.raises(ConfigError, match=f"--gpu: {other} prints no forecast; leave one of them out"):
+        raise result.exception or AssertionError(result.output)

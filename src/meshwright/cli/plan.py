@@ -75,6 +75,10 @@ def plan(
         from meshwright.errors import ConfigError
 
         raise ConfigError(f"{' and '.join(chosen)}: give one of them")
+    if gpu is not None and chosen not in ([], ["--json"]):
+        from meshwright.errors import ConfigError
+
+        raise ConfigError(f"--gpu: {chosen[0]} prints no forecast; leave one of them out")
     from meshwright.plan.hardware import load_hardware
 
     hardware = load_hardware(gpu) if gpu is not None else None  # a wrong name is refused before any work

@@ -163,6 +163,23 @@ def _loss(
     )
 
 
+def _check_leaves(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
+    """Refuse a loss that depends on a trained parameter that is none of some inputs: it would get no gradient."""
+    known, seen = set(map(id, inputs)), set()
+    left: list[Any] = [value.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf: torch.Tensor | None = vars(type(node)).get("variable") and node.variable
+        if leaf is not None and id(leaf) not in known:
+            raise UnsupportedError(
+                "parallel.loss_chunks: the output head uses a trained parameter that is not its own; the legal value is 0"
+            )
+        left += [following for following, _ in node.next_functions]
+
+
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -177,7 +194,7 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         wanted = [trained and needed for needed in (context.needs_input_grad[0], *context.needs_input_grad[6:])]
         total: torch.Tensor | None = None
-        gradients: list[list[torch.Tensor]] = []
+        gradients: list[torch.Tensor] = []
         sums: list[torch.Tensor | None] = [None] * len(parameters)
         for part, targets in zip(hidden.tensor_split(chunks, 1), labels.tensor_split(chunks, 1), strict=True):
             if not any(wanted):
@@ -187,20 +204,22 @@ class _ChunkedLoss(torch.autograd.Function):
                     part = part.detach().requires_grad_(wanted[0])
                     value = loss(logits_of(part), targets)
                 inputs = [tensor for tensor, needed in zip((part, *parameters), wanted, strict=True) if needed]
+                if not gradients:
+                    _check_leaves(value, inputs)
                 found = iter(torch.autograd.grad(value, inputs, allow_unused=True))
                 if wanted[0]:
-                    gradients.append([next(found)])
-                for index, needed in enumerate(wanted[1:]):
-                    if (
-                        needed and (gradient := next(found)) is not None
-                    ):  # the sum of many chunks would lose what bf16 cannot represent
-                        before = sums[index]
+                    gradients.append(next(found))
+                for index in (index for index, needed in enumerate(wanted[1:]) if needed):
+                    gradient, before = next(found), sums[index]
+                    if gradient is not None and before is None:  # a sum in bf16 would lose what bf16 cannot represent
                         exact = torch.promote_types(gradient.dtype, torch.float32)
-                        sums[index] = gradient.to(exact, copy=True) if before is None else before.add_(gradient)
+                        sums[index] = gradient.to(exact, copy=True)
+                    elif gradient is not None:
+                        before.add_(gradient)
             value = value.detach()
             total = value if total is None else total + value
         assert total is not None
-        of_hidden = torch.cat([gradient for (gradient,) in gradients], 1) if wanted[0] else None
+        of_hidden = torch.cat(gradients, 1) if wanted[0] else None
         context.gradients = [(of_hidden, hidden.dtype)]
         context.gradients += [(value, parameter.dtype) for value, parameter in zip(sums, parameters, strict=True)]
         return total

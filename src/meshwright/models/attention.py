@@ -12,6 +12,7 @@ Such operators are found by the length of the sequence, a prime that no paramete
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,7 +46,7 @@ def trace_attentions(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = 
     if problems:
         return Attentions((), tuple(problems))
     # A mask of ones, because without one documents are looked for, which needs values.
-    found, why = first_that_runs([lambda: _traced(model, experts, "cpu"), lambda: _traced(model, experts, "meta")])
+    found, why = first_that_runs(partial(_traced, model, experts), ("cpu", "meta"))
     return found or Attentions((), (f"its forward cannot be traced without values ({why})",))
 
 

@@ -86,8 +86,8 @@ class FeatureTrace(TorchDispatchMode):
 
     Args:
         parameters: the tensors that stand for the model's trained parameters.
-        given: all tensors that stand for parameters and buffers.
         watched: tensors of which it is noted whether an operator outside of :meth:`owned` modules reads them, to their names.
+        given: all tensors that stand for parameters and buffers.
 
     Attributes:
         read: names of the watched tensors that were read.
@@ -133,6 +133,10 @@ class FeatureTrace(TorchDispatchMode):
                 taken.add(taker)  # it cannot be the first of another pair
                 found.append(Pair(tuple(sorted(names)), taker, math.gcd(*(self._blocks[name] for name in names))))
         return tuple(found)
+
+    def repeats(self, other: "FeatureTrace") -> bool:
+        """Return whether all that should not depend on the number of features is the same in another trace."""
+        return repr((self.numbers, self.plain)) == repr((other.numbers, other.plain))  # NaN is not equal to itself
 
     def entering(self, name: str) -> Any:
         """Return the hook for the start of a linear layer."""
@@ -302,8 +306,7 @@ def _numbers(tree: Any) -> list[float]:
     """Return the numbers among the arguments of an operator, and the values of scalars that have one."""
     found: list[float] = []
     for item in tree_leaves(tree):
-        if isinstance(item, int | float) or (
-            isinstance(item, torch.Tensor) and item.numel() == 1 and item.device.type == "cpu"
-        ):
+        has_value = isinstance(item, torch.Tensor) and item.numel() == 1 and item.device.type == "cpu"
+        if has_value or isinstance(item, int | float):
             found.append(float(item))
     return found

@@ -1,14 +1,12 @@
 """Which module of a language model gives its logits, and whether they can be computed in chunks: read from one forward."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from meshwright.distributed.chunked_loss import DeferredLogits, deferring
 from meshwright.errors import UnsupportedError
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.tracing import (
-    MASK_DEVICES,
     call_on_meta,
     first_that_runs,
     meta_positions,
@@ -49,7 +47,7 @@ def trace_head(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = ()) ->
             except UnsupportedError as error:
                 return error
 
-    found, why = first_that_runs([partial(called, device) for device in MASK_DEVICES])
+    found, why = first_that_runs(called)
     if found is None:
         return HeadFacts(name, words, f"its forward cannot be traced without values ({why})")
     if isinstance(found, UnsupportedError):

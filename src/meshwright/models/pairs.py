@@ -21,7 +21,6 @@ from torch import nn
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.features import FeatureTrace
 from meshwright.models.tracing import (
-    MASK_DEVICES,
     call_on_meta,
     first_that_runs,
     hooked,
@@ -87,24 +86,17 @@ def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequen
             call_on_meta(model, experts, trace.attend, tensors, meta_positions(prime_length(model)), device)
         return trace
 
-    whole, tensors = None, meta_tensors(model)
-    for device in MASK_DEVICES:
-        whole, _ = first_that_runs([partial(traced, tensors, {}, device)])
-        if whole is not None:
-            break
-    if whole is None:
+    tensors = meta_tensors(model)
+    runs, _ = first_that_runs(lambda device: (traced(tensors, {}, device), device))
+    if runs is None:
         return Pairs()
+    whole, device = runs
     found = [pair for pair in whole.pairs() if pair.blocks > 1]
     plain = [pair for pair in found if pair.blocks == _width(linear[pair.second], 1)]
     for pairs, names in [*((found, names) for names in _COUNTED), (plain, _COUNTED[0])]:
         tried = _Doubled(model, linear, pairs, names)
-        trial, _ = first_that_runs([partial(traced, tried.tensors(tensors), tried.counts, device)])
-        if (
-            trial is not None
-            and trial.numbers == whole.numbers
-            and trial.plain == whole.plain
-            and tried.expected <= set(trial.pairs())
-        ):
+        trial, _ = first_that_runs(partial(traced, tried.tensors(tensors), tried.counts), (device,))
+        if trial is not None and trial.repeats(whole) and tried.expected <= set(trial.pairs()):
             return Pairs(tried.pairs, whole.mixed, _vocabulary(model), tuple(whole.read))
     return Pairs(mixed=whole.mixed, read=tuple(whole.read))
 

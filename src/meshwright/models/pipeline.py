@@ -52,6 +52,8 @@ class Pipeline:
     def __init__(self, model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh, device: torch.device | None = None) -> None:
         if not plan.stages:
             raise PlanError("Pipeline: the plan has no stages; resolve it for a layout with pp > 1")
+        if plan.loss is not None:
+            raise PlanError(f"loss_chunks={plan.loss.chunks}: Pipeline.step takes a loss of all logits; the legal value is 0")
         device = device or torch.device(mesh.root.device_type)
         self.plan, self.place = plan, mesh.rank("cp")
         named = signature(model.forward).parameters

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.models.tracing import (
-    MASK_DEVICES,
     TokenDimension,
     call_on_meta,
     first_that_runs,
@@ -54,11 +53,11 @@ def trace_regions(model: "PreTrainedModel", layers: Sequence[str], experts: Sequ
     regions = _regions_of(model, layers)
     if not regions:
         return RegionFacts(problem=f"layer {layers[0]!r} has no attention and MLP that are modules of their own")
-    found, why = first_that_runs([partial(_traced, model, layers, regions, experts, device) for device in MASK_DEVICES])
+    found, why = first_that_runs(partial(_traced, model, layers, regions, experts))
     if found is None:
         return RegionFacts(problem=f"its stream cannot be sliced ({why})")
     # The norm after the layers is not on a stage before the last, and what follows gets a slice there.
-    cut, why = first_that_runs([partial(_traced, model, layers, regions, experts, device, cut=True) for device in MASK_DEVICES])
+    cut, why = first_that_runs(partial(_traced, model, layers, regions, experts, cut=True))
     return found if cut is not None else replace(found, uncut=f"a slice cannot leave a stage ({why})")
 
 

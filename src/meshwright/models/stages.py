@@ -22,7 +22,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.distributed.cut import crossing_of, cut_model
 from meshwright.models.tracing import (
-    MASK_DEVICES,
     call_on_meta,
     first_that_runs,
     hooked,
@@ -59,7 +58,7 @@ def trace_stages(model: "PreTrainedModel", layers: Sequence[str], experts: Seque
     """
     if model.config.get_text_config() is not model.config:
         return StageFacts(problems=("it has parts beside its language model, whose stages would not run what is around it",))
-    found, why = first_that_runs([partial(_traced, model, layers, experts, device) for device in MASK_DEVICES])
+    found, why = first_that_runs(partial(_traced, model, layers, experts))
     if found is None:
         return StageFacts(problems=(f"its forward cannot be traced without values ({why})",))
     if found.problems or len(found.layers) < 2:
@@ -78,9 +77,9 @@ def _problems_of_parts(model: "PreTrainedModel", facts: StageFacts, experts: Seq
             dtype = next(model.parameters()).dtype
             crossing_of(part).received = torch.empty((*positions.shape, facts.hidden), dtype=dtype, device="meta")
         run = partial(call_on_meta, part, experts, no_attention, meta_tensors(part), positions)
-        _, why = first_that_runs([partial(run, device) for device in MASK_DEVICES])
+        _, why = first_that_runs(run)
         if not why and all(tensor.is_meta for tensor in shared.values()):
-            _, why = first_that_runs([partial(part.apply, part._init_weights)])
+            _, why = first_that_runs(partial(lambda model, _: model.apply(model._init_weights), part), (None,))
         if why:
             return (f"cut in two, it does not run, or cannot be initialised ({why})",)
     return ()

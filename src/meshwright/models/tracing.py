@@ -6,7 +6,6 @@ replaced for this call: the attention function with its masks, and mixtures of e
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = [
-    "MASK_DEVICES",
     "RULE",
     "TokenDimension",
     "call_on_meta",
@@ -74,12 +72,17 @@ def meta_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().to("meta") for some in named for name, tensor in some}
 
 
-def first_that_runs(attempts: Sequence[Callable[[], Any]]) -> tuple[Any, str]:
-    """Return the result of the first attempt that raises nothing, or ``None`` and the reason why the first one failed."""
+def first_that_runs(attempt: Callable[[Any], Any], devices: Sequence[str | None] = MASK_DEVICES) -> tuple[Any, str]:
+    """Return the result for the first device that raises nothing, or ``None`` and the reason why the first one failed.
+
+    Args:
+        attempt: what is tried, called with a mask device.
+        devices: the mask devices to try, in this order.
+    """
     reasons = []
-    for attempt in attempts:
+    for device in devices:
         try:
-            return attempt(), ""
+            return attempt(device), ""
         except Exception as error:  # whatever a model does with tensors that have no values
             reasons.append(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}")
     return None, reasons[0]
@@ -149,7 +152,7 @@ def count_runs(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = ()) ->
             call_on_meta(model, experts, no_attention, tensors, positions, device)
         return runs
 
-    found, _ = first_that_runs([partial(counted, device) for device in MASK_DEVICES])
+    found, _ = first_that_runs(counted)
     return found or {}
 
 

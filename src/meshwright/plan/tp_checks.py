@@ -15,7 +15,7 @@ from meshwright.plan.inspection import Inspection, ParameterFacts
 from meshwright.plan.names import generalize, holder_of, inside, within
 from meshwright.plan.sharding_plan import TensorParallelRow
 from meshwright.plan.sliced_code import counts_heads
-from meshwright.plan.tp_styles import DERIVED, FIRST, PARTIAL, SECOND, STYLES, canonical, tp_dim
+from meshwright.plan.tp_styles import DERIVED, FIRST, SECOND, STYLES, canonical, tp_dim
 
 __all__ = ["unheld", "unsound"]
 
@@ -61,7 +61,7 @@ def unsound(
     yield from _counting(model, of_modules, head)
     for name, style in of_modules.items():
         transposed = model.modules[name].transposed
-        if style in FIRST | PARTIAL and transposed != style.endswith("_transposed"):
+        if style in STYLES and STYLES[style].dim is not None and transposed != STYLES[style].transposed:
             yield (
                 f"{name!r} has the style {style}, but its weight is {'[in, out]' if transposed else '[out, in]'}; legal are "
                 + ("colwise_transposed and rowwise_transposed" if transposed else style.removesuffix("_transposed"))

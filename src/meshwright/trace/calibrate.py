@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.distributed import _torch_compat
 from meshwright.plan.links import REACHED
 from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.ranks.pool import Pool
@@ -126,7 +127,7 @@ def _links(kind: str) -> tuple[float, float]:
         part = torch.zeros(len(whole) // ranks, device=kind)
         whole = whole[: len(part) * ranks]
         moved = whole.numel() * 4 * (ranks - 1) / ranks
-        points.append((moved, _seconds(lambda: dist.all_gather_into_tensor(whole, part), kind)))  # noqa: B023  # called at once
+        points.append((moved, _seconds(lambda: _torch_compat.all_gather_single(whole, part), kind)))  # noqa: B023  # called at once
     (small, first), *_, (large, last) = points
     slope = max((last - first) / (large - small), 1e-15)
     steps = (ranks - 1).bit_length()
