@@ -207,6 +207,13 @@ def test_what_does_not_run_in_parts_is_refused(model_type: str, words: str) -> N
     assert problem.startswith(words)
 
 
+def test_a_mask_has_the_rows_of_its_batch() -> None:
+    """MVP checks the shape of its mask."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mvp"))
+    assert not facts_of(model).problems
+
+
 def test_a_model_that_computes_between_its_layers_is_refused() -> None:
     model = tiny("llama", 2)
     facts = facts_of(model)

@@ -172,9 +172,11 @@ def _registered(model: nn.Module, attend: Callable[..., Any]) -> Iterator[None]:
             config._attn_implementation = before[key]
 
 
-def _rule(mask_function: Callable[..., Any], q_length: int = 1, kv_length: int = 1, **_: Any) -> torch.Tensor:
+def _rule(
+    mask_function: Callable[..., Any], batch_size: int = 1, q_length: int = 1, kv_length: int = 1, **_: Any
+) -> torch.Tensor:
     """Stand in for a mask of transformers: a tensor that carries the rule."""
-    mark = torch.empty((1, 1, q_length, kv_length), device="meta")
+    mark = torch.empty((batch_size, 1, q_length, kv_length), device="meta")
     setattr(mark, RULE, mask_function)
     return mark
 
