@@ -25,8 +25,34 @@ class Work(StrEnum):
     ATTENTION = "attention"
     """Operations of attention kernels. A causal one computes half of the scores."""
 
+    PRODUCTS_FP32 = "products_fp32"
+    """Operations of matrix products of fp32 tensors, which have no fast units unless they are rounded."""
+
     MOVED = "moved"
     """Bytes that other operators read and write."""
+
+    STARTED = "started"
+    """Number of operators that were started: each costs the host some time."""
+
+
+FREE = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "_unsafe_view",
+    "_reshape_alias", "detach", "alias", "lift_fresh", "set_", "resize_", "_local_scalar_dense", "record_stream",
+}  # fmt: skip
+"""Operators that move nothing."""
+
+FILL = {"zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "arange", "eye"}
+"""Operators that only write; what they are given says a shape."""
+
+LOOKUP = {"index", "index_select", "gather", "embedding", "take", "take_along_dim", "nll_loss_forward"}
+"""Operators that read as much of their first argument as they return."""
+
+INTO = {"index_put", "index_put_", "_index_put_impl_", "index_add", "index_add_", "scatter", "scatter_", "scatter_add", "scatter_add_"}
+"""Operators that read and write some rows of their first argument, as many as they are given. Without a ``_`` at the end, they
+copy it first."""
+
+FSDP = {"fsdp::split_with_sizes_copy", "fsdp::chunk_cat"}
+"""Copies of whole parameters and gradients that FSDP2 makes beside the compute."""
 
 
 class WorkCounter(TorchDispatchMode):
@@ -53,9 +79,12 @@ class WorkCounter(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it is taken apart first, and comes back here
         result = func(*args, **(kwargs or {}))
-        if func.namespace != "aten" or func.is_view:
+        if func.is_view or (func.namespace != "aten" and func.name() not in FSDP):
             return result
         packet = func.overloadpacket
+        name = func.name().partition("::")[2].partition(".")[0]
+        if name not in FREE:
+            self._now[Work.STARTED] += 1
         if packet in (
             aten._scaled_dot_product_flash_attention_for_cpu,
             aten._scaled_dot_product_flash_attention_for_cpu_backward,
@@ -63,13 +92,43 @@ class WorkCounter(TorchDispatchMode):
             self._now[Work.ATTENTION] += _attention(func, args, kwargs or {})
         elif packet is aten._grouped_mm:
             left, right = args[:2]  # [tokens, in] x [experts, in, out], or [in, tokens] x [tokens, out]: each token once
-            self._now[Work.PRODUCTS] += 2 * math.prod(left.shape) * right.shape[-1]
+            self._now[_products(args)] += 2 * math.prod(left.shape) * right.shape[-1]
         elif packet in flop_registry:
-            self._now[Work.PRODUCTS] += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
+            self._now[_products(args)] += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
         else:
-            tensors = (item for item in tree_iter((args, kwargs, result)) if isinstance(item, torch.Tensor))
-            self._now[Work.MOVED] += sum(item.numel() * item.element_size() for item in tensors)
+            self._now[Work.MOVED] += _moved(name, args, kwargs, result)
         return result
+
+
+def _products(args: Any) -> Work:
+    wide = any(isinstance(item, torch.Tensor) and item.dtype == torch.float32 for item in args)
+    return Work.PRODUCTS_FP32 if wide else Work.PRODUCTS
+
+
+def _moved(name: str, args: Any, kwargs: Any, result: Any) -> int:
+    """Return the bytes that an operator reads and writes, by the name of its packet."""
+    if name in FREE:
+        return 0
+    written, given = _bytes(result), _bytes((args, kwargs))
+    if name in FILL or name in ("fill_", "zero_"):
+        return written
+    if name == "copy_":
+        return written + _bytes(args[1])
+    first = _bytes(args[0]) if args else 0
+    if name in LOOKUP:
+        return given - first + 2 * written
+    if name in INTO:
+        return (0 if name.endswith("_") else first + written) + 3 * (given - first)
+    return given + written
+
+
+def _bytes(tree: Any) -> int:
+    """Return the bytes of all tensors in a tree. Of a tensor that repeats one in memory, that one counts."""
+    return sum(
+        min(item.numel() * item.element_size(), item.untyped_storage().nbytes())
+        for item in tree_iter(tree)
+        if isinstance(item, torch.Tensor)
+    )
 
 
 def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
