@@ -24,10 +24,10 @@ def planned(layout: Layout = Layout(dp_shard=2), vocab_size: int = 67, **options
 
 
 def test_the_number_of_chunks() -> None:
-    assert chunks_of(32_000, 2_048, "bfloat16") == 0  # 250 MiB
-    assert chunks_of(128_256, 8_192, "bfloat16") == chunks_of(128_256, 8_192, "float32") == 16
-    assert chunks_of(128_256, 8_192, "float64") == 32
-    assert chunks_of(262_144, 32_768, "bfloat16") == 128
+    assert chunks_of(32_000, 4_096, "bfloat16") == 0  # 500 MiB
+    assert chunks_of(128_256, 8_192, "bfloat16") == chunks_of(128_256, 8_192, "float32") == 8
+    assert chunks_of(128_256, 8_192, "float64") == 16
+    assert chunks_of(262_144, 32_768, "bfloat16") == 64
 
 
 def test_null_depends_on_the_whole_microbatch_and_not_on_the_layout() -> None:
@@ -36,7 +36,7 @@ def test_null_depends_on_the_whole_microbatch_and_not_on_the_layout() -> None:
     sliced = planned(Layout(tp=2, dp_shard=1), vocab_size=128_256, tokens=8_192, loss_chunks=None)
     for plan in (one, shared, sliced):
         assert plan.loss is not None
-        assert (plan.loss.module, plan.loss.vocabulary, plan.loss.chunks) == ("lm_head", 128_256, 16)
+        assert (plan.loss.module, plan.loss.vocabulary, plan.loss.chunks) == ("lm_head", 128_256, 8)
     assert planned(tokens=8_192, loss_chunks=None).loss is None  # a small vocabulary
     assert planned(vocab_size=128_256, loss_chunks=None).loss is None  # by hand, nobody said how many tokens there are
     assert planned(vocab_size=128_256, tokens=8_192).loss is None  # by hand, a model returns logits

@@ -258,3 +258,13 @@ def test_a_forecast_beside_what_prints_none_is_refused(other: str) -> None:
     result = CliRunner().invoke(app, ["plan", example, "--gpu", "h100", other])
     with pytest.raises(ConfigError, match=f"--gpu: {other} prints no forecast; leave one of them out"):
         raise result.exception or AssertionError(result.output)
+
+
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "flex_attention"])
+def test_kernels_that_are_not_here_can_be_planned(kernel: str) -> None:
+    """A laptop has no flash_attn; a run is refused there."""
+    example = str(Path(__file__).parents[2] / "examples" / "quickstart.yaml")
+    more = [f"model.attn_implementation={kernel}", "layout.cp=2", "layout.dp_shard=1", "parallel.param_dtype=bfloat16"]
+    result = CliRunner().invoke(app, ["plan", example, *more, "--world-size", "2", "--gpu", "h100"])
+    assert result.exit_code == 0, result.exception
+    assert "fits into NVIDIA H100" in result.output

@@ -9,7 +9,7 @@ from meshwright.plan.hardware import load_hardware
 from meshwright.plan.links import collective_seconds
 from meshwright.trace.memory import Traces
 from meshwright.trace.step import FORWARD, LOSS, UPDATE, StepTrace, trace_step
-from meshwright.trace.time import TimeForecast, forecast_time
+from meshwright.trace.time import SHAPES, TimeForecast, forecast_time
 from meshwright.trace.work import Work
 from meshwright.train.setup import RunSetup
 from tests.harness import run_ranks
@@ -37,14 +37,14 @@ def test_the_work_of_a_dense_model(recomputation: str, forwards: int) -> None:
     layer = sum(row.numel for row in setup.plan.parameters if row.name.startswith("model.layers.1.") and len(row.shape) == 2)
     head = config.vocab_size * config.hidden_size
     last, microbatches = config.hidden_size * config.intermediate_size, trace.microbatches
-    assert trace.work[FORWARD][Work.PRODUCTS] == microbatches * 3 * 2 * layer * TOKENS
-    assert trace.work[LOSS][Work.PRODUCTS] == microbatches * 6 * head * TOKENS
+    assert trace.work[FORWARD][Work.PRODUCTS_FP32] == microbatches * 3 * 2 * layer * TOKENS
+    assert trace.work[LOSS][Work.PRODUCTS_FP32] == microbatches * 6 * head * TOKENS
     for name in setup.plan.layers:
         again = 2 * (forwards - 1) * (layer - last)  # torch stops before the last product, whose output nobody needs
-        assert trace.work[name][Work.PRODUCTS] == microbatches * (4 * layer + again) * TOKENS
+        assert trace.work[name][Work.PRODUCTS_FP32] == microbatches * (4 * layer + again) * TOKENS
     scores = config.num_attention_heads * config.hidden_size // config.num_attention_heads * TOKENS * 64 // 2  # half of 64 keys
     assert trace.work[FORWARD][Work.ATTENTION] == microbatches * 3 * 4 * scores
-    assert trace.work[UPDATE][Work.PRODUCTS] == 0
+    assert trace.work[UPDATE][Work.PRODUCTS_FP32] == 0
 
 
 def test_experts_compute_the_tokens_that_are_routed_to_them() -> None:
@@ -69,7 +69,7 @@ def test_a_few_layers_say_the_time_of_many() -> None:
     (whole,) = run_ranks(of_all, 1, group=False)
     assert found.step_seconds == pytest.approx(whole.step_seconds, rel=0.02)
     assert found.step_seconds == pytest.approx(sum(found.parts.values()))
-    assert found.mfu == pytest.approx(found.model_tflops_per_device / H100.bf16_tflops)
+    assert found.mfu == pytest.approx(found.model_tflops_per_device / H100.fp32_tflops)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
@@ -78,8 +78,8 @@ def test_small_models_have_the_work_of_their_layers(layers: int) -> None:
     more = forecast(setup_of(2, layers=9))
     assert 0 < found.parts["products"] < more.parts["products"]
     trace = traced(setup_of(2, layers=layers))
-    products = sum(work[Work.PRODUCTS] for work in trace.work.values())
-    peak = H100.bf16_tflops * H100.achievable * 1e12
+    products = sum(work[Work.PRODUCTS_FP32] for work in trace.work.values())
+    peak = H100.fp32_tflops * H100.achievable * SHAPES * 1e12
     assert found.parts["products"] == pytest.approx(products / trace.microbatches * 4 / peak)
 
 

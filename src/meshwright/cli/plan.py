@@ -82,7 +82,7 @@ def plan(
     from meshwright.plan.hardware import load_hardware
 
     hardware = load_hardware(gpu) if gpu is not None else None  # a wrong name is refused before any work
-    setup = make_setup(run, world_size or planned_processes(run))
+    setup = make_setup(run, world_size or planned_processes(run), planning=True)
     sharding_plan = setup.plan
     if against is not None:
         differences = [str(item) for item in ShardingPlan.from_json(_read(against)).diff(sharding_plan)]

@@ -221,18 +221,33 @@ def attention_of(model: "PreTrainedModel") -> str:
     return str(model.config.get_text_config()._attn_implementation)
 
 
+def attention_configs(model: "nn.Module") -> "list[Any]":
+    """Return the configs, each once, from which modules of a model read their attention implementation."""
+    own = [getattr(module, "config", None) for module in model.modules()]
+    return list({id(config): config for config in own if hasattr(config, "_attn_implementation")}.values())
+
+
+def set_attention(model: "nn.Module", name: str) -> None:
+    """Set the attention implementation of all layers, which need not be installed."""
+    for config in attention_configs(model):
+        config._attn_implementation = name
+
+
 @contextmanager
 def attention_function(name: str, function: Callable[..., Any], mask: Callable[..., Any]) -> Iterator[None]:
     """Inside, an attention function and what makes its masks are registered under a name."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
+    before = [(interface, interface._global_mapping.get(name)) for interface in (AttentionInterface, AttentionMaskInterface)]
     AttentionInterface.register(name, function)
     AttentionMaskInterface.register(name, mask)
     try:
         yield
     finally:
-        for interface in (AttentionInterface, AttentionMaskInterface):
+        for interface, known in before:
             interface._global_mapping.pop(name, None)
+            if known is not None:
+                interface.register(name, known)
 
 
 _LEFT_OUT = {"DiffusionGemmaEncoderTextLayer": {"layer_scalar": 1.0}}

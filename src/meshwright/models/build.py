@@ -15,6 +15,7 @@ from meshwright.distributed.names import class_name
 from meshwright.errors import ConfigError, ModelError, described
 from meshwright.models.config import ModelConfig
 from meshwright.paths import no_directory
+from meshwright.plan.context_parallel import is_flash
 from meshwright.plan.names import within
 
 if TYPE_CHECKING:
@@ -151,8 +152,13 @@ def _keys_read(module: str) -> frozenset[str]:
     return frozenset(keys)
 
 
-def build_on_meta(config: ModelConfig, hf_config: "PretrainedConfig") -> "PreTrainedModel":
+def build_on_meta(config: ModelConfig, hf_config: "PretrainedConfig", *, planning: bool = False) -> "PreTrainedModel":
     """Build the model of a config on the meta device: a causal language model, or the model class that its family names.
+
+    Args:
+        config: what a run says of its model.
+        hf_config: the config of transformers.
+        planning: whether the model will not run here. Then the package of its flash kernel may be absent.
 
     Raises:
         ModelError: there is no such model, or the family refuses the config.
@@ -167,9 +173,16 @@ def build_on_meta(config: ModelConfig, hf_config: "PretrainedConfig") -> "PreTra
     for name in ("attn_implementation", "experts_implementation"):
         if getattr(config, name) is not None:
             keywords[name] = getattr(config, name)
+    auto_class, kernel = family_named(hf_config.model_type).auto_class(), config.attn_implementation
     try:
         with torch.device("meta"):
-            model = family_named(hf_config.model_type).auto_class().from_config(hf_config, **keywords)
+            try:
+                model = auto_class.from_config(hf_config, **keywords)
+            except ImportError:
+                if not planning or kernel is None or not is_flash(kernel):
+                    raise
+                model = auto_class.from_config(hf_config, **{**keywords, "attn_implementation": None})
+                _transformers_compat.set_attention(model, kernel)
     except Exception as error:  # transformers raises errors of many kinds here, all about what the config asks for
         raise ModelError(f"model: {described(error)}") from error
     model.config.use_cache = False  # training never reads the key/value cache

@@ -159,17 +159,14 @@ def count_runs(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = ()) ->
 @contextmanager
 def _registered(model: nn.Module, attend: Callable[..., Any]) -> Iterator[None]:
     """Let every attention of the model call a function, and masks be rules."""
-    own: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    configs = {id(config): config for config in own if hasattr(config, "_attn_implementation")}
-    before = {key: config._attn_implementation for key, config in configs.items()}
+    before = [(config, config._attn_implementation) for config in compat.attention_configs(model)]
     try:
-        for config in configs.values():
-            config._attn_implementation = _NAME
+        compat.set_attention(model, _NAME)
         with compat.attention_function(_NAME, attend, _rule):
             yield
     finally:
-        for key, config in configs.items():
-            config._attn_implementation = before[key]
+        for config, name in before:
+            config._attn_implementation = name
 
 
 def _rule(

@@ -9,7 +9,7 @@ import yaml
 
 from meshwright.errors import ConfigError
 
-__all__ = ["Hardware", "known_hardware", "load_hardware"]
+__all__ = ["Hardware", "hardware_of", "known_hardware", "load_hardware"]
 
 
 @dataclass(frozen=True)
@@ -21,21 +21,26 @@ class Hardware:
         memory_gib: memory of a device, in GiB, as torch reports it.
         reserved_gib: memory that no tensor can have: context, workspaces, buffers of the communication library.
         bf16_tflops: peak of dense matrix products in bf16, in 10^12 operations a second.
-        achievable: share of that peak which large matrix products reach.
-        attention: share of that peak which attention reaches.
+        fp32_tflops: the same in fp32.
+        achievable: share of these peaks which large matrix products reach.
+        attention: share of the peak in the dtype of compute which attention reaches.
         hbm_tb_s: bandwidth of the memory, in 10^12 bytes a second.
         gpus_per_node: devices that are connected by fast links.
         link_gb_s: bandwidth of a device to the others of its node, one way, in 10^9 bytes a second.
         link_us: latency of a step of a collective inside a node, in microseconds.
         nic_gb_s: bandwidth of a device to other nodes, in 10^9 bytes a second.
         nic_us: latency of a step of a collective between nodes, in microseconds.
+        host_gb_s: bandwidth between a device and its host, one way, in 10^9 bytes a second.
+        launch_us: time in which the host starts an operator, in microseconds.
         calibrated: whether the values were measured on the machine (`meshwright calibrate`); may be left out.
+        torch_name: what torch calls the device (``torch.cuda.get_device_name``); may be left out.
     """
 
     name: str
     memory_gib: float
     reserved_gib: float
     bf16_tflops: float
+    fp32_tflops: float
     achievable: float
     attention: float
     hbm_tb_s: float
@@ -44,13 +49,25 @@ class Hardware:
     link_us: float
     nic_gb_s: float
     nic_us: float
+    host_gb_s: float
+    launch_us: float
     calibrated: bool = False
+    torch_name: str = ""
+
+    def peak(self, dtype: str) -> float:
+        """Return the peak of products in a dtype, in 10^12 operations a second."""
+        return self.fp32_tflops if dtype in ("float32", "float64") else self.bf16_tflops
 
 
 def known_hardware() -> list[str]:
     """Return the names of the devices that come with Meshwright."""
     files = (resources.files("meshwright") / "hardware").iterdir()
     return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+
+
+def hardware_of(torch_name: str) -> Hardware | None:
+    """Return the device that torch calls so; ``None``: none that comes with Meshwright."""
+    return next((found for name in known_hardware() if (found := load_hardware(name)).torch_name == torch_name), None)
 
 
 def load_hardware(name: str) -> Hardware:
@@ -77,13 +94,14 @@ def load_hardware(name: str) -> Hardware:
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: must be a mapping of keys to values")
     names = [item.name for item in fields(Hardware)]
-    problems = [f"{where}: {key} is missing" for key in names if key not in (*values, "calibrated")]
+    optional = ("calibrated", "torch_name")
+    problems = [f"{where}: {key} is missing" for key in names if key not in (*values, *optional)]
     problems += [f"{where}: {key}: unknown key; legal are {', '.join(names)}" for key in values if key not in names]
     if not isinstance(values.get("calibrated", False), bool):
         problems.append(f"{where}: calibrated={values['calibrated']!r}: legal are true and false")
-    for key in names[1:-1]:
+    for key in (key for key in names if key not in ("name", *optional)):
         value = values.get(key, 1)
-        least = 0 if key in ("reserved_gib", "link_us", "nic_us") else 1e-9
+        least = 0 if key in ("reserved_gib", "link_us", "nic_us", "launch_us") else 1e-9
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 1e9:
             problems.append(
                 f"{where}: {key}={value!r}: must be a number {'from 0 on' if least == 0 else 'above 0'}, such as 5.0e+1"
@@ -98,4 +116,4 @@ def load_hardware(name: str) -> Hardware:
         ]
     if problems:
         raise ConfigError(problems)
-    return Hardware(**{**values, "name": str(values["name"])})
+    return Hardware(**{**values, "name": str(values["name"]), "torch_name": str(values.get("torch_name", ""))})

@@ -16,8 +16,9 @@ from meshwright.plan.sharding_plan import ROOT, ShardingPlan, itemsize
 
 __all__ = ["chunks_of", "loss_actions", "resolve_loss"]
 
-CHUNK = 2**28
-"""Bytes of the logits of a chunk, in the dtype of the loss, that :func:`chunks_of` aims at: 512 tokens of 131,072 words."""
+CHUNK = 2**29
+"""Bytes of the logits of a chunk, in the dtype of the loss, that :func:`chunks_of` aims at: 1,024 tokens of 131,072
+words. Smaller chunks do not lower the peak of a step, and each of them adds to the whole gradient of the head."""
 
 
 def chunks_of(vocabulary: int, tokens: int, dtype: str) -> int:

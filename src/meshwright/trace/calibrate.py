@@ -4,6 +4,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -26,6 +27,9 @@ SHAPES = 12
 
 OPERATIONS = {"cpu": 2e9, "cuda": 2e12}
 """Most operations of a product that is measured; larger ones get fewer tokens."""
+
+OPERATORS = 100
+"""Operators in a chain that are started to measure how long it takes."""
 
 SIZES = {
     "cpu": tuple(2**power for power in (16, 18, 20, 21, 22, 24)),
@@ -52,13 +56,14 @@ def calibrate(setup: RunSetup, processes: int, kind: str) -> dict[str, Any]:
         found = pool.run(
             _measure, dtype, _products(plan, tokens, kind), (heads, min(tokens, 2048), width), tokens * config.hidden_size
         )
-    slowest = {name: (max if name == "link_us" else min)(one[name] for one in found) for name in found[0]}
+    slowest = {name: (max if name.endswith("_us") else min)(one[name] for one in found) for name in found[0]}
     fastest, typical = slowest["fastest"], slowest["typical"]
     return {
         "name": f"{_name(kind)}, calibrated {time.strftime('%Y-%m-%d')}",
         "memory_gib": round(_memory(kind) / 2**30, 1),
         "reserved_gib": 0.0 if kind == "cpu" else 2.0,
-        "bf16_tflops": _rounded(fastest),
+        "bf16_tflops": _rounded(slowest["bfloat16"]),
+        "fp32_tflops": _rounded(slowest["float32"]),
         "achievable": _rounded(min(1.0, typical / fastest)),
         "attention": _rounded(min(1.0, slowest["attention"] / fastest)),
         "hbm_tb_s": _rounded(slowest["memory"] / MEMORY_REACHED),
@@ -67,6 +72,8 @@ def calibrate(setup: RunSetup, processes: int, kind: str) -> dict[str, Any]:
         "link_us": _rounded(slowest["link_us"]),
         "nic_gb_s": _rounded(slowest["link"] / REACHED),
         "nic_us": _rounded(slowest["link_us"]),
+        "host_gb_s": _rounded(slowest["host"]),
+        "launch_us": _rounded(slowest["launch_us"]),
         "calibrated": True,
     }
 
@@ -89,13 +96,15 @@ def _measure(
 ) -> dict[str, float]:
     """Return 10^12 operations, 10^12 bytes and 10^9 bytes a second, and microseconds, on this rank."""
     dtype, kind = getattr(torch, name), device.type
-    speeds = []
-    for tokens, inner, out in products:
-        left, right = (
-            torch.randn(tokens, inner, dtype=dtype, device=device),
-            torch.randn(inner, out, dtype=dtype, device=device),
-        )
-        speeds.append(2 * tokens * inner * out / _seconds(lambda: left @ right, kind) / 1e12)  # noqa: B023  # called at once
+
+    def speed(shape: tuple[int, int, int], dtype: torch.dtype) -> float:
+        tokens, inner, out = shape
+        left = torch.randn(tokens, inner, dtype=dtype, device=device)
+        right = torch.randn(inner, out, dtype=dtype, device=device)
+        return 2 * tokens * inner * out / _seconds(lambda: left @ right, kind) / 1e12
+
+    speeds = [speed(shape, dtype) for shape in products]
+    peaks = {one: speed(products[0], getattr(torch, one)) for one in ("bfloat16", "float32") if one != name}
     heads, length, width = attention
     query = torch.randn(1, heads, length, width, dtype=dtype, device=device, requires_grad=True)
 
@@ -105,10 +114,23 @@ def _measure(
     operations = 7 * 2 * heads * length * length * width // 2  # two products forward, five backward, of half of the scores
     hidden = torch.randn(elements, dtype=dtype, device=device)
     memory = 2 * hidden.numel() * hidden.element_size() / _seconds(lambda: hidden + 1, kind) / 1e12
+    few = torch.ones(8, device=device, requires_grad=True)
+
+    def start() -> None:
+        result = few
+        for _ in range(OPERATORS):
+            result = result + 1
+        result.sum().backward()
+
+    copied = hidden.clone() if kind == "cpu" else hidden.cpu().pin_memory()
     bandwidth, latency = _links(kind)
     return {
         "fastest": max(speeds),
         "typical": median(speeds),
+        **peaks,
+        name: max(speeds),
+        "host": hidden.nbytes / _seconds(lambda: hidden.copy_(copied, non_blocking=True), kind) / 1e9,
+        "launch_us": _seconds(start, kind) / (2 * OPERATORS) * 1e6,
         "attention": operations / _seconds(attend, kind) / 1e12,
         "memory": memory,
         "link": bandwidth,
@@ -117,21 +139,32 @@ def _measure(
 
 
 def _links(kind: str) -> tuple[float, float]:
-    """Return bandwidth (10^9 bytes a second) and latency of a step (microseconds) of an all-gather over all ranks."""
+    """Return bandwidth (10^9 bytes a second) and latency of a step (microseconds) of collectives over all ranks.
+
+    Both are medians over all-gather, reduce-scatter, all-reduce and all-to-all, each fitted to its smallest and largest size.
+    """
     ranks = dist.get_world_size()
     if ranks == 1:
         return 1e3, 0.0
-    points = []
-    for size in SIZES[kind]:
-        whole = torch.zeros(size // 4, device=kind)
-        part = torch.zeros(len(whole) // ranks, device=kind)
-        whole = whole[: len(part) * ranks]
-        moved = whole.numel() * 4 * (ranks - 1) / ranks
-        points.append((moved, _seconds(lambda: _torch_compat.all_gather_single(whole, part), kind)))  # noqa: B023  # called at once
-    (small, first), *_, (large, last) = points
-    slope = max((last - first) / (large - small), 1e-15)
-    steps = (ranks - 1).bit_length()
-    return 1 / slope / 1e9, max(0.0, first - small * slope) / steps * 1e6
+    calls: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+        "all_gather": lambda whole, part: _torch_compat.all_gather_single(whole, part),
+        "reduce_scatter": lambda whole, part: _torch_compat.reduce_scatter_single(part, whole),
+        "all_reduce": lambda whole, part: dist.all_reduce(whole),
+        "all_to_all": lambda whole, part: dist.all_to_all_single(torch.empty_like(whole), whole),
+    }
+    bandwidths, latencies = [], []
+    for name, call in calls.items():
+        times, steps = 2 if name == "all_reduce" else 1, (ranks - 1).bit_length()
+        points = []
+        for size in SIZES[kind]:
+            part = torch.zeros(size // 4 // ranks, device=kind)
+            whole = torch.zeros(len(part) * ranks, device=kind)
+            points.append((times * part.nbytes * (ranks - 1), _seconds(partial(call, whole, part), kind)))
+        (small, first), *_, (large, last) = points
+        slope = max((last - first) / (large - small), 1e-15)
+        bandwidths.append(1 / slope / 1e9)
+        latencies.append(max(0.0, first - small * slope) / steps / times * 1e6)
+    return median(bandwidths), median(latencies)
 
 
 def _seconds(run: Callable[[], Any], kind: str) -> float:

@@ -94,7 +94,7 @@ def with_fewer(setup: RunSetup, layers: int) -> RunSetup:
         pipeline_cuts=(),
         runs_per_step=1,
     )
-    model = build_on_meta(setup.config.model, _config(setup, layers))
+    model = build_on_meta(setup.config.model, _config(setup, layers), planning=True)
     spec = get_parallelization_strategy(model).spec(model, setup.config.parallel.param_dtype)
     small = resolve(spec, model, layout, options)
     return RunSetup(setup.config, layout, model, spec, small, make_objective(setup.config, model))

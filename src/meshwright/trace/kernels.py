@@ -6,13 +6,20 @@ Attention: a device keeps queries, keys, values, its output, and a logarithm for
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from meshwright.distributed import kernels
+from meshwright.distributed.kernels import AttentionRule
+from meshwright.models import _transformers_compat
+
 __all__ = ["device_kernels", "report_attention"]
+
+FUSED = ("flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+"""Attention implementations of transformers that are one kernel, beside sdpa."""
 
 _REPORTS: list[Any] = []
 
@@ -31,11 +38,17 @@ class _Attention(torch.autograd.Function):
     """Attention without values: a tensor of the shape of its output, and what a kernel keeps."""
 
     @staticmethod
-    def forward(context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> torch.Tensor:
+    def forward(
+        context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, causal: bool,
+        window: int | None,
+    ) -> torch.Tensor:  # fmt: skip
         output = query.new_empty((*query.shape[:-1], value.shape[-1]))
         normalizer = query.new_empty(query.shape[:-1], dtype=torch.float32)
         context.save_for_backward(query, key, value, output, normalizer)
-        context.scores = math.prod(query.shape[:-1]) * key.shape[-2] // (2 if causal else 1)
+        context.sinks, keys = sinks, key.shape[-2]
+        context.scores = math.prod(query.shape[:-1]) * keys // (2 if causal else 1)
+        if window is not None and window < keys:  # the first queries of a sequence see fewer keys
+            context.scores = math.prod(query.shape[:-1]) * window - query.shape[:-2].numel() * window**2 // 2
         _tell(2 * context.scores * (query.shape[-1] + value.shape[-1]))
         return output
 
@@ -43,7 +56,8 @@ class _Attention(torch.autograd.Function):
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, *_ = context.saved_tensors
         _tell(2 * context.scores * (3 * query.shape[-1] + 2 * value.shape[-1]))  # Dao 2023, arXiv 2307.08691, section 3.1
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+        of_sinks = None if context.sinks is None else torch.empty_like(context.sinks)
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), of_sinks, None, None
 
 
 def _tell(operations: int) -> None:
@@ -52,11 +66,12 @@ def _tell(operations: int) -> None:
 
 
 @contextmanager
-def device_kernels(*, causal: bool) -> Iterator[None]:
+def device_kernels(kernel: str, *, causal: bool) -> Iterator[None]:
     """Inside, attention keeps what it keeps on a device. Nothing is computed.
 
     Args:
-        causal: whether half of the scores are computed.
+        kernel: the model's attention implementation.
+        causal: whether a kernel that is given a mask as a tensor computes half of the scores.
     """
     before = nn.functional.scaled_dot_product_attention
 
@@ -64,11 +79,36 @@ def device_kernels(*, causal: bool) -> Iterator[None]:
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> torch.Tensor:  # fmt: skip
-        output: torch.Tensor = _Attention.apply(query, key, value, causal or is_causal)
+        output: torch.Tensor = _Attention.apply(query, key, value, None, causal or is_causal, None)
         return output
 
+    flex, flash = kernels._flex, kernels._flash
     nn.functional.scaled_dot_product_attention = attention
+    kernels._flex = kernels._flash = _of_context_parallel
     try:
-        yield
+        with ExitStack() as stack:
+            for name in {*FUSED, kernel} - {"eager", "sdpa"}:
+                stack.enter_context(_transformers_compat.attention_function(name, _of_model, lambda *_, **__: None))
+            yield
     finally:
         nn.functional.scaled_dot_product_attention = before
+        kernels._flex, kernels._flash = flex, flash
+
+
+def _of_model(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
+    sliding_window: int | None = None, is_causal: bool | None = None, s_aux: torch.Tensor | None = None, **_: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Stand in for a kernel that skips what its mask leaves out, as transformers calls it."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    output: torch.Tensor = _Attention.apply(query, key, value, s_aux, causal, sliding_window)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _of_context_parallel(
+    rule: AttentionRule, sequences: Any, pieces: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Stand in for the same under context parallel: a rank's queries see half of the keys on average."""
+    output: torch.Tensor = _Attention.apply(query, key, value, sinks, rule.causal, rule.window)
+    return output

@@ -18,6 +18,7 @@ from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import build_mesh
 from meshwright.distributed.sequences import share_batch
 from meshwright.errors import MeshwrightError, UnsupportedError
+from meshwright.models._transformers_compat import attention_of
 from meshwright.models.loss import IGNORE
 from meshwright.models.objective import Batch
 from meshwright.models.registry import get_parallelization_strategy
@@ -76,7 +77,8 @@ def trace_step(setup: RunSetup, *, device: bool = False) -> StepTrace:
     Raises:
         UnsupportedError: what the model computes depends on values.
     """
-    kernels = device_kernels(causal=not setup.plan.options.packed and setup.layout.size("cp") == 1) if device else nullcontext()
+    causal = not setup.plan.options.packed and setup.layout.size("cp") == 1
+    kernels = device_kernels(attention_of(setup.model), causal=causal) if device else nullcontext()
     with fake_world(setup.layout.world_size), torch.random.fork_rng(devices=[]), kernels:
         try:
             return run_step(setup, FakeTensors(allow_non_fake_inputs=True))

@@ -1,8 +1,9 @@
 """How long an optimizer step takes, from the work of a trace, the traffic of the plan, and the speed of devices and links.
 
 Compute is a roofline: matrix products and attention at the share of the peak that they reach, all other operators at the
-bandwidth of the memory. FSDP's collectives overlap with compute, but for the first one; those over tp, cp and ep do not. A
-pipeline waits as its replay says. A range is given, which is narrower for devices that were calibrated.
+bandwidth of the memory, and no operator before the host has started it. FSDP's collectives overlap with compute, but for the
+first one; those over tp, cp and ep do not. A pipeline waits as its replay says. A range is given, which is narrower for devices
+that were calibrated.
 """
 
 from collections import Counter
@@ -24,11 +25,23 @@ from meshwright.train.setup import RunSetup
 
 __all__ = ["TimeForecast", "forecast_time"]
 
+OPERATIONS = (Work.PRODUCTS, Work.PRODUCTS_FP32, Work.ATTENTION)
+
 MEMORY_REACHED = 0.85
 """Share of the memory's bandwidth that elementwise operators reach: assumed."""
 
 OVERLAPPED = 0.8
 """Share of the compute that FSDP's collectives can hide behind: assumed."""
+
+SHAPES = 0.85
+"""Share of the best shape's speed that the products of a model reach, beside the kernels of collectives: fitted on row 1 of
+benchmarks/predict.py. A calibrated device has the speed of a run's own shapes."""
+
+FUSED = 0.5
+"""What the compiler leaves of the bytes that operators beside products move, and of the operators: assumed."""
+
+HOST_MEMORY = 25e9
+"""Bytes a second of the host's memory that the update of one rank reaches, with `cpu_offload`: assumed."""
 
 RANGES = {False: (0.75, 1.4), True: (0.85, 1.2)}
 """The range of a step's time as shares of the forecast: on devices that are not calibrated, and on those that are."""
@@ -44,9 +57,10 @@ class TimeForecast:
         high: the most that is likely, in seconds.
         tokens_per_second_per_device: tokens of a step over its time and all devices.
         model_tflops_per_device: operations of the model, without recomputation, a second and device, in 10^12.
-        mfu: the same as a share of the device's peak.
-        parts: seconds of the slowest rank: ``products``, ``attention``, ``elementwise``, ``update``, ``bubble``, and the
-            communication that is not hidden, by axis.
+        mfu: the same as a share of the device's peak in the dtype of compute.
+        parts: seconds of the slowest rank: ``products``, ``attention``, ``elementwise``, ``launches`` (waits for the host to
+            start operators), ``update``, ``host`` (copies of `cpu_offload`), ``bubble``, and the communication that is not
+            hidden, by axis.
     """
 
     step_seconds: float
@@ -72,15 +86,20 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
     """
     plan, traces = setup.plan, traces or Traces(setup)
     whole = _Work.of(traces)
-    peak, bandwidth = hardware.bf16_tflops * 1e12, hardware.hbm_tb_s * MEMORY_REACHED * 1e12
+    peak = hardware.peak(plan.options.param_dtype or setup.config.model.dtype) * 1e12
+    bandwidth, fused = hardware.hbm_tb_s * MEMORY_REACHED * 1e12, FUSED if plan.options.compile else 1.0
+    reached = hardware.achievable * (1.0 if hardware.calibrated else SHAPES)
     microbatches, layout = plan.options.microbatches, plan.layout
 
     def spent(work: Counter[Work]) -> dict[str, float]:
-        return {
-            "products": work[Work.PRODUCTS] / (peak * hardware.achievable),
+        products = work[Work.PRODUCTS] / hardware.bf16_tflops + work[Work.PRODUCTS_FP32] / hardware.fp32_tflops
+        found = {
+            "products": products / (reached * 1e12),
             "attention": work[Work.ATTENTION] / (peak * hardware.attention),
-            "elementwise": work[Work.MOVED] / bandwidth,
+            "elementwise": fused * work[Work.MOVED] / bandwidth,
         }
+        found["launches"] = max(0.0, fused * work[Work.STARTED] * hardware.launch_us * 1e-6 - sum(found.values()))
+        return found
 
     ranks = range(layout.size("pp"))
     works = [spent(whole.of_rank(plan, rank)) for rank in ranks]
@@ -96,14 +115,18 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
         parts["bubble"] = sum(parts.values()) * idle / (1 - idle)
     parts["data ranks"] = _exposed(plan, hardware, rank, compute)
     shards = totals_of_rank(plan, rank)
-    parts["update"] = (2 * shards.parameter_bytes + shards.gradient_bytes + 2 * shards.optimizer_bytes) / bandwidth
+    updated = 2 * shards.parameter_bytes + shards.gradient_bytes + 2 * shards.optimizer_bytes
+    parts["update"] = updated / (HOST_MEMORY if plan.options.cpu_offload else bandwidth)
+    if plan.options.cpu_offload:  # shards go to the device for each gather, gradients to the host
+        gathers = max(unit_traffic(plan, unit).all_gathers for unit in plan.fsdp_units)
+        parts["host"] = (gathers * shards.parameter_bytes + shards.gradient_bytes) / (hardware.host_gb_s * 1e9)
     step = sum(parts.values())
     training = setup.config.training
     tokens = training.global_batch_size * setup.config.data.sequence_length
     tflops = whole.of_model() * microbatches / layout.size("pp") / step / 1e12
     speed = tokens / step / layout.world_size
     low, high = (share * step for share in RANGES[hardware.calibrated])
-    return TimeForecast(step, low, high, speed, tflops, tflops / hardware.bf16_tflops, parts)
+    return TimeForecast(step, low, high, speed, tflops, 1e12 * tflops / peak, parts)
 
 
 def _exposed(plan: ShardingPlan, hardware: Hardware, rank: int, compute: float) -> float:
@@ -180,8 +203,8 @@ class _Work:
 
     def of_model(self) -> float:
         """Return the operations of the model: forward, and twice as many backward; none of them twice."""
-        forward = sum(self.forward[kind][one] for kind in self.kinds.values() for one in (Work.PRODUCTS, Work.ATTENTION))
-        return 3 * forward + self.loss[Work.PRODUCTS]
+        forward = sum(self.forward[kind][one] for kind in self.kinds.values() for one in OPERATIONS)
+        return 3 * forward + self.loss[Work.PRODUCTS] + self.loss[Work.PRODUCTS_FP32]
 
 
 def _of_microbatch(trace: StepTrace) -> dict[str, Counter[Work]]:

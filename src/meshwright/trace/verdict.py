@@ -84,7 +84,7 @@ def judge(setup: RunSetup, hardware: Hardware, traces: Traces | None = None) -> 
         if len(found) == PROPOSED:
             break
         try:
-            changed = make_setup(_with(setup.config, overrides), setup.layout.world_size)
+            changed = make_setup(_with(setup.config, overrides), setup.layout.world_size, planning=True)
             other = _verdict(forecast_memory(changed), hardware, changed.plan.options.cpu_offload)
         except MeshwrightError:  # the change is illegal for this run
             continue

@@ -47,7 +47,10 @@ FILL = {"zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_ze
 LOOKUP = {"index", "index_select", "gather", "embedding", "take", "take_along_dim", "nll_loss_forward"}
 """Operators that read as much of their first argument as they return."""
 
-INTO = {"index_put", "index_put_", "_index_put_impl_", "index_add", "index_add_", "scatter", "scatter_", "scatter_add", "scatter_add_"}
+INTO = {
+    "index_put", "index_put_", "_index_put_impl_", "index_add", "index_add_", "scatter", "scatter_", "scatter_add",
+    "scatter_add_",
+}  # fmt: skip
 """Operators that read and write some rows of their first argument, as many as they are given. Without a ``_`` at the end, they
 copy it first."""
 

@@ -154,7 +154,7 @@ class ParallelConfig(Section):
         ge=0,
         description="Compute logits and loss of a microbatch in so many chunks of tokens, so that only the logits of one chunk "
         "exist at a time. 0: at once. null: by vocabulary, tokens of a microbatch and dtype, so that a chunk has at most "
-        "256 MiB of logits.",
+        "512 MiB of logits.",
     )
     tp_plan: dict[str, str] | str | None = Field(
         default=None,

@@ -119,7 +119,9 @@ def microbatches_per_step(config: RunConfig, layout: Layout) -> int:
     return training.global_batch_size // (training.microbatch_size * ranks)
 
 
-def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokenizerBase | None" = None) -> RunSetup:
+def make_setup(
+    config: RunConfig, world_size: int, tokenizer: "PreTrainedTokenizerBase | None" = None, *, planning: bool = False
+) -> RunSetup:
     """Resolve a configuration for a world size. This starts no process and reads no weights.
 
     Args:
@@ -127,6 +129,7 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
         world_size: number of ranks.
         tokenizer: gives vocabulary size and special tokens to a new model's config that leaves them out; ``None``: the
             vocabulary size comes from the configuration.
+        planning: whether the model will not run here. Then the package of its flash kernel may be absent.
 
     Raises:
         MeshwrightError: all problems of layout, batch sizes, model and plan that can be found independently of each other.
@@ -137,7 +140,7 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
     from meshwright.plan.resolver import resolve
     from meshwright.train.objective import make_objective
 
-    spec, model = describe_model(config, tokenizer)
+    spec, model = describe_model(config, tokenizer, planning=planning)
     problems: list[MeshwrightError] = []
     microbatches = 1
     layout = config.layout.layout()
@@ -196,7 +199,7 @@ def make_setup(config: RunConfig, world_size: int, tokenizer: "PreTrainedTokeniz
 
 
 def describe_model(
-    config: RunConfig, tokenizer: "PreTrainedTokenizerBase | None" = None
+    config: RunConfig, tokenizer: "PreTrainedTokenizerBase | None" = None, *, planning: bool = False
 ) -> "tuple[ParallelSpec, PreTrainedModel]":
     """Return the spec of a run's model, and the model on the meta device.
 
@@ -213,7 +216,7 @@ def describe_model(
     if tokenizer is None:  # nothing is prepared yet; a run that has its tokenizer passed this check before
         refuse_untrainable(config.model)
     hf_config = pretrained_config(config.model, vocabulary_defaults(config, tokenizer))
-    model = build_on_meta(config.model, hf_config)
+    model = build_on_meta(config.model, hf_config, planning=planning)
     strategy = get_parallelization_strategy(model)
     if type(strategy).parallelize is not ParallelizationStrategy.parallelize:
         raise UnsupportedError(
