@@ -9,8 +9,9 @@ from meshwright.plan.hardware import load_hardware
 from meshwright.plan.links import collective_seconds
 from meshwright.trace.memory import Traces
 from meshwright.trace.step import FORWARD, LOSS, UPDATE, StepTrace, trace_step
-from meshwright.trace.time import SHAPES, TimeForecast, forecast_time
+from meshwright.trace.time import SHAPES, TimeForecast, _Work, forecast_time
 from meshwright.trace.work import Work
+from meshwright.train.forecast import operations_of_step
 from meshwright.train.setup import RunSetup
 from tests.harness import run_ranks
 from tests.trace.test_memory import setup_of
@@ -116,3 +117,20 @@ def test_collectives() -> None:
     assert collective_seconds(layout, H100, "cp", "all_gather", 5, size) == 0
     slow = replace(H100, nic_gb_s=25)
     assert collective_seconds(layout, slow, "dp_shard_cp", "all_gather", 1, size) > 1.9 * between
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3", "phi3", "gpt2", "olmo2"])
+def test_operations_by_formula_and_by_trace(family: str) -> None:
+    """The formula knows matrices and attentions; of a causal kernel with a mask, both count half of the scores."""
+    setup = setup_of(2, family, packing="pad", parallel={"loss_chunks": 0})
+    (counted,) = run_ranks(lambda _: _Work.of(Traces(setup)).of_model(), 1, group=False)
+    formula = operations_of_step(setup)
+    assert formula == pytest.approx(counted * 2 * setup.plan.options.microbatches, rel=0.02)
+
+
+def test_what_is_frozen_has_no_gradient_of_its_own() -> None:
+    whole = operations_of_step(setup_of(2))
+    setup = setup_of(2, parallel={"freeze": ["model.layers.**"]})
+    frozen = sum(row.numel for row in setup.plan.parameters if not row.trainable and len(row.shape) == 2)
+    assert whole is not None
+    assert operations_of_step(setup) == whole - 2 * frozen * 16 * 64

@@ -13,7 +13,7 @@ from tests.train.runs import losses, rows, train
 Tiny = Callable[..., RunConfig]
 OF_A_STEP = {
     "step", "loss", "gradient_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds", "epoch",
-    "memory_bytes", "skipped",
+    "memory_bytes", "skipped", "model_tflops",
 }  # fmt: skip
 
 

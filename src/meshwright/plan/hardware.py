@@ -9,7 +9,7 @@ import yaml
 
 from meshwright.errors import ConfigError
 
-__all__ = ["Hardware", "hardware_of", "known_hardware", "load_hardware"]
+__all__ = ["Hardware", "known_hardware", "load_hardware", "name_of"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Hardware:
         nic_us: latency of a step of a collective between nodes, in microseconds.
         host_gb_s: bandwidth between a device and its host, one way, in 10^9 bytes a second.
         launch_us: time in which the host starts an operator, in microseconds.
+        overlap: share of FSDP's collectives that is hidden behind compute, if there is enough of it.
         calibrated: whether the values were measured on the machine (`meshwright calibrate`); may be left out.
         torch_name: what torch calls the device (``torch.cuda.get_device_name``); may be left out.
     """
@@ -51,6 +52,7 @@ class Hardware:
     nic_us: float
     host_gb_s: float
     launch_us: float
+    overlap: float
     calibrated: bool = False
     torch_name: str = ""
 
@@ -65,19 +67,23 @@ def known_hardware() -> list[str]:
     return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
 
 
-def hardware_of(torch_name: str) -> Hardware | None:
-    """Return the device that torch calls so; ``None``: none that comes with Meshwright."""
-    return next((found for name in known_hardware() if (found := load_hardware(name)).torch_name == torch_name), None)
+def name_of(torch_name: str) -> str | None:
+    """Return the name of the device that torch calls so; ``None``: none that comes with Meshwright."""
+    return next((name for name in known_hardware() if load_hardware(name).torch_name == torch_name), None)
 
 
-def load_hardware(name: str) -> Hardware:
+def load_hardware(name: str, option: str = "--gpu") -> Hardware:
     """Return a device, by name or from a YAML file that has the attributes of :class:`Hardware`.
+
+    Args:
+        name: name of a device, or path of a file.
+        option: what the name was given for, for errors.
 
     Raises:
         ConfigError: there is no such device or file, or the file lacks a value, has an unknown key, or a value that is no
             positive number.
     """
-    where = f"--gpu={name}"
+    where = f"{option}={name}"
     if name in known_hardware():
         text = (resources.files("meshwright") / "hardware" / f"{name}.yaml").read_text()
     elif Path(name).is_file():
@@ -101,7 +107,7 @@ def load_hardware(name: str) -> Hardware:
         problems.append(f"{where}: calibrated={values['calibrated']!r}: legal are true and false")
     for key in (key for key in names if key not in ("name", *optional)):
         value = values.get(key, 1)
-        least = 0 if key in ("reserved_gib", "link_us", "nic_us", "launch_us") else 1e-9
+        least = 0 if key in ("reserved_gib", "link_us", "nic_us", "launch_us", "overlap") else 1e-9
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 1e9:
             problems.append(
                 f"{where}: {key}={value!r}: must be a number {'from 0 on' if least == 0 else 'above 0'}, such as 5.0e+1"
@@ -111,7 +117,7 @@ def load_hardware(name: str) -> Hardware:
     if not problems:
         problems += [
             f"{where}: {key}={values[key]}: is a share; legal are 0 to 1"
-            for key in ("achievable", "attention")
+            for key in ("achievable", "attention", "overlap")
             if values[key] > 1
         ]
     if problems:

@@ -17,6 +17,7 @@ from meshwright.plan.links import REACHED
 from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.ranks.pool import Pool
 from meshwright.trace.time import MEMORY_REACHED
+from meshwright.trace.work import Work, WorkCounter
 from meshwright.train.setup import RunSetup
 
 __all__ = ["calibrate"]
@@ -74,6 +75,7 @@ def calibrate(setup: RunSetup, processes: int, kind: str) -> dict[str, Any]:
         "nic_us": _rounded(slowest["link_us"]),
         "host_gb_s": _rounded(slowest["host"]),
         "launch_us": _rounded(slowest["launch_us"]),
+        "overlap": _rounded(slowest["overlap"]),
         "calibrated": True,
     }
 
@@ -113,7 +115,17 @@ def _measure(
 
     operations = 7 * 2 * heads * length * length * width // 2  # two products forward, five backward, of half of the scores
     hidden = torch.randn(elements, dtype=dtype, device=device)
-    memory = 2 * hidden.numel() * hidden.element_size() / _seconds(lambda: hidden + 1, kind) / 1e12
+    left = hidden.view(-1, width).requires_grad_()
+
+    def norm_and_gate() -> None:
+        normed = left * torch.rsqrt(left.float().pow(2).mean(-1, keepdim=True) + 1e-6).to(dtype)
+        (nn.functional.silu(normed) * normed).softmax(-1).backward(left.detach())
+
+    with WorkCounter() as work:
+        work.begin("once")
+        norm_and_gate()
+    memory = work.moments["once"][Work.MOVED] / _seconds(norm_and_gate, kind) / 1e12
+    hidden = hidden.detach()
     few = torch.ones(8, device=device, requires_grad=True)
 
     def start() -> None:
@@ -135,7 +147,37 @@ def _measure(
         "memory": memory,
         "link": bandwidth,
         "link_us": latency,
+        "overlap": _overlap(device, dtype),
     }
+
+
+def _overlap(device: torch.device, dtype: torch.dtype) -> float:
+    """Return which share of a collective is hidden behind products that run meanwhile."""
+    ranks, kind = dist.get_world_size(), device.type
+    if ranks == 1:
+        return 1.0
+    part = torch.zeros(SIZES[kind][-1] // 4 // ranks, device=device)
+    whole = torch.zeros(len(part) * ranks, device=device)
+    matrix = torch.randn(512 if kind == "cpu" else 8192, 512 if kind == "cpu" else 8192, dtype=dtype, device=device)
+
+    def send() -> Any:
+        return _torch_compat.all_gather_single(whole, part, async_op=True)
+
+    alone = _seconds(lambda: send().wait(), kind)
+    times = max(1, round(alone / _seconds(lambda: matrix @ matrix, kind)))
+
+    def compute() -> None:
+        for _ in range(times):
+            torch.matmul(matrix, matrix)
+
+    def both() -> None:
+        work = send()
+        compute()
+        work.wait()
+
+    computing = _seconds(compute, kind)
+    hidden = alone + computing - _seconds(both, kind)
+    return min(1.0, max(0.0, hidden / min(alone, computing)))
 
 
 def _links(kind: str) -> tuple[float, float]:

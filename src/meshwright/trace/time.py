@@ -21,6 +21,7 @@ from meshwright.plan.sharding_plan import ShardingPlan, shard_axis
 from meshwright.trace.memory import Traces
 from meshwright.trace.step import FORWARD, LOSS, UPDATE, StepTrace
 from meshwright.trace.work import Work
+from meshwright.train.forecast import operations_of_step
 from meshwright.train.setup import RunSetup
 
 __all__ = ["TimeForecast", "forecast_time"]
@@ -29,9 +30,6 @@ OPERATIONS = (Work.PRODUCTS, Work.PRODUCTS_FP32, Work.ATTENTION)
 
 MEMORY_REACHED = 0.85
 """Share of the memory's bandwidth that elementwise operators reach: assumed."""
-
-OVERLAPPED = 0.8
-"""Share of the compute that FSDP's collectives can hide behind: assumed."""
 
 SHAPES = 0.85
 """Share of the best shape's speed that the products of a model reach, beside the kernels of collectives: fitted on row 1 of
@@ -123,7 +121,9 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
     step = sum(parts.values())
     training = setup.config.training
     tokens = training.global_batch_size * setup.config.data.sequence_length
-    tflops = whole.of_model() * microbatches / layout.size("pp") / step / 1e12
+    traced = whole.of_model() * microbatches * layout.world_size / layout.size("pp")
+    operations = operations_of_step(setup) or traced
+    tflops = operations / layout.world_size / step / 1e12
     speed = tokens / step / layout.world_size
     low, high = (share * step for share in RANGES[hardware.calibrated])
     return TimeForecast(step, low, high, speed, tflops, 1e12 * tflops / peak, parts)
@@ -143,7 +143,7 @@ def _exposed(plan: ShardingPlan, hardware: Hardware, rank: int, compute: float) 
             seconds = sum(collective_seconds(plan.layout, hardware, *call) for call in calls)
             times = max(1, *(call[2] for call in calls))
             total, first = total + seconds, max(first, seconds / times)
-    return first + max(0.0, total - first - OVERLAPPED * compute)
+    return total - hardware.overlap * min(total - first, compute)
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class _Work:
         return total
 
     def of_model(self) -> float:
-        """Return the operations of the model: forward, and twice as many backward; none of them twice."""
+        """Return the operations of the model for a rank's microbatch: forward, and twice as many backward."""
         forward = sum(self.forward[kind][one] for kind in self.kinds.values() for one in OPERATIONS)
         return 3 * forward + self.loss[Work.PRODUCTS] + self.loss[Work.PRODUCTS_FP32]
 

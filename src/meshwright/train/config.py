@@ -129,6 +129,11 @@ class MetricsConfig(Section):
     tensorboard: bool = Field(default=True, description="Event files in tensorboard/ of the output directory.")
     wandb: str | None = Field(default=None, description="Project of Weights & Biases (needs the extra [wandb]).")
     mlflow: str | None = Field(default=None, description="Experiment of MLflow (needs the extra [mlflow]).")
+    gpu: str | None = Field(
+        default=None,
+        description="Device for `mfu`, and for a forecast beside the measured step, as of `meshwright plan --gpu`: a name, or "
+        "a hardware file. null: the one that torch names, if it is known.",
+    )
 
 
 class LaunchConfig(Section):

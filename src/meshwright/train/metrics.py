@@ -194,7 +194,7 @@ class Recorder:
             f"step {step}/{self.steps}  loss {values['loss']:.4f}  {values['tokens_per_second']:,.0f} tokens/s  "
             f"{values['step_seconds'] * 1000:.0f} ms  norm {values['gradient_norm']:.3f}  "
             f"mem {human_bytes(values['memory_bytes'])}"
-        )
+        ) + (f"  mfu {values['mfu']:.0%}" if "mfu" in values else "")
         left = self._times.left(self.steps - step, values["step_seconds"])
         if self._progress is not None:
             self._progress.update(self._task, completed=step, description=line)

@@ -19,6 +19,7 @@ from meshwright.checkpoint.manager import check_same_model, check_writable
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError
 from meshwright.plan.context_parallel import unevenness
 from meshwright.plan.explain import explain
+from meshwright.plan.hardware import load_hardware
 from meshwright.plan.sharding_plan import itemsize
 from meshwright.train.config import RunConfig, load_config
 from meshwright.train.guard import waits
@@ -110,6 +111,11 @@ def _checked_draft(config: RunConfig, world_size: int) -> RunSetup:
         if getattr(config.metrics, name) is not None and find_spec(name) is None
     ]:
         errors.append(ConfigError(problems))
+    if config.metrics.gpu is not None:
+        try:
+            load_hardware(config.metrics.gpu, "metrics.gpu")
+        except ConfigError as error:
+            errors.append(error)
     draft = None
     try:
         draft = make_setup(config, world_size)

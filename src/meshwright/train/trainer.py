@@ -28,6 +28,7 @@ from meshwright.plan.inspection import model_sizes
 from meshwright.train.boundaries import check_boundaries
 from meshwright.train.ending import Agreement
 from meshwright.train.engine import Batch
+from meshwright.train.forecast import Expectation
 from meshwright.train.guard import Guard, is_finite
 from meshwright.train.journal import Journal
 from meshwright.train.metrics import Recorder, memory_in_use
@@ -87,6 +88,7 @@ class Trainer:
         training, data = self.config.training, self.config.data
 
         self.objective = setup.objective
+        self.expectation = Expectation(setup, device, speaks=self.rank == 0)  # before the model is parallelized
         self.model = parts.distribute(self)
         self.objective.attach(self.model)
         shards_on = torch.device("cpu") if setup.plan.options.cpu_offload else device
@@ -160,10 +162,12 @@ class Trainer:
                 self.recorder.say(f"nothing to train: step {self.step} of {steps} is done (training.{key})")
             while self.step < steps:
                 self.progress(f"step {self.step + 1}")
-                self.train_step()
+                with self.expectation.step():
+                    self.train_step()
                 self.step += 1
                 if self.recorder.logs(self.step):
                     self.recorder.step(self.step, self.metrics())
+                    self.expectation.tell(self.recorder.say)
                 else:
                     self.recorder.advance(self.step)
                 decision, last = agreement.after(self.step), self.step == steps
@@ -185,6 +189,7 @@ class Trainer:
             self.checkpoints.settle()
             raise
         finally:
+            self.expectation.close()
             self.recorder.close()
 
     def train_step(self) -> None:
@@ -228,8 +233,10 @@ class Trainer:
         """
         self.learn()
         skipped, self._skipped_since_metrics = self._skipped_since_metrics, 0
+        summary = self.journal.summary()
         return {
-            **self.journal.summary(),
+            **summary,
+            **self.expectation.metrics(summary["step_seconds"]),
             "epoch": self.loader.epoch(self.step - 1),
             "memory_bytes": memory_in_use(self.device),
             "skipped": skipped,
