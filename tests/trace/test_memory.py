@@ -14,8 +14,9 @@ from meshwright.models.families import TINY_MODELS
 from meshwright.plan.hardware import known_hardware, load_hardware
 from meshwright.plan.price import totals
 from meshwright.trace.fewer import kinds_of_layers, with_fewer, world_of
-from meshwright.trace.memory import MemoryForecast, forecast_memory
+from meshwright.trace.memory import MemoryForecast, Traces, forecast_memory
 from meshwright.trace.step import run_step, trace_step
+from meshwright.trace.time import forecast_time
 from meshwright.trace.verdict import Verdict, judge
 from meshwright.train.config import RunConfig, load_config
 from meshwright.train.setup import RunSetup, make_setup
@@ -268,3 +269,28 @@ def test_kernels_that_are_not_here_can_be_planned(kernel: str) -> None:
     result = CliRunner().invoke(app, ["plan", example, *more, "--world-size", "2", "--gpu", "h100"])
     assert result.exit_code == 0, result.exception
     assert "fits into NVIDIA H100" in result.output
+
+
+def test_experts_with_more_than_their_share() -> None:
+    """Twice the tokens on a rank of ep: more activations, more products, more to receive."""
+
+    def of(load: float) -> tuple[Verdict, float, float]:
+        setup = setup_of(2, "qwen3_moe", layers=6, layout={"ep": 2})
+
+        def both(_: int) -> tuple[Verdict, float, float]:
+            traces = Traces(setup, load=load)
+            time = forecast_time(setup, load_hardware("h100"), traces)
+            return judge(setup, load_hardware("h100"), traces), time.parts["products"], time.parts["ep"]
+
+        (found,) = run_ranks(both, 1, group=False)
+        return found
+
+    even, more = of(1.0), of(2.0)
+    assert more[0].parts["activations"] > 1.2 * even[0].parts["activations"]
+    assert more[1] > 1.1 * even[1]
+    assert more[2] == pytest.approx(2 * even[2])
+    result = CliRunner().invoke(
+        app, ["plan", str(Path(__file__).parents[2] / "examples" / "quickstart.yaml"), "--expert-load", "2"]
+    )
+    with pytest.raises(ConfigError, match="--expert-load=2: is for forecasts; add --gpu"):
+        raise result.exception or AssertionError(result.output)

@@ -36,6 +36,12 @@ def plan(
             "--gpu", help="Say whether it fits into a100, h100, h200, b200, gb200, mi300x, or a YAML file of your own."
         ),
     ] = None,
+    load: Annotated[
+        float | None,
+        typer.Option(
+            "--expert-load", min=1.0, help="With --gpu: tokens of the fullest rank of ep, over an even share. Default: 1."
+        ),
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="A line for every parameter and unit, layers not folded.")] = False,
     against: Annotated[
         Path | None,
@@ -79,6 +85,10 @@ def plan(
         from meshwright.errors import ConfigError
 
         raise ConfigError(f"--gpu: {chosen[0]} prints no forecast; leave one of them out")
+    if load is not None and gpu is None:
+        from meshwright.errors import ConfigError
+
+        raise ConfigError(f"--expert-load={load:g}: is for forecasts; add --gpu")
     from meshwright.plan.hardware import load_hardware
 
     hardware = load_hardware(gpu) if gpu is not None else None  # a wrong name is refused before any work
@@ -91,7 +101,7 @@ def plan(
     if as_json:
         more = {}
         if hardware is not None:
-            verdict, seconds = _forecasts(setup, hardware)
+            verdict, seconds = _forecasts(setup, hardware, load)
             more = {"verdict": verdict.to_dict(), "time": seconds.to_dict()}
         typer.echo(priced_json(sharding_plan, more))
         return
@@ -116,19 +126,19 @@ def plan(
         if hardware is not None:
             from meshwright.trace.show import show_time, show_verdict
 
-            verdict, seconds = _forecasts(setup, hardware)
+            verdict, seconds = _forecasts(setup, hardware, load)
             console.print(show_verdict(verdict, hardware), show_time(seconds, calibrated=hardware.calibrated))
         else:
             console.print("Whether it fits, and how long a step takes: --gpu h100 (or another one)", highlight=False)
         assure(setup, Source(str(config), tuple(overrides or ())), None)
 
 
-def _forecasts(setup: "RunSetup", hardware: "Hardware") -> "tuple[Verdict, TimeForecast]":
+def _forecasts(setup: "RunSetup", hardware: "Hardware", load: float | None) -> "tuple[Verdict, TimeForecast]":
     from meshwright.trace.memory import Traces
     from meshwright.trace.time import forecast_time
     from meshwright.trace.verdict import judge
 
-    traces = Traces(setup)
+    traces = Traces(setup, load=load or 1.0)
     return judge(setup, hardware, traces), forecast_time(setup, hardware, traces)
 
 

@@ -29,16 +29,19 @@ __all__ = ["Compute", "dispatch", "static_splits"]
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """``experts(hidden [tokens, features], index [tokens, k], weights [tokens, k])``."""
 
-_STATIC: ContextVar[bool] = ContextVar("static_splits", default=False)
+_STATIC: ContextVar[float | None] = ContextVar("static_splits", default=None)
 
 
 @contextmanager
-def static_splits() -> Iterator[None]:
+def static_splits(load: float = 1.0) -> Iterator[None]:
     """Inside, ignore the choice of the router: every rank divides its pairs evenly over the ranks and their experts.
 
     This is for planning: no shape depends on data, so fake tensors can be used. The computed values have no meaning.
+
+    Args:
+        load: pairs that this rank receives, over an even share.
     """
-    token = _STATIC.set(True)
+    token = _STATIC.set(load)
     try:
         yield
     finally:
@@ -91,7 +94,8 @@ def dispatch(
     if token_group is not None:
         hidden, weights = moves.split(hidden, 0, token_group), moves.split(weights, 0, token_group)
         index = moves.slice_of(index, 0, token_group)
-    route = (_static_route if _STATIC.get() else _route)(index, experts, group)
+    load = _STATIC.get()
+    route = _route(index, experts, group) if load is None else _static_route(index, experts, group, load)
     rows = moves.exchange_rows(hidden[route.order // index.shape[1]], route.sent, route.received, group)
     results = moves.exchange_rows(_computed(compute, rows, route.experts), route.received, route.sent, group)
     back = torch.empty_like(route.order)
@@ -129,9 +133,9 @@ def _route(index: torch.Tensor, experts: int, group: dist.ProcessGroup) -> _Rout
     return _Route(order, totals[:ranks], taken, local.repeat_interleave(received.flatten(), output_size=sum(taken)))
 
 
-def _static_route(index: torch.Tensor, experts: int, group: dist.ProcessGroup) -> _Route:
+def _static_route(index: torch.Tensor, experts: int, group: dist.ProcessGroup, load: float) -> _Route:
     ranks, me, pairs = dist.get_world_size(group), dist.get_rank(group), index.numel()
     sent = [pairs // ranks + (rank < pairs % ranks) for rank in range(ranks)]
-    rows = sent[me] * ranks
-    own = torch.arange(rows, device=index.device) % (experts // ranks)
-    return _Route(torch.arange(pairs, device=index.device), sent, [sent[me]] * ranks, own)
+    received = round(load * sent[me])
+    own = torch.arange(received * ranks, device=index.device) % (experts // ranks)
+    return _Route(torch.arange(pairs, device=index.device), sent, [received] * ranks, own)

@@ -59,10 +59,12 @@ class Traces:
     Args:
         setup: the run.
         device: whether kernels keep what they keep on a device, and not what they keep on a CPU.
+        load: tokens that the experts of the fullest rank of ``ep`` get, over an even share.
     """
 
     setup: RunSetup
     device: bool = True
+    load: float = 1.0
     made: dict[int, tuple[StepTrace, ShardingPlan]] = field(default_factory=dict)
 
     @cached_property
@@ -82,7 +84,7 @@ class Traces:
         """Return the trace of the first layers, and its plan."""
         if layers not in self.made:
             small = with_fewer(self.setup, layers)
-            self.made[layers] = (trace_step(small, device=self.device), small.plan)
+            self.made[layers] = (trace_step(small, device=self.device, load=self.load), small.plan)
         return self.made[layers]
 
     def moments(self, layers: int) -> dict[str, Counter[Kind]]:

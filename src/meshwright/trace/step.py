@@ -1,7 +1,7 @@
 """One optimizer step of one rank under fake tensors, in a world that is not there.
 
 The plan is carried out as in a run, with the run's optimizer. Tensors have shapes and no memory, and collectives send nothing,
-so a step of a large model takes seconds on a laptop. Tokens are routed to experts evenly.
+so a step of a large model takes seconds on a laptop. Tokens are routed to experts evenly, unless a load is given.
 """
 
 from collections.abc import Iterator, Mapping
@@ -57,29 +57,30 @@ class StepTrace:
 
 
 @contextmanager
-def fake_world(ranks: int, rank: int = 0) -> Iterator[None]:
-    """Be a rank of a world that is not there. No process group may exist."""
+def fake_world(ranks: int, rank: int = 0, load: float = 1.0) -> Iterator[None]:
+    """Be a rank of a world that is not there, with a load of experts (:func:`static_splits`). No process group may exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
-        with static_splits():
+        with static_splits(load):
             yield
     finally:
         dist.destroy_process_group()
 
 
-def trace_step(setup: RunSetup, *, device: bool = False) -> StepTrace:
+def trace_step(setup: RunSetup, *, device: bool = False, load: float = 1.0) -> StepTrace:
     """Run one step of rank 0 under fake tensors, and return what it held and computed.
 
     Args:
         setup: a run without a pipeline. Its model is on the meta device, and is used up.
         device: whether attention keeps what it keeps on a device, and not what it keeps on a CPU.
+        load: tokens that the experts of this rank get, over an even share.
 
     Raises:
         UnsupportedError: what the model computes depends on values.
     """
     causal = not setup.plan.options.packed and setup.layout.size("cp") == 1
     kernels = device_kernels(attention_of(setup.model), causal=causal) if device else nullcontext()
-    with fake_world(setup.layout.world_size), torch.random.fork_rng(devices=[]), kernels:
+    with fake_world(setup.layout.world_size, load=load), torch.random.fork_rng(devices=[]), kernels:
         try:
             return run_step(setup, FakeTensors(allow_non_fake_inputs=True))
         except MeshwrightError:

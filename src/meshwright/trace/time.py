@@ -107,7 +107,8 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
     for item in activation_traffic(plan):
         if item.size is not None and item.kind != "send":
             seconds = collective_seconds(layout, hardware, item.axis, item.kind, item.calls, item.size)
-            parts[item.axis] = parts.get(item.axis, 0.0) + seconds
+            load = traces.load if item.kind == "all_to_all" and item.axis == "ep" else 1.0
+            parts[item.axis] = parts.get(item.axis, 0.0) + load * seconds
     if plan.stages:
         idle = min(replay_of_plan(plan).idle)  # of the rank with the most work: this one
         parts["bubble"] = sum(parts.values()) * idle / (1 - idle)

@@ -75,6 +75,7 @@ def judge(setup: RunSetup, hardware: Hardware, traces: Traces | None = None) -> 
         hardware: the devices.
         traces: traces of the run, if some were made already.
     """
+    traces = traces or Traces(setup)
     verdict = _verdict(forecast_memory(setup, traces), hardware, setup.plan.options.cpu_offload)
     if verdict.fits:
         return verdict
@@ -85,7 +86,9 @@ def judge(setup: RunSetup, hardware: Hardware, traces: Traces | None = None) -> 
             break
         try:
             changed = make_setup(_with(setup.config, overrides), setup.layout.world_size, planning=True)
-            other = _verdict(forecast_memory(changed), hardware, changed.plan.options.cpu_offload)
+            other = _verdict(
+                forecast_memory(changed, Traces(changed, load=traces.load)), hardware, changed.plan.options.cpu_offload
+            )
         except MeshwrightError:  # the change is illegal for this run
             continue
         change = Change(tuple(f"{key}={_text(value)}" for key, value in overrides), cost, other.peak_bytes, other.fits)
