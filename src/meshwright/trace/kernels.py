@@ -42,7 +42,8 @@ class _Attention(torch.autograd.Function):
         context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, causal: bool,
         window: int | None,
     ) -> torch.Tensor:  # fmt: skip
-        output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        batch, heads, tokens, _ = query.shape
+        output = query.new_empty((batch, tokens, heads, value.shape[-1])).transpose(1, 2)  # so a kernel leaves it in memory
         normalizer = query.new_empty(query.shape[:-1], dtype=torch.float32)
         context.save_for_backward(query, key, value, output, normalizer)
         context.sinks, keys = sinks, key.shape[-2]
