@@ -72,3 +72,22 @@ def test_a_window_leaves_less_to_compute(window: int | None) -> None:
     assert operations == [2 * scores * 32, 2 * scores * 5 * 16]
     assert sinks.grad is not None
     assert AttentionInterface()["flex_attention"] is attend
+
+
+def test_a_fused_norm_keeps_its_input_and_a_number_for_each_token() -> None:
+    norm, hidden = nn.RMSNorm(WIDE, dtype=torch.bfloat16), torch.zeros(ROWS, WIDE, dtype=torch.bfloat16, requires_grad=True)
+
+    def kept() -> int:
+        sizes = {}
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: sizes.setdefault(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()) and tensor,
+            lambda tensor: tensor,
+        ):
+            norm(hidden).sum().backward()
+        return sum(sizes.values())
+
+    here = kept()
+    with device_kernels("sdpa", causal=False):
+        there = kept()
+    assert there == hidden.nbytes + norm.weight.nbytes + 4 * ROWS < here
+    assert norm.weight.grad is not None

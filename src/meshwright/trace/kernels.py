@@ -2,6 +2,10 @@
 
 Attention: a device keeps queries, keys, values, its output, and a logarithm for each query and head (Dao et al. 2022, arXiv
 2205.14135, section 3.1). A CPU does so only where keys and values have heads of equal width and nothing is dropped.
+
+``rms_norm``: a device keeps its input, its weight and the reciprocal root for each token (``_fused_rms_norm`` in torch's
+derivatives.yaml). A CPU takes it apart, and keeps copies in fp32. The norms that transformers writes out are the same on both,
+and so are layer norms, losses and grouped products, which are one operator each.
 """
 
 import math
@@ -61,6 +65,21 @@ class _Attention(torch.autograd.Function):
         return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), of_sinks, None, None
 
 
+class _RMSNorm(torch.autograd.Function):
+    """A norm without values, which reads and writes what a kernel does."""
+
+    @staticmethod
+    def forward(context: Any, hidden: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        root = hidden.new_empty((*hidden.shape[:-1], 1), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        context.save_for_backward(hidden, weight, root)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden, weight, _ = context.saved_tensors
+        return gradient + hidden, None if weight is None else torch.empty_like(weight)
+
+
 def _tell(operations: int) -> None:
     for report in _REPORTS:
         report(operations)
@@ -68,7 +87,7 @@ def _tell(operations: int) -> None:
 
 @contextmanager
 def device_kernels(kernel: str, *, causal: bool) -> Iterator[None]:
-    """Inside, attention keeps what it keeps on a device. Nothing is computed.
+    """Inside, attention and norms keep what they keep on a device. Nothing is computed.
 
     Args:
         kernel: the model's attention implementation.
@@ -83,7 +102,11 @@ def device_kernels(kernel: str, *, causal: bool) -> Iterator[None]:
         output: torch.Tensor = _Attention.apply(query, key, value, None, causal or is_causal, None)
         return output
 
-    flex, flash = kernels._flex, kernels._flash
+    def rms_norm(hidden: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, eps: float | None = None) -> Any:
+        return _RMSNorm.apply(hidden, weight)
+
+    flex, flash, norm = kernels._flex, kernels._flash, nn.functional.rms_norm
+    nn.functional.rms_norm = rms_norm  # type: ignore[assignment]
     nn.functional.scaled_dot_product_attention = attention
     kernels._flex = kernels._flash = _of_context_parallel
     try:
@@ -93,7 +116,7 @@ def device_kernels(kernel: str, *, causal: bool) -> Iterator[None]:
             yield
     finally:
         nn.functional.scaled_dot_product_attention = before
-        kernels._flex, kernels._flash = flex, flash
+        kernels._flex, kernels._flash, nn.functional.rms_norm = flex, flash, norm
 
 
 def _of_model(
