@@ -167,7 +167,7 @@ def main() -> None:
 
 def _compared(published: float | None, found: float) -> tuple[str, str, str]:
     error = "" if published is None else f"{found / published - 1:+.0%}"
-    return "" if published is None else f"{published:g}", f"{found:.3g}" if found < 1000 else f"{found:.0f}", error
+    return "" if published is None else f"{published:.4g}", f"{found:.3g}" if found < 1000 else f"{found:.0f}", error
 
 
 if __name__ == "__main__":

@@ -33,6 +33,8 @@ class Hardware:
         host_gb_s: bandwidth between a device and its host, one way, in 10^9 bytes a second.
         launch_us: time in which the host starts an operator, in microseconds.
         overlap: share of FSDP's collectives that is hidden behind compute, if there is enough of it.
+        beyond: time of a step beyond what its parts take, as a share of them: measured by `meshwright calibrate` on a step of
+            some layers; may be left out.
         calibrated: whether the values were measured on the machine (`meshwright calibrate`); may be left out.
         torch_name: what torch calls the device (``torch.cuda.get_device_name``); may be left out.
     """
@@ -53,6 +55,7 @@ class Hardware:
     host_gb_s: float
     launch_us: float
     overlap: float
+    beyond: float = 0.0
     calibrated: bool = False
     torch_name: str = ""
 
@@ -100,14 +103,14 @@ def load_hardware(name: str, option: str = "--gpu") -> Hardware:
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: must be a mapping of keys to values")
     names = [item.name for item in fields(Hardware)]
-    optional = ("calibrated", "torch_name")
+    optional = ("beyond", "calibrated", "torch_name")
     problems = [f"{where}: {key} is missing" for key in names if key not in (*values, *optional)]
     problems += [f"{where}: {key}: unknown key; legal are {', '.join(names)}" for key in values if key not in names]
     if not isinstance(values.get("calibrated", False), bool):
         problems.append(f"{where}: calibrated={values['calibrated']!r}: legal are true and false")
-    for key in (key for key in names if key not in ("name", *optional)):
+    for key in (key for key in names if key not in ("name", "calibrated", "torch_name")):
         value = values.get(key, 1)
-        least = 0 if key in ("reserved_gib", "link_us", "nic_us", "launch_us", "overlap") else 1e-9
+        least = 0 if key in ("reserved_gib", "link_us", "nic_us", "launch_us", "overlap", "beyond") else 1e-9
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 1e9:
             problems.append(
                 f"{where}: {key}={value!r}: must be a number {'from 0 on' if least == 0 else 'above 0'}, such as 5.0e+1"

@@ -13,10 +13,14 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.distributed import _torch_compat
+from meshwright.plan.hardware import Hardware
 from meshwright.plan.links import REACHED
 from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.ranks.pool import Pool
-from meshwright.trace.time import MEMORY_REACHED
+from meshwright.trace.fewer import layers_of_config, with_fewer
+from meshwright.trace.memory import forecast_memory
+from meshwright.trace.step import time_step
+from meshwright.trace.time import MEMORY_REACHED, forecast_time
 from meshwright.trace.work import Work, WorkCounter
 from meshwright.train.setup import RunSetup
 
@@ -28,6 +32,9 @@ SHAPES = 12
 
 OPERATIONS = {"cpu": 2e9, "cuda": 2e12}
 """Most operations of a product that is measured; larger ones get fewer tokens."""
+
+LAYERS, LONGEST = 4, 10.0
+"""Layers of the step that is run, and the most seconds that it may take."""
 
 OPERATORS = 100
 """Operators in a chain that are started to measure how long it takes."""
@@ -59,7 +66,7 @@ def calibrate(setup: RunSetup, processes: int, kind: str) -> dict[str, Any]:
         )
     slowest = {name: (max if name.endswith("_us") else min)(one[name] for one in found) for name in found[0]}
     fastest, typical = slowest["fastest"], slowest["typical"]
-    return {
+    values: dict[str, Any] = {
         "name": f"{_name(kind)}, calibrated {time.strftime('%Y-%m-%d')}",
         "memory_gib": round(_memory(kind) / 2**30, 1),
         "reserved_gib": 0.0 if kind == "cpu" else 2.0,
@@ -78,6 +85,27 @@ def calibrate(setup: RunSetup, processes: int, kind: str) -> dict[str, Any]:
         "overlap": _rounded(slowest["overlap"]),
         "calibrated": True,
     }
+    return {**values, "beyond": _rounded(_beyond(setup, processes, kind, Hardware(**values)))}
+
+
+def _beyond(setup: RunSetup, processes: int, kind: str, hardware: Hardware) -> float:
+    """Return how much longer a real step of some layers takes than its forecast, as a share of that.
+
+    0 if it takes less, does not fit, or needs other processes than there are.
+    """
+    layers = min(LAYERS, len(setup.plan.layers)) if layers_of_config(setup) else len(setup.plan.layers)
+    small = with_fewer(setup, layers)
+    expected = forecast_time(small, hardware).step_seconds
+    fits = forecast_memory(small).peak * (processes if kind == "cpu" else 1) < hardware.memory_gib * 2**30
+    if small.layout.world_size != processes or expected > LONGEST or not fits:
+        return 0.0
+    with Pool(processes, kind, patience=timedelta(minutes=5).total_seconds()) as pool:
+        measured = max(pool.run(_timed, setup, layers))
+    return max(0.0, measured / expected - 1)
+
+
+def _timed(device: torch.device, setup: RunSetup, layers: int) -> float:
+    return time_step(with_fewer(setup, layers), device.type)
 
 
 def _products(plan: ShardingPlan, tokens: int, kind: str) -> list[tuple[int, int, int]]:

@@ -4,9 +4,11 @@ The plan is carried out as in a run, with the run's optimizer. Tensors have shap
 so a step of a large model takes seconds on a laptop. Tokens are routed to experts evenly, unless a load is given.
 """
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from meshwright.models._transformers_compat import attention_of
 from meshwright.models.loss import IGNORE
 from meshwright.models.objective import Batch
 from meshwright.models.registry import get_parallelization_strategy
+from meshwright.models.tracing import hooked
 from meshwright.moe.dispatch import static_splits
 from meshwright.plan.moves import Move
 from meshwright.trace.kernels import device_kernels, report_attention
@@ -30,7 +33,7 @@ from meshwright.trace.work import Work, WorkCounter
 from meshwright.train.optimizer import build_optimizer
 from meshwright.train.setup import RunSetup
 
-__all__ = ["StepTrace", "run_step", "trace_step"]
+__all__ = ["StepTrace", "run_step", "time_step", "trace_step"]
 
 FORWARD, LOSS, UPDATE = "forward", "loss", "update"
 """Names of moments of a step; the others are the backward of each layer, by its name."""
@@ -97,30 +100,88 @@ def run_step(setup: RunSetup, tensors: FakeTensorMode | None) -> StepTrace:
         setup: a run without a pipeline. Its model is on the meta device, and is used up.
         tensors: fake tensors; ``None``: real ones on the CPU, with values that mean nothing. A process group must exist.
     """
+    batches = _parallelized(setup, "cpu")  # outside of fake tensors, because it makes many views of shards
+    with tensors if tensors is not None else nullcontext():
+        step = _prepared(setup, batches, "cpu", tensors)
+        step()  # DTensor learns how to propagate shapes, and AdamW gets its state
+        held = [item for state in step.optimizer.state.values() for item in state.values() if isinstance(item, torch.Tensor)]
+        live = LiveBytes(setup.model, held, settle=tensors is None, words=_words(setup))
+        with live, WorkCounter() as work, report_attention(work.attended):
+            state = live.held
+            step(live, work)
+    return StepTrace(live.moments, work.moments, len(step.batches), state, live.peak)
+
+
+def time_step(setup: RunSetup, kind: str, runs: int = 5) -> float:
+    """Return the median seconds of real steps of this rank. A process group must exist.
+
+    Args:
+        setup: as for :func:`run_step`.
+        kind: ``cpu`` or ``cuda``.
+        runs: number of steps that are timed, after two others.
+    """
+    step, times = _prepared(setup, _parallelized(setup, kind), kind, None), []
+    for index in range(2 + runs):
+        begun = time.perf_counter()
+        step()
+        if kind == "cuda":
+            torch.cuda.synchronize()
+        if index >= 2:
+            times.append(time.perf_counter() - begun)
+    return median(times)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A step that can be run, with the same batches each time."""
+
+    setup: RunSetup
+    sync: GradSync
+    optimizer: torch.optim.Optimizer
+    batches: list[Batch]
+
+    def __call__(self, *watching: LiveBytes | WorkCounter) -> None:
+        def begin(moment: str) -> None:
+            for one in watching:
+                one.begin(moment)
+
+        setup = self.setup
+        layers = [(name, setup.model.get_submodule(name)) for name in setup.plan.layers]
+        handles = [layer.register_forward_hook(_announce(name, begin, last=name == layers[-1][0])) for name, layer in layers]
+        with hooked(handles):
+            for _, batch in self.sync.microbatches(self.batches):
+                begin(FORWARD)
+                sum(setup.objective.sums(setup.model, batch)).backward()  # type: ignore[union-attr]  # at least one term
+        begin(UPDATE)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _parallelized(setup: RunSetup, kind: str) -> list[Batch]:
+    """Parallelize the model of a run, which gets no values, and return this rank's batches."""
     model, plan = setup.model, setup.plan
     batches = [_batch(setup, index) for index in range(plan.options.microbatches)]
     batches = setup.objective.training(batches, [range(len(batch["input_ids"])) for batch in batches])
-    mesh = build_mesh(plan.layout, "cpu")
-    batches = [share_batch(plan, mesh.rank("cp"), batch) for batch in batches]
-    get_parallelization_strategy(model).carry_out(model, plan, mesh)  # outside of fake tensors: it makes many views of shards
+    mesh = build_mesh(plan.layout, kind)
+    get_parallelization_strategy(model).carry_out(model, plan, mesh)
     setup.objective.attach(model)
-    with tensors if tensors is not None else torch.enable_grad():
-        model.to_empty(device="cpu")
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                tensor.zero_()
-        model.train()
-        optimizer = build_optimizer(model, setup.config.optimizer, plan.parameters)
-        if tensors is not None:
-            batches = [{key: _faked(value, tensors) for key, value in batch.items()} for batch in batches]
-        sync = GradSync.from_plan(model, plan)
-        _step(setup, sync, optimizer, batches)  # DTensor learns how to propagate shapes, and AdamW gets its state
-        held = [item for state in optimizer.state.values() for item in state.values() if isinstance(item, torch.Tensor)]
-        work = WorkCounter()
-        with LiveBytes(model, held, settle=tensors is None, words=_words(setup)) as live, work, report_attention(work.attended):
-            state = live.held
-            _step(setup, sync, optimizer, batches, live, work)
-    return StepTrace(live.moments, work.moments, len(batches), state, live.peak)
+    return [share_batch(plan, mesh.rank("cp"), batch) for batch in batches]
+
+
+def _prepared(setup: RunSetup, batches: list[Batch], kind: str, tensors: FakeTensorMode | None) -> _Step:
+    """Give the model values that mean nothing, and return its step. Under fake tensors, their mode is the current one."""
+    model, plan = setup.model, setup.plan
+    model.to_empty(device=kind)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
+    model.train()
+    optimizer = build_optimizer(model, setup.config.optimizer, plan.parameters)
+    if tensors is not None:
+        batches = [{key: _faked(value, tensors) for key, value in batch.items()} for batch in batches]
+    elif kind != "cpu":
+        batches = [{key: value.to(kind) for key, value in batch.items()} for batch in batches]
+    return _Step(setup, GradSync.from_plan(model, plan), optimizer, batches)
 
 
 def _batch(setup: RunSetup, index: int) -> Batch:
@@ -150,27 +211,6 @@ def _words(setup: RunSetup) -> int:
     vocabulary: int = setup.model.config.get_text_config().vocab_size
     sliced = any(row.exit is Move.VOCABULARY for row in setup.plan.tensor_parallel)
     return -(-vocabulary // setup.layout.size("tp")) if sliced else vocabulary
-
-
-def _step(
-    setup: RunSetup, sync: GradSync, optimizer: torch.optim.Optimizer, batches: list[Batch], *watching: LiveBytes | WorkCounter
-) -> None:
-    def begin(moment: str) -> None:
-        for one in watching:
-            one.begin(moment)
-
-    layers = [(name, setup.model.get_submodule(name)) for name in setup.plan.layers]
-    handles = [layer.register_forward_hook(_announce(name, begin, last=name == layers[-1][0])) for name, layer in layers]
-    try:
-        for _, batch in sync.microbatches(batches):
-            begin(FORWARD)
-            sum(setup.objective.sums(setup.model, batch)).backward()  # type: ignore[union-attr]  # at least one term
-    finally:
-        for handle in handles:
-            handle.remove()
-    begin(UPDATE)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def _announce(name: str, begin: Any, *, last: bool) -> Any:

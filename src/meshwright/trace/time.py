@@ -57,8 +57,8 @@ class TimeForecast:
         model_tflops_per_device: operations of the model, without recomputation, a second and device, in 10^12.
         mfu: the same as a share of the device's peak in the dtype of compute.
         parts: seconds of the slowest rank: ``products``, ``attention``, ``elementwise``, ``launches`` (waits for the host to
-            start operators), ``update``, ``host`` (copies of `cpu_offload`), ``bubble``, and the communication that is not
-            hidden, by axis.
+            start operators), ``update``, ``host`` (copies of `cpu_offload`), ``bubble``, ``beyond`` (what a
+            calibration measured beside all that), and the communication that is not hidden, by axis.
     """
 
     step_seconds: float
@@ -119,6 +119,7 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
     if plan.options.cpu_offload:  # shards go to the device for each gather, gradients to the host
         gathers = max(unit_traffic(plan, unit).all_gathers for unit in plan.fsdp_units)
         parts["host"] = (gathers * shards.parameter_bytes + shards.gradient_bytes) / (hardware.host_gb_s * 1e9)
+    parts["beyond"] = hardware.beyond * sum(parts.values())
     step = sum(parts.values())
     training = setup.config.training
     tokens = training.global_batch_size * setup.config.data.sequence_length
