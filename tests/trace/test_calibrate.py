@@ -9,7 +9,10 @@ from typer.testing import CliRunner
 from meshwright.cli.main import app
 from meshwright.plan.hardware import load_hardware
 from meshwright.trace.calibrate import _products, calibrate
+from meshwright.trace.time import forecast_time
+from meshwright.train.setup import make_setup
 from tests.trace.test_memory import setup_of
+from tests.train.runs import tiny_run, train, write_corpus
 
 
 def test_what_is_measured_is_a_device(tmp_path: Path) -> None:
@@ -40,3 +43,10 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tm
     result = CliRunner().invoke(app, ["calibrate", example, str(tmp_path / "no" / "x.yaml")])
     with pytest.raises(Exception, match="its directory does not exist"):
         raise result.exception or AssertionError(result.output)
+
+
+def test_a_forecast_leaves_nothing_behind_for_ranks_that_are_forked(tmp_path: Path) -> None:
+    """DTensor remembers results by meshes that are equal, whichever rank the process was: here rank 0 of a fake world."""
+    config = tiny_run(tmp_path, write_corpus(tmp_path / "corpus.jsonl"), "training.steps=2")
+    forecast_time(make_setup(config, 2), load_hardware("h100"))
+    assert len(train(config, 2)) == 2  # and their checkpoint has all chunks

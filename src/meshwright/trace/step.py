@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.distributed._torch_compat.fake import FakeStore, FakeTensorMode, FakeTensors
+from meshwright.distributed._torch_compat.fake import FakeStore, FakeTensorMode, FakeTensors, forget_meshes
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import build_mesh
 from meshwright.distributed.sequences import share_batch
@@ -63,11 +63,13 @@ class StepTrace:
 def fake_world(ranks: int, rank: int = 0, load: float = 1.0) -> Iterator[None]:
     """Be a rank of a world that is not there, with a load of experts (:func:`static_splits`). No process group may exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    forget_meshes()
     try:
         with static_splits(load):
             yield
     finally:
         dist.destroy_process_group()
+        forget_meshes()
 
 
 def trace_step(setup: RunSetup, *, device: bool = False, load: float = 1.0) -> StepTrace:

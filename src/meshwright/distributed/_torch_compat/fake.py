@@ -3,10 +3,20 @@
 from typing import Any
 
 import torch
+from torch.distributed.tensor import debug
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-__all__ = ["FakeStore", "FakeTensorMode", "FakeTensors"]
+__all__ = ["FakeStore", "FakeTensorMode", "FakeTensors", "forget_meshes"]
+
+
+def forget_meshes() -> None:
+    """Clear what DTensor remembers of operators.
+
+    It remembers results by meshes that are equal, and meshes of equal ranks are equal, whichever rank this process was: a rank
+    of another world, or one that is forked from this process, would take its place on the mesh from there.
+    """
+    debug._clear_sharding_prop_cache()
 
 
 class FakeTensors(FakeTensorMode):
