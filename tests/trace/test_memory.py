@@ -174,6 +174,7 @@ def test_what_fits_and_what_would_make_it_fit(tmp_path: Path) -> None:
         assert verdict(changed, tight).peak_bytes == change.peak_bytes
 
 
+@pytest.mark.thorough
 def test_where_nothing_fits_the_best_is_said(tmp_path: Path) -> None:
     found = verdict(setup_of(2, layers=6, training={"microbatch_size": 4}), device(tmp_path, memory_gib=1e-4))
     assert not found.fits

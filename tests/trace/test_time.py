@@ -73,6 +73,7 @@ def test_a_few_layers_say_the_time_of_many() -> None:
     assert found.mfu == pytest.approx(found.model_tflops_per_device / H100.fp32_tflops)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_small_models_have_the_work_of_their_layers(layers: int) -> None:
     found = forecast(setup_of(2, layers=layers, parallel={"compile": True}))

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.checkpoint import storage
 from meshwright.checkpoint.directory import damage, read_meta
-from meshwright.checkpoint.manager import check_writable
+from meshwright.checkpoint.manager import check_base, check_writable
 from meshwright.errors import CheckpointError, ModelError, described
 
 __all__ = ["export_checkpoint", "generate"]
@@ -18,8 +18,10 @@ MARK = ".meshwright-export"
 """A file in every export, which names its checkpoint. Another export replaces only a directory that has this file."""
 
 
-def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = None) -> None:
+def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = None, *, adapter: bool = False) -> None:
     """Write a checkpoint as a directory that ``from_pretrained`` of transformers loads.
+
+    An adapter is merged: it is added in fp32 to the weights as their files have them, and the sum is rounded once.
 
     The directory has safetensors under the names of the hub, each tied weight once, the config and the tokenizer. This process
     holds the whole model in memory once. The directory appears when it is complete, and replaces an earlier export.
@@ -30,6 +32,7 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
         dtype: dtype of the exported weights. ``None``: ``export_dtype`` of the run; if that is not set, the dtype of the files
             that the run began with, for each tensor its own if there were several; for a new model, the dtype of the stored
             parameters.
+        adapter: write the adapter alone, as a directory that peft loads.
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or the directory holds something else or cannot be written.
@@ -38,8 +41,9 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
 
     from meshwright.checkpoint.state import model_tensors
     from meshwright.data.tokenizer import DEFAULT_CHAT_TEMPLATE, load_tokenizer
-    from meshwright.models.build import build_on_meta, pretrained_config
-    from meshwright.models.config import ModelConfig
+    from meshwright.models.adapters import bare, initialize_adapters, merge, write_adapter
+    from meshwright.models.build import build_on_meta, materialize, pretrained_config, weight_files
+    from meshwright.models.config import AdapterConfig, ModelConfig
     from meshwright.models.imports import import_modules
     from meshwright.models.init import initialize_buffers
 
@@ -51,18 +55,33 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
     check_writable(directory.parent)
     import_modules(meta["config"].get("imports", []))  # the run's imports, which may define the model
     config = ModelConfig.model_validate(meta["config"]["model"])
+    section = meta["config"].get("adapter")
+    if adapter and section is None:
+        raise CheckpointError(f"{checkpoint}: its run trained the whole model, and has no adapter; leave --adapter out")
+    adapted = None if section is None else AdapterConfig.model_validate({**section, "path": None})
+    base = config if adapted is not None and config.path is not None else None
     tokenizer = load_tokenizer(checkpoint / "tokenizer", config.trust_remote_code)
     if not config.trust_remote_code:  # what was trained, even if model.path changed since
         config = config.model_copy(update={"path": None, "config": {**meta["model_config"], "use_cache": True}})
     source = meta.get("source", {})
-    model = build_on_meta(config, pretrained_config(config, strict=False))
-    initialize_buffers(model, torch.device("cpu"))
-    storage.read(checkpoint, model_tensors(model))
+    model = build_on_meta(config, pretrained_config(config, strict=False), adapter=adapted)
+    if base is not None:
+        check_base(checkpoint, source, weight_files(base))
+        materialize(model, base, torch.device("cpu"), 0, adapter=adapted)
+    elif adapted is None:
+        initialize_buffers(model, torch.device("cpu"))
+    else:
+        with bare(model):
+            initialize_buffers(model, torch.device("cpu"))
+        initialize_adapters(model, torch.device("cpu"), 0)
+    storage.read(checkpoint, model_tensors(model, trained=base is not None))
+    if adapted is not None and not adapter:
+        merge(model)
     dtype = dtype or meta["config"].get("export_dtype")
     exceptions: dict[str, str] = {}
     if dtype is None:
         dtype, exceptions = source.get("dtype"), source.get("other_dtypes", {})
-    if dtype is not None and not exceptions:
+    if dtype is not None and not exceptions and not adapter:
         model = model.to(getattr(torch, dtype))
     model.config.use_cache = True
     generation = source.get("generation_config")
@@ -75,11 +94,16 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
     try:
         for left in (temporary, replaced):
             shutil.rmtree(left, ignore_errors=True)
-        with _without_progress_bars():
-            model.save_pretrained(temporary)
-        if exceptions:
-            _cast_files(temporary, str(dtype), exceptions)
-        if generation is not None:  # as it was written: transformers would refuse or drop some keys
+        if adapter:
+            assert adapted is not None
+            temporary.mkdir()
+            write_adapter(model, adapted, None if base is None else base.path, temporary)
+        else:
+            with _without_progress_bars():
+                model.save_pretrained(temporary)
+            if exceptions:
+                _cast_files(temporary, str(dtype), exceptions)
+        if generation is not None and not adapter:  # as it was written: transformers would refuse or drop some keys
             (temporary / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         tokenizer.save_pretrained(temporary)
         (temporary / MARK).write_text(f"{checkpoint.resolve()}\n")
@@ -161,6 +185,7 @@ def generate(
     steps: int | None = None,
     show: Callable[[str], None] | None = None,
     raw: bool = False,
+    adapter: Path | None = None,
 ) -> str:
     """Continue a prompt with the model of a Hugging Face directory, in the way of its family; by default token by token.
 
@@ -178,6 +203,7 @@ def generate(
         steps: largest number of denoising steps of a canvas; for block diffusion.
         show: is called with a line about each denoising step; for block diffusion.
         raw: continue the prompt as it is, even if there is a chat template.
+        adapter: a directory of peft, whose adapter the model gets.
 
     Returns:
         The text after the prompt: its continuation or, on a new line, the answer.
@@ -199,6 +225,10 @@ def generate(
             config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
             family = family_named(config.model_type)
             model = family.auto_class().from_pretrained(directory, dtype="auto", trust_remote_code=trust_remote_code)
+        if adapter is not None:
+            import peft
+
+            model = peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelError(f"{directory}: {str(error).splitlines()[0]}") from error

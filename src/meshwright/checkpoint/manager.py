@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,26 @@ COSMETIC = {
 def _plain(value: Any) -> Any:
     """Return a config's value without cosmetic keys in its sections."""
     return {key: _plain(item) for key, item in value.items() if key not in COSMETIC} if isinstance(value, dict) else value
+
+
+def check_base(checkpoint: Path, source: Mapping[str, Any], files: Sequence[Path]) -> None:
+    """Refuse to put an adapter of a checkpoint on another model than the one that it was trained on.
+
+    Args:
+        checkpoint: a checkpoint that holds only what is trained.
+        source: the facts of its source.
+        files: the weights that the run would read now.
+
+    Raises:
+        CheckpointError: they are not those that the run began with.
+    """
+    from meshwright.models.source import fingerprint
+
+    if source.get("base") != fingerprint(list(files)):
+        raise CheckpointError(
+            f"{checkpoint}: holds an adapter of other weights than those in {files[0].parent} (model.path); the files have "
+            "changed, or are those of another model"
+        )
 
 
 def check_same_model(

@@ -10,8 +10,15 @@ from torch import nn
 __all__ = ["initialize_optimizer", "model_tensors", "optimizer_tensors", "rng_tensors", "set_rng"]
 
 
-def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters, each tied one once, and the buffers that are in the state dict."""
+def model_tensors(model: nn.Module, *, trained: bool = False) -> dict[str, torch.Tensor]:
+    """Return the parameters, each tied one once, and the buffers that are in the state dict.
+
+    Args:
+        model: the model.
+        trained: only the parameters that are trained: those of an adapter.
+    """
+    if trained:
+        return {f"model.{name}": parameter.data for name, parameter in model.named_parameters() if parameter.requires_grad}
     tensors: dict[str, torch.Tensor] = {f"model.{name}": parameter.data for name, parameter in model.named_parameters()}
     persistent = model.state_dict().keys()
     tensors.update((f"model.{name}", buffer) for name, buffer in model.named_buffers() if name in persistent)

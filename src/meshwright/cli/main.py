@@ -198,6 +198,9 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a run's directory: its newest.", show_default=False)],
     directory: Annotated[Path, typer.Argument(help="Directory to write.", show_default=False)],
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16. Default: export_dtype of the run.")] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter/--merged", help="Of an adapter: itself, for peft; or merged into its model.")
+    ] = False,
     debug: DebugOption = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face directory: safetensors, config, tokenizer."""
@@ -212,7 +215,7 @@ def export(
     newest = checkpoint if (checkpoint / "meta.json").is_file() else latest(checkpoint / "checkpoints")
     if newest is None:
         raise CheckpointError(f"{checkpoint}: neither a complete checkpoint nor a run that has one")
-    export_checkpoint(newest, directory, dtype)
+    export_checkpoint(newest, directory, dtype, adapter=adapter)
     typer.echo(f"{newest} -> {directory}")
 
 
@@ -230,6 +233,9 @@ def generate(
         int | None, typer.Option(min=1, help="Block diffusion: denoising steps of a canvas, at most.", show_default=False)
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it stands, without a chat template.")] = False,
+    adapter: Annotated[
+        Path | None, typer.Option(help="A directory of peft: an adapter of this model.", show_default=False)
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Block diffusion: do not show the drafts.")] = False,
     debug: DebugOption = False,
 ) -> None:
@@ -241,7 +247,7 @@ def generate(
 
     show = None if quiet else lambda line: typer.echo(line, err=True)
     sampling = (max_new_tokens, temperature, top_p, seed)
-    typer.echo(prompt + continue_prompt(directory, prompt, *sampling, steps=steps, show=show, raw=raw))
+    typer.echo(prompt + continue_prompt(directory, prompt, *sampling, steps=steps, show=show, raw=raw, adapter=adapter))
 
 
 @app.command()

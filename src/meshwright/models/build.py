@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.distributed.names import class_name
 from meshwright.errors import ConfigError, ModelError, described
-from meshwright.models.config import ModelConfig
+from meshwright.models.config import AdapterConfig, ModelConfig
 from meshwright.paths import no_directory
 from meshwright.plan.context_parallel import is_flash
 from meshwright.plan.names import within
@@ -152,12 +152,21 @@ def _keys_read(module: str) -> frozenset[str]:
     return frozenset(keys)
 
 
-def build_on_meta(config: ModelConfig, hf_config: "PretrainedConfig", *, planning: bool = False) -> "PreTrainedModel":
+def build_on_meta(
+    config: ModelConfig,
+    hf_config: "PretrainedConfig",
+    *,
+    adapter: AdapterConfig | None = None,
+    param_dtype: str | None = None,
+    planning: bool = False,
+) -> "PreTrainedModel":
     """Build the model of a config on the meta device: a causal language model, or the model class that its family names.
 
     Args:
         config: what a run says of its model.
         hf_config: the config of transformers.
+        adapter: the adapter that the model gets (:func:`~meshwright.models.adapters.adapt`); ``None``: none.
+        param_dtype: dtype of compute, in which what an adapter freezes is stored.
         planning: whether the model will not run here. Then the package of its flash kernel may be absent.
 
     Raises:
@@ -190,6 +199,10 @@ def build_on_meta(config: ModelConfig, hf_config: "PretrainedConfig", *, plannin
     if config.dtype == "float64":  # an audit computes in it; some constructors store fp32, whatever the config says
         for parameter in model.parameters():
             parameter.data = parameter.data.double()
+    if adapter is not None:
+        from meshwright.models.adapters import adapt
+
+        adapt(model, adapter, param_dtype)
     return model
 
 
@@ -254,6 +267,7 @@ def materialize(
     seed: int,
     units: tuple[str, ...] = (),
     elsewhere: tuple[str, ...] = (),
+    adapter: AdapterConfig | None = None,
 ) -> None:
     """Give values to a meta model, which may be parallelized already.
 
@@ -266,6 +280,7 @@ def materialize(
         seed: seed of the values of a new model.
         units: names of the layers; initializing them one by one bounds memory.
         elsewhere: names of modules that the files have, and the model has not, because it is a stage of a pipeline.
+        adapter: the adapter that the model has; ``None``: none.
 
     Raises:
         ModelError: parameters that are missing in the files, have another shape there, or are not in the model.
@@ -273,6 +288,16 @@ def materialize(
     from meshwright.models import _transformers_compat
     from meshwright.models.init import initialize
 
+    if adapter is not None:
+        from meshwright.models.adapters import bare, initialize_adapters
+
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        with bare(model):
+            materialize(model, config, device, seed, units, elsewhere)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in trained)  # what is read may be a new parameter
+        initialize_adapters(model, device, seed, adapter.path)
+        return
     if config.path is None:
         initialize(model, device, seed, units)
         return

@@ -8,11 +8,39 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from meshwright.models.diffusion_gemma.options import DiffusionConfig
 from meshwright.paths import PathText
 
-__all__ = ["DiffusionConfig", "ModelConfig"]
+__all__ = ["AdapterConfig", "DiffusionConfig", "ModelConfig"]
 
 
 def _is_config(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+
+
+class AdapterConfig(BaseModel):
+    """Small trained matrices beside frozen ones (needs the extra [adapters])."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["lora", "dora"] = Field(
+        default="lora", description="'lora': W + s B A. 'dora': its rows scaled to trained norms; not with tp."
+    )
+    rank: int = Field(default=16, ge=1, description="Rows of A, columns of B.")
+    alpha: int = Field(default=32, ge=1, description="The adapter is multiplied by s = alpha / rank.")
+    scaling: Literal["standard", "rs"] = Field(
+        default="standard", description="'rs': s = alpha / sqrt(rank) (rank-stabilised, arXiv 2312.03732)."
+    )
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout of the input of A.")
+    targets: Literal["all-linear"] | list[str] = Field(
+        default="all-linear",
+        description="Matrices with an adapter: last components of their names, as in [q_proj, v_proj], or patterns. "
+        "'all-linear': all linear layers inside the model's layers, but routers and parts that text does not run.",
+    )
+    save_modules: list[str] = Field(
+        default=[],
+        description="Modules that are trained whole and saved with the adapter, as in [lm_head]. Tied ones together.",
+    )
+    path: PathText | None = Field(
+        default=None, description="A directory of peft to start from, of the same kind, rank and targets."
+    )
 
 
 class ModelConfig(BaseModel):

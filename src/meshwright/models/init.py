@@ -19,7 +19,7 @@ from meshwright.distributed.names import class_name
 from meshwright.errors import ModelError
 from meshwright.models import _transformers_compat as compat
 
-__all__ = ["derive_seed", "initialize", "initialize_buffers"]
+__all__ = ["derive_seed", "initialize", "initialize_buffers", "whole_parameters"]
 
 
 def derive_seed(*parts: object) -> int:
@@ -67,7 +67,7 @@ def initialize(model: nn.Module, device: torch.device, seed: int, units: tuple[s
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for name in (*sorted(units, key=lambda name: -name.count(".")), ""):  # inside out
             unit = model.get_submodule(name)
-            with _Whole(unit, skip={model.get_submodule(other) for other in inner - {name}}):
+            with whole_parameters(unit, skip={model.get_submodule(other) for other in inner - {name}}):
                 done: set[int] = set()
                 for module, owner in _in_order(unit, _owner(model, name), names, inner - {name}):
                     torch.manual_seed(derive_seed(seed, names[module]))
@@ -130,7 +130,7 @@ def _initialize_module(module: nn.Module, owner: nn.Module, done: set[int]) -> N
     done.update(id(parameter) for parameter in own)
 
 
-class _Whole:
+class whole_parameters:  # noqa: N801  # used as a function
     """Inside this context, the DTensor parameters of a module are whole plain tensors; at the end each rank keeps its slice."""
 
     def __init__(self, root: nn.Module, skip: set[nn.Module]) -> None:
@@ -146,7 +146,7 @@ class _Whole:
             if child not in skip:
                 self.collect(child, skip)
 
-    def __enter__(self) -> "_Whole":
+    def __enter__(self) -> "whole_parameters":
         for module, name, sharded in self.places:
             if id(sharded) not in self.wholes:  # a tied parameter stays one tensor
                 whole_tensor = torch.full(sharded.shape, float("nan"), dtype=sharded.dtype, device=sharded.device)

@@ -1,5 +1,6 @@
 """The source of a model: whether the model can be trained here, and what an export must restore from it."""
 
+import hashlib
 import json
 import re
 from collections import Counter
@@ -9,7 +10,10 @@ from typing import Any
 from meshwright.errors import ModelError, described
 from meshwright.models.config import ModelConfig
 
-__all__ = ["facts", "refuse_untrainable"]
+__all__ = ["facts", "fingerprint", "refuse_untrainable"]
+
+ENDS = 2**20
+"""Bytes of each end of a file that :func:`fingerprint` reads."""
 
 _WHOLE = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = re.compile(r".*\.(bin|pt|pth|ckpt|h5|msgpack|gguf|npz)")
@@ -165,6 +169,19 @@ def facts(files: list[Path]) -> dict[str, Any]:
     most = elements.most_common(1)[0][0] if elements else None
     others = {name: dtype for name, dtype in dtypes.items() if dtype != most}
     return {"generation_config": _generation(files[0].parent), "dtype": most, "other_dtypes": others}
+
+
+def fingerprint(files: list[Path]) -> str:
+    """Return a digest of weights: of the names, sizes and both ends of their files, so that large ones take no time."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as content:
+            digest.update(content.read(ENDS))
+            content.seek(max(0, size - ENDS))
+            digest.update(content.read(ENDS))
+    return digest.hexdigest()[:32]
 
 
 def _generation(folder: Path) -> dict[str, Any] | None:

@@ -94,7 +94,10 @@ def with_fewer(setup: RunSetup, layers: int) -> RunSetup:
         pipeline_cuts=(),
         runs_per_step=1,
     )
-    model = build_on_meta(setup.config.model, _config(setup, layers), planning=True)
+    run = setup.config
+    model = build_on_meta(
+        run.model, _config(setup, layers), adapter=run.adapter, param_dtype=run.parallel.param_dtype, planning=True
+    )
     spec = get_parallelization_strategy(model).spec(model, setup.config.parallel.param_dtype)
     small = resolve(spec, model, layout, options)
     return RunSetup(setup.config, layout, model, spec, small, make_objective(setup.config, model))

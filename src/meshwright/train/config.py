@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from meshwright.data.config import DataConfig, TokenizerConfig
 from meshwright.errors import ConfigError
-from meshwright.models.config import DiffusionConfig, ModelConfig
+from meshwright.models.config import AdapterConfig, DiffusionConfig, ModelConfig
 from meshwright.paths import PathText
 from meshwright.train.parallel_config import LayoutConfig, ParallelConfig, Section
 from meshwright.train.plain_yaml import Dumper, Loader
@@ -176,6 +176,7 @@ class RunConfig(Section):
         "looked into last.",
     )
     model: ModelConfig = Field(description="Which model.")
+    adapter: AdapterConfig | None = Field(default=None, description="Train an adapter; null: train the model.")
     layout: LayoutConfig = Field(default=LayoutConfig(), description="Sizes of the mesh axes.")
     parallel: ParallelConfig = Field(default=ParallelConfig(), description="How the layout is carried out.")
     data: DataConfig = Field(description="What to train on.")
@@ -222,6 +223,11 @@ class RunConfig(Section):
             else f"{steps}, the steps of training.epochs={training.epochs:g}"
         )
         return f"schedule.warmup_steps={warmup}: must be below {said}, or the peak learning rate is never reached"
+
+    @property
+    def saves_trained_only(self) -> bool:
+        """Whether checkpoints hold only what is trained: an adapter, whose base is in files."""
+        return self.adapter is not None and self.model.path is not None
 
     def to_yaml(self) -> str:
         """Return the complete configuration as YAML. Loading it gives an equal configuration."""

@@ -64,7 +64,7 @@ def fill(trainer: Made, device: torch.device) -> None:
     stages = stages_of_rank(setup.plan, trainer.mesh.rank("pp"))
     for model, stage in zip(models_of(trainer.model), stages, strict=True):
         others = elsewhere(setup.plan, [stage])
-        materialize(model, config.model, device, config.training.seed, setup.plan.layers, others)
+        materialize(model, config.model, device, config.training.seed, setup.plan.layers, others, config.adapter)
 
 
 def optimizer_of_plan(trainer: Made) -> torch.optim.Optimizer:

@@ -15,7 +15,7 @@ from rich.console import Console
 from torch import nn
 
 from meshwright.checkpoint.directory import complete, latest, read_meta
-from meshwright.checkpoint.manager import check_same_model, check_writable
+from meshwright.checkpoint.manager import check_base, check_same_model, check_writable
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError
 from meshwright.plan.context_parallel import unevenness
 from meshwright.plan.explain import explain
@@ -47,8 +47,9 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
     from meshwright.data.store import prepare
     from meshwright.distributed import _torch_compat
     from meshwright.models import _transformers_compat
+    from meshwright.models.adapters import check_adapter
     from meshwright.models.build import check_files, weight_files
-    from meshwright.models.source import facts
+    from meshwright.models.source import facts, fingerprint
 
     # Layout, model and plan are quicker to check than the tokenizer, and need only the size of its vocabulary: they come first.
     draft = _checked_draft(config, world_size)
@@ -61,13 +62,19 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
     resume = checkpoint_to_resume(config)
     # If the run is given in epochs, its steps are known only after the data are read; until then count a single checkpoint.
     check_writable(paths.root, _checkpoint_bytes(draft, config, resume, config.training.steps))
+    if resume is None and config.adapter is not None and config.adapter.path is not None:
+        check_adapter(draft.model, config.adapter.path)
     if resume is not None:
-        check_same_model(resume, {row.name: row.shape for row in draft.plan.parameters})
+        check_same_model(resume, draft.stored)
         source = read_meta(resume).get("source", {})
+        if config.saves_trained_only:
+            check_base(resume, source, weight_files(config.model))
     elif config.model.path is not None:
         files = weight_files(config.model)
         check_files(files, draft.model)
         source = facts(files)
+        if config.adapter is not None:
+            source["base"] = fingerprint(files)
     else:
         source = {}
 
@@ -80,8 +87,7 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
     loader = _loader(config, store)
     if resume is not None:
         # The checks that every rank will make again; here they fail before ranks are started.
-        shapes = {row.name: row.shape for row in setup.plan.parameters}
-        check_same_model(resume, shapes, plain_config(setup.model))
+        check_same_model(resume, setup.stored, plain_config(setup.model))
         loader.check_state(read_meta(resume)["loader"])
     if config.training.epochs is not None:
         steps = loader.steps(config.training.epochs)
@@ -254,7 +260,8 @@ def _checkpoint_bytes(setup: RunSetup, config: RunConfig, resume: Path | None, s
         resume: the checkpoint that it resumes from; ``None``: none.
         steps: number of optimizer steps in all; ``None``: not known yet, and at least one.
     """
-    stored = [row.numel * itemsize(row.dtype) * (3 if row.trainable else 1) for row in setup.plan.parameters]
+    kept = [row for row in setup.plan.parameters if row.name in setup.stored]
+    stored = [row.numel * itemsize(row.dtype) * (3 if row.trainable else 1) for row in kept]
     done = read_meta(resume)["step"] if resume is not None else 0
     left = 1 if steps is None else max(0, steps - done)
     every, minutes, keep = config.checkpoint.every, config.checkpoint.every_minutes, config.checkpoint.keep

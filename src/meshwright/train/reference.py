@@ -26,10 +26,11 @@ def reference() -> str:
     """Return the whole page as Markdown."""
     plain, sections = [], []
     for name, field in RunConfig.model_fields.items():
-        kind = field.annotation
-        if hasattr(kind, "model_fields"):
-            rows = list(_rows(name, kind))
-            sections.append("\n".join([f"\n## {name}\n\n{(kind.__doc__ or '').strip()}\n", *_TABLE, *rows]))
+        kind = next((item for item in (field.annotation, *get_args(field.annotation)) if hasattr(item, "model_fields")), None)
+        if kind is not None:
+            rows, words = list(_rows(name, kind)), (kind.__doc__ or "").strip()
+            absent = "" if field.annotation is kind else " The section is absent by default."
+            sections.append("\n".join([f"\n## {name}\n\n{words}{absent}\n", *_TABLE, *rows]))
         else:
             plain.append(_row(name, field))
     return "\n".join([_HEAD, "## Top level\n", *_TABLE, *plain, *sections]) + "\n"

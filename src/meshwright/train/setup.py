@@ -104,6 +104,12 @@ class RunSetup:
         """Where the run keeps its files."""
         return Paths(self.config.directory)
 
+    @property
+    def stored(self) -> dict[str, tuple[int, ...]]:
+        """Name to shape of the parameters in its checkpoints."""
+        rows = self.plan.parameters
+        return {row.name: row.shape for row in rows if row.trainable or not self.config.saves_trained_only}
+
 
 def microbatches_per_step(config: RunConfig, layout: Layout) -> int:
     """Return the number of forward-backward passes of a rank in an optimizer step.
@@ -216,7 +222,9 @@ def describe_model(
     if tokenizer is None:  # nothing is prepared yet; a run that has its tokenizer passed this check before
         refuse_untrainable(config.model)
     hf_config = pretrained_config(config.model, vocabulary_defaults(config, tokenizer))
-    model = build_on_meta(config.model, hf_config, planning=planning)
+    model = build_on_meta(
+        config.model, hf_config, adapter=config.adapter, param_dtype=config.parallel.param_dtype, planning=planning
+    )
     strategy = get_parallelization_strategy(model)
     if type(strategy).parallelize is not ParallelizationStrategy.parallelize:
         raise UnsupportedError(

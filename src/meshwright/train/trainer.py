@@ -92,7 +92,7 @@ class Trainer:
         self.model = parts.distribute(self)
         self.objective.attach(self.model)
         shards_on = torch.device("cpu") if setup.plan.options.cpu_offload else device
-        if resume is None:
+        if resume is None or self.config.saves_trained_only:
             parts.fill(self, shards_on)
         else:
             for model in models_of(self.model):
@@ -346,7 +346,8 @@ class Trainer:
     # -- checkpoints -------------------------------------------------------------------------------------------------------
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {**state.model_tensors(self.model), **state.optimizer_tensors(self.model, self.optimizer)}
+        saved = state.model_tensors(self.model, trained=self.config.saves_trained_only)
+        return {**saved, **state.optimizer_tensors(self.model, self.optimizer)}
 
     def save(self) -> Path:
         """Save a checkpoint with everything that resuming needs, and return its path.
@@ -360,7 +361,7 @@ class Trainer:
         meta = {
             "world_size": dist.get_world_size(),
             "layout": str(self.setup.layout),
-            "parameters": [row.name for row in self.setup.plan.parameters],
+            "parameters": list(self.setup.stored),
             "unevaluated": self.unevaluated,
             "loader": self.loader.state_dict(self.step),
             "model_config": plain_config(self.setup.model),
@@ -379,8 +380,7 @@ class Trainer:
         Raises:
             CheckpointError: it is a checkpoint of another model, optimizer or data; then nothing was changed.
         """
-        shapes = {row.name: row.shape for row in self.setup.plan.parameters}
-        check_same_model(checkpoint, shapes, plain_config(self.setup.model))
+        check_same_model(checkpoint, self.setup.stored, plain_config(self.setup.model))
         meta, stored = read_meta(checkpoint), storage.contents(checkpoint)
         self.loader.check_state(meta["loader"])
         tensors = self._tensors()

@@ -3,8 +3,8 @@
 from typing import Any
 
 import torch
-from torch.distributed.tensor import debug
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 __all__ = ["FakeStore", "FakeTensorMode", "FakeTensors", "forget_meshes"]
