@@ -1,6 +1,6 @@
 """Forecasts of `meshwright plan --gpu` against published measurements: tokens per second and device, and memory.
 
-    python benchmarks/predict.py
+    python benchmarks/predict.py [NUMBER ...]
 
 The devices are not calibrated. Each row has the layout, batch and sequence of its source. The published runs are of other code
 (fused kernels, other recomputation), and the forecast is of Meshwright's: a row compares both at once. Rows 1 and 3 set what
@@ -8,6 +8,7 @@ the allocator adds, so their memory says nothing.
 """
 
 import logging
+import sys
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,7 +65,7 @@ class Row:
 def _row(
     name: str, shape: str | dict[str, Any], ranks: int, hardware: Hardware, tokens: float | None, memory: float | None,
     micro: int, batch: int, length: int, recomputed: str, *, kernel: str | None = None, stages: int | None = None,
-    fused: bool = False, **layout: Any,
+    fused: bool = False, adapter: int | None = None, **layout: Any,
 ) -> Row:  # fmt: skip
     parallel: dict[str, Any] = {
         "activation_checkpointing": recomputed, "sequence_parallel": layout.get("tp", 1) > 1, "compile": fused,
@@ -79,6 +80,7 @@ def _row(
         "layout": layout, "parallel": parallel, "data": {"files": ["x"], "sequence_length": length, "packing": "pad"},
         "training": {"steps": 1, "microbatch_size": micro, "global_batch_size": batch},
         "model": {"attn_implementation": kernel},
+        "adapter": None if adapter is None else {"rank": adapter},
     })  # fmt: skip
 
 
@@ -117,6 +119,7 @@ ROWS = (
         "13 NeMo DeepSeek-V3, fused", "deepseek_v3", 1024, H100, 865, None, 1, 8192, 4096, "full", pp=4, ep=64,
         stages=8, fused=True,
     ),
+    _row("17 NeMo 8B, LoRA, fused", "llama_8b", 1, H100, 12473, None, 2, 32, 4096, "none", adapter=8, fused=True),
     _row(
         "20 Llama 405B", "llama_405b", 8192, H100, 430e12 / LLAMA_405B, None, 1, 2048, 8192, "none", pp=16,
         tp=8, stages=4, fused=True,
@@ -149,6 +152,8 @@ def main() -> None:
     print("| row | devices | tokens/s, published | forecast | error | GiB, published | forecast | error |")
     print("|---|---|---|---|---|---|---|---|")
     for row in ROWS:
+        if sys.argv[1:] and row.name.split()[0] not in sys.argv[1:]:
+            continue
         config = row.shape
         if isinstance(config, str):
             import yaml
