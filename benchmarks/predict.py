@@ -171,8 +171,13 @@ def main() -> None:
 
 
 def _compared(published: float | None, found: float) -> tuple[str, str, str]:
-    error = "" if published is None else f"{found / published - 1:+.0%}"
-    return "" if published is None else f"{published:.4g}", f"{found:.3g}" if found < 1000 else f"{found:.0f}", error
+    if published is None:
+        return "", _number(found), ""
+    return _number(published), _number(found), f"{found / published - 1:+.0%}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 if __name__ == "__main__":
