@@ -666,3 +666,20 @@ def multiplier_on_each_stage(trainer: RankTrainer) -> None:
         first = next(layer for layer in part.model.layers if any(True for _ in layer.parameters()))
         factor = part.config.hidden_size**0.5
         first.register_forward_pre_hook(lambda module, args: (args[0] * factor, *args[1:]))
+
+
+# -- adapters ------------------------------------------------------------------------------------------------------------------
+
+
+def adapter_of(trainer: RankTrainer, module: str) -> Any:
+    return trainer.model.get_submodule(f"{UNIT}.{module}")
+
+
+def alpha_applied_twice(trainer: RankTrainer) -> None:
+    adapter_of(trainer, "self_attn.q_proj").scaling["default"] *= 2
+
+
+def adapter_behind_the_sum_of_slices(trainer: RankTrainer) -> None:
+    """Each rank of tp adds the whole product of a matrix whose inputs are sliced, instead of its part."""
+    b = adapter_of(trainer, "self_attn.o_proj").lora_B["default"]
+    b.register_forward_hook(lambda module, args, output: output * dist.get_world_size())

@@ -30,6 +30,8 @@ STAGES = {
 }
 """A model of which two stages have layers of both types."""
 
+ADAPTER = {"rank": 3, "alpha": 6}
+
 PLACES = {place.label: place for place in LAYOUTS}
 
 
@@ -145,6 +147,10 @@ def test_no_warning_on_the_way_to_a_pass(tmp_path: Path) -> None:
         (plants.divided_by_microbatches, "pp 2", {"pipeline": {}}, Kind.GRADIENT, "is 0.5 times that of one process, and right otherwise: divided by 2 (pp or the number of microbatches)"),
         (plants.gradients_lost_between_runs, "pp 2 x shard 2", {"pipeline": {"runs_per_step": 2}, "microbatches": 4}, Kind.GRADIENT, "lacks microbatch 1, 2 of 4"),
         (plants.soft_cap_of_hidden_states, "pp 2", STAGES, Kind.FORWARD, "forward diverges before model.layers.2: all that was computed before agrees, but its input is off by"),
+        (plants.alpha_applied_twice, "shard 2", {"adapter": ADAPTER}, Kind.FORWARD, "forward diverges in model.layers.1.self_attn"),
+        (plants.adapter_behind_the_sum_of_slices, "tp 2", {"adapter": ADAPTER}, Kind.FORWARD, "forward diverges in model.layers.1.self_attn"),
+        (plants.never_reduced, "shard 2", {"adapter": ADAPTER}, Kind.UNREDUCED, "of unit model.layers.1 arrived on ranks 0, 1: it is never reduced"),
+        (plants.tie_came_apart, "shard 2", {"family": "qwen2", "adapter": {**ADAPTER, "save_modules": ["lm_head", "embed_tokens"]}}, Kind.TIES, "tied parameters came apart"),
         (plants.multiplier_on_each_stage, "pp 2", STAGES, Kind.FORWARD, "on rank 1 (stage 1)"),
     ],
     ids=lambda value: getattr(value, "__name__", None),

@@ -213,6 +213,7 @@ def family_case(
     packing: str = "pack",
     model: Mapping[str, Any] | None = None,
     moe: Mapping[str, Any] | None = None,
+    adapter: Mapping[str, Any] | None = None,
     **parallel: Any,
 ) -> Case:
     """Return the case of a family, on random documents.
@@ -225,6 +226,7 @@ def family_case(
         packing: value of ``data.packing``.
         model: values that replace those of the family's config.
         moe: the section ``moe`` of the configuration.
+        adapter: the section ``adapter``; ``None``: the whole model is trained.
         parallel: further values of the section ``parallel``.
     """
     tiny = TINY_MODELS[family]
@@ -257,6 +259,7 @@ def family_case(
             },
             "data": {"files": ["drawn"], "sequence_length": SEQUENCE_LENGTH, "eval_fraction": 0.0, "packing": packing},
             "moe": dict(moe or {}),
+            "adapter": None if adapter is None else dict(adapter),
             "training": {"steps": STEPS, "global_batch_size": microbatches * readers},
         }
     )
