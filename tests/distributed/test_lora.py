@@ -43,6 +43,8 @@ def adapted(family: str, targets: list[str], **changes: Any) -> nn.Module:
         ("olmo2", ALL, {"tp": 2}),
         ("llama with biases", ALL, {"tp": 2}),  # of the low-rank matrices; behind a rowwise one it is added once
         ("llama", ALL, {"tp": 2}),
+        ("llama with dora", ALL, {"tp": 2}),  # norms of rows that a rank has whole, and of rows that are cut
+        ("llama with dora", ["lm_head", "down_proj"], {"tp": 2, "dp_shard": 2}),
         ("llama", ALL, {"tp": 4}),  # two ranks share a key/value head
         ("qwen2", ALL, {"tp": 2, "dp_shard": 2}),  # biases
         ("gpt_oss", ["q_proj", "o_proj"], {"tp": 2}),  # a bias behind a rowwise matrix
@@ -54,10 +56,11 @@ def test_gradients_equal_those_of_one_process(
     family: str, targets: list[str], sizes: dict[str, int], sequence_parallel: bool
 ) -> None:
     layout = Layout(**{"dp_shard": 1, **sizes})
-    family, _, biases = family.partition(" with ")
+    family, _, kind = family.partition(" with ")
+    options_of_adapter = {"lora_bias": kind == "biases", "use_dora": kind == "dora"}
 
     def on_rank(rank: int) -> None:
-        model, alone = (adapted(family, targets, lora_bias=bool(biases)) for _ in range(2))
+        model, alone = (adapted(family, targets, **options_of_adapter) for _ in range(2))
         if double := family != "gpt_oss":  # its experts have no kernel for float64; norms compute in fp32 all the same
             model, alone = model.double(), alone.double()
         options = ParallelOptions(param_dtype=None, sequence_parallel=sequence_parallel)
@@ -78,7 +81,7 @@ def test_gradients_equal_those_of_one_process(
                 assert error < (1e-6 if double else 1e-5), (name, float(error))
                 compared += 1
         layers = sum(1 if target == "lm_head" else 2 for target in targets)
-        assert compared == layers * (3 if biases else 2)
+        assert compared == layers * (3 if kind else 2)
 
     run_ranks(on_rank, layout.world_size)
 
@@ -94,8 +97,9 @@ def test_small_matrices_are_sliced_with_the_large_ones() -> None:
 
 
 def test_what_is_not_carried_out_is_refused_by_name() -> None:
-    model = adapted("llama", ["q_proj"], use_dora=True)
-    with pytest.raises(PlanError, match=r"model.layers.0.self_attn.q_proj.*lora_magnitude_vector"):
+    model = adapted("phi3", ["qkv_proj"], use_dora=True)
+    words = r"model.layers.0.self_attn.qkv_proj.*lora_magnitude_vector.* but those that are colwise, or rowwise without a bias"
+    with pytest.raises(PlanError, match=words):
         resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions())
     model = adapted("llama", ["embed_tokens"])
     with pytest.raises(PlanError, match=r"model.embed_tokens.*lora_embedding"):
@@ -115,3 +119,49 @@ def test_adapters_of_what_is_no_linear_layer_are_refused() -> None:
     model = adapted("qwen3_moe", ["gate_proj", "up_proj", "down_proj"])
     with pytest.raises(PlanError, match=r"peft wraps 'model.layers.1.mlp.experts', which is no linear layer"):
         resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions())
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def with_expert_adapters() -> nn.Module:
+    model = tiny_model("qwen3_moe")
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"], target_parameters=EXPERTS))
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    return model
+
+
+def test_adapters_of_fused_experts_are_gathered_around_their_outermost_wrapper() -> None:
+    """The wrapper changes the weights before it calls the mixture: gathered inside, they would come too late."""
+
+    def on_rank(rank: int) -> None:
+        model, alone = with_expert_adapters(), with_expert_adapters()
+        plan = resolve(spec_of(model), model, Layout(dp_shard=2), ParallelOptions(param_dtype=None))
+        assert "base_model.model.model.layers.1.mlp.experts" in {unit.name for unit in plan.units}
+        parallelize(model, plan, build_mesh(plan.layout, "cpu"))
+        optimizers = [torch.optim.AdamW([p for p in one.parameters() if p.requires_grad], lr=0.01) for one in (model, alone)]
+        for step in range(2):
+            (batch,) = batches(1, length=12)
+            summed_loss(model, batch).backward()
+            (2 * summed_loss(alone, batch)).backward()  # both data ranks have it
+            compared = 0
+            for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+                assert (ours.grad is None) == (theirs.grad is None), name
+                if theirs.grad is not None:
+                    torch.testing.assert_close(whole(ours.grad), theirs.grad, rtol=1e-4, atol=1e-5, msg=f"{name}, step {step}")
+                    compared += 1
+            assert compared == 8
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    run_ranks(on_rank, 2)
+
+
+def test_adapters_of_fused_experts_under_expert_parallel_are_refused_by_name() -> None:
+    model = with_expert_adapters()
+    with pytest.raises(PlanError, match=r"ep=2: peft wraps the experts '.*mlp\.experts'.* the legal value is 1"):
+        resolve(spec_of(model), model, Layout(dp_shard=2, ep=2), ParallelOptions(param_dtype=None))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.errors import ConfigError, PlanError
+from meshwright.errors import ConfigError
 from meshwright.layout import Layout
 from meshwright.models.adapters import adapt, bare, initialize_adapters, merge
 from meshwright.models.config import AdapterConfig
@@ -114,9 +114,3 @@ def test_a_new_adapter_changes_nothing_and_a_merged_one_computes_the_same(family
     merge(model)
     assert not ends(model)
     torch.testing.assert_close(summed_loss(model, batch).detach(), before, rtol=1e-5, atol=1e-4)
-
-
-def test_dora_under_tensor_parallel_is_refused_by_name() -> None:
-    model = adapted(kind="dora")
-    with pytest.raises(PlanError, match="lora_magnitude_vector, which is not supported inside of tensor parallel layers"):
-        resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions())

@@ -6,7 +6,7 @@ input and its output as the two moves (:class:`~meshwright.plan.moves.Move`) of 
 """
 
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -188,8 +188,36 @@ def _one_head(module: nn.Module, action: Compute, group: dist.ProcessGroup) -> F
     return forward
 
 
+def _dora_rows(module: nn.Module, action: Compute, group: dist.ProcessGroup) -> Forward:
+    """The magnitudes of DoRA (Liu et al. 2024, arXiv 2402.09353) as peft computes them, with slices of the matrices beside."""
+    inner = module.forward
+
+    def forward(hidden: torch.Tensor, **others: Any) -> Any:
+        with ExitStack() as stack:
+            for beside in others.values():
+                if isinstance(beside, nn.Module):
+                    stack.enter_context(local_parameters(beside))
+            return inner(hidden, **others)
+
+    return forward
+
+
+def _dora_columns(module: nn.Module, action: Compute, group: dist.ProcessGroup) -> Forward:
+    def norms(weight: torch.Tensor, lora_weight: torch.Tensor, scaling: float, **_: Any) -> torch.Tensor:
+        """Norms of whole rows [out], of which each rank has some columns. Nothing flows back through them (section 4.3)."""
+        whole = (weight + scaling * lora_weight).detach()
+        squares = whole.to(torch.promote_types(whole.dtype, torch.float32)).square().sum(1)
+        dist.all_reduce(squares, group=group)
+        return squares.sqrt().to(weight.dtype)
+
+    module.get_weight_norm = norms  # type: ignore[assignment]
+    return _dora_rows(module, action, group)
+
+
 _KERNELS: dict[Kernel, Callable[[nn.Module, Compute, dist.ProcessGroup], Forward]] = {
     Kernel.OWN: _own,
     Kernel.VOCABULARY_ROWS: _vocabulary_rows,
     Kernel.ONE_HEAD: _one_head,
+    Kernel.DORA_ROWS: _dora_rows,
+    Kernel.DORA_COLUMNS: _dora_columns,
 }

@@ -21,7 +21,7 @@ class AdapterConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["lora", "dora"] = Field(
-        default="lora", description="'lora': W + s B A. 'dora': its rows scaled to trained norms; not with tp."
+        default="lora", description="'lora': W + s B A. 'dora': its rows scaled to trained norms."
     )
     rank: int = Field(default=16, ge=1, description="Rows of A, columns of B.")
     alpha: int = Field(default=32, ge=1, description="The adapter is multiplied by s = alpha / rank.")

@@ -70,9 +70,10 @@ def experts_of(model: "PreTrainedModel") -> tuple[ExpertsRule, ...]:
     modules = dict(model.named_modules())
     routers = compat.router_classes(model)
     rules: dict[str, dict[str, ExpertsRule]] = {}
-    for name, module in modules.items():
+    for inner, module in modules.items():
         if not compat.is_experts(module):
             continue
+        name = _outermost(inner, modules)
         parent = holder_of(name)
         beside = {
             f"{parent}.{child}" if parent else child: router
@@ -88,6 +89,15 @@ def experts_of(model: "PreTrainedModel") -> tuple[ExpertsRule, ...]:
         else:  # layers with different routing, such as the first ones of DeepSeek-V4
             experts += [replace(rule, pattern=name) for name, rule in alike.items()]
     return tuple(experts)
+
+
+def _outermost(name: str, modules: "dict[str, nn.Module]") -> str:
+    """Return the name of the outermost wrapper of peft around a mixture. It changes the parameters before it calls the mixture,
+    so they must be gathered around the wrapper.
+    """
+    while name.endswith(".base_layer") and hasattr(modules[holder_of(name)], "lora_A"):
+        name = holder_of(name)
+    return name
 
 
 def _rule(name: str, block: "nn.Module", routers: "dict[str, nn.Module]") -> ExpertsRule:

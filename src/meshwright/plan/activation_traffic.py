@@ -80,6 +80,8 @@ def _sizes(plan: ShardingPlan, tokens: int) -> dict[str, Counter[str]]:
         for name in row.sums:
             summed = rows.get(f"{row.module}.{name}")
             sizes["tp"]["all_reduce"] += chunks * summed.numel * compute if summed is not None else 0
+            if summed is not None and row.style == "dora_columns":
+                sizes["tp"]["all_reduce"] += runs[0] * summed.numel * max(compute, itemsize("float32"))
         if row.exit is Move.VOCABULARY:
             sizes["tp"]["all_reduce"] += (LOSS_PARALLEL + 1) * tokens * itemsize("float32")
     for mixture in plan.experts if plan.layout.ep > 1 else ():

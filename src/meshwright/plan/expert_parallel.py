@@ -45,7 +45,9 @@ def resolve_experts(draft: Draft) -> tuple[ExpertsRow, ...]:
 
 def _row(draft: Draft, rule: ExpertsRule, name: str) -> ExpertsRow | None:
     ep, modules = draft.layout.ep, draft.model.modules
-    shapes = draft.model.parameters_inside(name)
+    inside_it = draft.model.parameters_inside(name)
+    shapes = {own: shape for own, shape in inside_it.items() if "lora_" not in own}
+    adapted = len(shapes) < len(inside_it)
     counts = {shape[0] if shape else 0 for shape in shapes.values()}
     if len(counts) != 1:
         draft.problems.append(
@@ -56,7 +58,12 @@ def _row(draft: Draft, rule: ExpertsRule, name: str) -> ExpertsRow | None:
     if ep > 1 and experts % ep:
         legal = ", ".join(map(str, divisors(experts)))
         draft.problems.append(f"ep={ep}: {experts} experts of {name!r} are divisible by {legal}")
-    if ep > 1 and any("." in own for own in shapes):
+    if ep > 1 and adapted:
+        draft.problems.append(
+            f"ep={ep}: peft wraps the experts {name!r}, and their adapters count experts in another dimension; the legal value "
+            "is 1"
+        )
+    elif ep > 1 and any("." in own for own in shapes):
         draft.problems.append(
             f"ep={ep}: the experts {name!r} keep their parameters in submodules, and ep needs stacked parameters (one tensor "
             "with an entry for each expert); the legal value is 1"

@@ -134,6 +134,7 @@ def tensor_parallel_counts(plan: ShardingPlan) -> Counter[str]:
             forward, backward = MOVED.get(move, (None, None))
             counts[forward or ""] += times * forwards
             counts[backward or ""] += times * backwards
+        counts["all_reduce"] += forwards if row.style == "dora_columns" else 0  # the norms of rows
         counts["all_reduce"] += chunks * (len(row.sums) + (LOSS_PARALLEL if row.exit is Move.VOCABULARY else 0))
     return Counter({kind: count * plan.options.microbatches for kind, count in counts.items() if kind and count})
 

@@ -107,6 +107,12 @@ class Kernel(StrEnum):
     ONE_HEAD = "one_head"
     """A matrix of several heads: it computes only the head that the queries of this rank need."""
 
+    DORA_ROWS = "dora_rows"
+    """The magnitudes of an adapter, which read the slices of its matrix: this rank has whole rows."""
+
+    DORA_COLUMNS = "dora_columns"
+    """The same: this rank has some columns, so squares of the norms of rows are summed over the axis."""
+
 
 class Bias(StrEnum):
     """Which ranks add the bias of a module whose output may be a sum over ranks, and when."""

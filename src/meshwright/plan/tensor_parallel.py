@@ -116,7 +116,12 @@ def tensor_parallel_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action
         yield from _own_counts(draft, plan)
 
 
-_KERNELS = {"embedding_rowwise": Kernel.VOCABULARY_ROWS, "grouped_colwise": Kernel.ONE_HEAD}
+_KERNELS = {
+    "embedding_rowwise": Kernel.VOCABULARY_ROWS,
+    "grouped_colwise": Kernel.ONE_HEAD,
+    "dora_rows": Kernel.DORA_ROWS,
+    "dora_columns": Kernel.DORA_COLUMNS,
+}
 
 
 def _compute(draft: Draft, row: TensorParallelRow) -> Compute:

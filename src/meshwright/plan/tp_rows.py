@@ -22,6 +22,7 @@ from meshwright.plan.names import generalize, holder_of, inside, match_names, wi
 from meshwright.plan.sharding_plan import TensorParallelRow
 from meshwright.plan.sliced_code import mixes_features, reads_matrix
 from meshwright.plan.spec import Structure
+from meshwright.plan.tp_adapters import adapted_rows
 from meshwright.plan.tp_checks import unheld, unsound
 from meshwright.plan.tp_styles import DERIVED, FIRST, HEAD, PARTIAL, SECOND, STYLES, canonical, styles_of_parameters
 
@@ -338,26 +339,11 @@ class Rows:
         return matching_parts[0] if matching_parts else ()
 
     def _adapted(self, name: str, style: str, entry: Move, exit_: Move, parts: tuple[int, ...]) -> None:
-        """Add the rows of a matrix with a low-rank adapter of peft: the moves of the matrix are placed around both."""
-        self.problems += [
-            f"tp={self.tp}: {name!r} has {feature}, which is not supported inside of tensor parallel layers"
-            for feature in self.model.modules[name].unheld
-        ]
-        self._add(name, "adapted", entry, exit_, parts=parts if style == "fused_colwise" else ())
-        inner = "colwise" if style == "fused_colwise" else style
-        rows_sliced = (STYLES.get(style) or DERIVED[style]).dim != -1
-        base = f"{name}.base_layer"
-        parts = parts if style == "grouped_colwise" else ()
-        bias = ("bias",) if not rows_sliced and "bias" in self._own(base) else ()
-        self._add(base, inner, sums=self._own(base) if style == "grouped_colwise" else bias, parts=parts)
-        for which in ("lora_A", "lora_B"):
-            for child in self.model.children(f"{name}.{which}"):
-                own = self._own(child)
-                if (which == "lora_B") == rows_sliced:
-                    self._add(child, inner, sums=own if style == "grouped_colwise" else (), parts=parts)
-                    self.of_parameters.update((f"{child}.{item}", inner) for item in own)
-                else:
-                    self._add(child, "replicated_with_grad_allreduce" if rows_sliced else "whole_on_parts", sums=own)
+        """Add the rows of a matrix with an adapter of peft."""
+        rows, of_parameters, problems = adapted_rows(self.model, self.tp, name, style, entry, exit_, parts)
+        self.rows |= {row.module: row for row in rows}
+        self.of_parameters |= of_parameters
+        self.problems += problems
 
     # -- rows of sequence parallel ------------------------------------------------------------------------------------------
 

@@ -1,0 +1,71 @@
+"""The rows of a matrix with an adapter of peft under tensor parallel: the moves of the matrix are placed around both.
+
+The small matrix that has the dimension which the style slices is sliced too, and the other one is whole on each rank, with its
+gradient summed. DoRA adds trained norms of the rows of W + s B A: slices of them where a rank has whole rows, and whole ones
+where it has some columns.
+"""
+
+from meshwright.plan.inspection import Inspection
+from meshwright.plan.moves import Move
+from meshwright.plan.sharding_plan import TensorParallelRow
+from meshwright.plan.tp_styles import DERIVED, STYLES
+
+__all__ = ["adapted_rows"]
+
+MAGNITUDE = "lora_magnitude_vector"
+"""Name of the norms of DoRA."""
+
+DORA = {"colwise", "colwise_gather_output", "rowwise"}
+"""Styles of matrices that may have them."""
+
+
+def adapted_rows(
+    model: Inspection, tp: int, name: str, style: str, entry: Move, exit_: Move, parts: tuple[int, ...]
+) -> tuple[list[TensorParallelRow], dict[str, str], list[str]]:
+    """Return the rows of a wrapped matrix, the styles of the adapter's parameters, and what is not supported.
+
+    Args:
+        model: the model.
+        tp: number of ranks.
+        name: the module that peft put around the matrix.
+        style: style of the matrix.
+        entry: move of its input.
+        exit_: move of its output.
+        parts: see :class:`~meshwright.plan.sharding_plan.TensorParallelRow`.
+    """
+    base, features = f"{name}.base_layer", model.modules[name].unheld
+    own = tuple(model.modules[base].parameters)
+    held = style in DORA and not (style == "rowwise" and "bias" in own)
+    problems = [
+        f"tp={tp}: {name!r} has {feature}, which is not supported inside of tensor parallel layers"
+        + (" but those that are colwise, or rowwise without a bias" if feature == MAGNITUDE else "")
+        for feature in features
+        if feature != MAGNITUDE or not held
+    ]
+    grouped, rows_sliced = style == "grouped_colwise", (STYLES.get(style) or DERIVED[style]).dim != -1
+    inner = "colwise" if style == "fused_colwise" else style
+    rows = [TensorParallelRow(name, "adapted", entry, exit_, parts=parts if style == "fused_colwise" else ())]
+    parts = parts if grouped else ()
+    bias = ("bias",) if not rows_sliced and "bias" in own else ()
+    rows.append(TensorParallelRow(base, inner, sums=own if grouped else bias, parts=parts))
+    of_parameters: dict[str, str] = {}
+
+    def slice_of(child: str) -> None:
+        of_parameters.update((f"{child}.{item}", inner) for item in model.modules[child].parameters)
+
+    for which in ("lora_A", "lora_B"):
+        for child in model.children(f"{name}.{which}"):
+            of_child = tuple(model.modules[child].parameters)
+            if (which == "lora_B") == rows_sliced:
+                rows.append(TensorParallelRow(child, inner, sums=of_child if grouped else (), parts=parts))
+                slice_of(child)
+            else:
+                whole = "replicated_with_grad_allreduce" if rows_sliced else "whole_on_parts"
+                rows.append(TensorParallelRow(child, whole, sums=of_child))
+    for child in model.children(f"{name}.{MAGNITUDE}") if held and MAGNITUDE in features else ():
+        rows.append(
+            TensorParallelRow(child, "dora_rows" if rows_sliced else "dora_columns", sums=() if rows_sliced else ("weight",))
+        )
+        if rows_sliced:
+            slice_of(child)
+    return rows, of_parameters, problems
