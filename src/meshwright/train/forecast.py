@@ -73,7 +73,7 @@ class Expectation:
     """Compares a run with its forecast.
 
     Args:
-        setup: the run; its model is not parallelized yet.
+        setup: the run; its model is not parallelized yet. Nothing is expected of a run that was not prepared, such as an audit.
         device: device of this rank.
         speaks: whether this is rank 0. Other ranks do nothing.
     """
@@ -81,13 +81,14 @@ class Expectation:
     def __init__(self, setup: RunSetup, device: torch.device, *, speaks: bool) -> None:
         self.device = device
         self._process: subprocess.Popen[bytes] | None = None
+        speaks = speaks and setup.paths.config.is_file()
         gpu = _gpu(setup, device) if speaks else None
         self.operations = operations_of_step(setup) if speaks else None
         self._ranks, self._left = setup.layout.world_size, WARM
         dtype = setup.plan.options.param_dtype or setup.config.model.dtype
         self.peak = 0.0 if gpu is None else 1e12 * load_hardware(gpu).peak(dtype)
         self._measured: Mapping[str, float] | None = None
-        if gpu is not None and setup.paths.config.is_file():
+        if gpu is not None:
             command = [sys.executable, "-m", "meshwright", "plan", str(setup.paths.config)]
             command += ["--world-size", str(self._ranks), "--gpu", gpu, "--json"]
             kept = {key: value for key, value in os.environ.items() if not key.startswith(_OF_LAUNCHERS)}
