@@ -58,6 +58,10 @@ def test_targets(family: str, targets: Any, found: set[str]) -> None:
             {"targets": ["lm_head"], "config": {"tie_word_embeddings": True}},
             r"'model.embed_tokens.weight' is also 'lm_head.weight', and each would get an adapter of its own",
         ),
+        (
+            {"targets": ["lm_head"], "save_modules": ["lm_head"]},
+            r"adapter\.save_modules: 'lm_head' is trained whole, and is among adapter\.targets; name it in one of them",
+        ),
         ({"save_modules": ["head"]}, r"adapter\.save_modules: 'head' is no module of LlamaForCausalLM"),
         (
             {"save_modules": ["lm_head"], "config": {"tie_word_embeddings": True}},

@@ -75,6 +75,21 @@ def test_an_adapter_goes_out_to_peft_and_back(tiny: Tiny, tmp_path: Path, kind: 
         )
 
 
+def test_tied_modules_that_are_trained_whole_reach_peft_under_both_names(tiny: Tiny, tmp_path: Path) -> None:
+    saved(tmp_path / "model", tie_word_embeddings=True)
+    config = tiny(*adapter(tmp_path / "model", save_modules=["lm_head", "embed_tokens"]), "schedule.kind=constant")
+    train(config, 2)
+    export_checkpoint(newest(config), tmp_path / "adapter", adapter=True)
+    export_checkpoint(newest(config), tmp_path / "merged")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    before = logits(plain)
+    beside = peft.PeftModel.from_pretrained(plain, str(tmp_path / "adapter"))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), logits(beside), rtol=0, atol=1e-5)
+    assert (logits(merged) - before).abs().max() > 1e-2
+    assert merged.lm_head.weight is merged.model.embed_tokens.weight
+
+
 def test_a_resumed_adapter_repeats_its_losses_on_another_layout(tiny: Tiny, tmp_path: Path) -> None:
     saved(tmp_path / "model")
     more = (*adapter(tmp_path / "model"), "schedule.kind=constant", "optimizer.lr=0.02")

@@ -60,6 +60,10 @@ def adapt(model: "PreTrainedModel", config: AdapterConfig, param_dtype: str | No
     targets = _targets(model, config, spec.layers, spec.idle)
     _refuse_shared(model, targets)
     saved = _saved(model, config)
+    if both := [name for name in targets if within(name, saved)]:
+        raise ConfigError(
+            f"adapter.save_modules: {both[0]!r} is trained whole, and is among adapter.targets; name it in one of them"
+        )
     fp32 = {name for pattern in spec.fp32 for name, _ in model.named_modules() if match_names(pattern, [name])}
     master = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     for name, parameter in model.named_parameters():
@@ -214,8 +218,9 @@ def bare(model: nn.Module) -> Iterator[None]:
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trained parameters by their names in the model."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    """Return the trained parameters by their names in the model; a tied one by each of them, because peft unties them."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: parameter for name, parameter in named if parameter.requires_grad}
 
 
 def initialize_adapters(model: nn.Module, device: torch.device, seed: int, path: str | None = None) -> None:
@@ -337,7 +342,7 @@ def write_adapter(model: nn.Module, config: AdapterConfig, base: str | None, fol
     """
     from safetensors.torch import save_file
 
-    tensors = {_saved_name(name): tensor.data.contiguous() for name, tensor in _trained(model).items()}
+    tensors = {_saved_name(name): tensor.data.clone() for name, tensor in _trained(model).items()}  # no file shares memory
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     names = {id(module): name for name, module in model.named_modules()}
     settings = _peft_config(config, sorted(names[id(wrapper)] for _, _, wrapper in _wrappers(model)))
