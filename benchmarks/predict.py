@@ -65,13 +65,12 @@ class Row:
 def _row(
     name: str, shape: str | dict[str, Any], ranks: int, hardware: Hardware, tokens: float | None, memory: float | None,
     micro: int, batch: int, length: int, recomputed: str, *, kernel: str | None = None, stages: int | None = None,
-    fused: bool = False, adapter: int | None = None, **layout: Any,
+    fused: bool = False, adapter: int | None = None, chunks: int | None = None, dtype: str = "float32", **layout: Any,
 ) -> Row:  # fmt: skip
     parallel: dict[str, Any] = {
         "activation_checkpointing": recomputed, "sequence_parallel": layout.get("tp", 1) > 1, "compile": fused,
     }  # fmt: skip
-    if hardware is SLOWER:
-        parallel["loss_chunks"] = 0
+    parallel["loss_chunks"] = 0 if hardware is SLOWER else chunks
     if shape == "llama_405b":
         parallel["sync"] = "defer"  # parameters stay gathered, as in the paper, section 3.3.2
     if stages is not None:
@@ -79,7 +78,7 @@ def _row(
     return Row(name, shape, ranks, hardware, tokens, memory, {
         "layout": layout, "parallel": parallel, "data": {"files": ["x"], "sequence_length": length, "packing": "pad"},
         "training": {"steps": 1, "microbatch_size": micro, "global_batch_size": batch},
-        "model": {"attn_implementation": kernel},
+        "model": {"attn_implementation": kernel, "dtype": dtype},
         "adapter": None if adapter is None else {"rank": adapter},
     })  # fmt: skip
 
@@ -95,6 +94,12 @@ def _gpt_tokens(tflops: float, layers: int, hidden: int) -> float:
     """Return tokens a second from 10^12 operations, those of recomputation too (Narayanan et al. 2021, arXiv 2104.04473)."""
     return tflops * 1e12 / (96 * layers * hidden**2 * (1 + 2048 / (6 * hidden) + 51200 / (16 * layers * hidden)))
 
+
+LLAMA_1B: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256, "tie_word_embeddings": True,
+    "max_position_embeddings": 131072,
+}  # fmt: skip
 
 LLAMA_405B = 6 * 405.8e9 + 12 * 126 * 16384 * 8192
 """Operations for a token, as torchtitan counts them."""
@@ -140,9 +145,13 @@ ROWS = (
         "25 Megatron 39.1B", _gpt(48, 8192, 64), 512, A100, _gpt_tokens(138, 48, 8192), None, 4, 1536, 2048,
         "full", pp=2, tp=8, fused=True,
     ),
+    _row("a NeMo 1B", LLAMA_1B, 8, H100, None, 47.59, 8, 64, 2048, "none", dtype="bfloat16", chunks=0),
+    _row("b the same, recomputed", LLAMA_1B, 8, H100, None, 33.06, 8, 64, 2048, "full", dtype="bfloat16", chunks=0),
+    _row("c the same, logits never whole", LLAMA_1B, 8, H100, None, 7.3, 8, 64, 2048, "full", dtype="bfloat16"),
 )  # fmt: skip
-"""Rows of research/next-wave.md, section 4.6. The microbatch of rows 23 to 25 is not published. ``fused``: their code has fused
-kernels where transformers has many operators; `parallel.compile` stands for that."""
+"""Rows of research/next-wave.md, section 4.6; a to c are its memory rows of a Llama-3.2-1B. The microbatch of rows 23 to 25 is
+not published. ``fused``: their code has fused kernels where transformers has many operators; `parallel.compile` stands for that.
+"""
 
 
 def main() -> None:
