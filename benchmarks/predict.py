@@ -150,7 +150,8 @@ ROWS = (
     _row("c the same, logits never whole", LLAMA_1B, 8, H100, None, 7.3, 8, 64, 2048, "full", dtype="bfloat16"),
 )  # fmt: skip
 """Rows of research/next-wave.md, section 4.6; a to c are its memory rows of a Llama-3.2-1B. The microbatch of rows 23 to 25 is
-not published. ``fused``: their code has fused kernels where transformers has many operators; `parallel.compile` stands for that.
+not published. ``fused``: their code has fused kernels where transformers has many operators, and `parallel.compile` stands for
+that.
 """
 
 
