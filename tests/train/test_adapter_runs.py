@@ -62,6 +62,9 @@ def test_an_adapter_goes_out_to_peft_and_back(tiny: Tiny, tmp_path: Path, kind: 
         (tmp_path / "model" / name).write_bytes((tmp_path / "merged" / name).read_bytes())
     assert generate(tmp_path / "merged", "abc", 4, 0) == generate(tmp_path / "model", "abc", 4, 0, adapter=tmp_path / "adapter")
 
+    with pytest.raises(ModelError, match=r"--adapter=/nowhere: Can't find 'adapter_config\.json'"):
+        generate(tmp_path / "model", "abc", 4, 0, adapter=Path("/nowhere"))
+
     # It goes on from there, and plain peft's files are taken as well as ours.
     beside.save_pretrained(tmp_path / "theirs")
     again = tiny(*adapter(tmp_path / "model", path=str(tmp_path / "theirs"), **options), f"output={tmp_path}/again")

@@ -225,13 +225,13 @@ def generate(
             config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
             family = family_named(config.model_type)
             model = family.auto_class().from_pretrained(directory, dtype="auto", trust_remote_code=trust_remote_code)
-        if adapter is not None:
-            import peft
-
-            model = peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelError(f"{directory}: {str(error).splitlines()[0]}") from error
+    if adapter is not None:
+        from meshwright.models.adapters import with_adapter
+
+        model = with_adapter(model, adapter)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).eval()
     asked = bool(tokenizer.chat_template) and not raw

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from meshwright.plan.names import match_names, within
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["adapt", "bare", "check_adapter", "initialize_adapters", "merge", "write_adapter"]
+__all__ = ["adapt", "bare", "check_adapter", "initialize_adapters", "merge", "with_adapter", "write_adapter"]
 
 NAME = "default"
 """Name of the adapter in peft's modules."""
@@ -50,10 +51,9 @@ def adapt(model: "PreTrainedModel", config: AdapterConfig, param_dtype: str | No
         ConfigError: peft is not installed, a name matches nothing, or a tied parameter would be trained under one of its names.
         ModelError: peft refuses the model.
     """
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError("adapter: needs `pip install 'meshwright[adapters]'`") from error
+    _check_installed()
+    import peft
+
     from meshwright.models.registry import spec_of
 
     spec = spec_of(model, param_dtype)
@@ -81,6 +81,11 @@ def adapt(model: "PreTrainedModel", config: AdapterConfig, param_dtype: str | No
         parameter.requires_grad_("lora_" in name or within(name, saved))
         if parameter.requires_grad:  # the values that an optimizer adds to
             parameter.data = parameter.data.to(master)
+
+
+def _check_installed() -> None:
+    if find_spec("peft") is None:
+        raise ConfigError("adapter: needs `pip install 'meshwright[adapters]'`")
 
 
 def _peft_config(config: AdapterConfig, targets: list[str]) -> Any:
@@ -329,6 +334,22 @@ def merge(model: nn.Module) -> None:
             whole = whole * (magnitude / torch.linalg.norm(whole, dim=1))[:, None]
         base.weight.data = (whole.T.contiguous() if turned else whole).to(base.weight.dtype)
         parent._modules[name] = base
+
+
+def with_adapter(model: nn.Module, folder: Path) -> Any:
+    """Return a model with the adapter of a directory of peft, merged.
+
+    Raises:
+        ConfigError: peft is not installed.
+        ModelError: the directory has no adapter, or one of another model.
+    """
+    _check_installed()
+    import peft
+
+    try:
+        return peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"--adapter={folder}: {str(error).splitlines()[0]}") from error
 
 
 def write_adapter(model: nn.Module, config: AdapterConfig, base: str | None, folder: Path) -> None:
