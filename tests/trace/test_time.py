@@ -135,3 +135,14 @@ def test_what_is_frozen_has_no_gradient_of_its_own() -> None:
     frozen = sum(row.numel for row in setup.plan.parameters if not row.trainable and len(row.shape) == 2)
     assert whole is not None
     assert operations_of_step(setup) == whole - 2 * frozen * 16 * 64
+
+
+def test_compute_by_kind_of_layer() -> None:
+    """DeepSeek-V3 begins with a dense layer, which is not told apart from what is outside of layers."""
+    found = forecast(setup_of(2, "deepseek_v3", layers=6))
+    compute = sum(found.parts[name] for name in ("products", "attention", "elementwise"))
+    assert sum(found.layers.values()) == pytest.approx(compute)
+    assert list(found.layers) == ["5 x model.layers.1", "the rest"]
+    assert all(seconds > 0 for seconds in found.layers.values())
+    stages = forecast(setup_of(2, layers=8, layout={"pp": 2}))
+    assert next(label.partition(" x ")[0] for label in stages.layers) == "4"

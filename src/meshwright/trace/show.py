@@ -59,10 +59,12 @@ def show_time(forecast: TimeForecast, *, calibrated: bool) -> RenderableType:
         if share >= 0.0005:
             words = name if name not in ("tp", "cp", "ep") else f"communication over {name}"
             table.add_row(words.replace("data ranks", "communication over data ranks"), _seconds(seconds), f"{share:.1%}")
+    layers = ", ".join(f"{escape(label)} {_seconds(seconds)}" for label, seconds in forecast.layers.items() if seconds > 0)
     low, high = _seconds(forecast.low), _seconds(forecast.high)
     tokens, operations = _two(forecast.tokens_per_second_per_device), _two(forecast.model_tflops_per_device)
     return Group(
         table,
+        f"compute by layers: {layers}",
         f"a step takes {low} to {high}, on devices that are {'calibrated' if calibrated else 'not calibrated'}",
         f"about {tokens} tokens/s and {operations} model TFLOP/s a device (MFU {forecast.mfu:.0%})",
     )

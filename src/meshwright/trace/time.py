@@ -8,7 +8,7 @@ that were calibrated.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from meshwright.plan.activation_traffic import activation_traffic
@@ -59,6 +59,8 @@ class TimeForecast:
         parts: seconds of the slowest rank: ``products``, ``attention``, ``elementwise``, ``launches`` (waits for the host to
             start operators), ``update``, ``host`` (copies of `cpu_offload`), ``bubble``, ``beyond`` (what a
             calibration measured beside all that), and the communication that is not hidden, by axis.
+        layers: the compute among them (``products``, ``attention``, ``elementwise``) by kind of layer: number and first name of
+            the layers of a kind on that rank, and ``the rest``, to seconds.
     """
 
     step_seconds: float
@@ -68,6 +70,7 @@ class TimeForecast:
     model_tflops_per_device: float
     mfu: float
     parts: Mapping[str, float]
+    layers: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast as plain values, for JSON."""
@@ -128,7 +131,11 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
     tflops = operations / layout.world_size / step / 1e12
     speed = tokens / step / layout.world_size
     low, high = (share * step for share in RANGES[hardware.calibrated])
-    return TimeForecast(step, low, high, speed, tflops, 1e12 * tflops / peak, parts)
+    layers = {
+        label: microbatches * sum(seconds for name, seconds in spent(work).items() if name != "launches")
+        for label, work in whole.by_kind(plan, rank).items()
+    }
+    return TimeForecast(step, low, high, speed, tflops, 1e12 * tflops / peak, parts, layers)
 
 
 def _exposed(plan: ShardingPlan, hardware: Hardware, rank: int, compute: float) -> float:
@@ -158,6 +165,7 @@ class _Work:
         rest: the work outside of layers.
         loss: what of it is that of the output head and the loss.
         kinds: the kind of each layer.
+        known: kinds whose work was told apart; that of the others is between the rest and the layers.
     """
 
     layers: Mapping[int, Counter[Work]]
@@ -165,6 +173,7 @@ class _Work:
     rest: Counter[Work]
     loss: Counter[Work]
     kinds: Mapping[str, int]
+    known: frozenset[int]
 
     @classmethod
     def of(cls, traces: Traces) -> "_Work":
@@ -178,7 +187,7 @@ class _Work:
             of_loss = {kind: value / first for kind, value in whole[LOSS].items()}
             alike = Counter({kind: each.get(kind, 0) - of_loss.get(kind, 0) for kind in Work})
             forward = {kind: Counter(own) for kind in kinds}
-            return cls(dict.fromkeys(kinds, alike), forward, whole[LOSS], whole[LOSS], names)
+            return cls(dict.fromkeys(kinds, alike), forward, whole[LOSS], whole[LOSS], names, frozenset(kinds))
         for kind in set(kinds):
             # A kind that only the first layers have counts as that of the next one.
             place = kinds.index(kind, first) if kind in kinds[first:] else min(first, len(kinds) - 1)
@@ -188,20 +197,36 @@ class _Work:
         rest = _sum(whole)
         for kind in kinds[:first]:
             rest = _difference(rest, layers[kind])
-        return cls(layers, forward, rest, whole[LOSS], names)
+        return cls(layers, forward, rest, whole[LOSS], names, frozenset(kinds[first:]))
 
     def of_rank(self, plan: ShardingPlan, rank: int) -> Counter[Work]:
         """Return the work of a rank of `pp`."""
-        stages = stages_of_rank(plan, rank)
-        names = plan.layers if not plan.stages else [name for stage in stages for name in plan.stages[stage].layers]
         total = Counter(dict.fromkeys(Work, 0))
-        for name in names:
+        for name in self._layers_of(plan, rank):
             total.update(self.layers[self.kinds[name]])
         if not plan.stages:
             total.update(self.rest)
-        elif len(plan.stages) - 1 in stages:
+        elif len(plan.stages) - 1 in stages_of_rank(plan, rank):
             total.update(self.loss)
         return total
+
+    def by_kind(self, plan: ShardingPlan, rank: int) -> dict[str, Counter[Work]]:
+        """Return the work of a rank of `pp` by kind of layer, and the rest."""
+        names = self._layers_of(plan, rank)
+        alike: dict[int, list[str]] = {}
+        for name in names:
+            if self.kinds[name] in self.known:
+                alike.setdefault(self.kinds[name], []).append(name)
+        found = {
+            f"{len(of_kind)} x {of_kind[0]}": Counter({one: value * len(of_kind) for one, value in self.layers[kind].items()})
+            for kind, of_kind in alike.items()
+        }
+        return {**found, "the rest": _difference(self.of_rank(plan, rank), _sum(found))}
+
+    def _layers_of(self, plan: ShardingPlan, rank: int) -> list[str]:
+        if not plan.stages:
+            return list(plan.layers)
+        return [name for stage in stages_of_rank(plan, rank) for name in plan.stages[stage].layers]
 
     def of_model(self) -> float:
         """Return the operations of the model for a rank's microbatch: forward, and twice as many backward."""
