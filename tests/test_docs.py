@@ -121,10 +121,6 @@ def test_a_plain_family_is_parallelized_and_has_the_gradients_of_one_process(fil
 @pytest.mark.thorough
 @pytest.mark.command
 def test_a_family_of_transformers_is_planned_and_audited(files: Path, meshwright: Callable[..., Any]) -> None:
-    refused = meshwright("plan", "run.yaml", "imports=[]", "--world-size", 8)
-    assert refused.code == 2
-    assert "self_attn uses num_heads of the whole model" in refused.error
-
     planned = meshwright("plan", "run.yaml", "--world-size", 8, "--json")
     assert planned.code == 0, planned.error
     styles = {row["module"]: row["style"] for row in json.loads(planned.out)["tensor_parallel"]}

@@ -243,7 +243,7 @@ def test_the_page_of_the_matrix(tmp_path: Path) -> None:
         page,
         said.append,
         ["gpt2", "gpt_oss"],
-        [place for place in LAYOUTS if place.label in ("shard 2", "tp 2", "pp 2")],
+        [place for place in LAYOUTS if place.label in ("shard 2", "pp 2 x tp 2 seq", "pp 2")],
         VARIANTS[:1],
         data=tmp_path / "data" / "proofs.json",
     )
@@ -252,16 +252,16 @@ def test_the_page_of_the_matrix(tmp_path: Path) -> None:
     assert proven == [
         ("gpt2", "shard 2", ["dp_shard"], ""),
         ("gpt_oss", "shard 2", ["dp_shard"], ""),
-        ("gpt_oss", "tp 2", ["tp"], ""),
         ("gpt2", "pp 2", ["pp"], ""),
         ("gpt_oss", "pp 2", ["pp"], ""),
+        ("gpt_oss", "pp 2 x tp 2 seq", ["pp", "tp"], ""),
     ]
     text = page.read_text()
-    assert [line.partition(" (")[0] for line in said] == ["shard 2: 2 works", "tp 2: 1 works, 1 refused", "pp 2: 2 works"]
+    assert [line.partition(" (")[0] for line in said] == ["shard 2: 2 works", "pp 2: 2 works", "pp 2 x tp 2 seq: 1 works, 1 refused"]
     row = next(line for line in text.splitlines() if line.startswith("| gpt2"))
     assert float(row.split("|")[2]) < 1e-9
     assert "refused [" in row
-    assert "model: GPT2LMHeadModel declares no tp_styles" in text
+    assert "sequence_parallel=True: a slice cannot leave a stage" in text
     assert "data.packing" not in text  # packed documents of gpt-oss are kept apart, which its own masks do not
 
 

@@ -1,19 +1,25 @@
 """Which matrices get an adapter, what is frozen and in which dtype, and what is refused."""
 
+import copy
+from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, ModelError
 from meshwright.layout import Layout
+from meshwright.models.adapter_files import of_adapter, write_adapter
 from meshwright.models.adapters import adapt, bare, initialize_adapters, merge
 from meshwright.models.config import AdapterConfig
+from meshwright.models.families import TINY_MODELS
 from meshwright.models.registry import spec_of
 from meshwright.plan.options import ParallelOptions
 from meshwright.plan.resolver import resolve
-from tests.tiny import batches, summed_loss, tiny_model
+from tests.tiny import batches, logits_of, make, summed_loss, tiny_model
 
 LAYER = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
@@ -56,7 +62,7 @@ def test_targets(family: str, targets: Any, found: set[str]) -> None:
         ),
         (
             {"targets": ["lm_head"], "config": {"tie_word_embeddings": True}},
-            r"'model.embed_tokens.weight' is also 'lm_head.weight', and each would get an adapter of its own",
+            r"'lm_head.weight' is also 'model.embed_tokens.weight', which would compute without the adapter",
         ),
         (
             {"targets": ["lm_head"], "save_modules": ["lm_head"]},
@@ -99,22 +105,108 @@ def test_without_its_wrappers_a_model_has_the_names_of_its_files() -> None:
     assert ends(model) == LAYER
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_new_adapter_changes_nothing_and_a_merged_one_computes_the_same(family: str, kind: str) -> None:
-    plain, model = tiny_model(family, seed=3), adapted(family, meta=False, kind=kind, scaling="rs")
+def over(plain: nn.Module, family: str, **options: Any) -> tuple[nn.Module, AdapterConfig]:
+    """A model with the weights of a plain one, and a new adapter."""
+    config = AdapterConfig(**{"rank": 3, "alpha": 6, **options})
+    model = make(family, meta=True)[0]
+    adapt(model, config, None)
     with bare(model):
+        model.to_empty(device="cpu")
+        model.tie_weights()
         model.load_state_dict(plain.state_dict())
+        for own, other in zip(model.buffers(), plain.buffers(), strict=True):
+            own.copy_(other)
     initialize_adapters(model, torch.device("cpu"), 0)
-    (batch,) = batches(1, length=12)
-    torch.testing.assert_close(summed_loss(model, batch), summed_loss(plain, batch), rtol=1e-5, atol=1e-5)
+    return model, config
+
+
+def draw(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" in name:
+            if of_adapter(name):
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
-    before = summed_loss(model, batch).detach()
-    assert abs(float(before - summed_loss(plain, batch))) > 1e-2
+
+
+ADAPTERS = [
+    *((family, {"kind": kind, "scaling": "rs"}) for family in ("llama", "gpt2") for kind in ("lora", "dora")),
+    *((family, {"experts": True}) for family in TINY_MODELS if TINY_MODELS[family].sparse and family != "diffusion_gemma"),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), ADAPTERS, ids=str)
+def test_a_new_adapter_changes_nothing_and_others_compute_the_same_in_peft_and_merged(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    plain = make(family, seed=3)[0]
+    model, config = over(plain, family, **options)
+    (batch,) = batches(1, length=12)
+    torch.testing.assert_close(summed_loss(model, batch), summed_loss(plain, batch), rtol=1e-5, atol=1e-5)
+    draw(model)
+    before = logits_of(model, batch["input_ids"])
+    assert (before - logits_of(plain, batch["input_ids"])).abs().max() > 1e-2
+    write_adapter(model, config, None, tmp_path)
+    beside = peft.PeftModel.from_pretrained(copy.deepcopy(plain), str(tmp_path))
+    torch.testing.assert_close(logits_of(beside, batch["input_ids"]), before, rtol=1e-6, atol=1e-6)
+    again, _ = over(plain, family, **options)
+    initialize_adapters(again, torch.device("cpu"), 0, path=str(tmp_path))
+    torch.testing.assert_close(logits_of(again, batch["input_ids"]), before, rtol=0, atol=0)
     merge(model)
     assert not ends(model)
-    torch.testing.assert_close(summed_loss(model, batch).detach(), before, rtol=1e-5, atol=1e-4)
+    assert not any(of_adapter(name) for name, _ in model.named_parameters())
+    torch.testing.assert_close(logits_of(model, batch["input_ids"]), before, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "experts"])
+def test_modules_that_share_a_matrix_share_one_adapter(kind: str, tmp_path: Path) -> None:
+    """DiffusionGemma has its matrices in both of its stacks."""
+    plain = make("diffusion_gemma", seed=3)[0]
+    options: dict[str, Any] = {"experts": True} if kind == "experts" else {"kind": kind}
+    model, config = over(plain, "diffusion_gemma", **options)
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if of_adapter(name):
+            names.setdefault(id(parameter), []).append(name)
+    assert names
+    assert all(len(shared) == 2 and "encoder" in shared[0] and "decoder" in shared[1] for shared in names.values())
+    draw(model)
+    write_adapter(model, config, None, tmp_path)
+    adapted = model.model.decoder.layers[0].self_attn.q_proj
+    delta = adapted.scaling["default"] * adapted.lora_B["default"].weight @ adapted.lora_A["default"].weight
+    expected = plain.model.decoder.layers[0].self_attn.q_proj.weight + delta
+    merge(model)
+    if kind != "dora":
+        torch.testing.assert_close(model.model.decoder.layers[0].self_attn.q_proj.weight, expected)
+    again, _ = over(plain, "diffusion_gemma", **options)
+    initialize_adapters(again, torch.device("cpu"), 0, path=str(tmp_path))
+    merge(again)
+    for (name, one), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if "decoder" in name)
+    save_file({**tensors, name: tensors[name] + 1}, file)
+    fresh, _ = over(plain, "diffusion_gemma", **options)
+    with pytest.raises(ModelError, match=r"has two values; DiffusionGemma.* shares it with model\.encoder\.language_model"):
+        initialize_adapters(fresh, torch.device("cpu"), 0, path=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"experts": True}, r"adapter\.experts: LlamaForCausalLM has no fused experts; the legal value is false"),
+        ({"experts": True, "kind": "dora"}, r"adapter\.experts: kind: dora is not for experts"),
+        ({"experts": True, "dropout": 0.1}, r"adapter\.experts: dropout: 0\.1 is not for experts"),
+    ],
+)
+def test_adapters_of_experts_that_cannot_be_are_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises((ConfigError, ValueError), match=problem):
+        adapted(**options)
+
+
+def test_an_implementation_of_experts_that_has_no_adapters_is_refused() -> None:
+    model = tiny_model("qwen3_moe", meta=True)
+    model.set_experts_implementation("batched_mm")
+    with pytest.raises(ConfigError, match=r"under model\.experts_implementation=batched_mm; legal are grouped_mm, eager"):
+        adapt(model, AdapterConfig(experts=True), None)

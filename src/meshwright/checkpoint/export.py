@@ -41,7 +41,8 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
 
     from meshwright.checkpoint.state import model_tensors
     from meshwright.data.tokenizer import DEFAULT_CHAT_TEMPLATE, load_tokenizer
-    from meshwright.models.adapters import bare, initialize_adapters, merge, write_adapter
+    from meshwright.models.adapter_files import write_adapter
+    from meshwright.models.adapters import bare, initialize_adapters, merge
     from meshwright.models.build import build_on_meta, materialize, pretrained_config, weight_files
     from meshwright.models.config import AdapterConfig, ModelConfig
     from meshwright.models.imports import import_modules
@@ -229,7 +230,7 @@ def generate(
     except (OSError, ValueError) as error:
         raise ModelError(f"{directory}: {str(error).splitlines()[0]}") from error
     if adapter is not None:
-        from meshwright.models.adapters import with_adapter
+        from meshwright.models.adapter_files import with_adapter
 
         model = with_adapter(model, adapter)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,5 +1,6 @@
 """The model of a run and the options of its family, as a schema. It is light to import: pydantic only."""
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,9 @@ class AdapterConfig(BaseModel):
         description="Matrices with an adapter: last components of their names, as in [q_proj, v_proj], or patterns. "
         "'all-linear': all linear layers inside the model's layers, but routers and parts that text does not run.",
     )
+    experts: bool = Field(
+        default=False, description="Also give each fused expert of a mixture its own A and B (lora, without dropout)."
+    )
     save_modules: list[str] = Field(
         default=[],
         description="Modules that are trained whole and saved with the adapter, as in [lm_head]. Tied ones together.",
@@ -41,6 +45,18 @@ class AdapterConfig(BaseModel):
     path: PathText | None = Field(
         default=None, description="A directory of peft to start from, of the same kind, rank and targets."
     )
+
+    @property
+    def scale(self) -> float:
+        """The factor of the adapter."""
+        return self.alpha / (math.sqrt(self.rank) if self.scaling == "rs" else self.rank)
+
+    @model_validator(mode="after")
+    def _of_experts(self) -> "AdapterConfig":
+        wrong = "kind: dora" if self.kind == "dora" else f"dropout: {self.dropout}" if self.dropout else ""
+        if self.experts and wrong:
+            raise ValueError(f"adapter.experts: {wrong} is not for experts, and peft has no such adapters of them")
+        return self
 
 
 class ModelConfig(BaseModel):

@@ -19,7 +19,7 @@ from meshwright.distributed.names import class_name
 from meshwright.errors import ModelError
 from meshwright.models import _transformers_compat as compat
 
-__all__ = ["derive_seed", "initialize", "initialize_buffers", "whole_parameters"]
+__all__ = ["derive_seed", "initialize", "initialize_buffers", "keep_slice", "whole_parameters"]
 
 
 def derive_seed(*parts: object) -> int:
@@ -159,9 +159,16 @@ class whole_parameters:  # noqa: N801  # used as a function
             module._parameters[name] = sharded  # type: ignore[assignment]
             whole_parameter = self.wholes.pop(id(sharded), None)
             if whole_parameter is not None and kind is None:
-                # src_data_rank=None: each rank slices its own copy, and nothing is sent
-                local = distribute_tensor(whole_parameter.data, sharded.device_mesh, sharded.placements, src_data_rank=None)
-                sharded.to_local().copy_(local.to_local())
+                keep_slice(sharded, whole_parameter.data)
+
+
+def keep_slice(stored: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy a whole tensor, which every rank has, into a parameter, of which each rank stores its slice."""
+    if isinstance(stored, DTensor):
+        # src_data_rank=None: each rank slices its own copy, and nothing is sent
+        whole = distribute_tensor(whole.to(stored.dtype), stored.device_mesh, stored.placements, src_data_rank=None).to_local()
+        stored = stored.to_local()
+    stored.copy_(whole)
 
 
 def _poison(tensors: Iterable[torch.Tensor]) -> None:

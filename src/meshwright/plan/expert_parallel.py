@@ -46,7 +46,7 @@ def resolve_experts(draft: Draft) -> tuple[ExpertsRow, ...]:
 def _row(draft: Draft, rule: ExpertsRule, name: str) -> ExpertsRow | None:
     ep, modules = draft.layout.ep, draft.model.modules
     inside_it = draft.model.parameters_inside(name)
-    shapes = {own: shape for own, shape in inside_it.items() if "lora_" not in own}
+    shapes = {own: shape for own, shape in inside_it.items() if ".lora_" not in f".{own}"}  # others are adapters of peft
     adapted = len(shapes) < len(inside_it)
     counts = {shape[0] if shape else 0 for shape in shapes.values()}
     if len(counts) != 1:

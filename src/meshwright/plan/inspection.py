@@ -75,7 +75,7 @@ class ModuleFacts:
             of its first place.
         container: whether it is a list or a dict of modules, which is not called itself.
         embedding: whether it is an embedding.
-        transposed: whether it is a ``Conv1D`` of transformers: a linear layer whose weight is [in, out].
+        transposed: whether it is a ``Conv1D`` of transformers, or experts, whose weights are [in, out].
         padding: row of an embedding that gets no gradient.
         hidden: position and name of the hidden state among the arguments of its forward.
         code: names of the attributes and globals that its forward, and the methods that it calls, use.
@@ -268,7 +268,8 @@ def _facts_of(name: str, module: nn.Module, places: Mapping[int, str]) -> Module
         children={own: places[id(child)] for own, child in module._modules.items() if child is not None},
         container=_forward_of(kind) is nn.Module.forward,
         embedding=isinstance(module, nn.Embedding),
-        transposed=(kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"),
+        transposed=(kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+        or bool(getattr(module, "is_transposed", False)),
         padding=getattr(module, "padding_idx", None),
         hidden=hidden_argument(module),
         code=_names_of(kind),  # type: ignore[arg-type]  # classes are hashable

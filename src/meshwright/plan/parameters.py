@@ -8,7 +8,7 @@ from meshwright.plan.inspection import ParameterFacts
 from meshwright.plan.names import nearest
 from meshwright.plan.program import Freeze
 from meshwright.plan.sharding_plan import EXPERTS, ParameterRow, ShardingPlan, itemsize, shard_axis
-from meshwright.plan.tp_styles import STYLES, tp_dim, tp_placement
+from meshwright.plan.tp_styles import STYLES, canonical, tp_dim, tp_placement
 
 __all__ = ["assign_units", "choose_trained", "freeze_actions", "parameter_rows"]
 
@@ -31,7 +31,7 @@ def assign_units(draft: Draft) -> None:
                 f"parameter {parameter.name!r} is a scalar, which FSDP cannot shard; make it a tensor of shape (1,)"
             )
         draft.unit_of[parameter.name] = owners[0]
-    together = [set(parameter.names) for parameter in draft.parameters]
+    together = [set(map(canonical, parameter.names)) for parameter in draft.parameters]
     for group in draft.spec.tied:
         if not any(set(group) <= names for names in together):
             draft.problems.append(f"the spec ties {' and '.join(group)}, but in the model they are not one parameter")

@@ -88,6 +88,8 @@ def unit_traffic(plan: ShardingPlan, unit: UnitRow) -> UnitTraffic:
         parts = plan.parts(unit)
         forwards = sum(part.forwards * part.places for part in parts)
         backwards = sum(part.places for part in parts) if unit.gathers_in_backward else 0
+        if len(parts) > 1 and not _gets_gradient(plan, unit):  # it stays gathered from one part's backward to the next
+            backwards = min(backwards, 1)
         # If it stays gathered after forward, its first backward does not gather it again.
         once = once and forwards > 0
         again = 0 if not forwards else forwards + backwards if unit.reshard_after_forward else 1 + max(0, backwards - 1)
@@ -99,6 +101,15 @@ def unit_traffic(plan: ShardingPlan, unit: UnitRow) -> UnitTraffic:
     if replicas > 1:
         all_reduces = min(reductions, 1) if plan.options.all_reduce_once else reductions
     return UnitTraffic(gathers, gathers * gathered, scatters, scatters * reduced, all_reduces, all_reduces * reduced // shards)
+
+
+def _gets_gradient(plan: ShardingPlan, unit: UnitRow) -> bool:
+    """Return whether the input of a unit has a gradient, so that FSDP2 reshards it after its backward.
+
+    It has one if something before it is trained. The root has what comes before every stack of layers.
+    """
+    first = next((index for index, row in enumerate(plan.parameters) if row.unit == unit.name), 0)
+    return any(row.trainable and (index < first or not row.unit) for index, row in enumerate(plan.parameters))
 
 
 MOVED = {

@@ -1,16 +1,18 @@
-"""The rows of a matrix with an adapter of peft under tensor parallel: the moves of the matrix are placed around both.
+"""The rows of a matrix with an adapter under tensor parallel: the moves of the matrix are placed around both.
 
 The small matrix that has the dimension which the style slices is sliced too, and the other one is whole on each rank, with its
 gradient summed. DoRA adds trained norms of the rows of W + s B A: slices of them where a rank has whole rows, and whole ones
 where it has some columns.
 """
 
+from collections.abc import Mapping
+
 from meshwright.plan.inspection import Inspection
 from meshwright.plan.moves import Move
 from meshwright.plan.sharding_plan import TensorParallelRow
-from meshwright.plan.tp_styles import DERIVED, STYLES
+from meshwright.plan.tp_styles import DERIVED, STYLES, tp_dim
 
-__all__ = ["adapted_rows"]
+__all__ = ["adapted_rows", "small_of_experts", "styles_of_experts"]
 
 MAGNITUDE = "lora_magnitude_vector"
 """Name of the norms of DoRA."""
@@ -69,3 +71,30 @@ def adapted_rows(
         if rows_sliced:
             slice_of(child)
     return rows, of_parameters, problems
+
+
+def small_of_experts(model: Inspection, name: str) -> tuple[str, ...]:
+    """Return the names of the parameters of adapters that are in a module of experts itself: ``<weight>_lora_A`` and ``B``."""
+    return tuple(own for own in model.modules[name].parameters if own.endswith(("_lora_A", "_lora_B")))
+
+
+def styles_of_experts(model: Inspection, name: str, of_parameters: Mapping[str, str]) -> dict[str, str]:
+    """Return the styles of the adapters of experts that are sliced: A [experts, rank, in] and B [experts, out, rank].
+
+    Args:
+        model: the model.
+        name: the module of experts.
+        of_parameters: style of each parameter that has one, by its first name.
+    """
+    styles = {}
+    for own in small_of_experts(model, name):
+        weight, is_a = own[: -len("_lora_A")], own.endswith("_lora_A")
+        style = of_parameters.get(model.parameter_of[f"{name}.{weight}"].name)
+        dim = tp_dim(style, model.modules[name].parameters[weight])
+        if style is None or dim is None:
+            continue
+        rows_sliced = (dim == 1) != model.modules[name].transposed
+        if rows_sliced != is_a:
+            packed = "packed_" if STYLES[style].pieces > 1 else ""
+            styles[model.parameter_of[f"{name}.{own}"].name] = packed + ("colwise" if rows_sliced else "rowwise")
+    return styles

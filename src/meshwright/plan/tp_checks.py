@@ -15,6 +15,7 @@ from meshwright.plan.inspection import Inspection, ParameterFacts
 from meshwright.plan.names import generalize, holder_of, inside, within
 from meshwright.plan.sharding_plan import TensorParallelRow
 from meshwright.plan.sliced_code import counts_heads
+from meshwright.plan.tp_adapters import small_of_experts
 from meshwright.plan.tp_styles import DERIVED, FIRST, SECOND, STYLES, canonical, tp_dim
 
 __all__ = ["unheld", "unsound"]
@@ -80,7 +81,8 @@ def unsound(
                         f"{f'{name}.{own}'!r} has the style colwise, but the code of {name!r} takes it apart by chunk(2), so a "
                         "slice of its rows has all of one matrix and none of the other; the legal style is packed_colwise"
                     )
-                if tp_dim(of_parameters.get(model.parameter_of[f"{name}.{own}"].name), shape) is None:
+                small = own in small_of_experts(model, name)
+                if tp_dim(of_parameters.get(model.parameter_of[f"{name}.{own}"].name), shape) is None and not small:
                     yield (
                         f"{f'{name}.{own}'!r} is not sliced, but the ranks of tp sum the outputs of {name!r} (moe_tp_experts); "
                         "give it a style that slices it"
@@ -102,8 +104,9 @@ def unsound(
 
 def _packs(model: Inspection, name: str, own: str) -> bool:
     """Return whether a parameter of a module has the rows of two matrices, which its code takes apart by ``chunk``."""
-    shapes = model.modules[name].parameters
-    if len(shapes[own]) < 3:  # a bias
+    small = small_of_experts(model, name)
+    shapes = {item: shape for item, shape in model.modules[name].parameters.items() if item not in small}
+    if own in small or len(shapes[own]) < 3:  # a bias
         return False
     rows, beside = shapes[own][-2], {shape[-1] for other, shape in shapes.items() if other != own and len(shape) > 2}
     return "chunk" in model.modules[name].code and rows % 2 == 0 and rows // 2 in beside

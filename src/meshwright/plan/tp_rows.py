@@ -22,7 +22,7 @@ from meshwright.plan.names import generalize, holder_of, inside, match_names, wi
 from meshwright.plan.sharding_plan import TensorParallelRow
 from meshwright.plan.sliced_code import mixes_features, reads_matrix
 from meshwright.plan.spec import Structure
-from meshwright.plan.tp_adapters import adapted_rows
+from meshwright.plan.tp_adapters import adapted_rows, small_of_experts, styles_of_experts
 from meshwright.plan.tp_checks import unheld, unsound
 from meshwright.plan.tp_styles import DERIVED, FIRST, HEAD, PARTIAL, SECOND, STYLES, canonical, styles_of_parameters
 
@@ -79,6 +79,10 @@ class Rows:
             self._latent(name)
         if self.ep > 1:
             self._leave_experts(given)
+        for name in [name for name, style in self.of_modules.items() if style == "moe_tp_experts"]:
+            of_adapters = styles_of_experts(self.model, name, self.of_parameters)
+            self.of_parameters |= of_adapters
+            self.own_styles |= of_adapters
         if level != "derived":  # a trace shows more than the names that a module's code uses
             self._leave_statistics(given)
         self._leave_what_others_read(given)
@@ -304,6 +308,13 @@ class Rows:
         own = self._own(name)
         if style in ("replicated_with_grad_allreduce", "grouped_colwise"):
             sums = own
+        elif style == "moe_tp_experts":
+            sliced = styles_of_experts(self.model, name, self.of_parameters)
+            sums = tuple(
+                item
+                for item in small_of_experts(self.model, name)
+                if self.model.parameter_of[f"{name}.{item}"].name not in sliced
+            )
         elif style in PARTIAL and "bias" in own and exit_ in (Move.SCATTER_SEQUENCE, Move.NONE):
             sums = ("bias",)  # each rank adds it to its slice of the sequence, or only the first rank adds it
         if name in self.adapters:

@@ -47,7 +47,7 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
     from meshwright.data.store import prepare
     from meshwright.distributed import _torch_compat
     from meshwright.models import _transformers_compat
-    from meshwright.models.adapters import check_adapter
+    from meshwright.models.adapter_files import check_adapter
     from meshwright.models.build import check_files, weight_files
     from meshwright.models.source import facts, fingerprint
 

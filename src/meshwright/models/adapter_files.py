@@ -1,0 +1,190 @@
+"""Directories of peft: the tensors of an adapter under the names, and in the shapes, that plain peft reads."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from meshwright.distributed.names import class_name
+from meshwright.errors import ConfigError, ModelError, described
+from meshwright.models import expert_adapters
+from meshwright.models.config import AdapterConfig
+
+__all__ = [
+    "NAME",
+    "check_adapter",
+    "check_installed",
+    "of_adapter",
+    "peft_config",
+    "read_adapter",
+    "with_adapter",
+    "wrappers",
+    "write_adapter",
+]
+
+NAME = "default"
+"""Name of the adapter in peft's modules."""
+
+WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+
+
+_OF_ADAPTER = re.compile(r"[._]lora_(A|B|magnitude_vector)(\.default\.weight)?$")
+
+
+def of_adapter(name: str) -> bool:
+    """Return whether a parameter, by its name, is of an adapter."""
+    return _OF_ADAPTER.search(name) is not None
+
+
+def check_installed() -> None:
+    """Raise a ConfigError if peft is not installed."""
+    if find_spec("peft") is None:
+        raise ConfigError("adapter: needs `pip install 'meshwright[adapters]'`")
+
+
+def peft_config(config: AdapterConfig, targets: list[str]) -> Any:
+    """Return peft's configuration of an adapter.
+
+    Args:
+        config: which adapter.
+        targets: names of the matrices.
+    """
+    import peft
+
+    return peft.LoraConfig(
+        r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=targets, bias="none",
+        use_dora=config.kind == "dora", use_rslora=config.scaling == "rs", task_type="CAUSAL_LM",
+        modules_to_save=list(config.save_modules) or None,
+    )  # fmt: skip
+
+
+def wrappers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    """Yield the modules that peft put around matrices: parent, name in it, module."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if hasattr(child, "base_layer") and hasattr(child, "lora_A"):
+                yield parent, name, child
+
+
+class _Entry(NamedTuple):
+    """A trained parameter, by one of its names."""
+
+    name: str
+    """First name of the parameter."""
+    parameter: nn.Parameter
+    key: str
+    """Name in the files."""
+    to_files: Callable[[torch.Tensor], torch.Tensor]
+    """Its shape in the files."""
+    from_files: Callable[[torch.Tensor], torch.Tensor]
+
+
+def _entries(model: nn.Module) -> list[_Entry]:
+    """Return the trained parameters by their names in files; a tied one by each of its names, because peft unties them."""
+    first: dict[int, str] = {}
+    of_experts = dict(expert_adapters.adapted_experts(model))
+    entries = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            continue
+        first.setdefault(id(parameter), name)
+        holder, _, own = name.rpartition(".")
+        to_files, from_files, key = _same, _same, name
+        if holder in of_experts and "lora_" in own:
+            experts = len(parameter)
+            key = f"{holder}.{expert_adapters.name_in_files(of_experts[holder], own)}"
+            to_files = partial(expert_adapters.to_files, own)
+            from_files = partial(expert_adapters.from_files, own, experts)
+        key = key.replace(f".{NAME}.weight", ".weight").replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+        entries.append(_Entry(first[id(parameter)], parameter, f"base_model.model.{key}", to_files, from_files))
+    return entries
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def check_adapter(model: nn.Module, path: str) -> None:
+    """Refuse a directory that holds no adapter of a model, or another one.
+
+    Raises:
+        ModelError: names what differs.
+    """
+    read_adapter(model, path)
+
+
+def read_adapter(model: nn.Module, path: str) -> dict[str, torch.Tensor]:
+    """Return the values of the trained parameters of a model from a directory of peft, whole.
+
+    Raises:
+        ModelError: the directory holds no adapter, or one of another model.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    folder = Path(path).expanduser()
+    try:
+        tensors, settings = load_file(folder / WEIGHTS), json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(f"adapter.path={path!r}: is no adapter of peft: {described(error)}") from error
+    entries = {entry.key: entry for entry in _entries(model)}
+    expected = {
+        key: tuple(entry.to_files(torch.empty(entry.parameter.shape, device="meta")).shape) for key, entry in entries.items()
+    }
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    differ = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if differ:
+        name = differ[0]
+        raise ModelError(
+            f"adapter.path={path!r}: is of another adapter: {name} is {found.get(name, 'not there')} in the files, and "
+            f"{expected.get(name, 'not there')} in this run ({len(differ)} differ); set rank, targets, experts and "
+            f"save_modules as in its {SETTINGS}: r={settings.get('r')}, target_modules={settings.get('target_modules')}"
+        )
+    values: dict[str, torch.Tensor] = {}
+    for key, entry in entries.items():
+        value = entry.from_files(tensors[key])
+        if not torch.equal(values.setdefault(entry.name, value), value):
+            raise ModelError(f"adapter.path={path!r}: {key} has two values; {class_name(model)} shares it with {entry.name}")
+    return values
+
+
+def with_adapter(model: nn.Module, folder: Path) -> Any:
+    """Return a model with the adapter of a directory of peft beside it: peft would merge it twice into a shared matrix.
+
+    Raises:
+        ConfigError: peft is not installed.
+        ModelError: the directory has no adapter, or one of another model.
+    """
+    check_installed()
+    import peft
+
+    try:
+        return peft.PeftModel.from_pretrained(model, str(folder)).get_base_model()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"--adapter={folder}: {str(error).splitlines()[0]}") from error
+
+
+def write_adapter(model: nn.Module, config: AdapterConfig, base: str | None, folder: Path) -> None:
+    """Write the trained parameters as a directory that plain peft loads.
+
+    Args:
+        model: the model, with whole tensors.
+        config: its adapter.
+        base: path or name of the model without adapters; ``None``: unknown.
+        folder: an existing directory.
+    """
+    from safetensors.torch import save_file
+
+    tensors = {entry.key: entry.to_files(entry.parameter.data).clone().contiguous() for entry in _entries(model)}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    names = {id(module): name for name, module in model.named_modules()}
+    settings = peft_config(config, sorted(names[id(wrapper)] for _, _, wrapper in wrappers(model)))
+    settings.target_parameters = expert_adapters.targets_in_files(model) or None
+    settings.base_model_name_or_path, settings.inference_mode = base, True
+    settings.save_pretrained(folder)

@@ -1,0 +1,56 @@
+"""Gradients, steps and collectives of adapters against one process. The audit draws B first: zeros would hide the gradient of A."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.audit.conduct import Auditor
+from meshwright.matrix.cells import LAYOUTS, VARIANTS, audited, family_case
+from meshwright.matrix.page import Outcome
+
+KINDS: dict[str, dict[str, Any]] = {"lora": {}, "dora": {"kind": "dora"}, "experts": {"experts": True}}
+"""Name to the section ``adapter``."""
+
+PLACES = ("shard 2", "2 x shard 2", "tp 2", "tp 2 seq", "ep 2", "cp 2", "pp 2", "tp 2 x shard 2", "ep 2 x shard 2")
+FAMILIES = ("llama", "qwen3_moe", "gpt_oss", "deepseek_v3", "diffusion_gemma", "mixtral")
+
+CELLS = [
+    (kind, label, FAMILIES[(row + 2 * column) % len(FAMILIES)], VARIANTS[(2 * row + column) % len(VARIANTS)])
+    for row, kind in enumerate(KINDS)
+    for column, label in enumerate(PLACES)
+]
+"""Every kind on every layout, with families and options in turn."""
+
+
+@pytest.fixture(scope="module")
+def auditor() -> Iterator[Auditor]:
+    with Auditor() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapters")
+
+
+def fitting(kind: str, label: str, family: str) -> str:
+    """The family, or one that has what the cell needs."""
+    if family == "llama" and (kind == "experts" or "ep" in label):
+        return "qwen3_moe"
+    return "llama" if family == "diffusion_gemma" and label in ("cp 2", "pp 2") and kind != "experts" else family
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(("kind", "label", "family", "variant"), CELLS, ids=lambda item: str(item).replace(" ", "-"))
+def test_gradients_are_those_of_one_process(
+    auditor: Auditor, folder: Path, kind: str, label: str, family: str, variant: Any
+) -> None:
+    place = next(place for place in LAYOUTS if place.label == label)
+    family = fitting(kind, label, family)
+    section = {"rank": 3, "alpha": 6, **KINDS[kind]}
+    cell = audited(
+        auditor, place, [variant], lambda one, packing: family_case(family, place, one, folder, packing=packing, adapter=section)
+    )
+    assert cell.outcome is Outcome.WORKS, cell.note
