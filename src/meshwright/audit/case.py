@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,11 @@ from meshwright.audit.precision import KeepFloat64
 from meshwright.data.loader import TrainLoader
 from meshwright.data.store import TokenStore
 from meshwright.distributed.mesh import ParallelMesh, build_mesh
+from meshwright.distributed.nf4 import dequantize, is_packed, quantize
 from meshwright.layout import Layout
 from meshwright.models.init import derive_seed
 from meshwright.plan.inspection import model_sizes
+from meshwright.plan.options import NF4
 from meshwright.train.config import LayoutConfig, ParallelConfig, RunConfig
 from meshwright.train.engine import Batch, Engine, Sums
 from meshwright.train.parts import Made, Parts, engine_of_plan, fill, train_loader
@@ -204,7 +206,8 @@ def _fill(trainer: Made, device: torch.device) -> None:
     """
     fill(trainer, device)
     if trainer.config.model.path is None:
-        _jitter(trainer.model, trainer.config.training.seed)
+        packed = {row.name for row in trainer.setup.plan.parameters if row.dtype == NF4}
+        _jitter(trainer.model, trainer.config.training.seed, packed)
 
 
 @functools.cache
@@ -213,12 +216,16 @@ def _mesh(layout: Layout, device_type: str) -> ParallelMesh:
 
 
 @torch.no_grad()
-def _jitter(model: nn.Module, seed: int) -> None:
-    """Add noise to each parameter.
+def _jitter(model: nn.Module, seed: int, packed: Container[str]) -> None:
+    """Add noise to each parameter, but those in 4 bits (``packed``).
 
     The noise is generated for the whole parameter, from a random stream of its own, so it does not depend on the layout.
     """
     for name, parameter in model.named_parameters():
+        if name in packed:
+            if not is_packed(parameter):  # the plain model computes with what the bytes mean
+                parameter.data = dequantize(quantize(parameter.data), parameter.dtype)
+            continue
         generator = torch.Generator().manual_seed(derive_seed(seed, "jitter", name))
         noise = (JITTER * torch.randn(parameter.shape, generator=generator)).to(parameter.device, parameter.dtype)
         value = parameter.data

@@ -23,6 +23,7 @@ from meshwright.audit.tolerance import TOLERANCES, Tolerances
 from meshwright.checkpoint import state
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.mesh import whole_tensor
+from meshwright.distributed.nf4 import dequantize, is_packed
 from meshwright.distributed.stage_parts import models_of
 from meshwright.layout import Layout
 from meshwright.plan.borders import first_microbatch, held
@@ -328,6 +329,8 @@ class RankTrainer(AuditTrainer):
         slack: torch.Tensor | None = None,
     ) -> None:
         value = None if value is None else _whole(value)
+        if value is not None and truth is not None and is_packed(value):
+            value = dequantize(value, truth.dtype)
         if not self.compares:
             return
         planned = self.planned.get(name)

@@ -1,8 +1,9 @@
 """The conductor: performs the program of a plan on a model, action after action.
 
 The resolver writes the program in one order: the cut of a pipeline stage -> tensor parallel -> expert parallel -> context
-parallel -> activation checkpointing -> trainability -> FSDP units inside out, the root last, each with its dtypes ->
-prefetching -> compilation. Under tensor parallel a recomputed layer is compiled before its checkpoint is put around it.
+parallel -> activation checkpointing -> trainability -> matrices in 4 bits -> FSDP units inside out, the root last, each with
+its dtypes -> prefetching -> compilation. Under tensor parallel a recomputed layer is compiled before its checkpoint is put
+around it.
 """
 
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from meshwright.distributed.cut import cut_model
 from meshwright.distributed.expert_parallel import dispatch_tokens
 from meshwright.distributed.fsdp import prefetch, wrap
 from meshwright.distributed.mesh import ParallelMesh
+from meshwright.distributed.nf4 import pack
 from meshwright.distributed.slices import assign, freeze, slice_parameter
 from meshwright.distributed.tensor_parallel import compute_with_slices
 from meshwright.distributed.twins import join_twins, part_twins
@@ -35,6 +37,7 @@ from meshwright.plan.program import (
     Dispatch,
     Freeze,
     JoinTwins,
+    Pack,
     PartTwins,
     Prefetch,
     Recompute,
@@ -55,6 +58,7 @@ PERFORMERS: dict[type[Action], Callable[[nn.Module, Any, ParallelMesh], None]] =
     ChunkLoss: chunk_loss,
     Recompute: recompute,
     Freeze: freeze,
+    Pack: pack,
     PartTwins: part_twins,
     Wrap: wrap,
     JoinTwins: join_twins,

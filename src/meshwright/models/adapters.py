@@ -17,11 +17,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.distributed.names import class_name
+from meshwright.distributed.nf4 import dequantize, is_packed, quantize
 from meshwright.errors import ConfigError, ModelError, described
 from meshwright.models.adapter_files import NAME, check_installed, of_adapter, peft_config, read_adapter, wrappers
 from meshwright.models.config import AdapterConfig
 from meshwright.models.expert_adapters import adapt_experts, bare_experts, merge_experts
 from meshwright.models.init import derive_seed, keep_slice
+from meshwright.models.packed import Packs, pack_linear
 from meshwright.plan.names import match_names, within
 
 if TYPE_CHECKING:
@@ -76,8 +78,10 @@ def adapt(model: "PreTrainedModel", config: AdapterConfig, param_dtype: str | No
     except Exception as error:  # peft raises errors of many kinds, all about what the adapter is for
         raise ModelError(f"adapter: peft refuses {class_name(model)}: {described(error)}") from error
     _share(model)
-    if config.experts:
+    if config.experts or config.base is not None:
         adapt_experts(model, config, inside, idle)
+    if config.base is not None:
+        _pack(model, [name for name in inside if not within(name, idle)], saved)
     for name, parameter in model.named_parameters():  # peft freezes all but its own
         parameter.requires_grad_(of_adapter(name) or within(name, saved))
         if parameter.requires_grad:  # the values that an optimizer adds to
@@ -157,6 +161,15 @@ def _read_by_kernels(model: nn.Module, ends: set[str]) -> set[str]:
         except ValueError:
             refused.add(end)
     return refused
+
+
+def _pack(model: nn.Module, inside: list[str], saved: list[str]) -> None:
+    """Let the frozen linear layers inside a model's layers take their weights in 4 bits, but routers."""
+    small = {name for name, _ in model.named_modules() if "lora_" in name}
+    for name, module in _linear(model).items():
+        whole = name in small or within(name, saved) or not within(name, inside) or _routes(name, module)
+        if not whole and (type(module) is nn.Linear or class_name(module) == CONV1D):
+            pack_linear(module)
 
 
 def _refuse_shared(model: nn.Module, targets: list[str]) -> None:
@@ -275,6 +288,9 @@ def _norms(wrapper: Any) -> torch.Tensor:
     """Return the norm of each row of a frozen matrix."""
     weight = wrapper.base_layer.weight.data
     weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+    if isinstance(wrapper.base_layer, Packs) and wrapper.base_layer.packed_weights:  # stored in 4 bits, if not yet, then later
+        dtype = wrapper.base_layer.unpacked_dtype
+        weight = dequantize(weight if is_packed(weight) else quantize(weight), dtype)
     weight = weight.T if class_name(wrapper.base_layer) == CONV1D else weight
     return torch.linalg.norm(weight, dim=1)
 

@@ -287,6 +287,7 @@ def materialize(
     """
     from meshwright.models import _transformers_compat
     from meshwright.models.init import initialize
+    from meshwright.models.packed import receiving
 
     if adapter is not None:
         from meshwright.models.adapters import bare, initialize_adapters
@@ -301,7 +302,8 @@ def materialize(
     if config.path is None:
         initialize(model, device, seed, units)
         return
-    report = _transformers_compat.load_sharded(model, [str(file) for file in weight_files(config)], device)
+    with receiving(model, device):
+        report = _transformers_compat.load_sharded(model, [str(file) for file in weight_files(config)], device)
     problems = [f"{name}: not in the files" for name in report.missing if not within(name, elsewhere)]
     problems += [f"{name}: shape {theirs} in the files, {ours} in the model" for name, theirs, ours in report.mismatched]
     problems += list(report.errors)

@@ -38,6 +38,11 @@ class AdapterConfig(BaseModel):
     experts: bool = Field(
         default=False, description="Also give each fused expert of a mixture its own A and B (lora, without dropout)."
     )
+    base: Literal["nf4"] | None = Field(
+        default=None,
+        description="'nf4': store and gather the frozen matrices of linear layers and experts inside the model's layers in 4 "
+        "bits, 4.5 with scales (QLoRA, arXiv 2305.14314).",
+    )
     save_modules: list[str] = Field(
         default=[],
         description="Modules that are trained whole and saved with the adapter, as in [lm_head]. Tied ones together.",

@@ -10,16 +10,17 @@ experts are the last index. It wraps the module once for each weight, the first 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from meshwright.distributed.names import class_name
+from meshwright.distributed.nf4 import dequantize, grouped_product, is_packed
 from meshwright.errors import ConfigError
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.config import AdapterConfig
+from meshwright.models.packed import Packs, subclass
 from meshwright.plan.names import within
 
 if TYPE_CHECKING:
@@ -44,10 +45,14 @@ ALIGNED = 8
 IMPLEMENTATIONS = ("grouped_mm", "eager")
 
 
-class AdaptedExperts(nn.Module):
-    """Forward of experts of transformers that have adapters. Before it in the order of methods is only the class of experts."""
+class AdaptedExperts(Packs):
+    """Forward of experts of transformers that have adapters, or weights in 4 bits, or both.
 
-    adapter_scale: float
+    Attributes:
+        adapter_scale: factor of the adapters; ``None``: there are none.
+    """
+
+    adapter_scale: float | None = None
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Compute each token with its experts.
@@ -80,15 +85,22 @@ class AdaptedExperts(nn.Module):
     def _product(self, name: str, rows: torch.Tensor, experts: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Return W x + b + s B A x of the expert of each row; the rows are sorted by expert."""
         own: Any = self
-        weight, a, b = (getattr(self, name + part) for part in ("", A, B))
+        weight = getattr(self, name)
         multiply = _one_by_one if own.config._experts_implementation == "eager" else _grouped
-        result = multiply(rows, weight if own.is_transposed else weight.mT, counts)
+        if is_packed(weight) and multiply is _grouped:
+            result = grouped_product(rows, weight, counts.cumsum(0).to(torch.int32), own.is_transposed)
+        else:
+            weight = dequantize(weight, rows.dtype) if is_packed(weight) else weight
+            result = multiply(rows, weight if own.is_transposed else weight.mT, counts)
         if own.has_bias:
             result = result + getattr(self, f"{name}_bias")[experts]
+        if self.adapter_scale is None:
+            return result
+        a, b = getattr(self, name + A), getattr(self, name + B)
         if narrow := -a.shape[1] % ALIGNED:
             a, b = nn.functional.pad(a, (0, 0, 0, narrow)), nn.functional.pad(b, (0, narrow))
         delta = multiply(multiply(rows, a.mT, counts), b.mT, counts)
-        return result + own.adapter_scale * delta.to(result.dtype)
+        return result + self.adapter_scale * delta.to(result.dtype)
 
 
 def _grouped(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -101,16 +113,11 @@ def _one_by_one(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor)
     return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
 
 
-@lru_cache(maxsize=256)
-def _adapted(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (AdaptedExperts, kind), {"__module__": kind.__module__})
-
-
 def adapt_experts(model: "PreTrainedModel", config: AdapterConfig, inside: list[str], idle: list[str]) -> None:
-    """Give the experts of a model adapters, in place. The model is on the meta device.
+    """Give the experts of a model adapters, or let them take their weights in 4 bits, in place.
 
     Args:
-        model: the model.
+        model: the model, on the meta device.
         config: which adapter.
         inside: names of the modules, the layers, whose experts get one.
         idle: names of modules that text does not run.
@@ -119,6 +126,7 @@ def adapt_experts(model: "PreTrainedModel", config: AdapterConfig, inside: list[
         ConfigError: the model has no fused experts, or computes them in a way that has no adapters.
     """
     shared: dict[int, dict[str, nn.Parameter]] = {}
+    found = False
     module: Any
     for name, module in list(model.named_modules()):
         if not compat.is_experts(module) or not within(name, inside) or within(name, idle):
@@ -126,10 +134,15 @@ def adapt_experts(model: "PreTrainedModel", config: AdapterConfig, inside: list[
         chosen = module.config._experts_implementation
         if chosen not in IMPLEMENTATIONS:
             raise ConfigError(
-                f"adapter.experts: experts have no adapters under model.experts_implementation={chosen}; legal are "
-                + ", ".join(IMPLEMENTATIONS)
+                f"adapter: experts have neither adapters nor weights in 4 bits under "
+                f"model.experts_implementation={chosen}; legal are {', '.join(IMPLEMENTATIONS)}"
             )
-        for own in _weights(module):
+        module.__class__ = subclass(type(module), AdaptedExperts)  # type: ignore[arg-type]  # classes are hashable
+        if config.base is not None:
+            module.packed_weights, module.unpacked_dtype = tuple(_weights(module)), module.down_proj.dtype
+        module.adapter_scale = config.scale if config.experts else None
+        found = True
+        for own in _weights(module) if config.experts else ():
             weight = module.get_parameter(own)
             experts, *sizes = weight.shape
             out, into = reversed(sizes) if module.is_transposed else sizes
@@ -139,15 +152,17 @@ def adapt_experts(model: "PreTrainedModel", config: AdapterConfig, inside: list[
             }
             for part, parameter in shared.setdefault(id(weight), small).items():  # one adapter of a matrix that modules share
                 module.register_parameter(own + part, parameter)
-        module.adapter_scale = config.scale
-        module.__class__ = _adapted(type(module))  # type: ignore[arg-type]  # classes are hashable
-    if not shared:
+    if config.experts and not found:
         raise ConfigError(f"adapter.experts: {class_name(model)} has no fused experts; the legal value is false")
 
 
 def adapted_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the experts that have adapters, by name."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, AdaptedExperts))
+    return (
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, AdaptedExperts) and module.adapter_scale is not None
+    )
 
 
 def _weights(module: nn.Module) -> list[str]:
@@ -183,7 +198,7 @@ def merge_experts(model: nn.Module) -> None:
                 weight[expert] = weight[expert].to(wide) + (delta.T if module.is_transposed else delta)
             for part in (A, B):
                 del module._parameters[name + part]
-        module.__class__ = type(module).__bases__[1]
+        module.adapter_scale = None
 
 
 def targets_in_files(model: nn.Module) -> list[str]:

@@ -16,8 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshwright.distributed.names import class_name
+from meshwright.distributed.nf4 import is_packed, quantize, unpacked_like
 from meshwright.errors import ModelError
 from meshwright.models import _transformers_compat as compat
+from meshwright.models.packed import Packs
 
 __all__ = ["derive_seed", "initialize", "initialize_buffers", "keep_slice", "whole_parameters"]
 
@@ -134,14 +136,14 @@ class whole_parameters:  # noqa: N801  # used as a function
     """Inside this context, the DTensor parameters of a module are whole plain tensors; at the end each rank keeps its slice."""
 
     def __init__(self, root: nn.Module, skip: set[nn.Module]) -> None:
-        self.places: list[tuple[nn.Module, str, DTensor]] = []
+        self.places: list[tuple[nn.Module, str, nn.Parameter]] = []
         self.wholes: dict[int, nn.Parameter] = {}
         self.collect(root, skip)
 
     def collect(self, module: nn.Module, skip: set[nn.Module]) -> None:
         for name, parameter in module.named_parameters(recurse=False):
-            if isinstance(parameter.data, DTensor):
-                self.places.append((module, name, parameter))  # type: ignore[arg-type]
+            if isinstance(parameter.data, DTensor) or is_packed(parameter):
+                self.places.append((module, name, parameter))
         for child in module.children():
             if child not in skip:
                 self.collect(child, skip)
@@ -149,21 +151,26 @@ class whole_parameters:  # noqa: N801  # used as a function
     def __enter__(self) -> "whole_parameters":
         for module, name, sharded in self.places:
             if id(sharded) not in self.wholes:  # a tied parameter stays one tensor
-                whole_tensor = torch.full(sharded.shape, float("nan"), dtype=sharded.dtype, device=sharded.device)
+                dtype, shape = sharded.dtype, sharded.shape
+                if isinstance(module, Packs) and is_packed(sharded):
+                    dtype, shape = module.unpacked_dtype, unpacked_like(sharded, dtype).shape
+                whole_tensor = torch.full(shape, float("nan"), dtype=dtype, device=sharded.device)
                 self.wholes[id(sharded)] = nn.Parameter(whole_tensor, requires_grad=False)
             module._parameters[name] = self.wholes[id(sharded)]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for module, name, sharded in self.places:
-            module._parameters[name] = sharded  # type: ignore[assignment]
+            module._parameters[name] = sharded
             whole_parameter = self.wholes.pop(id(sharded), None)
             if whole_parameter is not None and kind is None:
                 keep_slice(sharded, whole_parameter.data)
 
 
 def keep_slice(stored: torch.Tensor, whole: torch.Tensor) -> None:
-    """Copy a whole tensor, which every rank has, into a parameter, of which each rank stores its slice."""
+    """Copy a whole tensor, which every rank has, into a parameter, of which each rank stores its slice, maybe in 4 bits."""
+    if is_packed(stored):
+        whole = quantize(whole)
     if isinstance(stored, DTensor):
         # src_data_rank=None: each rank slices its own copy, and nothing is sent
         whole = distribute_tensor(whole.to(stored.dtype), stored.device_mesh, stored.placements, src_data_rank=None).to_local()

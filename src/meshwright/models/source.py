@@ -38,6 +38,7 @@ def refuse_untrainable(config: ModelConfig) -> None:
     """
     where = "model.config" if config.path is None else f"model.path={config.path!r}"
     problem = None if config.path is None else _files_problem(config.path, _files(config))
+    problem = problem or _quantized_problem(_declared(config))
     problem = problem or _kind_problem(_declared(config), config.trust_remote_code, new=config.path is None)
     if problem:
         raise ModelError(f"{where}: {problem}")
@@ -88,6 +89,21 @@ def _declared(config: ModelConfig) -> dict[str, Any]:
     except Exception:
         return {}
     return values if isinstance(values, dict) else {}
+
+
+def _quantized_problem(declared: dict[str, Any]) -> str | None:
+    """Return why quantized weights cannot be trained on; ``None`` if a config declares none."""
+    declaration = declared.get("quantization_config")
+    if not declaration:
+        return None
+    method = str(declaration.get("quant_method", "unknown")) if isinstance(declaration, dict) else "unknown"
+    why = "are not read"
+    if method == "bitsandbytes":  # github.com/bitsandbytes-foundation/bitsandbytes issue 1945
+        why = "lose their scales and some of their bytes under FSDP2, without an error"
+    return (
+        f"its weights are quantized ({method}), and {why}; take the model that they were made of, and for frozen weights in 4 "
+        "bits set adapter.base: nf4"
+    )
 
 
 _GENERATES = ("CausalLM", "ConditionalGeneration", "BlockDiffusion")

@@ -15,6 +15,7 @@ from meshwright.layout import ModelSizes
 from meshwright.plan.attentions import Attentions
 from meshwright.plan.heads import HeadFacts
 from meshwright.plan.names import holder_of, inside
+from meshwright.plan.options import NF4
 from meshwright.plan.pairs import Pairs
 from meshwright.plan.regions import RegionFacts
 from meshwright.plan.spec import ParallelSpec
@@ -32,6 +33,9 @@ __all__ = [
 
 _HEADS = ("num_attention_heads", "num_heads", "num_key_value_heads", "num_key_value_groups")
 """Attributes of an attention that count its heads."""
+PACKED_ATTRIBUTE = "packed_weights"
+"""Attribute of a module that names the parameters that it can take in 4 bits."""
+
 EXPERTS_ATTRIBUTE = "num_experts"
 """Attribute of a mixture that counts its experts."""
 _HIDDEN = "hidden_states"
@@ -219,9 +223,11 @@ def inspect_model(spec: ParallelSpec, model: nn.Module) -> Inspection:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
         tensors[id(parameter)] = parameter
+    packed = {f"{name}.{own}" for name, module in model.named_modules() for own in getattr(module, PACKED_ATTRIBUTE, ())}
     parameters = tuple(
         ParameterFacts(
-            first, tuple(others), tuple(tensors[key].shape), _dtype_of(tensors[key]), tensors[key].requires_grad
+            first, tuple(others), tuple(tensors[key].shape), NF4 if first in packed else _dtype_of(tensors[key]),
+            tensors[key].requires_grad
         )
         for key, (first, *others) in names.items()
     )  # fmt: skip

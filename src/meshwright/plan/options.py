@@ -21,6 +21,12 @@ __all__ = [
     "SyncPolicy",
 ]
 
+NF4 = "nf4"
+"""Dtype, in a plan, of frozen matrices that are stored and gathered in 4 bits."""
+
+NF4_BLOCK = 64
+"""Numbers that share a scale: 32 bytes of codes and 4 of the scale."""
+
 DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 """Legal dtypes of parameters, reductions and outputs, with the bytes of one element."""
 

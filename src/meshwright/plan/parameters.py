@@ -6,11 +6,12 @@ from math import ceil, prod
 from meshwright.plan.draft import Draft
 from meshwright.plan.inspection import ParameterFacts
 from meshwright.plan.names import nearest
-from meshwright.plan.program import Freeze
-from meshwright.plan.sharding_plan import EXPERTS, ParameterRow, ShardingPlan, itemsize, shard_axis
+from meshwright.plan.options import NF4, NF4_BLOCK
+from meshwright.plan.program import Freeze, Pack
+from meshwright.plan.sharding_plan import EXPERTS, ParameterRow, ShardingPlan, bytes_of, itemsize, shard_axis
 from meshwright.plan.tp_styles import STYLES, canonical, tp_dim, tp_placement
 
-__all__ = ["assign_units", "choose_trained", "freeze_actions", "parameter_rows"]
+__all__ = ["assign_units", "choose_trained", "freeze_actions", "pack_actions", "parameter_rows"]
 
 
 def assign_units(draft: Draft) -> None:
@@ -86,6 +87,9 @@ def _row(draft: Draft, parameter: ParameterFacts, stages: tuple[int, ...]) -> Pa
     layout, unit = draft.layout, draft.units[draft.unit_of[parameter.name]]
     trainable, style = parameter.name in draft.trained, draft.tp_styles.get(parameter.name)
     local = list(parameter.shape)
+    whole = [1] * len(local)  # what is cut in no dimension
+    if parameter.dtype == NF4:
+        whole[-1] = NF4_BLOCK * (STYLES[style].pieces if style in STYLES else 1)
     placements: list[tuple[str, str]] = []
     by_fsdp = 0  # the dimension that FSDP shards
     tp_cut: int | None = None
@@ -99,7 +103,7 @@ def _row(draft: Draft, parameter: ParameterFacts, stages: tuple[int, ...]) -> Pa
         by_fsdp = int(shards > 1 and tp_cut == 0 and STYLES[style or ""].pieces > 1)
     if unit.kind == EXPERTS and local[0] % shards:
         # 128 experts over 1,024 ranks would be padded to eight times their size; other dimensions divide evenly.
-        even = (dim for dim in range(1, len(local)) if dim != tp_cut and local[dim] % shards == 0)
+        even = (dim for dim in range(1, len(local)) if dim != tp_cut and local[dim] % (shards * whole[dim]) == 0)
         by_fsdp = next(even, by_fsdp)
     # FSDP shards the slice that the other axes leave, and pads it to a multiple of the number of shards.
     local[by_fsdp] = ceil(local[by_fsdp] / shards) * shards
@@ -111,7 +115,12 @@ def _row(draft: Draft, parameter: ParameterFacts, stages: tuple[int, ...]) -> Pa
         placements.append(("ep", "Shard(0)"))
     if layout.size("dp_replicate") > 1:
         placements.insert(0, ("dp_replicate", "Replicate()"))
-    compute = unit.param_dtype or parameter.dtype
+    if local and local[-1] % whole[-1]:
+        draft.problems.append(
+            f"adapter.base=nf4: {parameter.name!r} has {local[-1]} numbers in a row on each rank; legal are layouts and sizes "
+            f"that give multiples of {whole[-1]}, because blocks have {NF4_BLOCK}"
+        )
+    compute = NF4 if parameter.dtype == NF4 else unit.param_dtype or parameter.dtype
     reduce = unit.reduce_dtype or compute
     return ParameterRow(
         name=parameter.name,
@@ -121,8 +130,8 @@ def _row(draft: Draft, parameter: ParameterFacts, stages: tuple[int, ...]) -> Pa
         unit=unit.name,
         placements=tuple(placements),
         local_shape=tuple(local),
-        bytes_per_rank=prod(local) * itemsize(parameter.dtype),
-        gathered_bytes=gathered * itemsize(compute),
+        bytes_per_rank=bytes_of(prod(local), parameter.dtype),
+        gathered_bytes=bytes_of(gathered, compute),
         reduced_bytes=gathered * itemsize(reduce) if trainable else 0,
         trainable=trainable,
         stage=stages[0],
@@ -130,6 +139,13 @@ def _row(draft: Draft, parameter: ParameterFacts, stages: tuple[int, ...]) -> Pa
         decayed=trainable and parameter.name in draft.decayed,
         copies=stages[1:],
     )
+
+
+def pack_actions(plan: ShardingPlan) -> Iterator[Pack]:
+    """Yield the actions that store frozen matrices in 4 bits."""
+    for row in plan.parameters:
+        if row.dtype == NF4:
+            yield Pack((row.name, *row.aliases))
 
 
 def freeze_actions(plan: ShardingPlan) -> Iterator[Freeze]:

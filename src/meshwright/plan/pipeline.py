@@ -14,7 +14,7 @@ from meshwright.plan.draft import Draft
 from meshwright.plan.names import within
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, PipelineSchedule
 from meshwright.plan.prefetch import prefetch_actions
-from meshwright.plan.program import Action, Cut, Freeze, Prefetch, Slice, Wrap
+from meshwright.plan.program import Action, Cut, Freeze, Pack, Prefetch, Slice, Wrap
 from meshwright.plan.rows import ExpertsRow, StageRow
 from meshwright.plan.sharding_plan import ROOT, ShardingPlan, UnitRow, itemsize
 from meshwright.plan.stages import StageFacts
@@ -295,7 +295,7 @@ def on_stages(plan: ShardingPlan, stages: Collection[int]) -> ShardingPlan:
                 own = plan.stages[next(iter(stages))].layers
                 begin = [name for name, *_ in cut.order].index(own[0])
                 yield replace(cut, begin=begin, end=begin + len(own))
-        elif isinstance(action, Slice):
+        elif isinstance(action, Slice | Pack):
             if set(action.names) & names:
                 yield action
         elif isinstance(action, Freeze):

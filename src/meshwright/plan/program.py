@@ -27,6 +27,7 @@ __all__ = [
     "Freeze",
     "JoinTwins",
     "Kernel",
+    "Pack",
     "PartTwins",
     "Prefetch",
     "Recompute",
@@ -244,6 +245,17 @@ class Freeze:
 
 
 @dataclass(frozen=True)
+class Pack:
+    """Store a frozen matrix in 4 bits, and gather it so.
+
+    Attributes:
+        names: all its names.
+    """
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class PartTwins:
     """Give the second modules of twin units parameters of their own while units are wrapped.
 
@@ -348,7 +360,7 @@ class Compile:
 
 
 Action = (
-    Cut | Slice | Assign | Compute | Dispatch | Attend | ChunkLoss | Recompute | Freeze | PartTwins | Wrap | JoinTwins
+    Cut | Slice | Assign | Compute | Dispatch | Attend | ChunkLoss | Recompute | Freeze | Pack | PartTwins | Wrap | JoinTwins
     | Prefetch | Compile
 )  # fmt: skip
 

@@ -19,7 +19,7 @@ from meshwright.plan.expert_parallel import expert_parallel_actions, resolve_exp
 from meshwright.plan.inspection import Inspection, inspect_model
 from meshwright.plan.loss import loss_actions, resolve_loss
 from meshwright.plan.options import ParallelOptions
-from meshwright.plan.parameters import assign_units, choose_trained, freeze_actions, parameter_rows
+from meshwright.plan.parameters import assign_units, choose_trained, freeze_actions, pack_actions, parameter_rows
 from meshwright.plan.pipeline import resolve_stages
 from meshwright.plan.prefetch import check_prefetch, prefetch_actions
 from meshwright.plan.recompute import checkpointing_modes, recompute_actions
@@ -110,6 +110,7 @@ def resolve(
         *loss_actions(plan),
         *recompute_actions(draft, plan),
         *freeze_actions(plan),
+        *pack_actions(plan),
         *unit_actions(plan),
         *prefetch_actions(plan),
         *compile_actions(draft, plan, inside=False),

@@ -11,6 +11,8 @@ from meshwright.plan.moves import Move
 from meshwright.plan.names import within
 from meshwright.plan.options import (
     DTYPES,
+    NF4,
+    NF4_BLOCK,
     ActivationCheckpointing,
     ContextBalance,
     ContextMethod,
@@ -31,6 +33,7 @@ __all__ = [
     "StageRow",
     "TensorParallelRow",
     "UnitRow",
+    "bytes_of",
     "itemsize",
     "nothing_is_sharded",
     "shard_axis",
@@ -239,6 +242,11 @@ def unit_axes(layout: Layout, kind: str) -> tuple[str, ...]:
     axis = shard_axis(layout, kind)
     native = "dp_shard" if axis == "dp_shard_cp" and layout.size("cp") == 1 else axis
     return ("dp_replicate", native) if layout.size("dp_replicate") > 1 else (native,)
+
+
+def bytes_of(numel: int, dtype: str) -> int:
+    """Return the bytes of some elements."""
+    return numel // NF4_BLOCK * (NF4_BLOCK // 2 + 4) if dtype == NF4 else numel * itemsize(dtype)
 
 
 def itemsize(dtype: str) -> int:

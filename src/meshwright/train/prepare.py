@@ -20,7 +20,8 @@ from meshwright.errors import CheckpointError, ConfigError, DataError, Meshwrigh
 from meshwright.plan.context_parallel import unevenness
 from meshwright.plan.explain import explain
 from meshwright.plan.hardware import load_hardware
-from meshwright.plan.sharding_plan import itemsize
+from meshwright.plan.options import NF4
+from meshwright.plan.sharding_plan import bytes_of, itemsize
 from meshwright.train.config import RunConfig, load_config
 from meshwright.train.guard import waits
 from meshwright.train.resume import checkpoint_to_resume, pass_over_damaged
@@ -122,6 +123,8 @@ def _checked_draft(config: RunConfig, world_size: int) -> RunSetup:
             load_hardware(config.metrics.gpu, "metrics.gpu")
         except ConfigError as error:
             errors.append(error)
+    if config.adapter is not None and config.adapter.base is not None and config.model.path is None:
+        errors.append(ConfigError(f"adapter.base={config.adapter.base}: is for weights that are in files; set model.path"))
     draft = None
     try:
         draft = make_setup(config, world_size)
@@ -261,7 +264,7 @@ def _checkpoint_bytes(setup: RunSetup, config: RunConfig, resume: Path | None, s
         steps: number of optimizer steps in all; ``None``: not known yet, and at least one.
     """
     kept = [row for row in setup.plan.parameters if row.name in setup.stored]
-    stored = [row.numel * itemsize(row.dtype) * (3 if row.trainable else 1) for row in kept]
+    stored = [bytes_of(row.numel, row.dtype) * (3 if row.trainable else 1) for row in kept]
     done = read_meta(resume)["step"] if resume is not None else 0
     left = 1 if steps is None else max(0, steps - done)
     every, minutes, keep = config.checkpoint.every, config.checkpoint.every_minutes, config.checkpoint.keep
@@ -271,5 +274,8 @@ def _checkpoint_bytes(setup: RunSetup, config: RunConfig, resume: Path | None, s
     if config.checkpoint.keep is not None:
         there = len(complete(Paths(config.directory).checkpoints))
         saves = min(saves, config.checkpoint.keep + 1 - min(there, config.checkpoint.keep))
-    exported = sum(row.numel * itemsize(row.dtype) for row in setup.plan.parameters) if config.export else 0
+    # What is stored in 4 bits is written as it was in the files: 2 bytes, or 4.
+    of_number = {NF4: itemsize(config.parallel.param_dtype or config.model.dtype)}
+    exported = sum(row.numel * (of_number.get(row.dtype) or itemsize(row.dtype)) for row in setup.plan.parameters)
+    exported *= config.export
     return sum(stored) * saves + exported
