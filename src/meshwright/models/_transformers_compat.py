@@ -26,6 +26,7 @@ __all__ = [
     "attention_of",
     "check",
     "declarations",
+    "grouped_mm",
     "initialize_module",
     "initialized_flag",
     "is_experts",
@@ -76,6 +77,7 @@ def check() -> None:
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: F401
         from transformers.initialization import guard_torch_init_functions  # noqa: F401
+        from transformers.integrations.moe import _grouped_mm  # noqa: F401
         from transformers.modeling_utils import LoadStateDictConfig  # noqa: F401
     except ImportError as error:
         problems.append(f"transformers {transformers.__version__}: {error}")
@@ -176,6 +178,20 @@ def keep_in_fp32(model: "PreTrainedModel") -> None:
 def is_experts(module: "nn.Module") -> bool:
     """Return whether a module holds routed experts and uses the interface of transformers for them."""
     return hasattr(type(module), "_apply_gate") and all(hasattr(module, name) for name in ("has_bias", "is_transposed"))
+
+
+def grouped_mm(rows: "torch.Tensor", weights: "torch.Tensor", offsets: "torch.Tensor") -> "torch.Tensor":
+    """Return the product of each row with the matrix of its group, with a kernel that this device, dtype and compiler have.
+
+    Args:
+        rows: [rows, in], group after group.
+        weights: [groups, in, out].
+        offsets: [groups], where each group ends, int32.
+    """
+    from transformers.integrations.moe import _grouped_mm
+
+    result: torch.Tensor = _grouped_mm(rows, weights, offsets)
+    return result
 
 
 def router_classes(model: "nn.Module") -> "tuple[type[nn.Module], ...]":

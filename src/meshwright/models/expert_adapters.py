@@ -87,7 +87,10 @@ class AdaptedExperts(Packs):
         own: Any = self
         weight = getattr(self, name)
         multiply = _one_by_one if own.config._experts_implementation == "eager" else _grouped
-        if is_packed(weight) and multiply is _grouped:
+        known = (
+            rows.dtype == torch.bfloat16 or not torch.compiler.is_compiling()
+        )  # torch's compiler knows grouped products of bf16
+        if is_packed(weight) and multiply is _grouped and known:
             result = grouped_product(rows, weight, counts.cumsum(0).to(torch.int32), own.is_transposed)
         else:
             weight = dequantize(weight, rows.dtype) if is_packed(weight) else weight
@@ -105,7 +108,7 @@ class AdaptedExperts(Packs):
 
 def _grouped(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Return the product of each row with the matrix [in, out] of its expert."""
-    return nn.functional.grouped_mm(rows.to(weights.dtype), weights, offs=counts.cumsum(0).to(torch.int32))
+    return compat.grouped_mm(rows.to(weights.dtype), weights, counts.cumsum(0).to(torch.int32))
 
 
 def _one_by_one(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ Such a module computes with a matrix as it is until the plan stores it as bytes.
 as if the matrices were whole: each is packed as soon as it has its values.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -102,9 +103,17 @@ def receiving(model: "PreTrainedModel", device: torch.device) -> Iterator[None]:
             packed, module._parameters[name] = made[id(stored)]
             module.__dict__.setdefault("_receives", {})[name] = packed
             held.append((module, name, packed))
+    # transformers reads ahead of what it has placed, so that all of this rank's slices would be in memory at once.
+    ahead = {"HF_DEACTIVATE_ASYNC_LOAD": "1"} if held else {}
+    before = {key: os.environ.get(key) for key in ahead}
+    os.environ.update(ahead)
     try:
         yield
     finally:
+        for key, value in before.items():
+            os.environ.pop(key)
+            if value is not None:
+                os.environ[key] = value
         for module, name, packed in held:
             module._parameters[name] = packed
             module.__dict__.pop("_receives", None)

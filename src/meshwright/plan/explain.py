@@ -17,7 +17,7 @@ from meshwright.plan.moves import Move
 from meshwright.plan.names import generalize
 from meshwright.plan.options import ContextMethod, SyncPolicy
 from meshwright.plan.pipeline import crossing_bytes, on_stages
-from meshwright.plan.price import tensor_parallel_counts, totals, unit_traffic
+from meshwright.plan.price import Totals, tensor_parallel_counts, totals, unit_traffic
 from meshwright.plan.program import describe
 from meshwright.plan.schedule import replay_of_plan
 from meshwright.plan.sharding_plan import (
@@ -101,7 +101,7 @@ def _summary(plan: ShardingPlan) -> Table:
     share = 100 * total.trainable / total.parameters if total.parameters else 0
     for line in (
         ("parameters", f"{total.parameters:,}", f"{share:.4g} % trainable"),
-        (f"parameters, {where}", human_bytes(total.parameter_bytes), "shards as stored"),
+        (f"parameters, {where}", human_bytes(total.parameter_bytes), _apart(total)),
         (f"gradients, {where}", human_bytes(total.gradient_bytes), "shards"),
         (f"optimizer state, {where}", human_bytes(total.optimizer_bytes), "AdamW, two moments"),
         ("largest gathered unit", human_bytes(total.largest_unit_bytes), total.largest_unit),
@@ -142,6 +142,14 @@ def _summary(plan: ShardingPlan) -> Table:
         balanced = ", where experts get alike" if item.axis == "ep" else ""
         table.add_row(f"{_DONE[item.kind]} over {item.axis} per step", size, f"{item.calls:,} {calls}{balanced}")
     return table
+
+
+def _apart(total: Totals) -> str:
+    """Return how many of the stored bytes are trained and frozen."""
+    frozen = total.parameter_bytes - total.gradient_bytes
+    if not frozen:
+        return "shards as stored"
+    return f"shards as stored: {human_bytes(total.gradient_bytes)} trained, {human_bytes(frozen)} frozen"
 
 
 _DONE = {

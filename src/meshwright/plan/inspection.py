@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from meshwright.errors import PlanError
 from meshwright.layout import ModelSizes
 from meshwright.plan.attentions import Attentions
 from meshwright.plan.heads import HeadFacts
@@ -33,6 +34,9 @@ __all__ = [
 
 _HEADS = ("num_attention_heads", "num_heads", "num_key_value_heads", "num_key_value_groups")
 """Attributes of an attention that count its heads."""
+FOREIGN = {"Params4bit", "Int8Params"}
+"""Classes of quantized parameters of bitsandbytes."""
+
 PACKED_ATTRIBUTE = "packed_weights"
 """Attribute of a module that names the parameters that it can take in 4 bits."""
 
@@ -218,6 +222,12 @@ def inspect_model(spec: ParallelSpec, model: nn.Module) -> Inspection:
         spec: names the attributes of the model's config that have sizes.
         model: a model on any device; only names, shapes, dtypes, ties, ``requires_grad``, code and configs are read.
     """
+    for name, parameter in model.named_parameters():
+        if type(parameter).__name__ in FOREIGN:  # github.com/bitsandbytes-foundation/bitsandbytes issue 1945
+            raise PlanError(
+                f"parameter {name!r} is of bitsandbytes, and FSDP2 would lose its scales and some of its bytes, without an "
+                "error; build the model in bfloat16, and for frozen weights in 4 bits see adapter.base (docs/fine-tuning.md)"
+            )
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
