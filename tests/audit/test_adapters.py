@@ -1,4 +1,4 @@
-"""Gradients, steps and collectives of adapters against one process. The audit draws B first: zeros would hide the gradient of A."""
+"""Gradients, steps and collectives of adapters against one process. The audit draws B: zeros would hide the gradient of A."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,14 +7,19 @@ from typing import Any
 import pytest
 
 from meshwright.audit.conduct import Auditor
-from meshwright.matrix.cells import LAYOUTS, VARIANTS, audited, family_case
-from meshwright.matrix.page import Outcome
+from meshwright.matrix.cells import LAYOUTS, VARIANTS, Outcome, audited, family_case
+from meshwright.models.families import TINY_MODELS
 
-KINDS: dict[str, dict[str, Any]] = {"lora": {}, "dora": {"kind": "dora"}, "experts": {"experts": True}}
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {}, "dora": {"kind": "dora"}, "experts": {"experts": True}, "nf4": {"base": "nf4"},
+    "nf4 dora": {"base": "nf4", "kind": "dora"}, "nf4 experts": {"base": "nf4", "experts": True},
+}  # fmt: skip
 """Name to the section ``adapter``."""
 
 PLACES = ("shard 2", "2 x shard 2", "tp 2", "tp 2 seq", "ep 2", "cp 2", "pp 2", "tp 2 x shard 2", "ep 2 x shard 2")
 FAMILIES = ("llama", "qwen3_moe", "gpt_oss", "deepseek_v3", "diffusion_gemma", "mixtral")
+WIDE = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 32}
+"""Sizes of a model whose rows have whole blocks of 64 numbers."""
 
 CELLS = [
     (kind, label, FAMILIES[(row + 2 * column) % len(FAMILIES)], VARIANTS[(2 * row + column) % len(VARIANTS)])
@@ -37,9 +42,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def fitting(kind: str, label: str, family: str) -> str:
     """The family, or one that has what the cell needs."""
-    if family == "llama" and (kind == "experts" or "ep" in label):
-        return "qwen3_moe"
-    return "llama" if family == "diffusion_gemma" and label in ("cp 2", "pp 2") and kind != "experts" else family
+    if "nf4" in kind and family in ("deepseek_v3", "diffusion_gemma"):  # latents of 16 numbers; a config in sections
+        family = "gpt_oss"
+    if family == "diffusion_gemma" and label in ("cp 2", "pp 2"):
+        family = "llama"
+    if "dora" in kind and "tp" in label and family == "gpt_oss":  # rowwise, with a bias
+        family = "mixtral"
+    return "qwen3_moe" if family == "llama" and ("experts" in kind or "ep" in label) else family
 
 
 @pytest.mark.sampled(6)
@@ -50,7 +59,12 @@ def test_gradients_are_those_of_one_process(
     place = next(place for place in LAYOUTS if place.label == label)
     family = fitting(kind, label, family)
     section = {"rank": 3, "alpha": 6, **KINDS[kind]}
+    known = TINY_MODELS[family].config
+    model = {key: value for key, value in WIDE.items() if key in known} if "nf4" in kind else {}
     cell = audited(
-        auditor, place, [variant], lambda one, packing: family_case(family, place, one, folder, packing=packing, adapter=section)
+        auditor,
+        place,
+        [variant],
+        lambda one, packing: family_case(family, place, one, folder, packing=packing, model=model, adapter=section),
     )
     assert cell.outcome is Outcome.WORKS, cell.note

@@ -257,7 +257,11 @@ def test_the_page_of_the_matrix(tmp_path: Path) -> None:
         ("gpt_oss", "pp 2 x tp 2 seq", ["pp", "tp"], ""),
     ]
     text = page.read_text()
-    assert [line.partition(" (")[0] for line in said] == ["shard 2: 2 works", "pp 2: 2 works", "pp 2 x tp 2 seq: 1 works, 1 refused"]
+    assert [line.partition(" (")[0] for line in said] == [
+        "shard 2: 2 works",
+        "pp 2: 2 works",
+        "pp 2 x tp 2 seq: 1 works, 1 refused",
+    ]
     row = next(line for line in text.splitlines() if line.startswith("| gpt2"))
     assert float(row.split("|")[2]) < 1e-9
     assert "refused [" in row

@@ -1,5 +1,6 @@
 """Runs that train an adapter: what is saved, resumed, exported and loaded elsewhere, and that the base stays."""
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +12,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from meshwright.audit.conduct import audit
 from meshwright.checkpoint.directory import latest
 from meshwright.checkpoint.export import export_checkpoint, generate
 from meshwright.checkpoint.storage import contents
-from meshwright.errors import CheckpointError, MeshwrightError, ModelError
+from meshwright.distributed.comm_counter import CommCounter
+from meshwright.distributed.nf4 import quantize
+from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, ModelError
+from meshwright.models import packed
+from meshwright.plan.price import totals
 from meshwright.train.config import RunConfig
-from tests.train.runs import losses, train
+from meshwright.train.prepare import prepare_run
+from tests.harness import run_ranks
+from tests.train.runs import losses, train, trainer_on_rank
 from tests.train.test_pretrained import saved
 
 Tiny = Callable[..., RunConfig]
@@ -69,7 +75,7 @@ def test_an_adapter_goes_out_to_peft_and_back(tiny: Tiny, tmp_path: Path, kind: 
     beside.save_pretrained(tmp_path / "theirs")
     again = tiny(*adapter(tmp_path / "model", path=str(tmp_path / "theirs"), **options), f"output={tmp_path}/again")
     assert train(again, 2)[0] < ours[0]
-    with pytest.raises(MeshwrightError, match=r"is of another adapter: .* set rank, targets and save_modules as in"):
+    with pytest.raises(MeshwrightError, match=r"is of another adapter: .* set rank, targets, experts and save_modules as in"):
         train(
             tiny(
                 *adapter(tmp_path / "model", path=str(tmp_path / "theirs"), **{**options, "rank": 2}), f"output={tmp_path}/no"
@@ -135,25 +141,109 @@ def test_a_directory_that_is_no_adapter_is_refused(tiny: Tiny, tmp_path: Path) -
         train(tiny(*adapter(tmp_path / "model", path="/nowhere")), 1)
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize(
-    "sizes", [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 1}, {"tp": 2, "dp_shard": 1}, {"cp": 2, "dp_shard": 1},
-              {"pp": 2, "dp_shard": 1}, {"ep": 2, "dp_shard": 2}, {"tp": 2, "dp_shard": 2}], ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_gradients_are_those_of_one_process(tiny: Tiny, kind: str, sizes: dict[str, int], family: str) -> None:
-    """The audit draws all matrices, so that a zero B hides no gradient of A."""
-    if "ep" in sizes and family == "llama":
-        pytest.skip("refused")
-    from meshwright.models.families import TINY_MODELS
+WIDE = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
 
-    config = {"model_type": family, **TINY_MODELS[family].config}
-    config.pop("vocab_size", None)
-    run = tiny(
-        f"model.config={json.dumps(config)}", f"adapter={json.dumps({'kind': kind, 'rank': 3, 'alpha': 6})}",
-        f"layout={json.dumps(sizes)}", "training.global_batch_size=16",
-    )  # fmt: skip
-    world = 4 if sizes == {"tp": 2, "dp_shard": 2} else 2
-    report = audit(run, nproc=world)
-    assert report.passed, report.verdict
+
+@pytest.mark.parametrize("sizes", ["dp_shard=2", "tp=2"])
+@pytest.mark.parametrize("base", [None, "nf4"])
+def test_frozen_bytes_are_gathered_and_never_reduced(tiny: Tiny, tmp_path: Path, base: str | None, sizes: str) -> None:
+    saved(tmp_path / "model", **WIDE)
+    config = tiny(
+        *adapter(tmp_path / "model", base=base), "layout.dp_shard=1", f"layout.{sizes}", "training.global_batch_size=4"
+    )
+    _, _, store = prepare_run(config, 2)
+    for found in run_ranks(bytes_of_a_step, 2, config, store.directory):
+        assert found["moved"].get("reduce_scatter", 0) == (4 * found["trained"] if "dp" in sizes else 0)
+        per_number = 2.25 / 4 if base else 4.0  # param_dtype is float32
+        gathered = per_number * found["packed"] + 4 * (found["all"] - found["packed"])
+        if "dp" in sizes:
+            assert found["moved"]["all_gather"] == gathered
+        assert found["held"] == (gathered / 2 if "dp" in sizes else found["planned"])
+
+
+def bytes_of_a_step(rank: int, config: RunConfig, store: Path) -> dict[str, Any]:
+    trainer = trainer_on_rank(config, store)
+    with CommCounter() as counter:
+        trainer.train_step()
+    rows = trainer.setup.plan.parameters
+    stored = [parameter.to_local() for parameter in trainer.model.parameters()]
+    inside = [row for row in rows if ".layers." in row.name and "norm" not in row.name and not row.trainable]
+    return {
+        "moved": dict(counter.bytes),
+        "held": sum(tensor.numel() * tensor.element_size() for tensor in stored),
+        "planned": totals(trainer.setup.plan).parameter_bytes,
+        "trained": sum(row.numel for row in rows if row.trainable),
+        "packed": sum(row.numel for row in inside),
+        "all": sum(row.numel for row in rows),
+    }
+
+
+def test_matrices_in_4_bits_are_packed_one_by_one_as_they_are_read(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So no rank holds a model of whole numbers."""
+    saved(tmp_path / "model", **WIDE, num_hidden_layers=8)
+
+    def counting(matrix: torch.Tensor) -> torch.Tensor:
+        alike = [
+            item for item in gc.get_objects()
+            if isinstance(item, torch.Tensor) and item.shape == matrix.shape and not item.is_meta and item.is_floating_point()
+        ]  # fmt: skip
+        places = {item.data_ptr() for item in alike if item.requires_grad is False}
+        assert 1 <= len(places) <= 2, len(places)
+        return quantize(matrix)
+
+    monkeypatch.setattr(packed, "quantize", counting)
+    section = {"base": "nf4", "targets": ["lm_head"]}
+    train(tiny(*adapter(tmp_path / "model", **section), "training.steps=1", "layout.dp_shard=1"), 1)
+
+
+def test_a_run_on_matrices_in_4_bits(tiny: Tiny, tmp_path: Path) -> None:
+    """It is that of every layout, resumes, and its adapter fits the plain model."""
+    saved(tmp_path / "model", "qwen3_moe", **WIDE, moe_intermediate_size=128)
+    options = ("schedule.kind=constant", "checkpoint.every=3")
+    section = {"base": "nf4", "experts": True}
+    losses_of = {}
+    for name, sizes in {"one": "dp_shard=1", "shard": "dp_shard=2", "tp": "tp=2", "ep": "ep=2"}.items():
+        ranks = 1 if name == "one" else 2
+        shard = "layout.dp_shard=2" if name == "ep" else "layout.dp_shard=1"
+        config = tiny(*adapter(tmp_path / "model", **section), *options, shard, f"layout.{sizes}", f"output={tmp_path}/{name}")
+        losses_of[name] = train(config, ranks)
+    assert losses_of["one"] == pytest.approx(losses_of["shard"], rel=1e-5)
+    assert losses_of["one"] == pytest.approx(losses_of["tp"], rel=1e-4)
+    assert losses_of["one"] == pytest.approx(losses_of["ep"], rel=1e-4)
+    assert losses_of["one"][-1] < losses_of["one"][0]
+
+    plain = train(tiny(*adapter(tmp_path / "model", experts=True), *options, f"output={tmp_path}/plain"), 2)
+    assert plain[0] != losses_of["one"][0]
+    assert plain[0] == pytest.approx(losses_of["one"][0], rel=0.05)
+
+    part = tiny(*adapter(tmp_path / "model", **section), *options, "training.steps=3", f"output={tmp_path}/part")
+    train(part, 2)
+    longer = tiny(*adapter(tmp_path / "model", **section), *options, f"output={tmp_path}/part", "layout.dp_shard=1")
+    train(longer, 1)
+    assert losses(longer) == pytest.approx(losses_of["one"], rel=1e-5)
+    export_checkpoint(newest(longer), tmp_path / "adapter", adapter=True)
+    export_checkpoint(newest(longer), tmp_path / "merged")
+    beside = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), str(tmp_path / "adapter"))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), logits(beside), rtol=0, atol=1e-5)
+
+
+def test_what_cannot_be_in_4_bits_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    saved(tmp_path / "narrow")
+    saved(tmp_path / "model", **WIDE)
+    with pytest.raises(ConfigError, match=r"adapter\.base=nf4: is for weights that are in files; set model\.path"):
+        prepare_run(tiny("adapter={base: nf4}"), 1)
+    with pytest.raises(
+        MeshwrightError, match=r"adapter\.base=nf4: .* has 32 numbers in a row on each rank; legal are .* of 64"
+    ):
+        prepare_run(tiny(*adapter(tmp_path / "narrow", base="nf4")), 1)
+    with pytest.raises(MeshwrightError, match=r"o_proj.* has 32 numbers in a row on each rank"):
+        prepare_run(tiny(*adapter(tmp_path / "model", base="nf4"), "layout.dp_shard=1", "layout.tp=4"), 4)
+    file = tmp_path / "model" / "config.json"
+    declared = json.loads(file.read_text())
+    for method, why in (("bitsandbytes", "lose their scales and some of their bytes under FSDP2"), ("mxfp4", "are not read")):
+        file.write_text(json.dumps({**declared, "quantization_config": {"quant_method": method}}))
+        with pytest.raises(ModelError, match=rf"quantized \({method}\), and {why}"):
+            prepare_run(tiny(*adapter(tmp_path / "model")), 1)

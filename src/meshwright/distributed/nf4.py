@@ -87,17 +87,18 @@ def _(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, packed: torch.Tensor, turned: bool) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, turned: bool) -> torch.Tensor:
         ctx.save_for_backward(packed)
         ctx.turned = turned
         matrix = dequantize(packed, rows.dtype)
-        return rows @ (matrix if turned else matrix.mT)
+        return nn.functional.linear(rows, matrix.mT if turned else matrix, bias)  # rounds once
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor | None, None]:
         (gradient,) = gradients
         matrix = dequantize(ctx.saved_tensors[0], gradient.dtype)
-        return gradient @ (matrix.mT if ctx.turned else matrix), None, None
+        of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return gradient @ (matrix.mT if ctx.turned else matrix), None, of_bias, None
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -115,15 +116,16 @@ class _GroupedProduct(torch.autograd.Function):
         return nn.functional.grouped_mm(gradient, matrices.mT if ctx.turned else matrices, offs=offsets), None, None, None
 
 
-def product(rows: torch.Tensor, packed: torch.Tensor, turned: bool) -> torch.Tensor:
-    """Return W x of each row, [..., out].
+def product(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, turned: bool) -> torch.Tensor:
+    """Return W x + b of each row, [..., out].
 
     Args:
         rows: [..., in].
         packed: bytes of W, [out, in], or [in, out] if ``turned``. It gets no gradient.
+        bias: b, [out]; ``None``: none.
         turned: see ``packed``.
     """
-    result: torch.Tensor = _Product.apply(rows, packed, turned)
+    result: torch.Tensor = _Product.apply(rows, packed, bias, turned)
     return result
 
 

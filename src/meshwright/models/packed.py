@@ -56,8 +56,7 @@ class PackedLinear(Packs):
         if not is_packed(own.weight):
             result: torch.Tensor = super().forward(rows)
             return result
-        result = product(rows, own.weight, turned=not isinstance(self, nn.Linear))
-        return result if own.bias is None else result + own.bias
+        return product(rows, own.weight, own.bias, turned=not isinstance(self, nn.Linear))
 
     @property
     def W_q(self) -> torch.Tensor:  # noqa: N802
