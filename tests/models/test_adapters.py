@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from meshwright.errors import ConfigError, ModelError
+from meshwright.errors import ConfigError, ModelError, PlanError
 from meshwright.layout import Layout
 from meshwright.models.adapter_files import of_adapter, write_adapter
 from meshwright.models.adapters import adapt, bare, initialize_adapters, merge
@@ -203,6 +203,46 @@ def test_modules_that_share_a_matrix_share_one_adapter(kind: str, tmp_path: Path
 def test_adapters_of_experts_that_cannot_be_are_refused(options: dict[str, Any], problem: str) -> None:
     with pytest.raises((ConfigError, ValueError), match=problem):
         adapted(**options)
+
+
+@pytest.mark.parametrize(
+    ("family", "packed", "whole"),
+    [
+        ("llama", LAYER, {"lm_head"}),
+        ("qwen3_moe", LAYER | {"gate_up_proj", "down_proj"}, {"lm_head", "gate"}),
+        ("gpt2", {"c_attn", "c_proj", "c_fc"}, {"lm_head"}),
+        ("nemotron_h", {"q_proj", "up_proj", "down_proj"}, {"in_proj", "out_proj"}),  # kernels of Mamba read those
+    ],
+)
+def test_which_frozen_matrices_are_in_4_bits(family: str, packed: set[str], whole: set[str]) -> None:
+    """Not what is trained, what chooses experts, embeddings, heads, norms, or a matrix that other code reads."""
+    model = adapted(family, base="nf4", save_modules=["model.layers.1.self_attn.o_proj"] if family == "llama" else [],
+                    targets=["q_proj"] if family != "gpt2" else "all-linear")  # fmt: skip
+    names = {
+        f"{name}.{own}".removesuffix(".weight").replace(".base_layer", "")
+        for name, module in model.named_modules()
+        for own in getattr(module, "packed_weights", ())
+    }
+    found = {name.rpartition(".")[2] for name in names}
+    assert packed <= found
+    assert not found & whole
+    assert not any(word in name for name in names for word in ("embed", "norm", "lora"))
+    if family == "llama":
+        assert "model.layers.0.self_attn.o_proj" in names
+        assert "model.layers.1.self_attn.o_proj" not in names
+
+
+def test_parameters_of_bitsandbytes_are_refused() -> None:
+    class Params4bit(nn.Parameter):
+        pass
+
+    model = tiny_model("llama", meta=True)
+    own = model.model.layers[0].mlp.up_proj
+    own.weight = Params4bit(own.weight.data, requires_grad=False)
+    with pytest.raises(
+        PlanError, match=r"layers\.0\.mlp\.up_proj\.weight' is of bitsandbytes, and FSDP2 would lose its scales"
+    ):
+        resolve(spec_of(model), model, Layout(dp_shard=2))
 
 
 def test_an_implementation_of_experts_that_has_no_adapters_is_refused() -> None:

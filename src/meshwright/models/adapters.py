@@ -24,7 +24,10 @@ from meshwright.models.config import AdapterConfig
 from meshwright.models.expert_adapters import adapt_experts, bare_experts, merge_experts
 from meshwright.models.init import derive_seed, keep_slice
 from meshwright.models.packed import Packs, pack_linear
+from meshwright.plan.inspection import inspect_model
 from meshwright.plan.names import match_names, within
+from meshwright.plan.sliced_code import reads_matrix
+from meshwright.plan.tp_styles import canonical
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,6 +67,8 @@ def adapt(model: "PreTrainedModel", config: AdapterConfig, param_dtype: str | No
         raise ConfigError(
             f"adapter.save_modules: {both[0]!r} is trained whole, and is among adapter.targets; name it in one of them"
         )
+    facts = inspect_model(spec, model)
+    read = [name for name in _linear(model) if reads_matrix(facts, name)] if config.base is not None else []
     fp32 = {name for pattern in spec.fp32 for name, _ in model.named_modules() if match_names(pattern, [name])}
     master = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     for name, parameter in model.named_parameters():
@@ -81,7 +86,7 @@ def adapt(model: "PreTrainedModel", config: AdapterConfig, param_dtype: str | No
     if config.experts or config.base is not None:
         adapt_experts(model, config, inside, idle)
     if config.base is not None:
-        _pack(model, [name for name in inside if not within(name, idle)], saved)
+        _pack(model, [name for name in inside if not within(name, idle)], [*saved, *read])
     for name, parameter in model.named_parameters():  # peft freezes all but its own
         parameter.requires_grad_(of_adapter(name) or within(name, saved))
         if parameter.requires_grad:  # the values that an optimizer adds to
@@ -163,12 +168,18 @@ def _read_by_kernels(model: nn.Module, ends: set[str]) -> set[str]:
     return refused
 
 
-def _pack(model: nn.Module, inside: list[str], saved: list[str]) -> None:
-    """Let the frozen linear layers inside a model's layers take their weights in 4 bits, but routers."""
-    small = {name for name, _ in model.named_modules() if "lora_" in name}
+def _pack(model: nn.Module, inside: list[str], whole: list[str]) -> None:
+    """Let the frozen linear layers inside a model's layers take their weights in 4 bits, but routers.
+
+    Args:
+        model: the model, with its adapters.
+        inside: names of the layers.
+        whole: names of modules that are trained, or whose matrix other code reads.
+    """
     for name, module in _linear(model).items():
-        whole = name in small or within(name, saved) or not within(name, inside) or _routes(name, module)
-        if not whole and (type(module) is nn.Linear or class_name(module) == CONV1D):
+        before = canonical(name)  # without the adapter around it
+        stays = of_adapter(f"{name}.weight") or within(before, whole) or not within(before, inside) or _routes(before, module)
+        if not stays and (type(module) is nn.Linear or class_name(module) == CONV1D):
             pack_linear(module)
 
 
