@@ -33,6 +33,7 @@ from meshwright.models.registry import spec_of
 from meshwright.plan.inspection import model_sizes
 from meshwright.plan.loss import chunks_of
 from meshwright.plan.names import match_names
+from meshwright.plan.options import NF4_BLOCK
 from meshwright.plan.spec import ParallelSpec
 from meshwright.shrink.kinds import kinds_of, layers_of, lists_of, lost_between, second_of_ties
 from meshwright.shrink.small_config import ALWAYS, RULES, Change, Needs, small_config
@@ -110,7 +111,10 @@ def shrink(config: RunConfig, world_size: int | None = None) -> tuple[RunConfig,
     kv_heads, shared_by = sizes.kv_heads or 0, config.layout.tp or 1
     pipeline = config.parallel.pipeline
     stages = layout.size("pp") * pipeline.each
-    needs = Needs(layout.size("tp"), layout.ep, stages, length, shares_heads=0 < kv_heads < shared_by)
+    packed = config.adapter is not None and config.adapter.base is not None
+    needs = Needs(
+        layout.size("tp"), layout.ep, stages, length, 0 < kv_heads < shared_by, NF4_BLOCK if packed else 1
+    )  # fmt: skip
     patterns = {key: getattr(config.parallel, key) for key in ("freeze", *_OF_MODULES, *_BY_MODULE)}
     patterns["no_decay"] = config.optimizer.no_decay
     model, renumbered = _shrink_model(source, large, large_config, spec, defaults, needs, patterns, changes)

@@ -45,6 +45,8 @@ class Needs:
     sequence: int
     shares_heads: bool = False
     """Whether several ranks of `tp` share a key/value head, in the run and therefore in its audit."""
+    block: int = 1
+    """Each rank has a multiple of so many numbers in the rows of its matrices."""
 
 
 def small_config(
@@ -150,7 +152,10 @@ class _Numbers:
         self.head_dim = number("head_dim") or max(1, self.hidden // self.heads)
         fills = self.hidden * expand == self.heads * self.head_dim
         self.new_head_dim = min(self.head_dim, 16 if (self.new_heads <= 4) == fills else 8)
-        self.new_hidden = self.new_heads * self.new_head_dim // expand if fills else min(self.hidden, HIDDEN)
+        while self.new_heads * self.new_head_dim % (needs.tp * needs.block) and self.new_head_dim < self.head_dim:
+            self.new_head_dim = min(self.head_dim, 2 * self.new_head_dim)
+        hidden = _least(self.hidden, HIDDEN, needs.block)
+        self.new_hidden = self.new_heads * self.new_head_dim // expand if fills else hidden
         # A group has at least two experts. If tokens are routed to some groups only, that stays so.
         self.groups, limit = number("n_group", "num_expert_group") or 1, number("topk_group") or 1
         self.new_limit = min(limit, 2)
@@ -253,7 +258,7 @@ class _Numbers:
             return self.new_heads * self.new_head_dim
         if value <= 16:
             return value
-        unit = math.lcm(8, self.needs.tp)
+        unit = math.lcm(8, self.needs.tp * self.needs.block)
         new = _least(value, min(2 * HIDDEN, max(16, value * self.new_hidden // self.hidden)), unit)
         return new if new != self.new_hidden else _least(value, new + 1, unit)
 
