@@ -14,7 +14,7 @@ from workload import CLIP, make_optimizer, read_tokens, share
 
 
 def main() -> None:
-    run = job(variants=("accumulate",))
+    run = job(variants=("accumulate", "lora"))
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=True,
@@ -29,6 +29,10 @@ def main() -> None:
     accelerator.state.fsdp_plugin = plugin
 
     model = LlamaForCausalLM.from_pretrained(run.directory / "model")
+    if run.variant == "lora":
+        import peft
+
+        model = peft.PeftModel.from_pretrained(model, run.directory / "adapter", is_trainable=True)
     model.train()
     optimizer = make_optimizer(model)
     model, optimizer = accelerator.prepare(model, optimizer)

@@ -45,6 +45,8 @@ RANKS = 2
 TP = 2
 """Ranks of tensor parallel, where there is some: then RANKS * TP processes."""
 SEED = 0
+RANK = 8
+"""Of adapters."""
 
 LR = 3e-4
 BETAS = (0.9, 0.95)
@@ -68,6 +70,17 @@ def write(directory: Path, sequences: int, *, sparse: bool = False) -> None:
     chances = 1 / torch.arange(1, config.vocab_size + 1)
     tokens = torch.multinomial(chances, sequences * SEQUENCE_LENGTH, replacement=True)
     _write_store(directory / "store", tokens.numpy().astype(np.uint16).reshape(sequences, SEQUENCE_LENGTH))
+
+
+def write_adapter(directory: Path) -> None:
+    """Draw the first values of an adapter of every linear layer, as a directory of peft."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory / "model")
+    names = [name.rpartition(".")[2] for name, module in model.model.named_modules() if isinstance(module, torch.nn.Linear)]
+    settings = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=sorted(set(names)), task_type="CAUSAL_LM")
+    peft.get_peft_model(model, settings).save_pretrained(directory / "adapter")
 
 
 def _write_store(directory: Path, tokens: np.ndarray) -> None:
@@ -118,8 +131,8 @@ def share(tokens: torch.Tensor, step: int, rank: int, microbatches: int) -> list
 
 def make_optimizer(model: torch.nn.Module) -> torch.optim.AdamW:
     """Matrices decay, vectors do not; each kind is a group."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS, fused=True)
 
@@ -133,15 +146,23 @@ MESHWRIGHT = {
     "tp-loss-sequence": {"sync": "defer", "loss_parallel": True, "sequence_parallel": True},
     "ep": {"sync": "defer"},
     "ep-reduce_each": {"sync": "reduce_each"},
+    "lora": {},
+    "lora-reshard": {"sync": "reshard_each"},
+    "lora-nf4": {},
 }
 """Variants of Meshwright: its section ``parallel``, beyond dtypes."""
+
+ADAPTERS: dict[str, dict] = {"lora": {}, "lora-reshard": {}, "lora-nf4": {"base": "nf4"}}
+"""Variants that train an adapter: its section ``adapter``, beyond rank and first values."""
 
 
 def train_config(directory: Path, output: Path, microbatches: int, variant: str) -> dict:
     """Meshwright's configuration of this workload, as its YAML file would give it."""
+    adapter = {"rank": RANK, "alpha": 2 * RANK, "path": str(directory / "adapter"), **ADAPTERS.get(variant, {})}
     return {
         "output": str(output),
         "model": {"path": str(directory / "model")},
+        "adapter": adapter if variant in ADAPTERS else None,
         "layout": {"tp": TP if variant.startswith("tp-") else 1, "ep": RANKS if variant.startswith("ep") else 1},
         "parallel": {"param_dtype": "float32", "reduce_dtype": "float32", **MESHWRIGHT[variant]},
         "data": {"corpus": "python-stdlib", "sequence_length": SEQUENCE_LENGTH, "eval_fraction": 0.0, "shuffle": False},
