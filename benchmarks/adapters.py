@@ -17,16 +17,17 @@ from report import Bound, Table, publish
 from rounds import WARMUP_STEPS, Results, check_losses, ratio, run_rounds
 
 PEER, OURS, NF4, WHOLE = "accelerate, peft", "meshwright", "meshwright, nf4", "meshwright, whole model"
-RESHARD = "meshwright, reshard_each"
+RESHARD, ONCE = "meshwright, reshard_each", "meshwright, reduced once"
 CONTENDERS = (
     Contender(PEER, "run_accelerate.py", "lora"),
     Contender(OURS, "run_meshwright.py", "lora"),
     Contender(RESHARD, "run_meshwright.py", "lora-reshard"),
+    Contender(ONCE, "run_meshwright.py", "lora-once"),
     Contender(NF4, "run_meshwright.py", "lora-nf4"),
     Contender(WHOLE, "run_meshwright.py", "defer"),
 )
 NOTES = (
-    "gathered, reduced: larger buffers of a rank's all-gathers, and of its reduce-scatters and all-reduces, in one optimizer "
+    "AG, RS: all-gathers and reduce-scatters of a rank. gathered, reduced: larger buffers of a rank's all-gathers, and of its reduce-scatters and all-reduces, in one optimizer "
     "step that is not timed; held: the most bytes of all storages alive at once in it, without AdamW's state.",
     "CPU: process time of a step, all threads of a rank; x: against the peer in the same round, median over rounds.",
     "accelerate: on a machine without GPU it does not support FSDP2; its state was set to FSDP by hand, and the run checked "
@@ -39,7 +40,20 @@ def table_of(results: Results, rounds: int, steps: int) -> Table:
     """A row for each contender and number of microbatches."""
     table = Table(
         f"LoRA of rank {workload.RANK}, {workload.RANKS} gloo ranks, medians of {rounds} x {steps - WARMUP_STEPS} steps",
-        ("contender", "microbatches", "gathered MB", "reduced MB", "held MiB", "CPU ms", "x", "wall ms", "x", "loss"),
+        (
+            "contender",
+            "microbatches",
+            "AG",
+            "RS",
+            "gathered MB",
+            "reduced MB",
+            "held MiB",
+            "CPU ms",
+            "x",
+            "wall ms",
+            "x",
+            "loss",
+        ),
         notes=NOTES,
     )
     for (count, name), runs in results.items():
@@ -48,6 +62,7 @@ def table_of(results: Results, rounds: int, steps: int) -> Table:
             (
                 name,
                 str(count),
+                *(str(runs[0].counts.get(kind, 0)) for kind in ("all_gather", "reduce_scatter")),
                 f"{moved.get('all_gather', 0) / 1e6:.1f}",
                 f"{(moved.get('reduce_scatter', 0) + moved.get('all_reduce', 0)) / 1e6:.2f}",
                 f"{runs[0].live_bytes / 2**20:.1f}",
@@ -92,7 +107,7 @@ def main() -> int:
         workload.write(directory, (arguments.steps + 1) * workload.RANKS * workload.BATCH * max(arguments.microbatches))
         workload.write_adapter(directory)
         results = run_rounds(directory, CONTENDERS, arguments.microbatches, arguments.rounds, arguments.steps)
-    check_losses({key: runs for key, runs in results.items() if key[1] in (PEER, OURS, RESHARD)}, PEER)
+    check_losses({key: runs for key, runs in results.items() if key[1] in (PEER, OURS, RESHARD, ONCE)}, PEER)
     table = table_of(results, arguments.rounds, arguments.steps)
     return publish([table], bounds_of(results), arguments.markdown, check=arguments.check)
 

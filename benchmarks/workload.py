@@ -148,11 +148,12 @@ MESHWRIGHT = {
     "ep-reduce_each": {"sync": "reduce_each"},
     "lora": {},
     "lora-reshard": {"sync": "reshard_each"},
+    "lora-once": {},
     "lora-nf4": {},
 }
 """Variants of Meshwright: its section ``parallel``, beyond dtypes."""
 
-ADAPTERS: dict[str, dict] = {"lora": {}, "lora-reshard": {}, "lora-nf4": {"base": "nf4"}}
+ADAPTERS: dict[str, dict] = {"lora": {}, "lora-reshard": {}, "lora-once": {"reduce": "once"}, "lora-nf4": {"base": "nf4"}}
 """Variants that train an adapter: its section ``adapter``, beyond rank and first values."""
 
 

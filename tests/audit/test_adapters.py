@@ -11,7 +11,7 @@ from meshwright.matrix.cells import LAYOUTS, VARIANTS, Outcome, audited, family_
 from meshwright.models.families import TINY_MODELS
 
 KINDS: dict[str, dict[str, Any]] = {
-    "lora": {}, "dora": {"kind": "dora"}, "experts": {"experts": True}, "nf4": {"base": "nf4"},
+    "lora": {}, "dora": {"kind": "dora"}, "experts": {"experts": True}, "nf4": {"base": "nf4"}, "once": {"reduce": "once"},
     "nf4 dora": {"base": "nf4", "kind": "dora"}, "nf4 experts": {"base": "nf4", "experts": True},
 }  # fmt: skip
 """Name to the section ``adapter``."""
@@ -25,6 +25,7 @@ CELLS = [
     (kind, label, FAMILIES[(row + 2 * column) % len(FAMILIES)], VARIANTS[(2 * row + column) % len(VARIANTS)])
     for row, kind in enumerate(KINDS)
     for column, label in enumerate(PLACES)
+    if (kind, label) != ("once", "pp 2")  # refused
 ]
 """Every kind on every layout, with families and options in turn."""
 
@@ -44,7 +45,7 @@ def fitting(kind: str, label: str, family: str) -> str:
     """The family, or one that has what the cell needs."""
     if "nf4" in kind and family in ("deepseek_v3", "diffusion_gemma"):  # latents of 16 numbers; a config in sections
         family = "gpt_oss"
-    if family == "diffusion_gemma" and label in ("cp 2", "pp 2"):
+    if family == "diffusion_gemma" and (label in ("cp 2", "pp 2") or kind == "once"):
         family = "llama"
     if "dora" in kind and "tp" in label and family == "gpt_oss":  # rowwise, with a bias
         family = "mixtral"

@@ -22,6 +22,8 @@ from meshwright.models import packed
 from meshwright.plan.price import totals
 from meshwright.train.config import RunConfig
 from meshwright.train.prepare import prepare_run
+from meshwright.train.setup import make_setup
+from tests.diffusion_gemma import CONFIG as DIFFUSION
 from tests.harness import run_ranks
 from tests.train.runs import losses, train, trainer_on_rank
 from tests.train.test_pretrained import saved
@@ -139,6 +141,22 @@ def test_a_directory_that_is_no_adapter_is_refused(tiny: Tiny, tmp_path: Path) -
     saved(tmp_path / "model")
     with pytest.raises((ModelError, MeshwrightError), match=r"adapter\.path='/nowhere': is no adapter of peft"):
         train(tiny(*adapter(tmp_path / "model", path="/nowhere")), 1)
+
+
+def test_adapters_that_are_reduced_together_take_one_collective(tiny: Tiny) -> None:
+    """That gradients are right is in tests/audit/test_adapters.py."""
+    found = {}
+    for reduce in ("unit", "once"):
+        plan = make_setup(tiny(f"adapter={{rank: 2, reduce: {reduce}}}"), 2).plan
+        found[reduce] = totals(plan).traffic
+    assert found["unit"].reduce_scatters == 2  # a layer each
+    assert found["once"].reduce_scatters == 1
+    assert found["once"].reduce_scatter_bytes == found["unit"].reduce_scatter_bytes
+    with pytest.raises(ConfigError, match=r"adapter\.reduce=once: .* with pp the legal value is unit"):
+        make_setup(tiny("adapter={rank: 2, reduce: once}", "layout.pp=2", "layout.dp_shard=1"), 2)
+    shared = (f"model.config={json.dumps(DIFFUSION)}", "adapter={rank: 2, reduce: once}", "data.packing=pad")
+    with pytest.raises(ConfigError, match=r"adapter\.reduce=once: modules of DiffusionGemma.* share matrices"):
+        make_setup(tiny(*shared), 2)
 
 
 WIDE = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}

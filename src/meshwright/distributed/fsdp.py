@@ -60,7 +60,9 @@ def wrap(model: nn.Module, action: Wrap, mesh: ParallelMesh) -> None:
         unit.set_gradient_divide_factor(action.divisor)
         unit.set_force_sum_reduction_for_comms(action.plain_sum)
     if action.each_run:
-        _torch_compat.hook_each_run(modules)
+        _torch_compat.hook_each_run(unit, [model.get_submodule(name) for name in action.around] or modules)
+    if action.around:
+        _torch_compat.reduce_at_the_end(unit)
     if action.no_grad_runs:
         _torch_compat.forget_runs_without_gradient(unit)
 

@@ -82,7 +82,10 @@ def adapt(model: "PreTrainedModel", config: AdapterConfig, param_dtype: str | No
             peft.inject_adapter_in_model(settings, model, adapter_name=NAME, low_cpu_mem_usage=True)
     except Exception as error:  # peft raises errors of many kinds, all about what the adapter is for
         raise ModelError(f"adapter: peft refuses {class_name(model)}: {described(error)}") from error
-    _share(model)
+    if _share(model) and config.reduce == "once":
+        raise ConfigError(
+            f"adapter.reduce=once: modules of {class_name(model)} share matrices, and run apart; the legal value is unit"
+        )
     if config.experts or config.base is not None:
         adapt_experts(model, config, inside, idle)
     if config.base is not None:
@@ -198,14 +201,16 @@ def _refuse_shared(model: nn.Module, targets: list[str]) -> None:
             )
 
 
-def _share(model: nn.Module) -> None:
-    """Give linear layers that share a matrix one adapter."""
+def _share(model: nn.Module) -> bool:
+    """Give linear layers that share a matrix one adapter, and return whether there are any."""
     first: dict[int, Any] = {}
-    for _, _, wrapper in wrappers(model):
+    found = list(wrappers(model))
+    for _, _, wrapper in found:
         leader = first.setdefault(id(wrapper.base_layer.weight), wrapper)
         for part in ("lora_A", "lora_B", "lora_magnitude_vector") if leader is not wrapper else ():
             for name, holder in getattr(wrapper, part).items():
                 holder.weight = getattr(leader, part)[name].weight
+    return len(first) < len(found)
 
 
 def _routes(name: str, module: nn.Module) -> bool:

@@ -38,6 +38,11 @@ class AdapterConfig(BaseModel):
     experts: bool = Field(
         default=False, description="Also give each fused expert of a mixture its own A and B (lora, without dropout)."
     )
+    reduce: Literal["unit", "once"] = Field(
+        default="unit",
+        description="'unit': adapters are gathered and reduced with their layer. 'once': all together, once a step, and they "
+        "stay gathered in it. Those of experts stay with their experts.",
+    )
     base: Literal["nf4"] | None = Field(
         default=None,
         description="'nf4': store and gather the frozen matrices of linear layers and experts inside the model's layers in 4 "

@@ -36,6 +36,7 @@ class UnitDraft:
     places: int = 1
     twin_of: str = ""
     part_of: str = ""
+    together: bool = False
 
 
 @dataclass

@@ -296,6 +296,7 @@ class Wrap:
         dims: (parameter, dimension) pairs, for parameters that are not sharded along their first dimension.
         offload: keep shards in host memory, which is pinned if the device is an accelerator.
         each_run: gather and reshard around each run of each module, because the modules run at different times.
+        around: with ``each_run``, the modules around whose runs it is gathered instead: layers, which are fewer.
         no_grad_runs: whether modules also run without gradient. Such runs are kept out of the order in which backward
             prefetches.
     """
@@ -315,6 +316,7 @@ class Wrap:
     dims: tuple[tuple[str, int], ...] = ()
     offload: bool = False
     each_run: bool = False
+    around: tuple[str, ...] = ()
     no_grad_runs: bool = False
 
 

@@ -91,6 +91,7 @@ class UnitRow:
             empty.
         part_of: for a module of a shared unit that is not its first, the unit; otherwise empty. Such a module is no unit
             itself.
+        together: whether its modules have parameters of their own, and not the same.
         tokens: which tokens of its microbatch enter it on a rank: ``all``, a slice of each sequence, or those that are routed
             to it.
     """
@@ -111,6 +112,7 @@ class UnitRow:
     twin_of: str = ""
     part_of: str = ""
     tokens: str = "all"
+    together: bool = False
 
     @property
     def label(self) -> str:

@@ -36,6 +36,7 @@ class UnitRule:
 
     Args:
         pattern: pattern of module names; each match is a unit of its own.
+        together: all matches are one unit instead, which is gathered and reduced once for all of them.
         reshard_after_forward: whether to free the gathered parameters after forward; ``None``: yes.
         sync: sync policy of the unit, which says when its gradients are reduced; ``None``: that of the options.
     """
@@ -43,6 +44,7 @@ class UnitRule:
     pattern: str
     reshard_after_forward: bool | None = None
     sync: SyncPolicy | None = None
+    together: bool = False
 
 
 class Scores(StrEnum):

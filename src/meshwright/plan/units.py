@@ -53,9 +53,16 @@ def draft_units(draft: Draft) -> None:
     if not spec.layers:
         draft.remarks.append("layers: none; what no other unit has is one unit, gathered as a whole")
     for rule in spec.units:
-        for name in matched("units", rule.pattern):
+        names = matched("units", rule.pattern)
+        for name in names:
             reshard = True if rule.reshard_after_forward is None else rule.reshard_after_forward
             claim(name, "unit", f"units pattern {rule.pattern!r}", reshard, rule.sync)
+            units[name].together = rule.together
+            units[name].part_of = names[0] if rule.together and name != names[0] else ""
+        if rule.together and draft.layout.size("pp") > 1:
+            draft.problems.append(
+                f"units pattern {rule.pattern!r}: modules of several stages are no unit; the legal value of pp is 1"
+            )
     for experts in spec.experts:
         for name in matched("experts", experts.pattern):
             claim(name, EXPERTS, f"experts pattern {experts.pattern!r}", True)
@@ -184,6 +191,7 @@ def unit_rows(draft: Draft, modes: Mapping[str, ActivationCheckpointing]) -> tup
                 places=unit.places,
                 twin_of=unit.twin_of,
                 part_of=unit.part_of,
+                together=unit.together,
             )
         )
     _check_dtypes(draft, units)
@@ -270,6 +278,11 @@ def unit_actions(plan: ShardingPlan) -> Iterator[Action]:
         yield JoinTwins(twins, pairs)
 
 
+def _around(plan: ShardingPlan, parts: Sequence[UnitRow]) -> tuple[str, ...]:
+    """Return the layers around modules that are one unit, and those of the modules that are in no layer."""
+    return tuple(dict.fromkeys(next((layer for layer in plan.layers if inside(part.name, layer)), part.name) for part in parts))
+
+
 def _wrap(plan: ShardingPlan, unit: UnitRow, no_grad_runs: bool) -> Wrap:
     layout = plan.layout
     replicas, axis = layout.size("dp_replicate"), shard_axis(layout, unit.kind)
@@ -298,6 +311,7 @@ def _wrap(plan: ShardingPlan, unit: UnitRow, no_grad_runs: bool) -> Wrap:
         divisor=divisor,
         plain_sum=plain_sum,
         each_run=len(parts) > 1,
+        around=_around(plan, parts) if unit.together else (),
         no_grad_runs=no_grad_runs,
         sync=unit.sync,
     )

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError, LayoutError, MeshwrightError, PlanError, UnsupportedError
 from meshwright.layout import Layout
+from meshwright.plan.options import SyncPolicy
 from meshwright.plan.sharding_plan import ShardingPlan
-from meshwright.plan.spec import ParallelSpec
+from meshwright.plan.spec import ParallelSpec, UnitRule
 from meshwright.train.config import RunConfig
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ __all__ = [
     "together",
     "vocabulary_defaults",
 ]
+
+ADAPTERS = "**.lora_*.default"
+"""Pattern of the modules of an adapter."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +235,12 @@ def describe_model(
             f"{type(strategy).__name__}.parallelize: is overridden, but a run does not call it; override spec() or "
             "carry_out(), or shard with FSDP2Manager in a loop of your own"
         )
-    return strategy.spec(model, config.parallel.param_dtype), model
+    spec = strategy.spec(model, config.parallel.param_dtype)
+    if config.adapter is not None and config.adapter.reduce == "once":
+        if (config.layout.pp or 1) > 1:
+            raise ConfigError("adapter.reduce=once: stages of a pipeline reduce by themselves; with pp the legal value is unit")
+        spec = replace(spec, units=(*spec.units, UnitRule(ADAPTERS, False, SyncPolicy.DEFER, together=True)))
+    return spec, model
 
 
 def _tokens(config: RunConfig, layout: Layout, model: "PreTrainedModel") -> tuple[int, int | None]:

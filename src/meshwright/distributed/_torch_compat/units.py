@@ -39,6 +39,7 @@ __all__ = [
     "is_unsharded",
     "owned_parameters",
     "param_groups",
+    "reduce_at_the_end",
     "replicate_module",
     "reshards_after_forward",
     "settle",
@@ -110,14 +111,20 @@ def reshards_after_forward(module: nn.Module | FSDPModule, *, is_root: bool) -> 
     return any(group._reshard_after_forward for group in param_groups(module))
 
 
-def hook_each_run(modules: Sequence[nn.Module]) -> None:
-    """Make modules that are one unit unshard and reshard it around each forward of each module (note at the head)."""
-    state = fsdp_state(modules[0])
+def hook_each_run(unit: nn.Module, modules: Sequence[nn.Module]) -> None:
+    """Make a unit unshard and reshard around each forward of each of some modules (note at the head)."""
+    state = fsdp_state(unit)
     state._pre_forward_hook_handle.remove()
     state._post_forward_hook_handle.remove()
     for module in modules:
         module.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(state._post_forward, prepend=False)
+
+
+def reduce_at_the_end(unit: nn.Module) -> None:
+    """Make a unit reduce at the end of backward, and not after those of its runs whose input has a gradient."""
+    for group in param_groups(unit):
+        group._register_post_backward_hook = lambda args, kwargs: (args, kwargs)
 
 
 def forget_runs_without_gradient(module: nn.Module | FSDPModule) -> None:
