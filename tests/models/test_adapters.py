@@ -1,6 +1,7 @@
 """Which matrices get an adapter, what is frozen and in which dtype, and what is refused."""
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from meshwright.models.adapter_files import of_adapter, write_adapter
 from meshwright.models.adapters import adapt, bare, initialize_adapters, merge
 from meshwright.models.config import AdapterConfig
 from meshwright.models.families import TINY_MODELS
+from meshwright.models.reads import read_by_others
 from meshwright.models.registry import spec_of
 from meshwright.plan.options import ParallelOptions
 from meshwright.plan.resolver import resolve
@@ -195,7 +197,7 @@ def test_modules_that_share_a_matrix_share_one_adapter(kind: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"experts": True}, r"adapter\.experts: LlamaForCausalLM has no fused experts; the legal value is false"),
+        ({"experts": True}, r"adapter\.experts: LlamaForCausalLM has no experts with the interface of transformers"),
         ({"experts": True, "kind": "dora"}, r"adapter\.experts: kind: dora is not for experts"),
         ({"experts": True, "dropout": 0.1}, r"adapter\.experts: dropout: 0\.1 is not for experts"),
     ],
@@ -211,7 +213,7 @@ def test_adapters_of_experts_that_cannot_be_are_refused(options: dict[str, Any],
         ("llama", LAYER, {"lm_head"}),
         ("qwen3_moe", LAYER | {"gate_up_proj", "down_proj"}, {"lm_head", "gate"}),
         ("gpt2", {"c_attn", "c_proj", "c_fc"}, {"lm_head"}),
-        ("nemotron_h", {"q_proj", "up_proj", "down_proj"}, {"in_proj", "out_proj"}),  # kernels of Mamba read those
+        ("nemotron_h", {"q_proj", "in_proj", "up_proj", "down_proj"}, {"out_proj"}),  # which kernels of Mamba read
     ],
 )
 def test_which_frozen_matrices_are_in_4_bits(family: str, packed: set[str], whole: set[str]) -> None:
@@ -230,6 +232,103 @@ def test_which_frozen_matrices_are_in_4_bits(family: str, packed: set[str], whol
     if family == "llama":
         assert "model.layers.0.self_attn.o_proj" in names
         assert "model.layers.1.self_attn.o_proj" not in names
+
+
+class Reader(nn.Module):
+    """Calls one layer, reads the weights of two, and asks where a fourth is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.read, self.passed, self.placed = (nn.Linear(4, 4) for _ in range(4))
+        self.inner = nn.ModuleDict({"deep": nn.Linear(4, 4), "other": nn.Linear(4, 4)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.placed(x.to(self.placed.weight.device)) + nn.functional.linear(x, self.read.weight)
+        return self.called(x) + self.inner.other(x) + apply_linear(self.passed, x) + x @ self.inner.deep.weight
+
+
+def apply_linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return x @ layer.weight.T
+
+
+def test_weights_that_other_code_reads_are_found() -> None:
+    assert read_by_others(nn.Sequential(Reader())) == {"0.read", "0.passed", "0.inner.deep"}
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "why"),
+    [("nemotron_h", "out_proj", "other code reads its weight"), ("deepseek_v4", "o_a_proj", "it is no plain linear layer")],
+)
+def test_layers_that_an_adapter_cannot_be_on_are_left_out_or_refused(family: str, target: str, why: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def model() -> nn.Module:
+        if family in TINY_MODELS:
+            return tiny_model(family, meta=True)
+        config = AutoConfig.for_model(family, hidden_size=64, num_hidden_layers=2, vocab_size=32, moe_intermediate_size=32)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+
+    of_all = model()
+    adapt(of_all, AdapterConfig(rank=2), None)
+    assert ends(of_all)
+    assert target not in ends(of_all)
+    with pytest.raises(ConfigError, match=rf"adapter\.targets: .*{target}' cannot be adapted: {why}"):
+        adapt(model(), AdapterConfig(rank=2, targets=[target]), None)
+
+
+def test_modules_that_are_trained_whole_are_neither_packed_nor_adapted() -> None:
+    model = tiny_model("qwen3_moe", meta=True, hidden_size=128, intermediate_size=128, head_dim=32)
+    adapt(model, AdapterConfig(base="nf4", save_modules=["experts"]), None)
+    plan = resolve(spec_of(model), model, Layout(dp_shard=1))
+    experts = [row for row in plan.parameters if ".experts." in row.name]
+    assert experts
+    assert all(row.trainable and row.dtype == "float32" for row in experts)
+    assert any(row.dtype == "nf4" for row in plan.parameters)
+    with pytest.raises(ConfigError, match=r"adapter\.save_modules: .*experts' is trained whole, and is among adapter\.experts"):
+        adapt(tiny_model("qwen3_moe", meta=True), AdapterConfig(experts=True, save_modules=["experts"]), None)
+
+
+def test_only_experts_may_have_adapters() -> None:
+    model = tiny_model("qwen3_moe", meta=True)
+    adapt(model, AdapterConfig(experts=True, targets=[]), None)
+    assert not ends(model)
+    assert all("experts" in name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    with pytest.raises(ConfigError, match=r"adapter\.targets: names no matrix; legal are all-linear, or a list of names"):
+        adapt(tiny_model("qwen3_moe", meta=True), AdapterConfig(targets=[]), None)
+
+
+def test_4_bits_for_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"adapter\.base=nf4: LlamaForCausalLM has no frozen matrix that can be in 4 bits"):
+        adapted(base="nf4", targets=["lm_head"], save_modules=["mlp", "self_attn"])
+
+
+def test_what_is_trained_whole_needs_a_dtype_of_compute() -> None:
+    model = tiny_model("llama", meta=True).to(torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"adapter\.save_modules: .* without parallel\.param_dtype nothing casts their input"):
+        adapt(model, AdapterConfig(save_modules=["lm_head"]), None)
+
+
+def test_the_norms_of_dora_are_in_fp32() -> None:
+    """So a new adapter changes no weight when it is merged, whatever the dtype of the base."""
+    plain = tiny_model("llama", seed=3).to(torch.bfloat16)
+    model = tiny_model("llama", meta=True).to(torch.bfloat16)
+    adapt(model, AdapterConfig(kind="dora"), "bfloat16")
+    with bare(model):
+        model.to_empty(device="cpu")
+        model.load_state_dict(plain.state_dict())
+    initialize_adapters(model, torch.device("cpu"), 0)
+    merge(model)
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter), name
+
+
+def test_adapted_modules_can_be_pickled() -> None:
+    model = tiny_model("qwen3_moe", meta=True)
+    adapt(model, AdapterConfig(experts=True, base="nf4"), None)
+    again = pickle.loads(pickle.dumps(model.model.layers[1].mlp))
+    assert type(again.experts) is type(model.model.layers[1].mlp.experts)
+    assert again.experts.packed_weights == ("gate_up_proj", "down_proj")
 
 
 def test_parameters_of_bitsandbytes_are_refused() -> None:

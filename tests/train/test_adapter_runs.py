@@ -70,6 +70,8 @@ def test_an_adapter_goes_out_to_peft_and_back(tiny: Tiny, tmp_path: Path, kind: 
         (tmp_path / "model" / name).write_bytes((tmp_path / "merged" / name).read_bytes())
     assert generate(tmp_path / "merged", "abc", 4, 0) == generate(tmp_path / "model", "abc", 4, 0, adapter=tmp_path / "adapter")
 
+    with pytest.raises(CheckpointError, match=r"--dtype=bfloat16: an adapter is written as it was trained"):
+        export_checkpoint(newest(config), tmp_path / "other", "bfloat16", adapter=True)
     with pytest.raises(ModelError, match=r"--adapter=/nowhere: Can't find 'adapter_config\.json'"):
         generate(tmp_path / "model", "abc", 4, 0, adapter=Path("/nowhere"))
 
@@ -246,6 +248,14 @@ def test_a_run_on_matrices_in_4_bits(tiny: Tiny, tmp_path: Path) -> None:
     beside = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), str(tmp_path / "adapter"))
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(merged), logits(beside), rtol=0, atol=1e-5)
+
+
+def test_files_of_another_shape_are_refused_before_a_process_starts(tiny: Tiny, tmp_path: Path) -> None:
+    saved(tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "intermediate_size": 40}))
+    with pytest.raises(ModelError, match=r"gate_proj\.weight has shape \(48, 32\), the model has \(40, 32\)"):
+        prepare_run(tiny(*adapter(tmp_path / "model")), 1)
 
 
 def test_what_cannot_be_in_4_bits_is_refused(tiny: Tiny, tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
     section = meta["config"].get("adapter")
     if adapter and section is None:
         raise CheckpointError(f"{checkpoint}: its run trained the whole model, and has no adapter; leave --adapter out")
+    if adapter and dtype is not None:
+        raise CheckpointError(f"--dtype={dtype}: an adapter is written as it was trained; leave it out, or export --merged")
     adapted = None if section is None else AdapterConfig.model_validate({**section, "path": None, "base": None})
     base = config if adapted is not None and config.path is not None else None
     tokenizer = load_tokenizer(checkpoint / "tokenizer", config.trust_remote_code)

@@ -4,6 +4,7 @@ Transformers 5 loads safetensors shard by shard: for a parameter that is a DTens
 this rank has, and reads only that. The entry points are private; :func:`check` refuses a release that moved one of them.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ __all__ = [
     "is_experts",
     "keep_in_fp32",
     "load_sharded",
+    "reading_one_by_one",
     "router_class",
     "router_classes",
     "tp_style_names",
@@ -282,6 +284,20 @@ def initialize_module(owner: "PreTrainedModel", module: "nn.Module") -> None:
 def initialized_flag(tensor: "torch.Tensor") -> None:
     """Mark a tensor as initialized, so that the init functions of transformers do not change it."""
     tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+@contextmanager
+def reading_one_by_one() -> Iterator[None]:
+    """Inside, tensors of files are not read ahead of their use. Otherwise all slices of a rank would be in memory at once."""
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
@@ -46,6 +47,8 @@ def check_installed() -> None:
     """Raise a ConfigError if peft is not installed."""
     if find_spec("peft") is None:
         raise ConfigError("adapter: needs `pip install 'meshwright[adapters]'`")
+    if find_spec("peft.utils.transformers_weight_conversion") is None:
+        raise ConfigError("adapter: this peft is too old; `pip install -U peft`")
 
 
 def peft_config(config: AdapterConfig, targets: list[str]) -> Any:
@@ -165,8 +168,10 @@ def with_adapter(model: nn.Module, folder: Path) -> Any:
     import peft
 
     try:
-        return peft.PeftModel.from_pretrained(model, str(folder)).get_base_model()
-    except (OSError, ValueError, RuntimeError) as error:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*missing adapter keys.*")  # peft would leave zeros there
+            return peft.PeftModel.from_pretrained(model, str(folder)).get_base_model()
+    except (OSError, ValueError, RuntimeError, UserWarning) as error:
         raise ModelError(f"--adapter={folder}: {str(error).splitlines()[0]}") from error
 
 

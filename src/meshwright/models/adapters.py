@@ -6,7 +6,6 @@ class stays; a matrix becomes a module that holds it (``base_layer``) and its ad
 of compute, because nothing is added to them.
 """
 
-import difflib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,26 +15,24 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.distributed import _torch_compat
 from meshwright.distributed.names import class_name
 from meshwright.distributed.nf4 import dequantize, is_packed, quantize
 from meshwright.errors import ConfigError, ModelError, described
 from meshwright.models.adapter_files import NAME, check_installed, of_adapter, peft_config, read_adapter, wrappers
+from meshwright.models.adapter_targets import CONV1D, Chosen, choose
 from meshwright.models.config import AdapterConfig
 from meshwright.models.expert_adapters import adapt_experts, bare_experts, merge_experts
 from meshwright.models.init import derive_seed, keep_slice
 from meshwright.models.packed import Packs, pack_linear
-from meshwright.plan.inspection import inspect_model
+from meshwright.plan.inspection import PACKED_ATTRIBUTE
 from meshwright.plan.names import match_names, within
-from meshwright.plan.sliced_code import reads_matrix
 from meshwright.plan.tp_styles import canonical
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["adapt", "bare", "initialize_adapters", "merge"]
-
-CONV1D = "Conv1D"
-"""Linear layer of transformers whose weight is [in, out]."""
 
 
 def adapt(model: "PreTrainedModel", config: AdapterConfig, param_dtype: str | None) -> None:
@@ -60,15 +57,12 @@ def adapt(model: "PreTrainedModel", config: AdapterConfig, param_dtype: str | No
     inside, idle = (
         [name for pattern in patterns for name in match_names(pattern, modules)] for patterns in (spec.layers, spec.idle)
     )
-    targets = _targets(model, config, inside, idle)
-    _refuse_shared(model, targets)
-    saved = _saved(model, config)
-    if both := [name for name in targets if within(name, saved)]:
+    chosen = choose(model, config, [name for name in inside if not within(name, idle)])
+    saved = chosen.saved
+    if saved and param_dtype is None and next(model.parameters()).dtype not in (torch.float32, torch.float64):
         raise ConfigError(
-            f"adapter.save_modules: {both[0]!r} is trained whole, and is among adapter.targets; name it in one of them"
+            "adapter.save_modules: are trained in fp32, and without parallel.param_dtype nothing casts their input; set it"
         )
-    facts = inspect_model(spec, model)
-    read = [name for name in _linear(model) if reads_matrix(facts, name)] if config.base is not None else []
     fp32 = {name for pattern in spec.fp32 for name, _ in model.named_modules() if match_names(pattern, [name])}
     master = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     for name, parameter in model.named_parameters():
@@ -76,129 +70,40 @@ def adapt(model: "PreTrainedModel", config: AdapterConfig, param_dtype: str | No
         parameter.requires_grad_(trained)
         if param_dtype is not None and not trained and not within(name, fp32) and parameter.dtype == torch.float32:
             parameter.data = parameter.data.to(getattr(torch, param_dtype))
-    try:
-        with torch.device("meta"):
-            settings = peft_config(config.model_copy(update={"save_modules": []}), targets)  # those are no wrappers here
-            peft.inject_adapter_in_model(settings, model, adapter_name=NAME, low_cpu_mem_usage=True)
-    except Exception as error:  # peft raises errors of many kinds, all about what the adapter is for
-        raise ModelError(f"adapter: peft refuses {class_name(model)}: {described(error)}") from error
+    if chosen.targets:
+        settings = peft_config(config.model_copy(update={"save_modules": []}), chosen.targets)  # those are no wrappers here
+        try:
+            with torch.device("meta"):
+                peft.inject_adapter_in_model(settings, model, adapter_name=NAME, low_cpu_mem_usage=True)
+        except Exception as error:  # peft raises errors of many kinds, all about what the adapter is for
+            raise ModelError(f"adapter: peft refuses {class_name(model)}: {described(error)}") from error
     if _share(model) and config.reduce == "once":
         raise ConfigError(
             f"adapter.reduce=once: modules of {class_name(model)} share matrices, and run apart; the legal value is unit"
         )
-    if config.experts or config.base is not None:
-        adapt_experts(model, config, inside, idle)
+    adapt_experts(model, config, chosen.experts)
     if config.base is not None:
-        _pack(model, [name for name in inside if not within(name, idle)], [*saved, *read])
+        _pack(model, config.base, chosen)
     for name, parameter in model.named_parameters():  # peft freezes all but its own
         parameter.requires_grad_(of_adapter(name) or within(name, saved))
         if parameter.requires_grad:  # the values that an optimizer adds to
             parameter.data = parameter.data.to(master)
 
 
-def _linear(model: nn.Module) -> dict[str, nn.Module]:
-    return {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) or class_name(module) == CONV1D
-    }
+def _pack(model: nn.Module, base: str, chosen: Chosen) -> None:
+    """Let frozen matrices take their values in 4 bits.
 
-
-def _targets(model: nn.Module, config: AdapterConfig, inside: list[str], idle: list[str]) -> list[str]:
-    """Return the names of the matrices that get an adapter.
-
-    Args:
-        model: the model.
-        config: which adapter.
-        inside: names of the layers.
-        idle: names of modules that text does not run.
+    Raises:
+        ConfigError: there are none.
+        UnsupportedError: this torch does not gather bytes.
     """
-    linear = _linear(model)
-    ends = {name.rpartition(".")[2] for name in linear}
-    taken = {end for end in ends if _of_experts(model, end)}
-    if config.targets == "all-linear":
-        return [
-            name
-            for name, module in linear.items()
-            if within(name, inside)
-            and not within(name, idle)
-            and not _routes(name, module)
-            and name.rpartition(".")[2] not in taken | _read_by_kernels(model, ends)
-        ]
-    found: list[str] = []
-    problems = []
-    for target in config.targets:
-        matched = [name for name in linear if name == target or name.endswith(f".{target}") or match_names(target, [name])]
-        if not matched:
-            near = difflib.get_close_matches(target, sorted(ends), n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            legal = ", ".join(["all-linear", *sorted(ends)])
-            problems.append(f"adapter.targets: {target!r} matches no matrix; {hint}legal are {legal}")
-        refused = [name for name in matched if name.rpartition(".")[2] in taken]
-        if refused:
-            problems.append(
-                f"adapter.targets: peft takes {refused[0]!r} for the name of experts, which cannot have adapters here"
-            )
-        found += [name for name in matched if name not in found]
-    if problems:
-        raise ConfigError(problems)
-    return found
-
-
-def _of_experts(model: nn.Module, end: str) -> bool:
-    """Return whether peft takes the last component of a name for that of experts, which transformers 5 has fused."""
-    import peft
-    from peft.utils import transformers_weight_conversion as conversion
-
-    probe = peft.LoraConfig(target_modules=[end])
-    try:
-        conversion.convert_peft_config_for_transformers(probe, model, conversion.get_model_conversion_mapping(model))
-    except ValueError:  # one of several that are fused
-        return True
-    return end not in (probe.target_modules or ())
-
-
-def _read_by_kernels(model: nn.Module, ends: set[str]) -> set[str]:
-    """Return the last components of the names of matrices that kernels of Mamba read themselves, so that peft refuses them."""
-    import peft
-    from peft.tuners import tuners_utils
-
-    check: Any = getattr(tuners_utils, "_check_lora_target_modules_mamba", lambda *_: None)
-    refused = set()
-    for end in ends:
-        try:
-            check(peft.LoraConfig(), model, end)
-        except ValueError:
-            refused.add(end)
-    return refused
-
-
-def _pack(model: nn.Module, inside: list[str], whole: list[str]) -> None:
-    """Let the frozen linear layers inside a model's layers take their weights in 4 bits, but routers.
-
-    Args:
-        model: the model, with its adapters.
-        inside: names of the layers.
-        whole: names of modules that are trained, or whose matrix other code reads.
-    """
-    for name, module in _linear(model).items():
-        before = canonical(name)  # without the adapter around it
-        stays = of_adapter(f"{name}.weight") or within(before, whole) or not within(before, inside) or _routes(before, module)
-        if not stays and (type(module) is nn.Linear or class_name(module) == CONV1D):
+    _torch_compat.check_gathers_bytes(f"adapter.base={base}")
+    frozen = set(chosen.frozen)
+    for name, module in list(model.named_modules()):
+        if canonical(name) in frozen and not hasattr(module, "base_layer"):  # its wrapper has the same name
             pack_linear(module)
-
-
-def _refuse_shared(model: nn.Module, targets: list[str]) -> None:
-    """Refuse a matrix that several modules share, if one of them would have no adapter."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for tied in names.values():
-        without = [name for name in tied if not within(name, targets)]
-        if 0 < len(without) < len(tied):
-            adapted = next(name for name in tied if name not in without)
-            raise ConfigError(
-                f"adapter.targets: {adapted!r} is also {without[0]!r}, which would compute without the adapter; legal are "
-                "linear layers that are named together with all that share their matrix"
-            )
+    if not any(getattr(module, PACKED_ATTRIBUTE, ()) for module in model.modules()):
+        raise ConfigError(f"adapter.base={base}: {class_name(model)} has no frozen matrix that can be in 4 bits; leave it out")
 
 
 def _share(model: nn.Module) -> bool:
@@ -211,36 +116,6 @@ def _share(model: nn.Module) -> bool:
             for name, holder in getattr(wrapper, part).items():
                 holder.weight = getattr(leader, part)[name].weight
     return len(first) < len(found)
-
-
-def _routes(name: str, module: nn.Module) -> bool:
-    """Return whether a matrix chooses experts, or weighs one."""
-    last = name.rpartition(".")[2]
-    return last in ("router", "gate", "shared_expert_gate") or getattr(module, "out_features", 2) == 1
-
-
-def _saved(model: nn.Module, config: AdapterConfig) -> list[str]:
-    """Return the names of the modules that are trained whole."""
-    modules = [name for name, _ in model.named_modules() if name]
-    problems, found = [], []
-    for wanted in config.save_modules:
-        matched = [name for name in modules if name == wanted or name.endswith(f".{wanted}")]
-        if not matched:
-            problems.append(f"adapter.save_modules: {wanted!r} is no module of {class_name(model)}")
-        found += matched
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for tied in names.values():
-        inside = [name for name in tied if within(name, found)]
-        if inside and len(inside) < len(tied):
-            other = next(name for name in tied if name not in inside)
-            problems.append(
-                f"adapter.save_modules: {inside[0]!r} is tied to {other!r}; name both, so that they stay tied, or neither"
-            )
-    if problems:
-        raise ConfigError(problems)
-    return found
 
 
 @contextmanager
@@ -308,7 +183,7 @@ def _norms(wrapper: Any) -> torch.Tensor:
         dtype = wrapper.base_layer.unpacked_dtype
         weight = dequantize(weight if is_packed(weight) else quantize(weight), dtype)
     weight = weight.T if class_name(wrapper.base_layer) == CONV1D else weight
-    return torch.linalg.norm(weight, dim=1)
+    return torch.linalg.norm(weight.to(torch.promote_types(weight.dtype, torch.float32)), dim=1)
 
 
 def merge(model: nn.Module) -> None:

@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from meshwright.distributed.names import class_name
 from meshwright.distributed.nf4 import dequantize, grouped_product, is_packed
 from meshwright.errors import ConfigError
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.config import AdapterConfig
 from meshwright.models.packed import Packs, subclass
-from meshwright.plan.names import within
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -116,24 +114,20 @@ def _one_by_one(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor)
     return torch.cat([part @ weight for part, weight in zip(parts, weights, strict=True)])
 
 
-def adapt_experts(model: "PreTrainedModel", config: AdapterConfig, inside: list[str], idle: list[str]) -> None:
-    """Give the experts of a model adapters, or let them take their weights in 4 bits, in place.
+def adapt_experts(model: "PreTrainedModel", config: AdapterConfig, names: list[str]) -> None:
+    """Give experts of a model adapters, or let them take their weights in 4 bits, or both, in place.
 
     Args:
         model: the model, on the meta device.
         config: which adapter.
-        inside: names of the modules, the layers, whose experts get one.
-        idle: names of modules that text does not run.
+        names: names of the modules of experts.
 
     Raises:
-        ConfigError: the model has no fused experts, or computes them in a way that has no adapters.
+        ConfigError: the model computes its experts in a way that has no adapters.
     """
     shared: dict[int, dict[str, nn.Parameter]] = {}
-    found = False
-    module: Any
-    for name, module in list(model.named_modules()):
-        if not compat.is_experts(module) or not within(name, inside) or within(name, idle):
-            continue
+    for name in names if config.experts or config.base is not None else ():
+        module: Any = model.get_submodule(name)
         chosen = module.config._experts_implementation
         if chosen not in IMPLEMENTATIONS:
             raise ConfigError(
@@ -144,7 +138,6 @@ def adapt_experts(model: "PreTrainedModel", config: AdapterConfig, inside: list[
         if config.base is not None:
             module.packed_weights, module.unpacked_dtype = tuple(_weights(module)), module.down_proj.dtype
         module.adapter_scale = config.scale if config.experts else None
-        found = True
         for own in _weights(module) if config.experts else ():
             weight = module.get_parameter(own)
             experts, *sizes = weight.shape
@@ -155,8 +148,6 @@ def adapt_experts(model: "PreTrainedModel", config: AdapterConfig, inside: list[
             }
             for part, parameter in shared.setdefault(id(weight), small).items():  # one adapter of a matrix that modules share
                 module.register_parameter(own + part, parameter)
-    if config.experts and not found:
-        raise ConfigError(f"adapter.experts: {class_name(model)} has no fused experts; the legal value is false")
 
 
 def adapted_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -4,9 +4,8 @@ Such a module computes with a matrix as it is until the plan stores it as bytes.
 as if the matrices were whole: each is packed as soon as it has its values.
 """
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +32,13 @@ class Packs(nn.Module):
 
     packed_weights: tuple[str, ...] = ()
     unpacked_dtype: torch.dtype
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return what pickles the module: its class is made of two, which have names."""
+        over, kind = type(self).__bases__[:2]
+        if subclass(kind, over) is not type(self):  # FSDP made another one
+            return super().__reduce_ex__(protocol)
+        return _made_anew, (kind, over), self.__dict__
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute. While the module is :func:`receiving`, a weight is packed, and its place stays as it was."""
@@ -72,6 +78,11 @@ class PackedLinear(Packs):
         return dequantize(self.W_q, self.unpacked_dtype)
 
 
+def _made_anew(kind: Any, over: Any) -> Any:
+    made = subclass(kind, over)
+    return made.__new__(made)
+
+
 @lru_cache(maxsize=256)
 def subclass(kind: Any, over: Any) -> Any:
     """Return a class with the name of another one, and the methods of ``over`` before its own."""
@@ -102,17 +113,10 @@ def receiving(model: "PreTrainedModel", device: torch.device) -> Iterator[None]:
             packed, module._parameters[name] = made[id(stored)]
             module.__dict__.setdefault("_receives", {})[name] = packed
             held.append((module, name, packed))
-    # transformers reads ahead of what it has placed, so that all of this rank's slices would be in memory at once.
-    ahead = {"HF_DEACTIVATE_ASYNC_LOAD": "1"} if held else {}
-    before = {key: os.environ.get(key) for key in ahead}
-    os.environ.update(ahead)
     try:
-        yield
+        with compat.reading_one_by_one() if held else nullcontext():
+            yield
     finally:
-        for key, value in before.items():
-            os.environ.pop(key)
-            if value is not None:
-                os.environ[key] = value
         for module, name, packed in held:
             module._parameters[name] = packed
             module.__dict__.pop("_receives", None)

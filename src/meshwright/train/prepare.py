@@ -49,6 +49,7 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
     from meshwright.distributed import _torch_compat
     from meshwright.models import _transformers_compat
     from meshwright.models.adapter_files import check_adapter
+    from meshwright.models.adapters import bare
     from meshwright.models.build import check_files, weight_files
     from meshwright.models.source import facts, fingerprint
 
@@ -72,7 +73,8 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
             check_base(resume, source, weight_files(config.model))
     elif config.model.path is not None:
         files = weight_files(config.model)
-        check_files(files, draft.model)
+        with bare(draft.model):
+            check_files(files, draft.model)
         source = facts(files)
         if config.adapter is not None:
             source["base"] = fingerprint(files)

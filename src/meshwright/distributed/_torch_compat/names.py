@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.errors import UnsupportedError
 
-__all__ = ["CEILING", "HELD", "MINIMUM_TORCH", "NAMES", "check", "untested"]
+__all__ = ["CEILING", "HELD", "MINIMUM_TORCH", "NAMES", "check", "check_gathers_bytes", "untested"]
 
 MINIMUM_TORCH = (2, 11)
 CEILING = (2, 13)
@@ -126,6 +126,20 @@ def check() -> None:
     missing = [f"torch {torch.__version__}: {line}" for line in _missing()]
     if missing:
         raise UnsupportedError(missing)
+
+
+def check_gathers_bytes(knob: str) -> None:
+    """Refuse a torch whose FSDP2 makes numbers of bytes when it shards or gathers them (pytorch issue 177844).
+
+    Args:
+        knob: what asks for it.
+
+    Raises:
+        UnsupportedError: names the release.
+    """
+    dtypes = getattr(FSDPParam, "init_dtype_attrs", None)
+    if dtypes is None or "is_floating_point" not in dtypes.__code__.co_names:
+        raise UnsupportedError(f"{knob}: FSDP2 of torch {torch.__version__} shards numbers alone, and no bytes; torch 2.13 can")
 
 
 def untested() -> str:

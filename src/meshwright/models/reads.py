@@ -1,0 +1,71 @@
+"""Which weights of linear layers other code reads itself, as kernels of Mamba do, instead of calling the layer.
+
+An adapter around such a layer would never run, and 4 bits would be taken for numbers. So the source of every module is looked
+through for ``.NAME.weight`` and ``.NAME.bias``, and for layers that are passed on to other code that reads weights.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from torch import nn
+
+__all__ = ["read_by_others"]
+
+_OWN = {"weight", "bias"}
+_HARMLESS = {"device"}
+"""Attributes of a weight that are the same whatever it is stored as."""
+
+
+def read_by_others(model: nn.Module) -> set[str]:
+    """Return the names of the modules whose weight or bias the code of a module around them reads."""
+    modules = dict(model.named_modules())
+    found = set()
+    for name in modules:
+        *path, own = name.split(".")
+        around = (".".join(path[:length]) for length in range(len(path) + 1))
+        if any(own in _reads(type(modules[outer])) for outer in around if outer in modules):  # type: ignore[arg-type]
+            found.add(name)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _reads(kind: type[nn.Module]) -> frozenset[str]:
+    """Return the names of attributes whose weight or bias the methods of a class read."""
+    found: set[str] = set()
+    for function in _methods(kind):
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        except (OSError, TypeError, SyntaxError):  # code without a source
+            continue
+        found.update(_read_in(tree))
+    return frozenset(found)
+
+
+def _methods(kind: type[nn.Module]) -> Iterator[Any]:
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] != "torch":
+            yield from (item for name, item in vars(base).items() if inspect.isfunction(item) and name != "__init__")
+
+
+def _read_in(tree: ast.AST) -> Iterator[str]:
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    chains = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    reads_some = any(node.attr in _OWN for node in chains)
+    for node in chains:
+        root: ast.AST = node
+        while isinstance(root, ast.Attribute | ast.Subscript):
+            root = root.value
+        if not (isinstance(root, ast.Name) and root.id == "self"):  # such as another module, which is initialized
+            continue
+        outer = parents.get(node)
+        if isinstance(outer, ast.Attribute):
+            further = parents.get(outer)
+            device = isinstance(further, ast.Attribute) and further.attr in _HARMLESS
+            if outer.attr in _OWN and not device:
+                yield node.attr
+        elif reads_some and isinstance(outer, ast.Call) and node in outer.args:  # passed on, maybe to what reads it
+            yield node.attr
