@@ -12,6 +12,7 @@ from meshwright.models.families import TINY_MODELS
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {}, "dora": {"kind": "dora"}, "experts": {"experts": True}, "nf4": {"base": "nf4"}, "once": {"reduce": "once"},
+    "embeddings": {"targets": ["embed_tokens", "o_proj"]},
     "nf4 dora": {"base": "nf4", "kind": "dora"}, "nf4 experts": {"base": "nf4", "experts": True},
 }  # fmt: skip
 """Name to the section ``adapter``."""
@@ -48,6 +49,8 @@ def fitting(kind: str, label: str, family: str) -> str:
     if family == "diffusion_gemma" and (label in ("cp 2", "pp 2") or kind == "once"):
         family = "llama"
     if "dora" in kind and "tp" in label and family == "gpt_oss":  # rowwise, with a bias
+        family = "mixtral"
+    if kind == "embeddings" and family in ("diffusion_gemma", "gemma4_moe"):  # tied to the head
         family = "mixtral"
     return "qwen3_moe" if family == "llama" and ("experts" in kind or "ep" in label) else family
 

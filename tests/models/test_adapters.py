@@ -44,6 +44,7 @@ def ends(model: nn.Module) -> set[str]:
         ("qwen3_moe", "all-linear", LAYER - {"gate_proj", "up_proj", "down_proj"}),  # no router, no head
         ("gpt2", "all-linear", {"c_attn", "c_proj", "c_fc"}),  # stored transposed
         ("llama", ["q_proj", "lm_head"], {"q_proj", "lm_head"}),
+        ("llama", ["embed_tokens"], {"embed_tokens"}),
         ("llama", ["model.layers.*.mlp.**"], {"gate_proj", "up_proj", "down_proj"}),
     ],
 )
@@ -66,6 +67,11 @@ def test_targets(family: str, targets: Any, found: set[str]) -> None:
             {"targets": ["lm_head"], "config": {"tie_word_embeddings": True}},
             r"'lm_head.weight' is also 'model.embed_tokens.weight', which would compute without the adapter",
         ),
+        (
+            {"targets": ["lm_head", "embed_tokens"], "config": {"tie_word_embeddings": True}},
+            r"'lm_head.weight', of a module of another kind, which cannot share its adapter; name neither",
+        ),
+        ({"targets": ["embed_tokens"], "kind": "dora"}, r"'model.embed_tokens' is an embedding, which has no dora"),
         (
             {"targets": ["lm_head"], "save_modules": ["lm_head"]},
             r"adapter\.save_modules: 'lm_head' is trained whole, and is among adapter\.targets; name it in one of them",
@@ -131,6 +137,7 @@ def draw(model: nn.Module) -> None:
 
 
 ADAPTERS = [
+    ("llama", {"targets": ["embed_tokens", "lm_head", "q_proj"]}),
     *((family, {"kind": kind, "scaling": "rs"}) for family in ("llama", "gpt2") for kind in ("lora", "dora")),
     *((family, {"experts": True}) for family in TINY_MODELS if TINY_MODELS[family].sparse and family != "diffusion_gemma"),
 ]
@@ -245,6 +252,9 @@ class Reader(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.placed(x.to(self.placed.weight.device)) + nn.functional.linear(x, self.read.weight)
         return self.called(x) + self.inner.other(x) + apply_linear(self.passed, x) + x @ self.inner.deep.weight
+
+    def _init_weights(self, module: nn.Module) -> None:
+        nn.init.zeros_(module.called.weight)
 
 
 def apply_linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:

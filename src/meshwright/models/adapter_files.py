@@ -35,7 +35,7 @@ NAME = "default"
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
 
-_OF_ADAPTER = re.compile(r"[._]lora_(A|B|magnitude_vector)(\.default\.weight)?$")
+_OF_ADAPTER = re.compile(r"[._]lora_(embedding_[AB]\.default|(A|B|magnitude_vector)(\.default\.weight)?)$")
 
 
 def of_adapter(name: str) -> bool:
@@ -104,6 +104,7 @@ def _entries(model: nn.Module) -> list[_Entry]:
             key = f"{holder}.{expert_adapters.name_in_files(of_experts[holder], own)}"
             to_files = partial(expert_adapters.to_files, own)
             from_files = partial(expert_adapters.from_files, own, experts)
+        key = key.removesuffix(f".{NAME}") if "lora_embedding_" in key else key
         key = key.replace(f".{NAME}.weight", ".weight").replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
         entries.append(_Entry(first[id(parameter)], parameter, f"base_model.model.{key}", to_files, from_files))
     return entries

@@ -51,16 +51,26 @@ def choose(model: nn.Module, config: AdapterConfig, inside: list[str]) -> Chosen
         ConfigError: a name matches nothing, or what cannot be adapted.
     """
     read, routes = read_by_others(model), _routers(model)
-    linear = _linear(model)
+    linear, embeddings = _linear(model), _embeddings(model)
     barred = {name: "other code reads its weight, so that an adapter would not run" for name in linear if name in read}
     barred |= {
         name: "it is no plain linear layer"
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and name not in linear
     }
+    barred |= {
+        name: "it is no plain embedding"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and name not in embeddings
+    }
     layers = {name for name in linear if within(name, inside) and not within(name, routes) and not _weighs(linear[name])}
-    targets = _targets(model, config, linear, [name for name in linear if name in layers - read], barred)
+    matrices = [*linear, *embeddings, *barred]
+    targets = _targets(model, config, matrices, [name for name in linear if name in layers - read], barred)
     _refuse_shared(model, targets)
+    if config.kind == "dora" and (tables := [name for name in targets if name in embeddings]):
+        raise ConfigError(
+            f"adapter.targets: {tables[0]!r} is an embedding, which has no dora; legal are linear layers, or kind: lora"
+        )
     saved = _saved(model, config)
     experts = [name for name, module in model.named_modules() if compat.is_experts(module) and within(name, inside)]
     adapted = [*targets, *(experts if config.experts else ())]
@@ -88,19 +98,29 @@ def _linear(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
+def _embeddings(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that look up rows of a matrix, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+    }
+
+
 def _targets(
-    model: nn.Module, config: AdapterConfig, linear: dict[str, nn.Module], layers: list[str], barred: dict[str, str]
+    model: nn.Module, config: AdapterConfig, matrices: list[str], layers: list[str], barred: dict[str, str]
 ) -> list[str]:
     """Return the names of the matrices that get an adapter.
 
     Args:
         model: the model.
         config: which adapter.
-        linear: its linear layers, by name.
-        layers: names of those inside its layers that do not choose or weigh experts, and that only their own code reads.
+        matrices: names of its linear layers and embeddings.
+        layers: names of the linear layers inside its layers that do not choose or weigh experts, and that only their own code
+            reads.
         barred: name of each matrix that cannot be adapted to why.
     """
-    ends = {name.rpartition(".")[2] for name in linear}
+    ends = {name.rpartition(".")[2] for name in matrices}
     taken = {end for end in ends if _of_experts(model, end)}
     if config.targets == "all-linear":
         refused = taken | _read_by_kernels(model, ends)
@@ -109,7 +129,9 @@ def _targets(
     problems = []
     for target in config.targets:
         matched = [
-            name for name in (*linear, *barred) if name == target or name.endswith(f".{target}") or match_names(target, [name])
+            name
+            for name in dict.fromkeys(matrices)
+            if name == target or name.endswith(f".{target}") or match_names(target, [name])
         ]
         if not matched:
             near = difflib.get_close_matches(target, sorted(ends), n=1)
@@ -168,6 +190,12 @@ def _refuse_shared(model: nn.Module, targets: list[str]) -> None:
     """Refuse a matrix that several modules share, if one of them would have no adapter."""
     for tied in _tied(model):
         without = [name for name in tied if not within(name, targets)]
+        kinds = {type(model.get_submodule(name.rpartition(".")[0])) for name in tied}
+        if len(kinds) > 1 and not without:
+            raise ConfigError(
+                f"adapter.targets: {tied[0]!r} is also {tied[1]!r}, of a module of another kind, which cannot share its "
+                "adapter; name neither"
+            )
         if 0 < len(without) < len(tied):
             adapted = next(name for name in tied if name not in without)
             raise ConfigError(

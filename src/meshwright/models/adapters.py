@@ -135,8 +135,8 @@ def bare(model: nn.Module) -> Iterator[None]:
 def initialize_adapters(model: nn.Module, device: torch.device, seed: int, path: str | None = None) -> None:
     """Give the adapters of a model their first values, the same on every layout. The frozen matrices have theirs already.
 
-    A is drawn as peft draws it, B is zero, and the magnitudes of DoRA are the norms of the frozen rows; or all of them are read
-    from a directory of peft, and so are modules that are trained whole.
+    A is drawn as peft draws it, B is zero (of an embedding, it is the other way round), and the magnitudes of DoRA are the
+    norms of the frozen rows; or all of them are read from a directory of peft, and so are modules that are trained whole.
 
     Args:
         model: the model, which may be parallelized.
@@ -168,6 +168,9 @@ def _first(model: nn.Module, name: str, parameter: torch.Tensor, device: torch.d
     holder, _, own = name.rpartition("lora_")
     if own.startswith("magnitude"):
         return _norms(model.get_submodule(holder.removesuffix(".")))
+    if own.startswith("embedding_B"):
+        torch.manual_seed(derive_seed(seed, holder[:-1], "adapter"))
+        return torch.randn(parameter.shape, dtype=parameter.dtype, device=device)
     value = torch.zeros(parameter.shape, dtype=parameter.dtype, device=device)
     if own.startswith("A"):
         torch.manual_seed(derive_seed(seed, holder[:-1], "adapter"))
@@ -196,6 +199,10 @@ def merge(model: nn.Module) -> None:
             continue
         merged.add(id(base.weight))
         wide = torch.promote_types(base.weight.dtype, torch.float32)
+        if NAME in wrapper.lora_embedding_A:
+            small_a, small_b = (getattr(wrapper, f"lora_embedding_{part}")[NAME].data.to(wide) for part in "AB")
+            base.weight.data = (base.weight.data.to(wide) + scale * (small_b @ small_a).T).to(base.weight.dtype)
+            continue
         delta = scale * (wrapper.lora_B[NAME].weight.data.to(wide) @ wrapper.lora_A[NAME].weight.data.to(wide))
         turned = class_name(base) == CONV1D
         whole = (base.weight.data.T if turned else base.weight.data).to(wide) + delta

@@ -16,6 +16,9 @@ from torch import nn
 __all__ = ["read_by_others"]
 
 _OWN = {"weight", "bias"}
+_FIRST = {"__init__", "_init_weights", "init_weights", "reset_parameters"}
+"""Methods that run before weights have their values."""
+
 _HARMLESS = {"device"}
 """Attributes of a weight that are the same whatever it is stored as."""
 
@@ -48,7 +51,7 @@ def _reads(kind: type[nn.Module]) -> frozenset[str]:
 def _methods(kind: type[nn.Module]) -> Iterator[Any]:
     for base in kind.__mro__:
         if base.__module__.partition(".")[0] != "torch":
-            yield from (item for name, item in vars(base).items() if inspect.isfunction(item) and name != "__init__")
+            yield from (item for name, item in vars(base).items() if inspect.isfunction(item) and name not in _FIRST)
 
 
 def _read_in(tree: ast.AST) -> Iterator[str]:
@@ -56,11 +59,6 @@ def _read_in(tree: ast.AST) -> Iterator[str]:
     chains = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     reads_some = any(node.attr in _OWN for node in chains)
     for node in chains:
-        root: ast.AST = node
-        while isinstance(root, ast.Attribute | ast.Subscript):
-            root = root.value
-        if not (isinstance(root, ast.Name) and root.id == "self"):  # such as another module, which is initialized
-            continue
         outer = parents.get(node)
         if isinstance(outer, ast.Attribute):
             further = parents.get(outer)
