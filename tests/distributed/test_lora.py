@@ -101,9 +101,18 @@ def test_what_is_not_carried_out_is_refused_by_name() -> None:
     words = r"model.layers.0.self_attn.qkv_proj.*lora_magnitude_vector.* but those that are colwise, or rowwise without a bias"
     with pytest.raises(PlanError, match=words):
         resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions())
-    model = adapted("llama", ["embed_tokens"])
-    with pytest.raises(PlanError, match=r"model.embed_tokens.*lora_embedding"):
+    model = adapted("llama", ["embed_tokens"], use_dora=True)
+    with pytest.raises(PlanError, match=r"model.embed_tokens.*lora_magnitude_vector"):
         resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions())
+
+
+def test_the_small_matrices_of_an_embedding_stay_whole() -> None:
+    model = adapted("llama", ["embed_tokens"])
+    plan = resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions())
+    held = {row.name.removeprefix("model.embed_tokens."): dict(row.placements).get("tp") for row in plan.parameters}
+    assert held["base_layer.weight"] == "Shard(0)"
+    assert held["lora_embedding_A.default"] is None
+    assert held["lora_embedding_B.default"] is None
 
 
 def test_a_model_that_peft_wraps_has_the_same_plan_under_its_prefix() -> None:
