@@ -36,7 +36,8 @@ def adapted_rows(
         parts: see :class:`~meshwright.plan.sharding_plan.TensorParallelRow`.
     """
     base, features = f"{name}.base_layer", model.modules[name].unheld
-    if model.modules[base].embedding and MAGNITUDE not in features:  # every rank looks up all rows of A, and adds them to the rows that it has then
+    if model.modules[base].embedding and MAGNITUDE not in features:
+        # The small matrices are whole on each rank, which adds their rows to those of the embedding after its exit.
         return [TensorParallelRow(base, style, entry, exit_)], {}, []
     own = tuple(model.modules[base].parameters)
     held = style in DORA and not (style == "rowwise" and "bias" in own)
