@@ -17,7 +17,7 @@ from report import Bound, Table, publish
 from rounds import WARMUP_STEPS, Results, check_losses, ratio, run_rounds
 
 PEER, OURS, NF4, WHOLE = "accelerate, peft", "meshwright", "meshwright, nf4", "meshwright, whole model"
-RESHARD, ONCE = "meshwright, reshard_each", "meshwright, reduced once"
+RESHARD, ONCE = "meshwright, resharded", "meshwright, reduced once"
 CONTENDERS = (
     Contender(PEER, "run_accelerate.py", "lora"),
     Contender(OURS, "run_meshwright.py", "lora"),
@@ -87,7 +87,7 @@ def bounds_of(results: Results) -> list[Bound]:
         bounds.append(
             Bound(f"bytes gathered, nf4 against fp32, {at}", packed.bytes["all_gather"] / ours.bytes["all_gather"], 0.5)
         )
-        bounds.append(Bound(f"bytes held with reshard_each against {PEER}, {at}", resharded.live_bytes / peer.live_bytes, 1.0))
+        bounds.append(Bound(f"bytes held by resharded units against {PEER}, {at}", resharded.live_bytes / peer.live_bytes, 1.0))
         bounds.append(Bound(f"bytes held, nf4 against fp32, {at}", packed.live_bytes / ours.live_bytes, 1.0, below=True))
     return bounds
 

@@ -147,7 +147,7 @@ MESHWRIGHT = {
     "ep": {"sync": "defer"},
     "ep-reduce_each": {"sync": "reduce_each"},
     "lora": {},
-    "lora-reshard": {"sync": "reshard_each"},
+    "lora-reshard": {"sync": "reshard_each", "reshard_after_forward": True},
     "lora-once": {},
     "lora-nf4": {},
 }
