@@ -79,7 +79,6 @@ def check() -> None:
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: F401
         from transformers.initialization import guard_torch_init_functions  # noqa: F401
-        from transformers.integrations.moe import _grouped_mm  # noqa: F401
         from transformers.modeling_utils import LoadStateDictConfig  # noqa: F401
     except ImportError as error:
         problems.append(f"transformers {transformers.__version__}: {error}")
@@ -190,9 +189,14 @@ def grouped_mm(rows: "torch.Tensor", weights: "torch.Tensor", offsets: "torch.Te
         weights: [groups, in, out].
         offsets: [groups], where each group ends, int32.
     """
-    from transformers.integrations.moe import _grouped_mm
+    from transformers.integrations import moe
 
-    result: torch.Tensor = _grouped_mm(rows, weights, offsets)
+    multiply = getattr(moe, "_grouped_mm", None)
+    if multiply is None:  # a release that has it under another name; torch's own needs a dtype that the device has
+        from torch.nn.functional import grouped_mm as torch_grouped_mm
+
+        return torch_grouped_mm(rows, weights, offs=offsets)
+    result: torch.Tensor = multiply(rows, weights, offsets)
     return result
 
 
