@@ -67,13 +67,14 @@ class AdaptedExperts(Packs):
         tokens, chosen = top_k_index.shape
         order = torch.argsort(top_k_index.flatten(), stable=True)
         experts = top_k_index.flatten()[order]
-        up = "gate_up_proj" if own.has_gate else "up_proj"
+        gated = getattr(own, "has_gate", True)  # releases of transformers before these two attributes have no other experts
+        up = "gate_up_proj" if gated else "up_proj"
         number = len(getattr(self, up))
         counts = experts.new_zeros(number).scatter_add_(0, experts, torch.ones_like(experts))
         rows = self._product(up, hidden_states[order // chosen], experts, counts)
-        rows = own._apply_gate(rows) if own.has_gate else own.act_fn(rows)
+        rows = own._apply_gate(rows) if gated else own.act_fn(rows)
         rows = self._product("down_proj", rows, experts, counts)
-        if own.has_post_expert_norm:
+        if getattr(own, "has_post_expert_norm", False):
             rows = own.post_expert_norm(rows)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=order.device)
