@@ -27,8 +27,9 @@ CONTENDERS = (
     Contender(WHOLE, "run_meshwright.py", "defer"),
 )
 NOTES = (
-    "AG, RS: all-gathers and reduce-scatters of a rank. gathered, reduced: larger buffers of a rank's all-gathers, and of its reduce-scatters and all-reduces, in one optimizer "
-    "step that is not timed; held: the most bytes of all storages alive at once in it, without AdamW's state.",
+    "AG, RS: all-gathers and reduce-scatters of a rank. gathered, reduced: larger buffers of its all-gathers, and of its "
+    "reduce-scatters and all-reduces, in one optimizer step that is not timed; held: the most bytes of all storages alive at "
+    "once in it, without AdamW's state.",
     "CPU: process time of a step, all threads of a rank; x: against the peer in the same round, median over rounds.",
     "accelerate: on a machine without GPU it does not support FSDP2; its state was set to FSDP by hand, and the run checked "
     "that parameters are sharded.",

@@ -53,7 +53,7 @@ def test_an_adapter_goes_out_to_peft_and_back(tiny: Tiny, tmp_path: Path, kind: 
     base = saved(tmp_path / "model")
     options = {"kind": kind, "save_modules": ["lm_head"]}
     config = tiny(*adapter(tmp_path / "model", **options), "checkpoint.every=3", "schedule.kind=constant")
-    ours = train(config, 2)
+    ours = train(config, 4)
     assert ours[-1] < ours[0]
     stored = {name for name in contents(newest(config)) if name.startswith("model.")}
     assert stored
