@@ -9,12 +9,11 @@ Each contender is a job of its own; rounds are interleaved, and every ratio is t
 import argparse
 import tempfile
 from pathlib import Path
-from statistics import median
 
 import workload
 from jobs import Contender
 from report import Bound, Table, publish
-from rounds import WARMUP_STEPS, Results, check_losses, ratio, run_rounds
+from rounds import TIMES, WARMUP_STEPS, Results, check_losses, ratio, run_rounds, times
 
 PEER, OURS, NF4, WHOLE = "accelerate, peft", "meshwright", "meshwright, nf4", "meshwright, whole model"
 RESHARD, ONCE = "meshwright, resharded", "meshwright, reduced once"
@@ -41,20 +40,7 @@ def table_of(results: Results, rounds: int, steps: int) -> Table:
     """A row for each contender and number of microbatches."""
     table = Table(
         f"LoRA of rank {workload.RANK}, {workload.RANKS} gloo ranks, medians of {rounds} x {steps - WARMUP_STEPS} steps",
-        (
-            "contender",
-            "microbatches",
-            "AG",
-            "RS",
-            "gathered MB",
-            "reduced MB",
-            "held MiB",
-            "CPU ms",
-            "x",
-            "wall ms",
-            "x",
-            "loss",
-        ),
+        ("contender", "microbatches", "AG", "RS", "gathered MB", "reduced MB", "held MiB", *TIMES, "loss"),
         notes=NOTES,
     )
     for (count, name), runs in results.items():
@@ -67,10 +53,7 @@ def table_of(results: Results, rounds: int, steps: int) -> Table:
                 f"{moved.get('all_gather', 0) / 1e6:.1f}",
                 f"{(moved.get('reduce_scatter', 0) + moved.get('all_reduce', 0)) / 1e6:.2f}",
                 f"{runs[0].live_bytes / 2**20:.1f}",
-                f"{median(run.cpu_ms for run in runs):.0f}",
-                f"{ratio(results, (count, name), 'cpu_ms', PEER):.3f}",
-                f"{median(run.wall_ms for run in runs):.0f}",
-                f"{ratio(results, (count, name), 'wall_ms', PEER):.3f}",
+                *times(results, (count, name), PEER),
                 f"{runs[0].losses[-1]:.6f}",
             )
         )

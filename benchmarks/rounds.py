@@ -7,9 +7,11 @@ from statistics import median
 
 from jobs import Contender, Result, run_job
 
-__all__ = ["LOSS_TOLERANCE", "WARMUP_STEPS", "Key", "Results", "check_losses", "ratio", "run_rounds", "say"]
+__all__ = ["LOSS_TOLERANCE", "TIMES", "WARMUP_STEPS", "Key", "Results", "check_losses", "ratio", "run_rounds", "say", "times"]
 
 WARMUP_STEPS = 3
+TIMES = ("CPU ms", "x", "wall ms", "x")
+"""Columns of :func:`times`."""
 LOSS_TOLERANCE = 1e-5
 """Relative. Sums in another order move the loss of step 12 by some 1e-7."""
 
@@ -68,3 +70,12 @@ def ratio(results: Results, key: Key, what: str, against: str) -> float:
     """Median over rounds of a contender's time over another's in the same round."""
     pairs = zip(results[key], results[key[0], against], strict=True)
     return median(getattr(run, what) / getattr(other, what) for run, other in pairs)
+
+
+def times(results: Results, key: Key, against: str) -> tuple[str, ...]:
+    """CPU and wall time of a contender's step in milliseconds, each with its ratio to another contender's, as text."""
+    return tuple(
+        text
+        for what in ("cpu_ms", "wall_ms")
+        for text in (f"{median(getattr(run, what) for run in results[key]):.0f}", f"{ratio(results, key, what, against):.3f}")
+    )

@@ -22,7 +22,7 @@ import import_time
 import workload
 from jobs import Contender, first_step_of_train
 from report import Bound, Table, publish
-from rounds import WARMUP_STEPS, Key, Results, check_losses, ratio, run_rounds, say
+from rounds import TIMES, WARMUP_STEPS, Key, Results, check_losses, ratio, run_rounds, say, times
 
 MAX_STEP_RATIO = 1.03
 MAX_STARTUP_SECONDS = 1.0
@@ -75,7 +75,7 @@ def step_table(results: Results, rounds: int, steps: int) -> Table:
     """A row for each contender and number of microbatches."""
     table = Table(
         f"Optimizer step, {workload.RANKS} gloo ranks, fp32, medians of {rounds} x {steps - WARMUP_STEPS} steps",
-        ("contender", "microbatches", "AG", "RS", "AR", "MB", "CPU ms", "x", "wall ms", "x", "peak RSS MiB", "loss"),
+        ("contender", "microbatches", "AG", "RS", "AR", "MB", *TIMES, "peak RSS MiB", "loss"),
         notes=NOTES,
     )
     for (count, name), runs in results.items():
@@ -86,10 +86,7 @@ def step_table(results: Results, rounds: int, steps: int) -> Table:
                 str(count),
                 *(str(counts.get(kind, 0)) for kind in ("all_gather", "reduce_scatter", "all_reduce")),
                 f"{sum(runs[0].bytes.values()) / 1e6:.1f}",
-                f"{median(run.cpu_ms for run in runs):.0f}",
-                f"{ratio(results, (count, name), 'cpu_ms', FLOOR):.3f}",
-                f"{median(run.wall_ms for run in runs):.0f}",
-                f"{ratio(results, (count, name), 'wall_ms', FLOOR):.3f}",
+                *times(results, (count, name), FLOOR),
                 f"{median(run.peak_rss for run in runs) / 2**20:.0f}",
                 f"{runs[0].losses[-1]:.6f}",
             )

@@ -1,6 +1,5 @@
 """Gradients, steps and collectives of adapters against one process. The audit draws B: zeros would hide the gradient of A."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +28,6 @@ CELLS = [
     if (kind, label) != ("once", "pp 2")  # refused
 ]
 """Every kind on every layout, with families and options in turn."""
-
-
-@pytest.fixture(scope="module")
-def auditor() -> Iterator[Auditor]:
-    with Auditor() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("adapters")
 
 
 def fitting(kind: str, label: str, family: str) -> str:

@@ -5,7 +5,6 @@ A new axis, family or option adds a row here, or a line to the tables of :mod:`m
 
 import json
 import re
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -38,17 +37,6 @@ ONE = Place("one process", 1, {"dp_shard": 1})
 DATA_PARALLEL = [ONE, *(place for place in LAYOUTS if not {"tp", "cp", "pp", "ep"} & place.sizes.keys())]
 FOUR = [place for place in DATA_PARALLEL if place.world_size == 4]
 SHARD_2 = LAYOUTS[0]
-
-
-@pytest.fixture(scope="module")
-def auditor() -> Iterator[Auditor]:
-    with Auditor() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("parity")
 
 
 def audited(

@@ -4,7 +4,7 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,6 @@ STAGES = {
 ADAPTER = {"rank": 3, "alpha": 6}
 
 PLACES = {place.label: place for place in LAYOUTS}
-
-
-@pytest.fixture(scope="module")
-def auditor() -> Iterator[Auditor]:
-    with Auditor() as found:
-        yield found
 
 
 def case(folder: Path, place: str = "shard 2", family: str = "llama", microbatches: int = 2, **parallel: Any) -> Case:

@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from meshwright.errors import ConfigError, ModelError, PlanError
+from meshwright.errors import ConfigError, ModelError, PlanError, UnsupportedError
 from meshwright.layout import Layout
 from meshwright.models.adapter_files import of_adapter, write_adapter
-from meshwright.models.adapters import adapt, bare, initialize_adapters, merge
+from meshwright.models.adapters import adapt, bare, initialize_adapters, merge, unit_of_adapters
 from meshwright.models.config import AdapterConfig
 from meshwright.models.families import TINY_MODELS
 from meshwright.models.reads import read_by_others
@@ -242,32 +243,41 @@ def test_which_frozen_matrices_are_in_4_bits(family: str, packed: set[str], whol
 
 
 class Reader(nn.Module):
-    """Calls one layer, reads the weights of two, and asks where a fourth is."""
+    """Calls some layers, reads the weights of others, and asks where one is, and whether one is there."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.called, self.read, self.passed, self.placed = (nn.Linear(4, 4) for _ in range(4))
+        self.called, self.read, self.passed, self.placed, self.named, self.there = (nn.Linear(4, 4) for _ in range(6))
+        self.entries, self.walked = (nn.ModuleList([nn.Linear(4, 4)]) for _ in range(2))
         self.inner = nn.ModuleDict({"deep": nn.Linear(4, 4), "other": nn.Linear(4, 4)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        other = self.named
+        x = x @ other.weight + x @ self.entries[0].weight + sum(x @ layer.weight for layer in self.walked)
+        x = self.there(x) if self.there is not None else x
         x = self.placed(x.to(self.placed.weight.device)) + nn.functional.linear(x, self.read.weight)
-        return self.called(x) + self.inner.other(x) + apply_linear(self.passed, x) + x @ self.inner.deep.weight
+        return self.called(x) + self.inner.other(x) + apply_linear(x, layer=self.passed) + x @ self.inner.deep.weight
 
     def _init_weights(self, module: nn.Module) -> None:
         nn.init.zeros_(module.called.weight)
 
 
-def apply_linear(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+def apply_linear(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
     return x @ layer.weight.T
 
 
 def test_weights_that_other_code_reads_are_found() -> None:
-    assert read_by_others(nn.Sequential(Reader())) == {"0.read", "0.passed", "0.inner.deep"}
+    found = read_by_others(nn.Sequential(Reader()))
+    linear = {f"0.{name}" for name, module in Reader().named_modules() if isinstance(module, nn.Linear)}
+    assert found & linear == {"0.read", "0.passed", "0.named", "0.inner.deep", "0.entries.0", "0.walked.0"}
 
 
 @pytest.mark.parametrize(
     ("family", "target", "why"),
-    [("nemotron_h", "out_proj", "other code reads its weight"), ("deepseek_v4", "o_a_proj", "it is no plain linear layer")],
+    [
+        ("nemotron_h", "out_proj", "other code reads its weight"),
+        ("deepseek_v4", "o_a_proj", "it is no plain linear layer or embedding"),
+    ],
 )
 def test_layers_that_an_adapter_cannot_be_on_are_left_out_or_refused(family: str, target: str, why: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -339,6 +349,19 @@ def test_adapted_modules_can_be_pickled() -> None:
     again = pickle.loads(pickle.dumps(model.model.layers[1].mlp))
     assert type(again.experts) is type(model.model.layers[1].mlp.experts)
     assert again.experts.packed_weights == ("gate_up_proj", "down_proj")
+
+
+def test_a_torch_that_does_not_gather_bytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FSDPParam, "init_dtype_attrs", lambda self, policy: policy.param_dtype)
+    with pytest.raises(UnsupportedError, match=r"adapter\.base=nf4: FSDP2 of torch .* shards numbers alone"):
+        adapted(base="nf4")
+
+
+def test_adapters_that_are_reduced_together_must_be_there() -> None:
+    model = tiny_model("qwen3_moe", meta=True)
+    adapt(model, AdapterConfig(experts=True, targets=[], reduce="once"), None)
+    with pytest.raises(ConfigError, match=r"adapter\.reduce=once: no linear layer has an adapter; the legal value is unit"):
+        unit_of_adapters(model)
 
 
 def test_parameters_of_bitsandbytes_are_refused() -> None:

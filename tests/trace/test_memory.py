@@ -66,6 +66,18 @@ def test_a_rank_holds_what_the_trace_says(place: Any, family: str) -> None:
     assert list(fake.moments) == list(real[0].moments)
 
 
+@pytest.mark.parametrize("adapter", [{"base": "nf4"}, {"base": "nf4", "experts": True}, {"reduce": "once"}], ids=str)
+def test_a_rank_with_an_adapter_holds_what_the_trace_says(adapter: dict[str, Any]) -> None:
+    family = "qwen3_moe" if "experts" in adapter else "llama"
+    wide = {"hidden_size": 128, "intermediate_size": 128, "moe_intermediate_size": 128, "head_dim": 32}
+    changed = {key: value for key, value in wide.items() if key in TINY_MODELS[family].config}
+    model = {"config": {"model_type": family, **TINY_MODELS[family].config, **changed}}
+    setup = setup_of(2, family, model=model, layout={"dp_shard": 2}, adapter={"rank": 4, **adapter})
+    (fake,) = run_ranks(lambda _: trace_step(setup), 1, group=False)
+    lowest = min(run_ranks(lambda _: run_step(setup, None), 2)[0].peak for _ in range(RUNS))
+    assert 0.96 * lowest <= fake.peak <= 1.1 * lowest
+
+
 # -- some layers for all -----------------------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from meshwright.checkpoint.directory import latest
@@ -74,6 +74,15 @@ def test_an_adapter_goes_out_to_peft_and_back(tiny: Tiny, tmp_path: Path, kind: 
         export_checkpoint(newest(config), tmp_path / "other", "bfloat16", adapter=True)
     with pytest.raises(ModelError, match=r"--adapter=/nowhere: Can't find 'adapter_config\.json'"):
         generate(tmp_path / "model", "abc", 4, 0, adapter=Path("/nowhere"))
+
+    # Plain peft warns of what is missing in its files, and goes on with zeros.
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "less").mkdir()
+    (tmp_path / "less" / "adapter_config.json").write_bytes((tmp_path / "adapter" / "adapter_config.json").read_bytes())
+    kept = {name: tensor for name, tensor in tensors.items() if "layers.0.mlp.up_proj.lora_B" not in name}
+    save_file(kept, tmp_path / "less" / "adapter_model.safetensors")
+    with pytest.raises(ModelError, match=r"missing adapter keys"):
+        generate(tmp_path / "model", "abc", 4, 0, adapter=tmp_path / "less")
 
     # It goes on from there, and plain peft's files are taken as well as ours.
     beside.save_pretrained(tmp_path / "theirs")

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.distributed.mesh import ParallelMesh
+from meshwright.distributed.slices import replace_parameter
 from meshwright.plan.options import NF4_BLOCK
 from meshwright.plan.program import Pack
 
@@ -167,9 +168,6 @@ def unpacked_like(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def pack(model: nn.Module, action: Pack, mesh: ParallelMesh) -> None:
-    """Store a parameter as bytes, under all its names: those of its values, or without values on the meta device."""
+    """Store a parameter as bytes: of its values, or without values if it is on the meta device."""
     parameter = model.get_parameter(action.names[0])
-    packed = nn.Parameter(packed_like(parameter.data), requires_grad=False)
-    for name in action.names:
-        module, _, own = name.rpartition(".")
-        model.get_submodule(module)._parameters[own] = packed
+    replace_parameter(model, action.names, nn.Parameter(packed_like(parameter.data), requires_grad=False))

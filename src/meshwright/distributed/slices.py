@@ -1,6 +1,7 @@
 """What is done to parameters and attributes: slices over an axis, counts of heads or experts on a rank, trainability."""
 
 import copy
+from collections.abc import Iterable
 
 from torch import nn
 from torch.distributed.tensor import Placement, Shard, distribute_tensor
@@ -9,7 +10,7 @@ from meshwright.distributed import _torch_compat
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.plan.program import Assign, Freeze, Slice
 
-__all__ = ["assign", "freeze", "slice_parameter"]
+__all__ = ["assign", "freeze", "replace_parameter", "slice_parameter"]
 
 
 def slice_parameter(model: nn.Module, action: Slice, mesh: ParallelMesh) -> None:
@@ -19,10 +20,14 @@ def slice_parameter(model: nn.Module, action: Slice, mesh: ParallelMesh) -> None
     if action.pieces > 1:
         placement = _torch_compat.strided_shard(action.dim, action.pieces)
     value = distribute_tensor(parameter.data, mesh[action.axis], [placement], src_data_rank=None)
-    sliced = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    for name in action.names:
+    replace_parameter(model, action.names, nn.Parameter(value, requires_grad=parameter.requires_grad))
+
+
+def replace_parameter(model: nn.Module, names: Iterable[str], parameter: nn.Parameter) -> None:
+    """Put a parameter in the place of another one, under all its names."""
+    for name in names:
         module, _, own = name.rpartition(".")
-        model.get_submodule(module)._parameters[own] = sliced
+        model.get_submodule(module)._parameters[own] = parameter
 
 
 def assign(model: nn.Module, action: Assign, mesh: ParallelMesh | None = None) -> None:

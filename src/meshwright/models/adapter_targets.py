@@ -52,17 +52,12 @@ def choose(model: nn.Module, config: AdapterConfig, inside: list[str]) -> Chosen
     """
     read, routes = read_by_others(model), _routers(model)
     linear, embeddings = _linear(model), _embeddings(model)
-    barred = {name: "other code reads its weight, so that an adapter would not run" for name in linear if name in read}
-    barred |= {
-        name: "it is no plain linear layer"
+    barred = {
+        name: "it is no plain linear layer or embedding"
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and name not in linear
+        if isinstance(module, nn.Linear | nn.Embedding) and name not in linear and name not in embeddings
     }
-    barred |= {
-        name: "it is no plain embedding"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and name not in embeddings
-    }
+    barred |= dict.fromkeys(read & {*linear, *embeddings}, "other code reads its weight, so that an adapter would not run")
     layers = {name for name in linear if within(name, inside) and not within(name, routes) and not _weighs(linear[name])}
     matrices = [*linear, *embeddings, *barred]
     targets = _targets(model, config, matrices, [name for name in linear if name in layers - read], barred)

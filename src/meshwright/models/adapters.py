@@ -27,12 +27,14 @@ from meshwright.models.init import derive_seed, keep_slice
 from meshwright.models.packed import Packs, pack_linear
 from meshwright.plan.inspection import PACKED_ATTRIBUTE
 from meshwright.plan.names import match_names, within
+from meshwright.plan.options import SyncPolicy
+from meshwright.plan.spec import UnitRule
 from meshwright.plan.tp_styles import canonical
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["adapt", "bare", "initialize_adapters", "merge"]
+__all__ = ["adapt", "bare", "initialize_adapters", "merge", "unit_of_adapters"]
 
 
 def adapt(model: "PreTrainedModel", config: AdapterConfig, param_dtype: str | None) -> None:
@@ -116,6 +118,18 @@ def _share(model: nn.Module) -> bool:
             for name, holder in getattr(wrapper, part).items():
                 holder.weight = getattr(leader, part)[name].weight
     return len(first) < len(found)
+
+
+def unit_of_adapters(model: nn.Module) -> UnitRule:
+    """Return the rule that makes the adapters of linear layers one unit, gathered and reduced once a step.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    pattern = f"**.lora_*.{NAME}"
+    if not any(wrapper.lora_A for _, _, wrapper in wrappers(model)):
+        raise ConfigError("adapter.reduce=once: no linear layer has an adapter; the legal value is unit")
+    return UnitRule(pattern, reshard_after_forward=False, sync=SyncPolicy.DEFER, together=True)
 
 
 @contextmanager

@@ -86,9 +86,7 @@ class AdaptedExperts(Packs):
         own: Any = self
         weight = getattr(self, name)
         multiply = _one_by_one if own.config._experts_implementation == "eager" else _grouped
-        known = (
-            rows.dtype == torch.bfloat16 or not torch.compiler.is_compiling()
-        )  # torch's compiler knows grouped products of bf16
+        known = rows.dtype == torch.bfloat16 or not torch.compiler.is_compiling()  # grouped products, to torch's compiler
         if is_packed(weight) and multiply is _grouped and known:
             result = grouped_product(rows, weight, counts.cumsum(0).to(torch.int32), own.is_transposed)
         else:

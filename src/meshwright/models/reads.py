@@ -1,7 +1,7 @@
 """Which weights of linear layers other code reads itself, as kernels of Mamba do, instead of calling the layer.
 
 An adapter around such a layer would never run, and 4 bits would be taken for numbers. So the source of every module is looked
-through for ``.NAME.weight`` and ``.NAME.bias``, and for layers that are passed on to other code that reads weights.
+through for ``.NAME.weight`` and ``.NAME.bias``, and for layers that get another name, or are passed on, where weights are read.
 """
 
 import ast
@@ -19,6 +19,9 @@ _OWN = {"weight", "bias"}
 _FIRST = {"__init__", "_init_weights", "init_weights", "reset_parameters"}
 """Methods that run before weights have their values."""
 
+_ASKED = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.If, ast.IfExp, ast.Subscript)
+"""Where a layer is only asked for, as in ``if self.norm is not None``."""
+
 _HARMLESS = {"device"}
 """Attributes of a weight that are the same whatever it is stored as."""
 
@@ -28,8 +31,9 @@ def read_by_others(model: nn.Module) -> set[str]:
     modules = dict(model.named_modules())
     found = set()
     for name in modules:
-        *path, own = name.split(".")
-        around = (".".join(path[:length]) for length in range(len(path) + 1))
+        own = next((part for part in reversed(name.split(".")) if not part.isdigit()), "")  # of a list, the name of the list
+        path = name.split(".")
+        around = (".".join(path[:length]) for length in range(len(path)))
         if any(own in _reads(type(modules[outer])) for outer in around if outer in modules):  # type: ignore[arg-type]
             found.add(name)
     return found
@@ -59,11 +63,13 @@ def _read_in(tree: ast.AST) -> Iterator[str]:
     chains = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     reads_some = any(node.attr in _OWN for node in chains)
     for node in chains:
-        outer = parents.get(node)
+        outer = parents[node]
+        if isinstance(outer, ast.Subscript) and outer.value is node:  # an entry of a list of layers
+            outer = parents[outer]
         if isinstance(outer, ast.Attribute):
-            further = parents.get(outer)
+            further = parents[outer]
             device = isinstance(further, ast.Attribute) and further.attr in _HARMLESS
             if outer.attr in _OWN and not device:
                 yield node.attr
-        elif reads_some and isinstance(outer, ast.Call) and node in outer.args:  # passed on, maybe to what reads it
-            yield node.attr
+        elif reads_some and not isinstance(outer, _ASKED) and not (isinstance(outer, ast.Call) and outer.func is node):
+            yield node.attr  # given another name, or passed on, maybe to what reads it

@@ -112,9 +112,8 @@ def shrink(config: RunConfig, world_size: int | None = None) -> tuple[RunConfig,
     pipeline = config.parallel.pipeline
     stages = layout.size("pp") * pipeline.each
     packed = config.adapter is not None and config.adapter.base is not None
-    needs = Needs(
-        layout.size("tp"), layout.ep, stages, length, 0 < kv_heads < shared_by, NF4_BLOCK if packed else 1
-    )  # fmt: skip
+    shares_heads, block = 0 < kv_heads < shared_by, NF4_BLOCK if packed else 1
+    needs = Needs(layout.size("tp"), layout.ep, stages, length, shares_heads=shares_heads, block=block)
     patterns = {key: getattr(config.parallel, key) for key in ("freeze", *_OF_MODULES, *_BY_MODULE)}
     patterns["no_decay"] = config.optimizer.no_decay
     model, renumbered = _shrink_model(source, large, large_config, spec, defaults, needs, patterns, changes)

@@ -276,8 +276,6 @@ def _checkpoint_bytes(setup: RunSetup, config: RunConfig, resume: Path | None, s
     if config.checkpoint.keep is not None:
         there = len(complete(Paths(config.directory).checkpoints))
         saves = min(saves, config.checkpoint.keep + 1 - min(there, config.checkpoint.keep))
-    # What is stored in 4 bits is written as it was in the files: 2 bytes, or 4.
-    of_number = {NF4: itemsize(config.parallel.param_dtype or config.model.dtype)}
-    exported = sum(row.numel * (of_number.get(row.dtype) or itemsize(row.dtype)) for row in setup.plan.parameters)
-    exported *= config.export
-    return sum(stored) * saves + exported
+    whole = config.parallel.param_dtype or config.model.dtype  # of what is stored in 4 bits, before it was packed
+    exported = sum(row.numel * itemsize(whole if row.dtype == NF4 else row.dtype) for row in setup.plan.parameters)
+    return sum(stored) * saves + (exported if config.export else 0)

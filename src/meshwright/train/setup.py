@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError, LayoutError, MeshwrightError, PlanError, UnsupportedError
 from meshwright.layout import Layout
-from meshwright.plan.options import SyncPolicy
 from meshwright.plan.sharding_plan import ShardingPlan
-from meshwright.plan.spec import ParallelSpec, UnitRule
+from meshwright.plan.spec import ParallelSpec
 from meshwright.train.config import RunConfig
 
 if TYPE_CHECKING:
@@ -31,9 +30,6 @@ __all__ = [
     "together",
     "vocabulary_defaults",
 ]
-
-ADAPTERS = "**.lora_*.default"
-"""Pattern of the modules of an adapter."""
 
 
 @dataclass(frozen=True)
@@ -237,9 +233,11 @@ def describe_model(
         )
     spec = strategy.spec(model, config.parallel.param_dtype)
     if config.adapter is not None and config.adapter.reduce == "once":
+        from meshwright.models.adapters import unit_of_adapters
+
         if (config.layout.pp or 1) > 1:
             raise ConfigError("adapter.reduce=once: stages of a pipeline reduce by themselves; with pp the legal value is unit")
-        spec = replace(spec, units=(*spec.units, UnitRule(ADAPTERS, False, SyncPolicy.DEFER, together=True)))
+        spec = replace(spec, units=(*spec.units, unit_of_adapters(model)))
     return spec, model
 
 
