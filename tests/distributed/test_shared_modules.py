@@ -64,13 +64,27 @@ def tied() -> nn.Module:
     return Stack([Block(first), Block(), Block(second), Block()])
 
 
+class Headed(nn.Module):
+    """A head whose name is the end of another one's: `head.weight` and `body.head.weight` are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(4, WIDTH)
+        self.body = nn.ModuleDict({"head": nn.Linear(WIDTH, WIDTH), "up": nn.Linear(WIDTH, WIDTH)})
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.head.weight, self.head.bias = self.body["head"].weight, self.body["head"].bias
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body["up"](torch.tanh(self.body["head"](self.enter(inputs)))))
+
+
 def planned(model: nn.Module, **options: object) -> ShardingPlan:
     chosen = ParallelOptions(param_dtype=None, microbatches=2, **options)  # type: ignore[arg-type]
     return resolve(spec_of(model), model, Layout(dp_shard=2), chosen)
 
 
 @pytest.mark.parametrize("policy", list(SyncPolicy))
-@pytest.mark.parametrize("make", [repeated, inside, tied])
+@pytest.mark.parametrize("make", [repeated, inside, tied, Headed])
 def test_the_gradient_is_the_sum_over_all_places(make: object, policy: SyncPolicy) -> None:
     def on_rank(rank: int) -> None:
         torch.manual_seed(0)

@@ -3,7 +3,9 @@
 import json
 
 import pytest
+import torch
 from torch import nn
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
 from meshwright.audit.decay import to_be_decayed
 from meshwright.errors import PlanError
@@ -79,3 +81,76 @@ def test_json_keeps_it_and_an_older_plan_says_what_was_decayed_then() -> None:
     assert older.parameter("model.layers.0.mlp.experts.down_proj_bias").decayed
     assert not older.parameter("model.embed_tokens.weight").decayed
     assert {"parameter model.layers.0.mlp.experts.down_proj_bias: decayed True -> False"} <= {str(d) for d in older.diff(plan)}
+
+
+class NormalizedLinear(nn.Module):
+    """A matrix, of a layer whose name has "norm" in it: cosines, as in some routers."""
+
+    def __init__(self, features: int, out: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(out, features))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(nn.functional.normalize(hidden, dim=-1), nn.functional.normalize(self.weight, dim=-1))
+
+
+class NormedRouter(nn.Module):
+    """Divides by a root of mean squares, as a norm does, and multiplies with a matrix."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(features, features))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return (hidden * hidden.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt()) @ self.weight
+
+
+def _root_mean_square(hidden: torch.Tensor) -> torch.Tensor:
+    return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class PerHeadScale(nn.Module):
+    """A norm without the word in its name, whose statistic is in a function outside of it."""
+
+    def __init__(self, heads: int, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(heads, features))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return (self.weight.float() * _root_mean_square(hidden.float())).to(hidden.dtype)
+
+
+class Mixing(nn.Module):
+    """Scales its input by a matrix without a statistic: no norm."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(features, features))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden * self.weight
+
+
+def test_what_a_parameter_is_decides_and_not_the_name_of_its_class() -> None:
+    modules = {"linear": NormalizedLinear(8, 4), "router": NormedRouter(8), "scale": PerHeadScale(4, 8), "mixing": Mixing(8)}
+    model = nn.ModuleDict({**modules, "norm": PerHeadNorm((4, 8)), "cohere": CohereLayerNorm((4, 8))})
+    plan = resolve(ParallelSpec("plain", layers=()), model, Layout(), ParallelOptions(), world_size=2)
+    rules = {row.name: row.decay_rule for row in plan.parameters}
+    matrices = ["linear.weight", "router.weight", "mixing.weight"]
+    norms = ["scale.weight", "norm.weight", "cohere.weight"]
+    assert rules == {**dict.fromkeys(matrices, "matrix"), **dict.fromkeys(norms, "norm"), "norm.bias": "bias"}
+    assert {row.name for row in plan.parameters if row.decayed} == set(matrices) == set(to_be_decayed(model, 0, ()))
+
+
+def test_a_pattern_of_the_user_wins_and_two_that_disagree_are_refused() -> None:
+    model = nn.ModuleDict({"up": nn.Linear(8, 8), "scale": PerHeadScale(4, 8)})
+
+    def rules(**options: object) -> dict[str, tuple[str, bool]]:
+        spec = ParallelSpec("plain", layers=())
+        plan = resolve(spec, model, Layout(), ParallelOptions(**options), world_size=2)  # type: ignore[arg-type]
+        return {row.name: (row.decay_rule, row.decayed) for row in plan.parameters}
+
+    found = rules(decay=("scale.*", "up.bias"), no_decay=("up.weight",))
+    assert found == {"up.weight": ("no_decay", False), "up.bias": ("decay", True), "scale.weight": ("decay", True)}
+    with pytest.raises(PlanError, match=r"'up\.weight' is claimed twice: by decay and by no_decay"):
+        rules(decay=("up.*",), no_decay=("up.weight",))

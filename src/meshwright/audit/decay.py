@@ -5,6 +5,7 @@ decayed." The plan decides from a spec. This module reads names and shapes of th
 comes from the caller, which reads it from the config, under the key that the spec names.
 """
 
+import copy
 from collections.abc import Iterable
 
 import torch
@@ -16,21 +17,24 @@ from meshwright.train.config import OptimizerConfig
 __all__ = ["decayed_by_optimizer", "plain_optimizer", "to_be_decayed"]
 
 
-def to_be_decayed(model: nn.Module, experts: int, no_decay: Iterable[str]) -> list[str]:
+def to_be_decayed(model: nn.Module, experts: int, no_decay: Iterable[str], decay: Iterable[str] = ()) -> list[str]:
     """Return the names of the trained parameters that the words mean.
 
     Args:
         model: the plain model, in one process.
         experts: number of experts of a layer, from the model's config; 0: unknown.
         no_decay: patterns of the names that the user excepts.
+        decay: patterns of the names that the user adds.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     decayed = []
     for name, parameter in model.named_parameters():
-        excepted = any(match_names(pattern, names[id(parameter)]) for pattern in no_decay)
-        if parameter.requires_grad and not excepted and not _is_vector(model, name, parameter, experts):
+        excepted, added = (
+            any(match_names(pattern, names[id(parameter)]) for pattern in patterns) for patterns in (no_decay, decay)
+        )
+        if parameter.requires_grad and not excepted and (added or not _is_vector(model, name, parameter, experts)):
             decayed.append(name)
     return decayed
 
@@ -43,8 +47,34 @@ def _is_vector(model: nn.Module, name: str, parameter: nn.Parameter, experts: in
     behind_each_other = any(len(other) == 3 and other[0] == shape[0] for other in beside)
     if behind_each_other and (shape[0] == experts or "expert" in type(holder).__name__.lower()):
         shape = shape[1:]
-    words = {own.split("_")[-1], *type(holder).__name__.lower().replace("norm", " norm ").split()}
-    return len(shape) < 2 or "bias" in words or ("norm" in words and "head" not in words)
+    return len(shape) < 2 or own.split("_")[-1] == "bias" or _scales_each_feature(holder, own)
+
+
+def _scales_each_feature(holder: nn.Module, own: str) -> bool:
+    """Return whether a module is a norm and a parameter its scale, by what it computes.
+
+    A norm gives the same for twice its input, but for its epsilon. An entry of its scale changes one feature, its own.
+    The plan decides by operators instead (:mod:`meshwright.plan.norms`).
+    """
+    if any(True for _ in holder.children()) or isinstance(holder, nn.Linear | nn.Embedding):
+        return False
+    draw = torch.Generator().manual_seed(0)
+    module = copy.deepcopy(holder).to_empty(device="cpu").double()
+    scale = module._parameters[own]
+    assert scale is not None
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.copy_(1 + torch.rand(tensor.shape, generator=draw))
+        features = torch.randn(3, *scale.shape, dtype=scale.dtype, generator=draw)
+        try:
+            once, twice = module(features), module(2 * features)
+            scale.view(-1)[0] += 1
+            changed = (module(features) != once).flatten(1)
+        except Exception:  # it takes something else
+            return False
+    if not isinstance(once, torch.Tensor) or once.shape != features.shape or not torch.allclose(once, twice, 1e-3, 1e-3):
+        return False
+    return bool(changed[:, 0].all()) and not bool(changed[:, 1:].any())
 
 
 def plain_optimizer(model: nn.Module, settings: OptimizerConfig, decayed: Iterable[str]) -> torch.optim.AdamW:

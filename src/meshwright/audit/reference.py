@@ -176,7 +176,7 @@ class ReferenceTrainer(AuditTrainer):
         """Build AdamW. Which parameters it decays is derived here once more, and not read from the plan."""
         experts = model_sizes(self.setup.spec, self.setup.model).experts or 0
         settings = self.config.optimizer
-        self.decayed = to_be_decayed(self.model, experts, settings.no_decay)
+        self.decayed = to_be_decayed(self.model, experts, settings.no_decay, settings.decay)
         return plain_optimizer(self.model, settings, self.decayed)
 
     def note(self, batches: list[Batch]) -> None:

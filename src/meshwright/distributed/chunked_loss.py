@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.errors import UnsupportedError
+from meshwright.plan.arguments import value_of
 from meshwright.plan.program import ChunkLoss
 
 __all__ = ["LABELS", "DeferredLogits", "chunk_loss", "chunks_its_loss", "deferring"]
@@ -121,7 +122,7 @@ class DeferredLogits(torch.Tensor):
 def deferring(head: nn.Module, words: int) -> Iterator[None]:
     """Inside, a head returns :class:`DeferredLogits`."""
     before, own = head.forward, head.__dict__.get("forward")
-    head.forward = lambda hidden: DeferredLogits(hidden, words, before)
+    head.forward = lambda *args, **kwargs: DeferredLogits(value_of((0, "input"), args, kwargs, "head"), words, before)
     try:
         yield
     finally:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import PlanError
+from meshwright.plan.arguments import HIDDEN, Argument, value_of
 from meshwright.plan.names import within
 from meshwright.plan.program import Cut
 
@@ -41,7 +42,7 @@ class Crossing:
 class _Passage(nn.Module):
     """Stands for a layer of another stage. Before the stage's layers it returns what was received; after them, its input."""
 
-    def __init__(self, layer: nn.Module, crossing: Crossing, argument: tuple[int, str], returned: int, *, before: bool) -> None:
+    def __init__(self, layer: nn.Module, crossing: Crossing, argument: Argument, returned: int, *, before: bool) -> None:
         super().__init__()
         for name, value in vars(layer).items():  # such as the type of the layer, which the model's forward reads
             if not name.startswith("_") and isinstance(value, str | int | float | bool | None):
@@ -50,8 +51,8 @@ class _Passage(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return a hidden state in the form in which the layer would."""
-        crossing, (position, name), returned, before = vars(self)["_facts"]
-        hidden = kwargs[name] if name in kwargs else args[position]
+        crossing, argument, returned, before = vars(self)["_facts"]
+        hidden = value_of(argument, args, kwargs, "of another stage")
         if before:
             hidden = crossing.received
         else:
@@ -80,7 +81,9 @@ class _Empty(nn.Module):
 
 def _zeros(crossing: Crossing, features: int, lookup: bool) -> Callable[..., torch.Tensor]:
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        given = next(item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor))
+        given = next((item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)), None)
+        if given is None:
+            raise PlanError("a module before the first layer is called without a tensor; a later stage cannot do without it")
         assert crossing.received is not None
         return crossing.received.new_zeros((*(given.shape if lookup else given.shape[:-1]), features))
 
@@ -90,8 +93,9 @@ def _zeros(crossing: Crossing, features: int, lookup: bool) -> Callable[..., tor
 class _Same(nn.Module):
     """Stands for a module after the last layer, on earlier stages: it returns its input."""
 
-    def forward(self, given: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the input."""
+        given: torch.Tensor = value_of((0, HIDDEN), args, kwargs, "of another stage")
         return given
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from meshwright.distributed import moves
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.errors import LayoutError
+from meshwright.plan.arguments import with_argument
 from meshwright.plan.moves import Move
 from meshwright.plan.program import Bias, Compute, Kernel
 
@@ -92,15 +93,8 @@ def _entry(action: Compute, group: dist.ProcessGroup) -> Callable[[tuple[Any, ..
         Move.SPLIT_SEQUENCE: lambda x: moves.split(_divisible(x, group), SEQUENCE, group),
     }
     assert action.argument is not None
-    moved, (place, name) = move[action.entry], action.argument
-
-    def enters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if place < len(args):
-            return (*args[:place], moved(args[place]), *args[place + 1 :]), kwargs
-        own = name if name in kwargs else next(iter(kwargs))  # the forward takes **kwargs, so the plan has no name for it
-        return args, {**kwargs, own: moved(kwargs[own])}
-
-    return enters
+    moved, argument = move[action.entry], action.argument
+    return lambda args, kwargs: with_argument(argument, args, kwargs, moved, action.module)
 
 
 def _whole_sequence(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -161,7 +155,8 @@ def _vocabulary_rows(module: nn.Module, action: Compute, group: dist.ProcessGrou
     begin = dist.get_rank(group) * width
     rows = min(width, words - begin)
 
-    def forward(ids: torch.Tensor) -> torch.Tensor:
+    def forward(input: torch.Tensor) -> torch.Tensor:  # the name in the signature of nn.Embedding
+        ids = input
         foreign = (ids < begin) | (ids >= begin + rows)
         if padding is not None:  # the row of the padding token gets no gradient; one rank has it
             module.padding_idx = padding - begin if begin <= padding < begin + rows else None  # type: ignore[assignment]
@@ -179,11 +174,11 @@ def _one_head(module: nn.Module, action: Compute, group: dist.ProcessGroup) -> F
     inner, (heads,) = module.forward, action.parts
     head = dist.get_rank(group) * heads // dist.get_world_size(group)
 
-    def forward(hidden: torch.Tensor) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = parameter.chunk(heads)[head]  # type: ignore[assignment]
-        return inner(hidden)
+        return inner(*args, **kwargs)
 
     return forward
 
@@ -192,12 +187,12 @@ def _dora_rows(module: nn.Module, action: Compute, group: dist.ProcessGroup) -> 
     """The magnitudes of DoRA (Liu et al. 2024, arXiv 2402.09353) as peft computes them, with slices of the matrices beside."""
     inner = module.forward
 
-    def forward(hidden: torch.Tensor, **others: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
-            for beside in others.values():
+            for beside in (*args, *kwargs.values()):
                 if isinstance(beside, nn.Module):
                     stack.enter_context(local_parameters(beside))
-            return inner(hidden, **others)
+            return inner(*args, **kwargs)
 
     return forward
 

@@ -28,7 +28,7 @@ from meshwright.models.tracing import (
     no_attention,
     prime_length,
 )
-from meshwright.plan.inspection import hidden_argument
+from meshwright.plan.arguments import hidden_argument, value_of, with_argument
 from meshwright.plan.names import within
 from meshwright.plan.regions import RegionFacts
 from meshwright.plan.spec import ExpertsRule
@@ -160,13 +160,9 @@ class _Trace(TorchDispatchMode):
         return torch.empty((hidden.shape[0], after, *hidden.shape[2:]), dtype=hidden.dtype, device="meta")
 
     def _moved(self, module: nn.Module, args: Any, kwargs: Any, before: int, after: int, name: str) -> Any:
-        place, own = hidden_argument(module)
-        if place < len(args):
-            moved = self._resized(args[place], before, after, name)
-            return (*args[:place], moved, *args[place + 1 :]), kwargs, moved
-        own = own if own in kwargs else next(iter(kwargs))
-        moved = self._resized(kwargs[own], before, after, name)
-        return args, {**kwargs, own: moved}, moved
+        argument = hidden_argument(module)
+        moved = self._resized(value_of(argument, args, kwargs, name), before, after, name)
+        return *with_argument(argument, args, kwargs, lambda _: moved, name), moved
 
     def _at_first_layer(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return self._moved(module, args, kwargs, self.whole, self.part, self.layers[0])[:2]

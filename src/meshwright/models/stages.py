@@ -30,7 +30,7 @@ from meshwright.models.tracing import (
     no_attention,
     prime_length,
 )
-from meshwright.plan.inspection import hidden_argument
+from meshwright.plan.arguments import hidden_argument
 from meshwright.plan.names import holder_of, inside
 from meshwright.plan.pipeline import cut_of
 from meshwright.plan.spec import ExpertsRule

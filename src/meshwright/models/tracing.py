@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.models import _transformers_compat as compat
+from meshwright.plan.arguments import HIDDEN, value_of
 from meshwright.plan.names import match_names
 from meshwright.plan.spec import ExpertsRule
 
@@ -196,7 +197,7 @@ def _passed_over(model: nn.Module, experts: Sequence[ExpertsRule]) -> Iterator[N
     before = [module.__dict__.get("forward") for module in mixtures]
     try:
         for module in mixtures:
-            module.forward = lambda hidden, *_, **__: hidden
+            module.forward = lambda *args, **kwargs: value_of((0, HIDDEN), args, kwargs, "experts")
         yield
     finally:
         for module, forward in zip(mixtures, before, strict=True):

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from meshwright.layout import divisors
 from meshwright.plan.draft import Draft
-from meshwright.plan.names import generalize, holder_of
+from meshwright.plan.names import holder_of, without_repetition
 from meshwright.plan.options import ContextBalance, ContextMethod, ParallelOptions
 from meshwright.plan.program import Action, Assign, Attend
 from meshwright.plan.sharding_plan import AttentionRow, ShardingPlan, itemsize
@@ -100,7 +100,7 @@ def resolve_attentions(draft: Draft) -> tuple[AttentionRow, ...]:
         )
         return ()
     if refused := _refusals(draft):
-        problems.extend(f"cp={cp}: {text}; the legal value of cp is 1" for text in _without_repetition(refused))
+        problems.extend(f"cp={cp}: {text}; the legal value of cp is 1" for text in without_repetition(refused))
         return ()
     rows = _rows(draft)
     if options.context_parallel is ContextMethod.ULYSSES:
@@ -138,15 +138,6 @@ def _refusals(draft: Draft) -> list[str]:
     if not attentions.rows and not refused:
         refused.append(f"{draft.spec.family} has no attention")
     return refused
-
-
-def _without_repetition(problems: list[str]) -> list[str]:
-    """Return one line for each cause, where lines differ only in the number of the layer."""
-    groups: dict[str, list[str]] = {}
-    for problem in problems:
-        cause = " ".join(generalize(word.strip("'")) for word in problem.split())
-        groups.setdefault(cause, []).append(problem)
-    return [lines[0] if len(lines) == 1 else f"{lines[0]} (and {len(lines) - 1} more like it)" for lines in groups.values()]
 
 
 def _rows(draft: Draft) -> tuple[AttentionRow, ...]:

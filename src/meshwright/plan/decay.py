@@ -1,36 +1,38 @@
 """Which parameters weight decay pulls towards zero: matrices, but not biases and norms.
 
-Dimensions are counted for one expert. The experts of a mixture are stacked in one tensor, whose first dimension counts experts,
-so a bias of the experts, `[experts, features]`, is a vector like any other bias.
+What a parameter is decides, and not what its module is called (:mod:`meshwright.plan.norms`). Dimensions are counted for one
+expert. The experts of a mixture are stacked in one tensor, whose first dimension counts experts, so a bias of the experts,
+`[experts, features]`, is a vector like any other bias.
 """
 
 from meshwright.plan.draft import Draft
-from meshwright.plan.inspection import ModuleFacts
+from meshwright.plan.inspection import ParameterFacts
 from meshwright.plan.names import holder_of, within
 
 __all__ = ["choose_decayed"]
 
 
 def choose_decayed(draft: Draft) -> None:
-    """Choose the parameters that are decayed, trained or not; ``no_decay`` of the options has the exceptions."""
-    first = {name: parameter.name for parameter in draft.parameters for name in parameter.names}
-    excepted = {
-        first[name] for pattern in draft.options.no_decay for name in draft.match("no_decay", pattern, first, "parameter")
-    }
+    """Choose the parameters that are decayed, trained or not. Patterns of the options win: ``decay`` and ``no_decay``."""
+    options = draft.options
+    decay, no_decay = (_named(draft, rule, getattr(options, rule)) for rule in ("decay", "no_decay"))
+    for name in sorted(decay & no_decay):
+        draft.problems.append(f"parameter {name!r} is claimed twice: by decay and by no_decay; name it in one of them")
     for parameter in draft.parameters:
-        in_stack = within(parameter.name, draft.mixtures)
-        matrix = len(parameter.shape) - in_stack >= 2
-        own = parameter.name.rpartition(".")[2]
-        bias = own.split("_")[-1] == "bias"
-        if (
-            matrix
-            and not bias
-            and parameter.name not in excepted
-            and not _is_norm(draft.model.modules[holder_of(parameter.name)])
-        ):
-            draft.decayed.add(parameter.name)
+        name = parameter.name
+        rule = "no_decay" if name in no_decay else "decay" if name in decay else _kind(draft, parameter)
+        draft.decay_rules[name] = rule
 
 
-def _is_norm(module: ModuleFacts) -> bool:
-    """Return whether a module is a norm. Some norms have a vector for each head, `[heads, features]`, which is no matrix."""
-    return "norm" in module.kind.lower() and not module.kind.endswith("Head")  # a NormHead is an output head
+def _named(draft: Draft, rule: str, patterns: tuple[str, ...]) -> set[str]:
+    first = {name: parameter.name for parameter in draft.parameters for name in parameter.names}
+    return {first[name] for pattern in patterns for name in draft.match(rule, pattern, first, "parameter")}
+
+
+def _kind(draft: Draft, parameter: ParameterFacts) -> str:
+    in_stack = within(parameter.name, draft.mixtures)
+    if parameter.name.rpartition(".")[2].split("_")[-1] == "bias":
+        return "bias"
+    if len(parameter.shape) - in_stack < 2:
+        return "vector"
+    return "norm" if draft.model.modules[holder_of(parameter.name)].norm else "matrix"

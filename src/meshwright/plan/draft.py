@@ -1,6 +1,5 @@
 """The draft of a plan: what is known, what was decided so far, and what is wrong. Every pass of the resolver takes one."""
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -8,7 +7,7 @@ from functools import cached_property
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
 from meshwright.plan.inspection import Inspection, ParameterFacts
-from meshwright.plan.names import generalize, match_names
+from meshwright.plan.names import generalize, match_names, without_repetition
 from meshwright.plan.options import ParallelOptions, SyncPolicy
 from meshwright.plan.pairs import Pairs
 from meshwright.plan.sharding_plan import EXPERTS, LAYER, ParameterRow, shard_axis
@@ -54,7 +53,7 @@ class Draft:
         twins: name of each unit of a second stack to that of its twin in the first.
         unit_of: first name of each parameter to the name of the unit that has it.
         trained: first names of the parameters that have a gradient.
-        decayed: first names of the parameters that weight decay pulls towards zero.
+        decay_rules: first name of each parameter to why weight decay pulls it towards zero or does not (a field of its row).
         tp_styles: first name of each parameter that has a tensor parallel style to that style.
         remarks: what was assumed, and which units of the spec were left out, a sentence each.
         stages_of: first name of each parameter to the pipeline stages that hold it; empty without a pipeline.
@@ -71,7 +70,7 @@ class Draft:
     twins: dict[str, str] = field(default_factory=dict)
     unit_of: dict[str, str] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
-    decayed: set[str] = field(default_factory=set)
+    decay_rules: dict[str, str] = field(default_factory=dict)
     tp_styles: dict[str, str] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
     stages_of: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -112,7 +111,7 @@ class Draft:
             PlanError: there are problems.
         """
         if self.problems:
-            raise self.error(_alike(self.problems))
+            raise self.error(without_repetition(self.problems))
 
     def match(self, rule: str, pattern: str, names: Iterable[str], kind: str) -> list[str]:
         """Return the names that a pattern matches; if there are none, note a problem.
@@ -129,14 +128,6 @@ class Draft:
             there = "units are" if kind == "unit" else "there are, for example,"
             self.problems.append(f"{rule} pattern {pattern!r} matches no {kind}; {there} {_examples(names)}")
         return matched
-
-
-def _alike(problems: Iterable[str]) -> list[str]:
-    """Return problems, and only the first of those that differ in numbers alone, such as those of layers."""
-    groups: dict[str, list[str]] = {}
-    for problem in problems:
-        groups.setdefault(re.sub(r"\d+", "*", problem), []).append(problem)
-    return [first if not others else f"{first} (and {len(others)} more like it)" for first, *others in groups.values()]
 
 
 def _examples(names: Iterable[str]) -> str:

@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import islice, takewhile
 from types import CodeType, FunctionType
-from typing import Any
 
 from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.layout import ModelSizes
+from meshwright.plan.arguments import HIDDEN, forward_of, hidden_argument
 from meshwright.plan.attentions import Attentions
 from meshwright.plan.heads import HeadFacts
 from meshwright.plan.names import holder_of, inside
+from meshwright.plan.norms import is_norm
 from meshwright.plan.options import NF4
 from meshwright.plan.pairs import Pairs
 from meshwright.plan.regions import RegionFacts
@@ -27,7 +28,6 @@ __all__ = [
     "Inspection",
     "ModuleFacts",
     "ParameterFacts",
-    "hidden_argument",
     "inspect_model",
     "model_sizes",
 ]
@@ -42,8 +42,6 @@ PACKED_ATTRIBUTE = "packed_weights"
 
 EXPERTS_ATTRIBUTE = "num_experts"
 """Attribute of a mixture that counts its experts."""
-_HIDDEN = "hidden_states"
-"""Name that the models of transformers give to the hidden state among the arguments of a module."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +89,7 @@ class ModuleFacts:
         has_config: whether it has a config, which other modules may share.
         wrapped: ``adapter`` if peft added low-rank matrices to a matrix here, ``other`` if it wrapped something else; otherwise
             empty.
+        norm: whether it is a norm with parameters of two or more dimensions, by its operators.
         unheld: for an adapter, what it has in addition to the two low-rank matrices.
     """
 
@@ -103,12 +102,13 @@ class ModuleFacts:
     embedding: bool = False
     transposed: bool = False
     padding: int | None = None
-    hidden: tuple[int, str] = (0, _HIDDEN)
+    hidden: tuple[int, str] = (0, HIDDEN)
     code: tuple[str, ...] = ()
     counts: Mapping[str, int] = field(default_factory=dict)
     has_config: bool = False
     wrapped: str = ""
     unheld: tuple[str, ...] = ()
+    norm: bool = False
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ def _facts_of(name: str, module: nn.Module, places: Mapping[int, str]) -> Module
         parameters={own: tuple(parameter.shape) for own, parameter in module.named_parameters(recurse=False)},
         buffers=tuple(own for own, _ in module.named_buffers(recurse=False)),
         children={own: places[id(child)] for own, child in module._modules.items() if child is not None},
-        container=_forward_of(kind) is nn.Module.forward,
+        container=forward_of(kind) is nn.Module.forward,
         embedding=isinstance(module, nn.Embedding),
         transposed=(kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
         or bool(getattr(module, "is_transposed", False)),
@@ -293,6 +293,7 @@ def _facts_of(name: str, module: nn.Module, places: Mapping[int, str]) -> Module
         has_config=getattr(module, "config", None) is not None,
         wrapped=wrapped,
         unheld=unheld,
+        norm=is_norm(module),
     )
 
 
@@ -311,41 +312,11 @@ def _wrapped(module: nn.Module) -> tuple[str, tuple[str, ...]]:
     return "adapter", tuple(name for name in others if len(getattr(module, name, ())))
 
 
-def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
-    """Return the forward of a class. The class of a scripted module does not show its own; ``__call__`` stands in for it."""
-    return getattr(kind, "forward", None) or nn.Module.__call__
-
-
-def hidden_argument(module: nn.Module) -> tuple[int, str]:
-    """Return position and name of the hidden state among the arguments of a module's forward."""
-    if "forward" in vars(module):
-        return _hidden_argument(module.forward)
-    return _hidden_of_class(type(module))  # type: ignore[arg-type]  # classes are hashable
-
-
-@lru_cache(maxsize=4096)
-def _hidden_of_class(kind: type[nn.Module]) -> tuple[int, str]:
-    return _hidden_argument(_forward_of(kind))
-
-
-def _hidden_argument(forward: Callable[..., Any]) -> tuple[int, str]:
-    """Return position and name of the hidden state among the arguments: the one with that name, otherwise the first."""
-    try:
-        arguments = inspect.signature(forward).parameters
-    except (TypeError, ValueError):  # it is not Python code
-        return 0, _HIDDEN
-    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [name for name, item in arguments.items() if item.kind in by_place and name != "self"]
-    if _HIDDEN in arguments and _HIDDEN not in names:  # keyword-only
-        return len(names), _HIDDEN
-    return (names.index(_HIDDEN), _HIDDEN) if _HIDDEN in names else (0, (names or [_HIDDEN])[0])
-
-
 @lru_cache(maxsize=4096)
 def _names_of(kind: type[nn.Module]) -> tuple[str, ...]:
     """Return the names of the attributes and globals that the forward of a class, and the methods that it calls, use."""
     names: list[str] = []
-    todo: list[Callable[..., object]] = [_forward_of(kind)]
+    todo: list[Callable[..., object]] = [forward_of(kind)]
     seen: set[str] = set()
     while todo:
         function = inspect.unwrap(todo.pop())

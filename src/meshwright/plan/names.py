@@ -4,7 +4,19 @@ import re
 from collections.abc import Collection, Iterable
 from functools import lru_cache
 
-__all__ = ["generalize", "holder_of", "inside", "last_of_each_container", "match_names", "nearest", "within"]
+__all__ = [
+    "generalize",
+    "holder_of",
+    "inside",
+    "last_of_each_container",
+    "match_names",
+    "nearest",
+    "within",
+    "without_repetition",
+]
+
+_DOTTED = re.compile(r"'[\w.]+'|[A-Za-z_]\w*(?:\.\w+)+")
+"""A name in a sentence: in quotes, or with dots."""
 
 
 def holder_of(name: str) -> str:
@@ -53,6 +65,17 @@ def match_names(pattern: str, names: Iterable[str]) -> list[str]:
 def generalize(name: str) -> str:
     """Return the pattern of a name: its numeric components become ``*``, as in ``model.layers.*``."""
     return ".".join("*" if component.isdigit() else component for component in name.split("."))
+
+
+def without_repetition(problems: Iterable[str]) -> list[str]:
+    """Return lines, and only the first of those that differ in the numbers of layers alone, with the count of the others.
+
+    A number of a layer is a component of a dotted name. Other digits, such as those of ``fc1`` and ``fc2``, tell things apart.
+    """
+    groups: dict[str, list[str]] = {}
+    for problem in problems:
+        groups.setdefault(_DOTTED.sub(lambda name: generalize(name[0].strip("'")), problem), []).append(problem)
+    return [first if not others else f"{first} (and {len(others)} more like it)" for first, *others in groups.values()]
 
 
 def last_of_each_container(names: Iterable[str]) -> set[str]:

@@ -181,6 +181,7 @@ class ParallelOptions:
         compile: apply ``torch.compile`` to each layer.
         compile_backend: backend of ``torch.compile``.
         freeze: patterns of names of parameters that are not trained.
+        decay: patterns of names of parameters that are decayed although they are no matrices.
         no_decay: patterns of names of parameters that are not decayed although they are matrices.
         gradient_reduction: whether gradients are added or averaged over data ranks.
         twin_units: for a stack that runs twice, where two layers share their parameters. ``True``: each layer is a unit (it
@@ -227,6 +228,7 @@ class ParallelOptions:
     compile: bool = False
     compile_backend: str = "inductor"
     freeze: tuple[str, ...] = ()
+    decay: tuple[str, ...] = ()
     no_decay: tuple[str, ...] = ()
     gradient_reduction: GradientReduction = GradientReduction.SUM
     twin_units: bool | None = None
@@ -271,7 +273,7 @@ class ParallelOptions:
                 except ValueError:
                     problems.append(f"{name}[{pattern!r}]={value!r}: legal are {', '.join(choices)}")
             object.__setattr__(self, name, chosen)
-        for name in ("exclude_units", "freeze", "no_decay", "activation_checkpointing_save", "pipeline_cuts"):
+        for name in ("exclude_units", "freeze", "decay", "no_decay", "activation_checkpointing_save", "pipeline_cuts"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             if getattr(self, name) not in (None, *DTYPES):
@@ -305,6 +307,7 @@ class ParallelOptions:
             "activation_checkpointing_save": list(self.activation_checkpointing_save),
             "exclude_units": list(self.exclude_units),
             "freeze": list(self.freeze),
+            "decay": list(self.decay),
             "no_decay": list(self.no_decay),
             "pipeline_cuts": list(self.pipeline_cuts),
             "tp_plan": dict(self.tp_plan) if isinstance(self.tp_plan, Mapping) else self.tp_plan,

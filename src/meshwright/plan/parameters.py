@@ -8,6 +8,7 @@ from meshwright.plan.inspection import ParameterFacts
 from meshwright.plan.names import nearest
 from meshwright.plan.options import NF4, NF4_BLOCK
 from meshwright.plan.program import Freeze, Pack
+from meshwright.plan.rows import DECAYED
 from meshwright.plan.sharding_plan import EXPERTS, ParameterRow, ShardingPlan, bytes_of, itemsize, shard_axis
 from meshwright.plan.tp_styles import STYLES, canonical, tp_dim, tp_placement
 
@@ -136,7 +137,8 @@ def _row(draft: Draft, parameter: ParameterFacts, stages: tuple[int, ...]) -> Pa
         trainable=trainable,
         stage=stages[0],
         tp_style=style,
-        decayed=trainable and parameter.name in draft.decayed,
+        decayed=trainable and draft.decay_rules[parameter.name] in DECAYED,
+        decay_rule=draft.decay_rules[parameter.name],
         copies=stages[1:],
     )
 

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from meshwright.plan.moves import Move
 from meshwright.plan.options import ActivationCheckpointing, ContextMethod, SyncPolicy
 
-__all__ = ["AttentionRow", "ExpertsRow", "ParameterRow", "StageRow", "TensorParallelRow", "UnitRow"]
+__all__ = ["DECAYED", "AttentionRow", "ExpertsRow", "ParameterRow", "StageRow", "TensorParallelRow", "UnitRow"]
+
+DECAYED = ("matrix", "decay")
+"""The rules of :attr:`ParameterRow.decay_rule` that decay."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,7 @@ class ParameterRow:
         tp_style: declared tensor parallel style; ``None``: replicated over ``tp``.
         decayed: whether weight decay pulls it towards zero, as it does trained matrices, but not biases and norms
             (:mod:`meshwright.plan.decay`).
+        decay_rule: why: ``matrix``, ``decay`` (a pattern of the user). Why not: ``vector``, ``bias``, ``norm``, ``no_decay``.
     """
 
     name: str
@@ -46,6 +50,7 @@ class ParameterRow:
     tp_style: str | None = None
     decayed: bool = False
     copies: tuple[int, ...] = ()
+    decay_rule: str = ""
 
     @property
     def stages(self) -> tuple[int, ...]:

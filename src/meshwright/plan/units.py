@@ -129,8 +129,9 @@ def _tied_modules(draft: Draft) -> Iterator[list[str]]:
         if len(names) < 2 or within(names[0], found):
             continue
         parts = [name.split(".") for name in names]
-        common = next(index for index in range(1, min(map(len, parts)) + 1) if len({tuple(p[-index:]) for p in parts}) > 1)
-        for depth in range(common - 1, 1, -1):  # the last component is the parameter
+        shortest = min(map(len, parts))
+        common = next((index for index in range(shortest) if len({path[-1 - index] for path in parts}) > 1), shortest)
+        for depth in range(common, 1, -1):  # the last component is the parameter
             heads = [".".join(path[: len(path) - depth + 1]) for path in parts]
             inner = [set(draft.model.parameters_inside(head)) for head in heads]
             facts = draft.model.parameter_of

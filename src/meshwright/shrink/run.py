@@ -115,11 +115,11 @@ def shrink(config: RunConfig, world_size: int | None = None) -> tuple[RunConfig,
     shares_heads, block = 0 < kv_heads < shared_by, NF4_BLOCK if packed else 1
     needs = Needs(layout.size("tp"), layout.ep, stages, length, shares_heads=shares_heads, block=block)
     patterns = {key: getattr(config.parallel, key) for key in ("freeze", *_OF_MODULES, *_BY_MODULE)}
-    patterns["no_decay"] = config.optimizer.no_decay
+    patterns |= {key: getattr(config.optimizer, key) for key in _OF_OPTIMIZER}
     model, renumbered = _shrink_model(source, large, large_config, spec, defaults, needs, patterns, changes)
     why = "numbers of the layers that stay"
-    if "no_decay" in renumbered:
-        sections["optimizer"] = change("optimizer", config.optimizer, {"no_decay": renumbered.pop("no_decay")}, why)
+    if of_optimizer := {key: renumbered.pop(key) for key in _OF_OPTIMIZER if key in renumbered}:
+        sections["optimizer"] = change("optimizer", config.optimizer, of_optimizer, why)
     if pipeline.cuts:
         renumbered["pipeline"] = pipeline.model_copy(update={"cuts": []})
     parallel = change("parallel", config.parallel, renumbered, why)
@@ -271,8 +271,11 @@ def _shrink_model(
 _BY_MODULE = ("sync_units", "activation_checkpointing_layers")
 """Keys of `parallel` that map patterns of module names to choices."""
 
-_OF_PARAMETERS, _OF_MODULES = ("freeze", "no_decay"), ("exclude_units",)
-"""Keys whose values are lists of patterns, of names of parameters and of modules."""
+_OF_OPTIMIZER = ("decay", "no_decay")
+"""Keys of `optimizer` that are lists of patterns of names of parameters."""
+
+_OF_PARAMETERS, _OF_MODULES = ("freeze", *_OF_OPTIMIZER), ("exclude_units",)
+"""All keys whose values are lists of patterns, of names of parameters and of modules."""
 
 _Patterns = Mapping[str, Any]
 """The patterns of a run, by these keys."""

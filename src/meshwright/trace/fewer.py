@@ -85,6 +85,7 @@ def with_fewer(setup: RunSetup, layers: int) -> RunSetup:
         sync_units={unit.name: unit.sync for unit in plan.units if unit.name != ROOT and not unit.part_of and stays(unit.name)},
         activation_checkpointing_layers={name: plan.unit(name).activation_checkpointing for name in kept},
         freeze=tuple(row.name for row in plan.parameters if not row.trainable and stays(row.name)),
+        decay=(),
         no_decay=(),
         microbatches=min(2, plan.options.microbatches),
         compile=False,

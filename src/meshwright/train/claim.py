@@ -139,7 +139,7 @@ def _choices(plan: ShardingPlan) -> dict[str, str]:
         "compile": options.compile_backend if options.compile else "no",
         "gradient_reduction": str(options.gradient_reduction),
         "sequence_parallel": str(options.sequence_parallel),
-        "decayed": "matrices" if not options.no_decay else _digest(sorted(decayed)),
+        "decayed": "matrices" if not options.decay and not options.no_decay else _digest(sorted(decayed)),
         "frozen": "none" if all(trainable for _, trainable in frozen) else _digest(sorted(frozen)),
         "tensor_parallel": _digest(sorted(moved)) if moved else "none",
         "units": _digest(sorted(shapes)),

@@ -33,6 +33,7 @@ class OptimizerConfig(Section):
         default=0.1, ge=0, description="Decoupled weight decay of matrices; vectors (norms, biases, also those of experts, "
         "which lie behind each other in one tensor) are never decayed. `meshwright plan` says it of each parameter."
     )  # fmt: skip
+    decay: list[str] = Field(default=[], description="Patterns of the names of vectors and norms that are decayed too.")
     no_decay: list[str] = Field(default=[], description="Patterns of the names of matrices that are not decayed either.")
     fused: bool | None = Field(default=None, description="One kernel for the whole update. null: wherever torch can.")
 

@@ -183,7 +183,8 @@ def make_setup(
     if problems:
         raise together(problems)
     options = config.parallel.options(microbatches)
-    options = replace(options, freeze=(*options.freeze, *objective.frozen), no_decay=tuple(config.optimizer.no_decay))
+    freeze, decay = (*options.freeze, *objective.frozen), config.optimizer
+    options = replace(options, freeze=freeze, decay=tuple(decay.decay), no_decay=tuple(decay.no_decay))
     tokens, experts = _tokens(config, layout, model)
     options = replace(options, tokens=tokens, experts_of_token=experts, packed=config.data.packing == "pack")
     options = replace(options, balance_loss=config.training.microbatch_size if config.moe.aux_loss else 0)
