@@ -1,18 +1,25 @@
 """Bytes that ranks really hold, against the plan's."""
 
+from itertools import product
+
+import pytest
 import torch
 
 from meshwright.distributed import _torch_compat
+from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.fsdp import fsdp_units
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import build_mesh
+from meshwright.errors import PlanError
 from meshwright.layout import Layout
+from meshwright.models.loss import forward_loss
+from meshwright.plan.activation_traffic import activation_traffic
 from meshwright.plan.options import ParallelOptions, SyncPolicy
 from meshwright.plan.price import totals
 from meshwright.plan.resolver import resolve
 from tests.harness import run_ranks
-from tests.tiny import batches, make, summed_loss
+from tests.tiny import FAMILIES, SPARSE, batches, make, summed_loss
 
 
 def size(tensor: torch.Tensor) -> int:
@@ -78,3 +85,38 @@ def test_gathered_parameters_at_the_peak_are_at_most_what_was_planned() -> None:
                     assert 0.5 * planned <= peak <= planned, (policy, peak, planned)
 
     run_ranks(on_rank, 2)
+
+
+BY_DEFAULT = ("qwen2", "gpt2", "qwen3_moe", "nemotron_h")
+"""A tied head, weights [in, out], experts, experts on a latent."""
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in BY_DEFAULT else pytest.mark.thorough) for name in FAMILIES]
+)
+def test_the_bytes_of_every_collective_over_tp_are_those_of_the_plan(family: str) -> None:
+    def on_rank(rank: int) -> int:
+        compared = 0
+        (batch,) = batches(1)
+        positions = torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
+        for sequence_parallel, loss_parallel, chunks in product((False, True), (None, False), (0, 2)):
+            model, spec = make(family)
+            options = ParallelOptions(
+                param_dtype=None, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel, loss_chunks=chunks,
+                tokens=batch["input_ids"].numel(), experts_of_token=2 if family in SPARSE else None,
+            )  # fmt: skip
+            try:
+                plan = resolve(spec, model, Layout(tp=2, dp_shard=1), options)
+            except PlanError:
+                assert sequence_parallel or chunks  # no family is refused without
+                continue
+            parallelize(model, plan, build_mesh(plan.layout, "cpu"))
+            with CommCounter() as counter:
+                forward_loss(model, {**batch, "position_ids": positions}).backward()
+            planned = {item.kind: (item.calls, item.size) for item in activation_traffic(plan)}
+            counts, sizes = counter.counts_of[0, 1], counter.bytes_of[0, 1]
+            assert {kind: (counts[kind], sizes[kind]) for kind in counts} == planned, (options.sequence_parallel, plan.loss)
+            compared += 1
+        return compared
+
+    assert min(run_ranks(on_rank, 2)) >= 2

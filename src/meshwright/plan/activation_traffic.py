@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from meshwright.plan.context_parallel import context_bytes, context_counts
 from meshwright.plan.expert_parallel import expert_parallel_counts
 from meshwright.plan.moves import Move
+from meshwright.plan.options import NF4
 from meshwright.plan.pipeline import on_stages, pipeline_messages, stages_of_rank
 from meshwright.plan.price import LOSS_PARALLEL, MOVED, fullest_rank, tensor_parallel_counts
-from meshwright.plan.sharding_plan import ParameterRow, ShardingPlan, TensorParallelRow, itemsize
+from meshwright.plan.sharding_plan import ShardingPlan, itemsize
 
 __all__ = ["AxisTraffic", "activation_traffic"]
 
@@ -59,21 +60,19 @@ def activation_traffic(plan: ShardingPlan) -> list[AxisTraffic]:
 
 def _sizes(plan: ShardingPlan, tokens: int) -> dict[str, Counter[str]]:
     options = plan.options
-    matrices = {row.name: row for row in plan.parameters if len(row.shape) >= 2}
-    first = next(iter(matrices.values()), None)
-    if first is None:
-        return {}
-    compute = itemsize(options.param_dtype or first.dtype)
-    stream = first.shape[-1]  # width of the embedding, and of what a layer takes and returns
+    compute = itemsize(options.param_dtype or next((row.dtype for row in plan.parameters if row.dtype != NF4), "float32"))
+    tp = plan.layout.size("tp")
     sizes: dict[str, Counter[str]] = {"tp": Counter(), "ep": Counter()}
-    rows = {row.name: row for row in plan.parameters}
+    rows = {name: row for row in plan.parameters for name in (row.name, *row.aliases)}
     for row in plan.tensor_parallel:
-        enters, leaves = _widths(row, matrices, stream)
+        enters, leaves = row.features
         runs = plan.runs(row.module)
         chunks = plan.loss.chunks if plan.loss is not None and plan.loss.module == row.module else 1
         weights = options.experts_of_token or 0 if row.style == "moe_tp_experts" else 0
         for move, width in ((row.entry, enters + weights), (row.exit, leaves)):
-            share = plan.layout.size("tp") if move is Move.EXCHANGE_FEATURES else 1
+            if move in (Move.GATHER_FEATURES, Move.SPLIT_FEATURES):
+                width = -(-width // tp) * tp  # slices of equal size are gathered
+            share = tp if move is Move.EXCHANGE_FEATURES else 1
             for kind, times in zip(MOVED.get(move, (None, None)), runs, strict=True):
                 if kind is not None:
                     sizes["tp"][kind] += times * tokens * width * compute // share
@@ -88,19 +87,11 @@ def _sizes(plan: ShardingPlan, tokens: int) -> dict[str, Counter[str]]:
         forwards, backwards = plan.runs(mixture.module)
         share = plan.layout.size(mixture.token_axis) if mixture.token_axis else 1
         routed = tokens * (options.experts_of_token or 1) // share
-        sizes["ep"]["all_to_all"] += 2 * (forwards + backwards) * routed * stream * compute
+        sizes["ep"]["all_to_all"] += 2 * (forwards + backwards) * routed * mixture.features * compute
         if mixture.token_axis:
-            gathered = tokens * (stream * (forwards + backwards) + backwards * (options.experts_of_token or 1)) * compute
+            gathered = (
+                tokens * (mixture.features * (forwards + backwards) + backwards * (options.experts_of_token or 1)) * compute
+            )
             sizes.setdefault(mixture.token_axis, Counter())["all_gather"] += gathered
     scaled = {axis: Counter({kind: options.microbatches * size for kind, size in of.items()}) for axis, of in sizes.items()}
     return {**scaled, "cp": context_bytes(plan, tokens)}
-
-
-def _widths(row: TensorParallelRow, matrices: dict[str, ParameterRow], stream: int) -> tuple[int, int]:
-    """Return the number of features that enter a module, and of those that leave it, over all ranks."""
-    weight = matrices.get(f"{row.module}.weight")
-    if weight is None:
-        return stream, stream
-    if row.style.startswith("embedding"):
-        return 1, weight.shape[-1]
-    return weight.shape[1], weight.shape[0]

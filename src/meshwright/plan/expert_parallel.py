@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from meshwright.layout import divisors
+from meshwright.plan import widths
 from meshwright.plan.draft import Draft
 from meshwright.plan.inspection import EXPERTS_ATTRIBUTE
 from meshwright.plan.names import holder_of, inside, match_names
@@ -86,6 +87,7 @@ def _row(draft: Draft, rule: ExpertsRule, name: str) -> ExpertsRow | None:
         experts=experts,
         local=experts // ep,
         token_axis="tp" if ep > 1 and draft.layout.size("tp") > 1 else "",
+        features=widths.of_experts(draft, name),
     )
 
 

@@ -139,6 +139,7 @@ class TensorParallelRow:
         sums: its own parameters that every rank stores whole and uses in part, so that their gradients are summed over ``tp``.
         parts: sizes of the matrices in a fused one (``fused_colwise``, ``adapted``), the number of all key/value heads
             (``grouped_colwise``), or the numbers of query heads and key/value heads on a rank (``region``).
+        features: number of features that enter, and of those that leave, over all ranks.
     """
 
     module: str
@@ -147,6 +148,7 @@ class TensorParallelRow:
     exit: Move = Move.NONE
     sums: tuple[str, ...] = ()
     parts: tuple[int, ...] = ()
+    features: tuple[int, int] = (0, 0)
 
     @property
     def name(self) -> str:
@@ -166,6 +168,7 @@ class ExpertsRow:
         experts: number of routed experts of the layer.
         local: number of experts on each rank of `ep`.
         token_axis: axis whose ranks have the same tokens, so that each sends only its share; empty: there is none.
+        features: number of features of a token that enters it.
     """
 
     module: str
@@ -175,6 +178,7 @@ class ExpertsRow:
     experts: int
     local: int
     token_axis: str = ""
+    features: int = 0
 
     @property
     def name(self) -> str:

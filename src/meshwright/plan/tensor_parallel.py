@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.errors import MissingPlanError, PlanError
 from meshwright.layout import divisors
+from meshwright.plan import widths
 from meshwright.plan.draft import Draft
 from meshwright.plan.given_styles import load_styles
 from meshwright.plan.moves import Move
@@ -81,7 +82,9 @@ def resolve_tensor_parallel(draft: Draft) -> TensorParallelChoice:
             problems.append(f"tp={tp}: {count} {counted} are divisible by {', '.join(map(str, divisors(count)))}")
     draft.tp_styles = builder.of_parameters
     _check_slices(draft)
-    return TensorParallelChoice(level, (*passed_over, *builder.left_whole.items()), builder.sorted_rows())
+    stream = widths.of_stream(draft)
+    rows = tuple(replace(row, features=widths.of_module(draft, row.module, stream)) for row in builder.sorted_rows())
+    return TensorParallelChoice(level, (*passed_over, *builder.left_whole.items()), rows)
 
 
 def _trace_regions(draft: Draft) -> tuple[str, ...] | None:
