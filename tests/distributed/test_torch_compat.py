@@ -58,6 +58,9 @@ OPTIONAL = {
     "pg_names": "of the flight recorder's report, which does without",
     "pg_group_ranks": "of the flight recorder's report, which does without",
     "_distributed_c10d": "of the flight recorder's report, which does without",
+    "reset_iter_state": "torch 2.13; before it the fields are cleared one by one",
+    "synchronize": "of an event",
+    "event": "of a collective under way",
     "all_gather_single": "torch 2.13; before it the name is another",
     "reduce_scatter_single": "torch 2.13; before it the name is another",
     **dict.fromkeys(

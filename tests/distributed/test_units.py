@@ -456,3 +456,38 @@ def test_a_step_that_fails_inside_a_layers_forward_leaves_nothing_gathered() -> 
                 assert all(torch.equal(a, b) for a, b in zip(expected, step(), strict=True)), (policy, where)
 
     run_ranks(on_rank, 2)
+
+
+def test_a_step_that_fails_inside_backward_leaves_no_reduction_under_way() -> None:
+    """Later layers were reduced by then: over shards, and across replicas. The next step does not wait for them."""
+
+    def on_rank(rank: int) -> None:
+        for layout in (Layout(), Layout(dp_replicate=2)):
+            model, plan = build("plain", layout, world=4, param_dtype="float32", sync=SyncPolicy.REDUCE_EACH, microbatches=2)
+            sync = GradSync.from_plan(model, plan)
+
+            def step(model=model, sync=sync) -> list[torch.Tensor]:
+                for _, batch in sync.microbatches(batches(2)):
+                    summed_loss(model, batch).backward()
+                found = [p.grad.to_local().clone() for p in model.parameters()]
+                model.zero_grad()
+                return found
+
+            def fail(*_: object) -> None:
+                raise KeyError
+
+            expected = step()
+            handle = model.blocks[0][1].register_full_backward_hook(fail)
+            with pytest.raises(KeyError):
+                step()
+            handle.remove()
+            context = model._get_fsdp_state()._comm_ctx
+            assert not context.reduce_scatter_states
+            assert not context._last_post_reduce_events
+            groups = [group for unit in fsdp_units(model).values() for group in _torch_compat.param_groups(unit)]
+            assert all(group._all_reduce_state is None and group._partial_reduce_output is None for group in groups)
+            assert all_sharded(model)
+            model.zero_grad()
+            assert all(torch.equal(a, b) for a, b in zip(expected, step(), strict=True)), layout
+
+    run_ranks(on_rank, 4)

@@ -1,5 +1,6 @@
 """A run tells what it was expected to take beside what it takes."""
 
+import os
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ from rich.console import Console
 from meshwright.errors import MeshwrightError
 from meshwright.plan.hardware import known_hardware, load_hardware, name_of
 from meshwright.train.config import RunConfig
-from meshwright.train.forecast import compared, operations_of_step, part_of
+from meshwright.train.forecast import NICENESS, Expectation, compared, operations_of_step, part_of
 from meshwright.train.prepare import prepare_run
 from tests.train.runs import rows, train
 
@@ -76,3 +77,15 @@ def test_devices_are_known_by_the_names_of_torch() -> None:
     assert name_of("NVIDIA H100 80GB HBM3") == "h100"
     assert name_of("NVIDIA H100 PCIe") is None
     assert all(name_of(load_hardware(name).torch_name) == name for name in known_hardware())
+
+
+def test_the_process_of_the_forecast_lets_the_run_go_first(tiny: Tiny) -> None:
+    setup, *_ = prepare_run(tiny("metrics.gpu=h100"), 2)
+    setup.paths.config.parent.mkdir(parents=True, exist_ok=True)
+    setup.paths.config.touch()
+    expectation = Expectation(setup, torch.device("cpu"), speaks=True)
+    try:
+        assert expectation._process is not None
+        assert os.getpriority(os.PRIO_PROCESS, expectation._process.pid) == os.getpriority(os.PRIO_PROCESS, 0) + NICENESS
+    finally:
+        expectation.close()

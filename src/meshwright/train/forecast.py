@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -26,6 +26,9 @@ from meshwright.plan.operations import operations_of_token
 from meshwright.train.setup import RunSetup
 
 __all__ = ["COMPUTED", "Expectation", "compared", "operations_of_step", "part_of"]
+
+NICENESS = 10
+"""How much the process of the forecast lets others go first, on the scale of nice(1): the first steps run beside it."""
 
 WARM = 3
 """Steps after the start that are not profiled: they allocate, compile, and agree on the order of units."""
@@ -93,9 +96,10 @@ class Expectation:
             command += ["--world-size", str(self._ranks), "--gpu", gpu, "--json"]
             kept = {key: value for key, value in os.environ.items() if not key.startswith(_OF_LAUNCHERS)}
             self._output = tempfile.TemporaryFile()  # noqa: SIM115  # read in another method
-            self._process = subprocess.Popen(
-                command, stdout=self._output, stderr=subprocess.DEVNULL, env={**kept, "CUDA_VISIBLE_DEVICES": ""}
-            )
+            alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+            self._process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.DEVNULL, env={**kept, **alone})
+            with suppress(OSError):  # it may have ended already
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
 
     def metrics(self, step_seconds: float) -> dict[str, float]:
         """Return the metrics that follow from the time of a step: ``model_tflops`` of a device, and ``mfu``."""

@@ -246,8 +246,9 @@ def end_backward(module: nn.Module | FSDPModule) -> None:
 
 
 def reset_iteration(module: nn.Module | FSDPModule) -> None:
-    """Reset a unit after an iteration that failed: reshard it, and drop its unsharded gradients."""
+    """Reset a unit after an iteration that failed: reshard it, and drop its gradients and the reductions under way."""
     state = fsdp_state(module)
+    _drop_reductions(module, state)
     state._training_state = _RESTING
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
@@ -265,3 +266,27 @@ def reset_iteration(module: nn.Module | FSDPModule) -> None:
             fsdp_param.unsharded_accumulated_grad = None
             if hasattr(fsdp_param, "_unsharded_param"):
                 fsdp_param._unsharded_param.grad = None
+
+
+_REDUCTIONS = {
+    "context": ("all_gather_state", "reduce_scatter_state"),
+    "group": ("_all_reduce_state", "_post_reduce_event", "_reshard_after_forward_event"),
+}
+"""Where FSDP2 before torch 2.13 keeps the buffers and events of collectives under way, which the next step would wait for."""
+
+
+def _drop_reductions(module: nn.Module | FSDPModule, state: Any) -> None:
+    """Wait for the collectives that a failed iteration began, and free their buffers."""
+    if hasattr(module, "reset_iter_state"):  # torch 2.13
+        if state._is_root:
+            module.reset_iter_state()
+        return
+    owners = [(state._comm_ctx, _REDUCTIONS["context"]), *((group, _REDUCTIONS["group"]) for group in param_groups(module))]
+    for owner, names in owners:
+        for name in names:
+            kept = getattr(owner, name, None)
+            event = getattr(kept, "event", kept)
+            if event is not None:
+                event.synchronize()
+            if kept is not None:
+                setattr(owner, name, None)
