@@ -3,10 +3,14 @@
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from meshwright.audit.conduct import Auditor
+from meshwright.distributed.fsdp2 import FSDP2Manager
 from meshwright.distributed.parallelizer import get_lm_ac_layers
-from meshwright.errors import PlanError
+from meshwright.errors import ModelError, PlanError
 from meshwright.layout import Layout
 from meshwright.matrix.cells import LAYOUTS, VARIANTS, Outcome, run_cell
 from meshwright.models.registry import spec_of
@@ -14,7 +18,8 @@ from meshwright.models.spec import derived_spec
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions
 from meshwright.plan.resolver import resolve
 from meshwright.plan.spec import ExpertsRule, Scores
-from tests.tiny import tiny_model
+from tests.harness import run_ranks
+from tests.tiny import tiny_model, whole
 
 KINDS = ["linear_attention", "moe", "full_attention", "mlp"]
 
@@ -84,3 +89,98 @@ def test_parity(label: str, tmp_path: Any) -> None:
     assert cell.note.startswith("with data.packing=pad only")
     assert cell.worst["float32"] < 1e-5
     assert cell.worst["float64"] < 1e-10
+
+
+class NemotronHMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(8, 12, bias=False), nn.Linear(12, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(torch.relu(self.up_proj(x)).square())
+
+
+class NemotronHMixer(nn.Module):
+    """Stands for Mamba and for attention: it mixes tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_proj, self.out_proj = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out_proj(self.in_proj(x).cumsum(1))
+
+
+class NemotronHBlock(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.block_type = kind
+        self.norm, self.mixer = nn.RMSNorm(8), NemotronHMLP() if kind == "mlp" else NemotronHMixer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mixer(self.norm(x))
+
+
+class NemotronHForCausalLM(nn.Module):
+    """In the shape of the code that comes with the weights: no model of transformers."""
+
+    _keep_in_fp32_modules_strict = ("norm_f",)
+
+    def __init__(self, body: str, container: type) -> None:
+        super().__init__()
+        blocks = [NemotronHBlock(kind) for kind in ("mamba", "mlp", "attention", "mlp")]
+        inner = nn.Module()
+        inner.embeddings = nn.Embedding(29, 8)
+        inner.layers = (
+            nn.ModuleList(blocks)
+            if container is list
+            else nn.ModuleDict({str(index): block for index, block in enumerate(blocks)})
+        )
+        inner.norm_f = nn.RMSNorm(8)
+        setattr(self, body, inner)
+        self.body, self.lm_head = body, nn.Linear(8, 29, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        inner = getattr(self, self.body)
+        x = inner.embeddings(ids)
+        for block in inner.layers.values() if isinstance(inner.layers, nn.ModuleDict) else inner.layers:
+            x = block(x)
+        return self.lm_head(inner.norm_f(x))
+
+
+@pytest.mark.parametrize(("body", "container"), [("backbone", list), ("backbone", dict), ("model", dict)])
+def test_the_shape_of_the_code_that_comes_with_the_weights(body: str, container: type) -> None:
+    def made() -> NemotronHForCausalLM:
+        torch.manual_seed(0)
+        return NemotronHForCausalLM(body, container)
+
+    def on_rank(rank: int) -> None:
+        alone, model = made(), made()
+        fp32 = MixedPrecisionPolicy(torch.float32, torch.float32)
+        manager = FSDP2Manager(tp_size=2, mp_policy=fp32, activation_checkpointing=True)
+        manager.parallelize(model)
+        assert manager.plan is not None
+        split = {row.module: row.style for row in manager.plan.tensor_parallel}
+        assert split == {
+            **{f"{body}.layers.{index}.mixer.up_proj": "colwise" for index in (1, 3)},
+            **{f"{body}.layers.{index}.mixer.down_proj": "rowwise" for index in (1, 3)},
+            "lm_head": "colwise_gather_output",
+        }
+        assert [unit.name for unit in manager.plan.units if unit.kind == "layer"] == [f"{body}.layers.{i}" for i in range(4)]
+        data = torch.randint(0, 29, (4, 6), generator=torch.Generator().manual_seed(1))
+        reader = rank // 2
+        model(data[2 * reader : 2 * reader + 2]).square().sum().backward()
+        (alone(data).square().sum() / 2).backward()
+        for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(whole(ours.grad), theirs.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+    run_ranks(on_rank, 4)
+
+
+def test_modules_of_a_class_without_a_library_that_compute_in_fp32_and_one_without_blocks() -> None:
+    spec = spec_of(NemotronHForCausalLM("backbone", list))
+    assert spec.fp32 == ("backbone.norm_f",)
+    model = NemotronHForCausalLM("backbone", list)
+    del model.backbone.layers
+    with pytest.raises(ModelError, match=r"has neither backbone\.layers nor model\.layers"):
+        spec_of(model)

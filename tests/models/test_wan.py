@@ -154,3 +154,75 @@ def test_what_cannot_be_split_is_an_error() -> None:
     model.blocks[0].attn1.fuse_projections()
     with pytest.raises(ModelError, match=r"blocks\.0\.attn1: holds its projections twice.*unfuse_projections"):
         spec_of(model)
+
+
+def of_this_name(embedders: tuple[str, ...], layers: str = "blocks") -> nn.Module:
+    """A model of the same name that is not of diffusers: with some of the embedders, or without any."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear_1, self.linear_2 = nn.Linear(8, 12), nn.Linear(12, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear_2(nn.functional.gelu(self.linear_1(x)))
+
+    class Gelu(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = nn.Linear(8, 12)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.gelu(self.proj(x))
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ffn = nn.Module()
+            self.ffn.net = nn.Sequential(Gelu(), nn.Identity(), nn.Linear(12, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.ffn.net(x)
+
+    class WanTransformer3DModel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            if embedders:
+                self.condition_embedder = nn.ModuleDict({name: Pair() for name in embedders})
+            setattr(self, layers, nn.ModuleList([Block(), Block()]))
+            self.proj_out = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for name in embedders:
+                x = x + self.condition_embedder[name](x)
+            for block in getattr(self, layers):
+                x = block(x)
+            return self.proj_out(x)
+
+    torch.manual_seed(0)
+    return WanTransformer3DModel()
+
+
+@pytest.mark.parametrize(
+    ("embedders", "layers"), [((), "blocks"), (("text_embedder",), "blocks"), (("time_embedder", "other"), "layers")]
+)
+def test_a_class_of_this_name_is_taken_as_it_is(embedders: tuple[str, ...], layers: str) -> None:
+    def on_rank(rank: int) -> dict[str, str]:
+        alone, model = of_this_name(embedders, layers), of_this_name(embedders, layers)
+        assert [name for name, _ in model.named_parameters()] == [name for name, _ in alone.named_parameters()]
+        plan = resolve(spec_of(model, None), model, Layout(tp=2, dp_shard=1), ParallelOptions(param_dtype=None))
+        get_parallelization_strategy(model).carry_out(model, plan, build_mesh(plan.layout, "cpu"))
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+        for one in (alone, model):
+            one(x).square().sum().backward()
+        for (name, ours), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(whole(ours.grad), theirs.grad, msg=name)
+        assert [unit.name for unit in plan.units if unit.kind == "layer"] == [f"{layers}.0", f"{layers}.1"]
+        return {row.module: row.style for row in plan.tensor_parallel}
+
+    split = run_ranks(on_rank, 2)[0]
+    pairs = [name for name in embedders if name != "other"]
+    assert {name for name in split if "embedder" in name} == {
+        f"condition_embedder.{name}.linear_{index}" for name in pairs for index in (1, 2)
+    }
+    assert split["proj_out"] == "rowwise_split_input"

@@ -106,8 +106,17 @@ def by_recursion(model: nn.Module, mesh: Any) -> list[str]:
     return [f"{STACKS[0]}.{index}{inner}" for index in range(2) for inner in ("", ".experts")]
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("shard", [by_layers, by_parts, at_once, by_recursion])
+def by_function(model: nn.Module, mesh: Any) -> list[str]:
+    """As the reference binds it to a strategy."""
+    names = {"dp_replicate_mesh_name": "dp_replicate"} if mesh.ndim > 1 else {}
+    get_parallelization_strategy(model).parallelize(
+        model, mesh, FP32, dp_shard_cp_mesh_name="dp_shard", fully_shard_fn=fully_shard_diffusion_gemma, **names
+    )
+    return [f"{stack}.{index}{inner}" for stack in STACKS for index in range(2) for inner in ("", ".experts")]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("shard", [by_layers, by_parts, at_once, by_recursion, by_function])
 @pytest.mark.parametrize("whole_mesh", [(2,), (2, 2)])
 def test_the_model_of_transformers(shard: Any, whole_mesh: tuple[int, ...]) -> None:
     def on_rank(rank: int) -> None:

@@ -329,7 +329,10 @@ def test_a_unit_of_tied_modules_cannot_be_left_out() -> None:
 def test_a_list_is_no_layer_and_a_plan_without_layers_says_so() -> None:
     model, _ = make("plain", meta=True)
     (found,) = problems(ParallelSpec("plain", layers=("blocks",)), model)
-    assert found == "layers pattern 'blocks' matches the list 'blocks', which is not called itself; its entries are 'blocks.*'"
+    assert (
+        found
+        == "layers pattern 'blocks' matches 'blocks', a ModuleList, which is not called itself; its entries are 'blocks.*'"
+    )
     plan = resolve(ParallelSpec("plain", layers=()), model, Layout(dp_shard=2), ParallelOptions())
     assert plan.remarks == ("layers: none; what no other unit has is one unit, gathered as a whole",)
 

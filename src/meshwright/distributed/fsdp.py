@@ -1,8 +1,10 @@
 """Units of FSDP2 and HSDP, and of torch's ``replicate`` where nothing is sharded."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import MappingProxyType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,6 +28,7 @@ from meshwright.errors import PlanError
 from meshwright.plan.program import Engine, Prefetch, Wrap
 
 __all__ = [
+    "ShardFunction",
     "enter_by",
     "fsdp_units",
     "gathered",
@@ -34,6 +37,7 @@ __all__ = [
     "refuse_parallelized",
     "refuse_sliced",
     "shard_unit",
+    "sharding_by",
     "wrap",
 ]
 
@@ -49,6 +53,9 @@ def wrap(model: nn.Module, action: Wrap, mesh: ParallelMesh) -> None:
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if action.offload else OffloadPolicy()
     unit_mesh, data_group = mesh.submesh(action.axes, experts=action.experts), mesh["dp_cp"].get_group()
     unit = modules[0]
+    if action.sharded_by:
+        _shard_by_user(unit, unit_mesh, policy, offload, action, data_group)
+        return
     if action.engine is Engine.REPLICATE:
         _torch_compat.replicate_module(modules, unit_mesh, policy, offload)
         _torch_compat.supervise(unit, data_group)
@@ -67,14 +74,64 @@ def wrap(model: nn.Module, action: Wrap, mesh: ParallelMesh) -> None:
         _torch_compat.forget_runs_without_gradient(unit)
 
 
+ShardFunction = Callable[..., Any]
+"""A function of the user that makes units, with the arguments of torch's ``fully_shard``: ``(module, mesh=, mp_policy=,
+offload_policy=, reshard_after_forward=)``."""
+
+_USERS: ContextVar[ShardFunction] = ContextVar("function that makes units")
+
+
+@contextmanager
+def sharding_by(function: ShardFunction | None) -> Iterator[None]:
+    """Inside, a function of the user makes the units of a plan that says so (``sharded_by``); ``None``: torch does."""
+    token = _USERS.set(function) if function is not None else None
+    try:
+        yield
+    finally:
+        if token is not None:
+            _USERS.reset(token)
+
+
+def _shard_by_user(
+    unit: nn.Module,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    action: Wrap,
+    group: dist.ProcessGroup,
+) -> None:
+    function = _USERS.get(None)
+    if function is None:
+        raise PlanError(
+            f"the plan leaves its units to {action.sharded_by}, a function of the user; pass it as fully_shard_fn= of the "
+            "strategy's parallelize()"
+        )
+    made = function(
+        unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=action.reshard_after_forward
+    )
+    if made is not None and made is not unit:
+        raise PlanError(f"fully_shard_fn: {action.sharded_by} returned another module for {action.unit!r}; shard it in place")
+    for module in fsdp_units(unit).values():
+        _torch_compat.supervise(module, group)
+    if isinstance(unit, FSDPModule):
+        if action.divisor is not None:
+            unit.set_gradient_divide_factor(action.divisor)
+            unit.set_force_sum_reduction_for_comms(action.plain_sum)
+        if action.no_grad_runs:
+            _torch_compat.forget_runs_without_gradient(unit)
+
+
 def prefetch(model: nn.Module, action: Prefetch, mesh: ParallelMesh) -> None:
     """Set the units that a unit prefetches."""
-    unit = model.get_submodule(action.unit)
-    assert isinstance(unit, FSDPModule)
-    if action.forward:
-        unit.set_modules_to_forward_prefetch([model.get_submodule(name) for name in action.forward])  # type: ignore[misc]
-    if action.backward:
-        unit.set_modules_to_backward_prefetch([model.get_submodule(name) for name in action.backward])  # type: ignore[misc]
+
+    def made(names: Iterable[str]) -> list[FSDPModule]:  # a function of the user need not make all
+        return [module for name in names if isinstance(module := model.get_submodule(name), FSDPModule)]
+
+    for unit in made([action.unit]):
+        if forward := made(action.forward):
+            unit.set_modules_to_forward_prefetch(forward)
+        if backward := made(action.backward):
+            unit.set_modules_to_backward_prefetch(backward)
 
 
 def shard_unit(

@@ -108,6 +108,9 @@ class GradSync:
     def from_plan(cls, model: nn.Module, plan: ShardingPlan) -> "GradSync":
         """Make the machine for a model that :func:`~meshwright.distributed.conductor.parallelize` made from ``plan``."""
         policies = {unit.name: unit.sync for unit in plan.fsdp_units}
+        if plan.options.sharded_by:  # a function of the user made the units
+            units = fsdp_units(model)
+            policies = {name: policy for name, policy in policies.items() if name in units}
         return cls(model, policies, all_reduce_once=plan.options.all_reduce_once, exchange_use=plan.flags_of_use)
 
     def microbatches(self, batches: Iterable[T]) -> Iterator[tuple[int, T]]:

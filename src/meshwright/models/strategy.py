@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from meshwright.distributed.conductor import parallelize
-from meshwright.distributed.fsdp import refuse_parallelized, refuse_sliced
+from meshwright.distributed.fsdp import ShardFunction, refuse_parallelized, refuse_sliced, sharding_by
 from meshwright.distributed.mesh import ParallelMesh, adopt_mesh
 from meshwright.distributed.names import class_name
 from meshwright.distributed.policies import options_of_policies
@@ -117,6 +117,13 @@ class ParallelizationStrategy:
         tp_mesh_name: str = "tp",
         *,
         use_hf_tp_plan: bool = False,
+        enable_async_tensor_parallel: bool = False,
+        enable_compile: bool = False,
+        enable_fsdp2_prefetch: bool | None = None,
+        fsdp2_backward_prefetch_depth: int | None = None,
+        fsdp2_forward_prefetch_depth: int | None = None,
+        reshard_after_forward: bool | None = None,
+        fully_shard_fn: ShardFunction | None = None,
     ) -> nn.Module:
         """Resolve and carry out a plan over an existing mesh: the interface of NeMo AutoModel.
 
@@ -140,6 +147,15 @@ class ParallelizationStrategy:
             dp_shard_cp_mesh_name: name of the axis that parameters are sharded over; it may be a flattened axis.
             tp_mesh_name: name of the axis of tensor parallel.
             use_hf_tp_plan: use the styles that the model declares, if no plan is given.
+            enable_async_tensor_parallel: the legal value is ``False``.
+            enable_compile: the legal value is ``False``; compile the model afterwards.
+            enable_fsdp2_prefetch: gather units ahead, in chains of the depths below; ``None``: if a depth is given. ``False``:
+                FSDP2 decides.
+            fsdp2_backward_prefetch_depth: number of units ahead in backward; ``None``: 2.
+            fsdp2_forward_prefetch_depth: number of units ahead in forward; ``None``: 1. 0: FSDP2 decides.
+            reshard_after_forward: holds for all units but the root; ``None``: see ``ParallelOptions``.
+            fully_shard_fn: a function that makes each unit, the root last, in place of torch's ``fully_shard``. It is called as
+                ``fn(module, mesh=, mp_policy=, offload_policy=, reshard_after_forward=)`` and shards in place.
 
         Raises:
             LayoutError: the axes of the mesh have another meaning.
@@ -156,7 +172,17 @@ class ParallelizationStrategy:
             mesh = adopt_mesh(device_mesh, dp_replicate_mesh_name, dp_shard_cp_mesh_name, tp_mesh_name)
         sliced = mesh.layout.size("tp") > 1
         given_styles = None if tp_shard_plan is request.styles or not sliced else tp_shard_plan
-        chosen: dict[str, Any] = {"sync": SyncPolicy.REDUCE_EACH, "loss_parallel": None, **request.options}
+        refused = {"enable_async_tensor_parallel": enable_async_tensor_parallel, "enable_compile": enable_compile}
+        if asked := [name for name, on in refused.items() if on]:
+            raise UnsupportedError(f"{name}=True: not supported here; the legal value is False" for name in asked)
+        chosen: dict[str, Any] = {
+            "sync": SyncPolicy.REDUCE_EACH,
+            "loss_parallel": None,
+            "reshard_after_forward": reshard_after_forward,
+            **_prefetch(enable_fsdp2_prefetch, fsdp2_forward_prefetch_depth, fsdp2_backward_prefetch_depth),
+            "sharded_by": "" if fully_shard_fn is None else _name_of(fully_shard_fn),
+            **request.options,
+        }
         options = options_of_policies(mp_policy, offload_policy, activation_checkpointing, mesh.device_type, **chosen)
         spec = request.spec or self.spec(model, options.param_dtype)
         facts = inspect_model(spec, model)
@@ -179,7 +205,21 @@ class ParallelizationStrategy:
         # The model is a stage, whose ranks are those of the other axes.
         plan = replace(resolve(spec, facts, replace(mesh.layout, pp=1), options), layout=mesh.layout)
         request.model, request.plan = model, plan
-        return self.carry_out(model, plan, mesh)
+        with sharding_by(fully_shard_fn):
+            return self.carry_out(model, plan, mesh)
+
+
+def _prefetch(enabled: bool | None, forward: int | None, backward: int | None) -> dict[str, int | None]:
+    """Return the options that the prefetch of NeMo AutoModel means."""
+    if enabled is False or (enabled is None and forward is None and backward is None):
+        return {}
+    ahead, behind = (default if depth is None else depth for depth, default in ((forward, 1), (backward, 2)))
+    return {"prefetch_forward": ahead or None, "prefetch_backward": behind}
+
+
+def _name_of(function: ShardFunction) -> str:
+    inner = getattr(function, "func", function)  # of a partial
+    return f"{getattr(inner, '__module__', '?')}:{getattr(inner, '__qualname__', type(inner).__qualname__)}"
 
 
 def _naming_something(plan: dict[str, Any], modules: Iterable[str], family: str) -> dict[str, Any]:

@@ -17,28 +17,26 @@ from torch import nn
 from meshwright.distributed.names import class_name
 from meshwright.errors import ModelError
 from meshwright.models.family import Family
+from meshwright.models.plain import inferred_layers
 from meshwright.models.strategy import ParallelizationStrategy
 from meshwright.plan.names import match_names
 from meshwright.plan.spec import ParallelSpec, Structure, UnitRule
 
 __all__ = ["FAMILY", "WanParallelizationStrategy"]
 
-_TP_STYLES = {
-    "blocks.*.ffn.net.0.proj": "colwise",
-    "blocks.*.ffn.net.2": "rowwise",
-    "condition_embedder.text_embedder.linear_1": "colwise",
-    "condition_embedder.text_embedder.linear_2": "rowwise",
-    "condition_embedder.time_embedder.linear_1": "colwise",
-    "condition_embedder.time_embedder.linear_2": "rowwise",
+_PAIRS = (
+    ("blocks.*.ffn.net.0.proj", "blocks.*.ffn.net.2"),
+    ("condition_embedder.text_embedder.linear_1", "condition_embedder.text_embedder.linear_2"),
+    ("condition_embedder.time_embedder.linear_1", "condition_embedder.time_embedder.linear_2"),
+    ("condition_embedder.image_embedder.ff.net.0.proj", "condition_embedder.image_embedder.ff.net.2"),
+)
+"""Pairs of matrices with an elementwise function between them: colwise, then rowwise."""
+
+_SINGLE = {
     "condition_embedder.time_proj": "colwise_gather_output",  # six times as wide as its input, which has one row a sample
     "proj_out": "rowwise_split_input",  # its output, a patch, is far narrower than its input
 }
-
-_IMAGE_TP_STYLES = {
-    "condition_embedder.image_embedder.ff.net.0.proj": "colwise",
-    "condition_embedder.image_embedder.ff.net.2": "rowwise",
-}
-"""For models that take an image in addition to the text."""
+"""Styles of matrices between modules that need whole tensors."""
 
 _FP32 = (
     "condition_embedder.time_embedder",
@@ -60,15 +58,22 @@ class WanParallelizationStrategy(ParallelizationStrategy):
         if fused := [name for name, module in modules.items() if getattr(module, "fused_projections", False)]:
             raise ModelError(f"{fused[0]}: holds its projections twice, fused and not; call unfuse_projections() first")
         with_parameters = [name for name, module in modules.items() if any(True for _ in module.parameters())]
-        image = {pattern: style for pattern, style in _IMAGE_TP_STYLES.items() if match_names(pattern, with_parameters)}
+
+        def has(*patterns: str) -> bool:  # a class of this name may lack an embedder, or all of them
+            return all(match_names(pattern, with_parameters) for pattern in patterns)
+
+        styles = {pattern: style for pattern, style in _SINGLE.items() if has(pattern)}
+        for first, second in _PAIRS:
+            styles |= {first: "colwise", second: "rowwise"} if has(first, second) else {}
+        is_called = not isinstance(modules.get("condition_embedder"), nn.ModuleList | nn.ModuleDict)
         return ParallelSpec(
             family=class_name(model),
-            layers=("blocks.*",),
+            layers=("blocks.*",) if has("blocks.*") else inferred_layers(model),
             # It runs first in forward and last in backward. In the root it would stay gathered all the time in between.
-            units=(UnitRule("condition_embedder"),),
-            fp32=tuple(pattern for pattern in _FP32 if match_names(pattern, with_parameters)),
+            units=(UnitRule("condition_embedder"),) if has("condition_embedder") and is_called else (),
+            fp32=tuple(filter(has, _FP32)),
             structure=Structure(
-                styles={**_TP_STYLES, **image},
+                styles=styles,
                 no_sequence_parallel="its tokens are patches of a video, and its attention stays whole on every rank",
             ),
         )

@@ -112,7 +112,7 @@ class FSDP2Manager:
     plan: ShardingPlan | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        """Check the sizes, and build the meshes. Start the process group if there is none and torchrun's variables are set."""
+        """Read a configuration object, if one is given, and set everything up with :meth:`_setup_distributed`."""
         if self.dp_size is not None and not isinstance(self.dp_size, int):
             self.config, self.dp_size = self.dp_size, None
         for name in ("dp_replicate_size", "tp_size"):  # FSDP2Manager(config, device_mesh, moe_mesh)
@@ -125,6 +125,12 @@ class FSDP2Manager:
                 setattr(self, name, value)
             if self.device_mesh is None and _processes() > 1:
                 raise LayoutError("FSDP2Manager(config): needs device_mesh, the mesh that the configuration is for")
+        self._setup_distributed()
+
+    # The steps below are those of NeMo AutoModel's manager. A subclass may override each of them.
+
+    def _setup_distributed(self) -> None:
+        """Check the sizes, and build the meshes. Start the process group if there is none and torchrun's variables are set."""
         processes = _processes()
         if self.world_size not in (None, processes):
             raise LayoutError(f"world_size={self.world_size}: there are {processes} processes; legal are {processes} and None")
@@ -133,18 +139,29 @@ class FSDP2Manager:
             sizes = {name: getattr(self, name) for name in _SIZES if (getattr(self, name) or 1) > 1}
             if sizes:
                 shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
-                warnings.warn(f"FSDP2Manager({shown}): there is one process, so nothing is set up", stacklevel=3)
+                warnings.warn(f"FSDP2Manager({shown}): there is one process, so nothing is set up", stacklevel=4)
             return
         if not dist.is_initialized():
             _torch_compat.one_gloo_worker()
             dist.init_process_group(self.backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"))
         if self.device_mesh is None:
-            layout = self._layout().resolve(processes)
-            self.mesh = build_mesh(layout, {"nccl": "cuda", "gloo": "cpu"}.get(self.backend or ""))
-        else:
+            self.device_mesh = self._get_device_mesh()
+        if self.moe_mesh is None:
+            self.moe_mesh = self._get_moe_mesh()
+        if self.mesh is None or self.mesh.root is not self.device_mesh or self.moe_mesh not in (None, self.mesh.experts):
             self.mesh = mesh_of(self.device_mesh, self.moe_mesh)
             self._check_sizes(self.mesh.layout)
         self._fill(self.mesh)
+
+    def _get_device_mesh(self) -> DeviceMesh:
+        """Build the mesh with axes ``(pp, dp_replicate, dp_shard, cp, tp)`` from the sizes."""
+        layout = self._layout().resolve(_processes())
+        self.mesh = build_mesh(layout, {"nccl": "cuda", "gloo": "cpu"}.get(self.backend or ""))
+        return self.mesh.root
+
+    def _get_moe_mesh(self) -> DeviceMesh | None:
+        """Return the mesh of experts that belongs to ``device_mesh``; ``None``: there are no expert parallel ranks."""
+        return None if self.mesh is None else self.mesh.experts
 
     def _check_sizes(self, layout: Layout) -> None:
         """Refuse sizes that differ from those of a given mesh. A size of 1 is the default of most, so it is not checked."""

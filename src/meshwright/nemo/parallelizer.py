@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
-from meshwright.distributed.fsdp import gathered, refuse_parallelized, shard_unit
+from meshwright.distributed.fsdp import ShardFunction, gathered, refuse_parallelized, shard_unit
 from meshwright.distributed.names import class_name
 from meshwright.errors import LayoutError, ModelError, PlanError, described
 from meshwright.layout import Layout
@@ -55,10 +55,12 @@ def fsdp2_strategy_parallelize(
     dp_replicate_mesh_name: str = "dp_replicate",
     dp_shard_cp_mesh_name: str = "dp_shard_cp",
     tp_mesh_name: str = "tp",
+    **others: Any,
 ) -> nn.Module:
     """Parallelize a model over an existing mesh, with the strategy of its family.
 
-    All arguments are those of :meth:`~meshwright.models.strategy.ParallelizationStrategy.parallelize`.
+    All arguments are those of :meth:`~meshwright.models.strategy.ParallelizationStrategy.parallelize`; ``others`` are its
+    keywords beyond those of the reference page.
     """
     # By name, as in NeMo AutoModel: a strategy of the user may have them in another order.
     return get_parallelization_strategy(model).parallelize(
@@ -72,6 +74,7 @@ def fsdp2_strategy_parallelize(
         dp_replicate_mesh_name=dp_replicate_mesh_name,
         dp_shard_cp_mesh_name=dp_shard_cp_mesh_name,
         tp_mesh_name=tp_mesh_name,
+        **others,
     )
 
 
@@ -80,8 +83,11 @@ def apply_fsdp2_sharding_recursively(
     mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy | None,
     offload_policy: OffloadPolicy | None = None,
-    *,
+    enable_fsdp2_prefetch: bool = False,
+    fsdp2_backward_prefetch_depth: int = 2,
+    fsdp2_forward_prefetch_depth: int = 1,
     reshard_after_forward: bool | None = None,
+    fully_shard_fn: ShardFunction | None = None,
 ) -> None:
     """Make every entry of each ``ModuleList`` or ``ModuleDict`` an FSDP unit. Other parameters are left to the caller's root.
 
@@ -93,16 +99,40 @@ def apply_fsdp2_sharding_recursively(
         mesh: 1-D mesh (shard) or 2-D mesh (replicate, shard).
         mp_policy: dtypes; ``None``: bf16 compute, fp32 reduction.
         offload_policy: ``None``: no offload.
+        enable_fsdp2_prefetch: let each unit start the all-gathers of the next ones of its container; otherwise FSDP2 decides.
+        fsdp2_backward_prefetch_depth: how many, in backward.
+        fsdp2_forward_prefetch_depth: how many, in forward; 0: FSDP2 decides.
         reshard_after_forward: if given, it holds for all units, including the last entry of each container.
+        fully_shard_fn: makes a unit in place of torch's ``fully_shard``: ``fn(module, mesh=, mp_policy=, offload_policy=,
+            reshard_after_forward=)``.
     """
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    offload = offload_policy or OffloadPolicy()
+    depths = (fsdp2_backward_prefetch_depth, fsdp2_forward_prefetch_depth) if enable_fsdp2_prefetch else (0, 0)
     children = list(module.children())
+    entries = [child for child in children if _is_container(module) and not _is_container(child)]
     for child in children:
-        if not _is_container(module) or _is_container(child):
-            apply_fsdp2_sharding_recursively(child, mesh, policy, offload_policy, reshard_after_forward=reshard_after_forward)
+        if child not in entries:
+            apply_fsdp2_sharding_recursively(
+                child, mesh, policy, offload, enable_fsdp2_prefetch, *depths, reshard_after_forward, fully_shard_fn
+            )
             continue
         reshard = child is not children[-1] if reshard_after_forward is None else reshard_after_forward
-        shard_unit([child], mesh, policy, offload_policy or OffloadPolicy(), reshard)
+        if fully_shard_fn is None:
+            shard_unit([child], mesh, policy, offload, reshard)
+        else:
+            fully_shard_fn(child, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
+    if reshard_after_forward is not False:
+        _chain([entry for entry in entries if isinstance(entry, FSDPModule)], *depths)
+
+
+def _chain(units: list[FSDPModule], backward: int, forward: int) -> None:
+    """Let each unit start the all-gathers of the next ones."""
+    for index, unit in enumerate(units):
+        if ahead := units[index + 1 : index + 1 + forward]:
+            unit.set_modules_to_forward_prefetch(ahead)
+        if behind := units[max(0, index - backward) : index][::-1]:
+            unit.set_modules_to_backward_prefetch(behind)
 
 
 def _is_container(module: nn.Module) -> bool:

@@ -183,6 +183,7 @@ class ParallelOptions:
         freeze: patterns of names of parameters that are not trained.
         decay: patterns of names of parameters that are decayed although they are no matrices.
         no_decay: patterns of names of parameters that are not decayed although they are matrices.
+        sharded_by: name of a function of the user that makes the units; empty: torch's ``fully_shard`` does.
         gradient_reduction: whether gradients are added or averaged over data ranks.
         twin_units: for a stack that runs twice, where two layers share their parameters. ``True``: each layer is a unit (it
             gathers and reduces in each pass, and the gradients of one layer are held). ``False``: both layers are one unit (it
@@ -230,6 +231,7 @@ class ParallelOptions:
     freeze: tuple[str, ...] = ()
     decay: tuple[str, ...] = ()
     no_decay: tuple[str, ...] = ()
+    sharded_by: str = ""
     gradient_reduction: GradientReduction = GradientReduction.SUM
     twin_units: bool | None = None
     sequence_parallel: bool = False

@@ -299,6 +299,7 @@ class Wrap:
         around: with ``each_run``, the modules around whose runs it is gathered instead: layers, which are fewer.
         no_grad_runs: whether modules also run without gradient. Such runs are kept out of the order in which backward
             prefetches.
+        sharded_by: name of the user's function that makes the unit; empty: torch's ``fully_shard`` does.
     """
 
     unit: str
@@ -318,6 +319,7 @@ class Wrap:
     each_run: bool = False
     around: tuple[str, ...] = ()
     no_grad_runs: bool = False
+    sharded_by: str = ""
 
 
 @dataclass(frozen=True)

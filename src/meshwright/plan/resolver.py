@@ -98,7 +98,7 @@ def resolve(
         tp_level=sharing.level,
         tp_passed_over=sharing.passed_over,
         remarks=(*spec.remarks, *draft.remarks),
-        flags_of_use=not spec.uses_all_parameters and draft.layout.size("dp_cp") > 1,
+        flags_of_use=(not spec.uses_all_parameters or bool(draft.options.sharded_by)) and draft.layout.size("dp_cp") > 1,
     )
     plan = replace(plan, units=tokens_of_units(plan))
     program = (

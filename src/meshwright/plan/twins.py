@@ -45,6 +45,7 @@ def choose_twins(draft: Draft) -> None:
         )
     gathered_bytes = sum(row.gathered_bytes for row in draft.rows if row.trainable and row.unit in draft.twins.values())
     twin = gathered_bytes > options.sync_budget if options.twin_units is None else options.twin_units
+    twin = twin or bool(options.sharded_by)  # a function of the user is called for each layer
     for name, first in draft.twins.items():
         unit, partner = draft.units[name], draft.units[first]
         if twin:

@@ -40,20 +40,26 @@ def draft_units(draft: Draft) -> None:
     def matched(rule: str, pattern: str) -> list[str]:
         return draft.match(rule, pattern, draft.model.modules, "module")
 
-    for pattern in spec.layers:
-        names = matched("layers", pattern)
-        lists = [name for name in names if draft.model.modules[name].kind == "ModuleList"]
+    def called(rule: str, pattern: str) -> list[str]:
+        """Return the names that a pattern matches. A list or a dict, whose forward nobody calls, is a problem."""
+        names = matched(rule, pattern)
         draft.problems += [
-            f"layers pattern {pattern!r} matches the list {name!r}, which is not called itself; its entries are '{name}.*'"
-            for name in lists
+            f"{rule} pattern {pattern!r} matches {name!r}, a {draft.model.modules[name].kind}, which is not called itself; its "
+            f"entries are '{name}.*'"
+            for name in names
+            if draft.model.modules[name].container
         ]
+        return names
+
+    for pattern in spec.layers:
+        names = called("layers", pattern)
         last = last_of_each_container(names)
         for name in names:
             claim(name, LAYER, f"layers pattern {pattern!r}", name not in last)
     if not spec.layers:
         draft.remarks.append("layers: none; what no other unit has is one unit, gathered as a whole")
     for rule in spec.units:
-        names = matched("units", rule.pattern)
+        names = called("units", rule.pattern)
         for name in names:
             reshard = True if rule.reshard_after_forward is None else rule.reshard_after_forward
             claim(name, "unit", f"units pattern {rule.pattern!r}", reshard, rule.sync)
@@ -108,6 +114,17 @@ def draft_units(draft: Draft) -> None:
             else:
                 del units[name]
     draft.units = dict(sorted(units.items(), key=lambda item: order[item[0]]))
+    if options.sharded_by:
+        draft.remarks.append(
+            f"sharded by the user's function {options.sharded_by}, called for each unit, the root last; the plan shows what "
+            "torch's fully_shard would make, and cannot know which units, placements, dtypes, bytes and collectives it makes"
+        )
+        draft.problems += [
+            f"fully_shard_fn: {unit.part_of!r} and {name!r} hold the same parameters, and are one unit, which a function of "
+            "one module cannot make; leave it out"
+            for name, unit in draft.units.items()
+            if unit.part_of
+        ]
     if options.reshard_after_forward and all(map(draft.whole, draft.units.values())):
         draft.problems.append("reshard_after_forward=True: with dp_shard=1 and replicas nothing is sharded; leave it out")
 
@@ -265,6 +282,8 @@ def _check_dtypes(draft: Draft, units: Sequence[UnitRow]) -> None:
 def unit_actions(plan: ShardingPlan) -> Iterator[Action]:
     """Yield the actions that wrap the units, from the inside out, the root last."""
     twins, pairs = twin_parameters(plan), tuple((unit.twin_of, unit.name) for unit in plan.units if unit.twin_of)
+    if plan.options.sharded_by:  # the function shards both stacks
+        twins, pairs = (), ()
     if twins:
         yield PartTwins(twins)
     no_grad_runs = any(unit.forwards > 1 or unit.twin_of for unit in plan.units)
@@ -296,12 +315,12 @@ def _wrap(plan: ShardingPlan, unit: UnitRow, no_grad_runs: bool) -> Wrap:
         # number is set here. In a reduce-scatter group of one rank FSDP2 copies and divides in the copy; with a plain sum it
         # would divide a second time afterwards (foreach_reduce of torch 2.13).
         divisor, plain_sum = float(replicas * layout.size("dp_shard_cp")), layout.size(axis) > 1
-    parts = plan.parts(unit)
+    parts, by_user = plan.parts(unit), plan.options.sharded_by
     return Wrap(
         unit=unit.name,
         modules=tuple(part.name for part in parts),
-        engine=Engine.REPLICATE if nothing_is_sharded(layout) else Engine.SHARD,
-        axes=unit_axes(layout, unit.kind),
+        engine=Engine.REPLICATE if nothing_is_sharded(layout) and not by_user else Engine.SHARD,
+        axes=("dp_replicate", "dp_shard") if nothing_is_sharded(layout) and by_user else unit_axes(layout, unit.kind),
         experts=experts,
         dims=tuple((name, row.fsdp_dim) for row in plan.rows(unit) if row.fsdp_dim for name in (row.name, *row.aliases)),
         param_dtype=unit.param_dtype,
@@ -315,4 +334,5 @@ def _wrap(plan: ShardingPlan, unit: UnitRow, no_grad_runs: bool) -> Wrap:
         around=_around(plan, parts) if unit.together else (),
         no_grad_runs=no_grad_runs,
         sync=unit.sync,
+        sharded_by=by_user,
     )

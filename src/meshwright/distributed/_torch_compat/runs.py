@@ -277,9 +277,10 @@ _REDUCTIONS = {
 
 def _drop_reductions(module: nn.Module | FSDPModule, state: Any) -> None:
     """Wait for the collectives that a failed iteration began, and free their buffers."""
-    if hasattr(module, "reset_iter_state"):  # torch 2.13
+    reset: Callable[[], None] | None = getattr(module, "reset_iter_state", None)  # torch 2.13
+    if reset is not None:
         if state._is_root:
-            module.reset_iter_state()
+            reset()
         return
     owners = [(state._comm_ctx, _REDUCTIONS["context"]), *((group, _REDUCTIONS["group"]) for group in param_groups(module))]
     for owner, names in owners:
