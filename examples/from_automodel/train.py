@@ -34,6 +34,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from meshwright import clip_grad_norm_  # torch's fails after tensor parallel: it cannot stack norms of two meshes
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
@@ -118,6 +119,26 @@ def with_the_manager() -> None:
     check("the manager", model, alone, everybody(10))
     with unshard_fsdp2_model(model):
         assert model.lm_head.weight.shape == (VOCABULARY, 32)
+
+
+def with_tensor_parallel() -> None:
+    """Clipping and a step, as in a loop of one's own."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, use_cache=False))
+    alone = copy.deepcopy(model)
+    manager = FSDP2Manager(tp_size=dist.get_world_size(), mp_policy=FP32, backend="gloo", world_size=dist.get_world_size())
+    model = manager.parallelize(model)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (model, alone)]
+    for step in range(2):
+        ids = torch.randint(3, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(15 + step))
+        norms = []
+        for each, optimizer, clip in zip((model, alone), optimizers, (clip_grad_norm_, nn.utils.clip_grad_norm_), strict=True):
+            optimizer.zero_grad()
+            loss_of(each, ids).backward()
+            norms.append(clip(each.parameters(), 0.5))
+            optimizer.step()
+        torch.testing.assert_close(norms[0], norms[1], rtol=1e-4, atol=0)
+    check("tensor parallel, clipped", model, alone, [])
 
 
 # -- strategies of one's own -------------------------------------------------------------------------------------------------
@@ -257,7 +278,14 @@ def with_diffusion_gemma() -> None:
 def main() -> None:
     dist.init_process_group("gloo")
     try:
-        for part in (with_the_manager, with_a_strategy, with_a_module, with_the_mixin, with_diffusion_gemma):
+        for part in (
+            with_the_manager,
+            with_tensor_parallel,
+            with_a_strategy,
+            with_a_module,
+            with_the_mixin,
+            with_diffusion_gemma,
+        ):
             part()
     finally:
         dist.destroy_process_group()

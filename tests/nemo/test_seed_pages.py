@@ -147,7 +147,7 @@ def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
     found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert found.returncode == 0, found.stderr[-2000:]
     differences = re.findall(r"^(.+): gradients differ by (\S+) from one process$", found.stdout, re.MULTILINE)
-    assert len(differences) == 6, found.stdout
+    assert len(differences) == 7, found.stdout
     assert all(float(difference) < 1e-5 for _, difference in differences)
 
 
