@@ -91,6 +91,18 @@ def test_each_layout_reads_the_same(tiny: Tiny, tmp_path: Path, name: str, layou
     assert found[1] < found[0]
 
 
+@pytest.mark.parametrize("schedule", ["zbv", pytest.param("dualpipe_v", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3_text", marks=pytest.mark.thorough)])
+def test_a_tied_embedding_that_one_rank_has_twice_trains_on(tiny: Tiny, tmp_path: Path, family: str, schedule: str) -> None:
+    """One rank has the first stage and the last. Reading files makes both copies of the embedding anew."""
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2} if family == "gemma3_text" else {}
+    saved(tmp_path / "model", family, tie_word_embeddings=True, num_hidden_layers=4, **kinds)
+    steps = (*overrides(tmp_path / "model"), "training.steps=4", "training.microbatch_size=1", "data.packing=pad")
+    alone = train(tiny(*steps, f"output={tmp_path / 'alone'}"))
+    found = train(tiny(*steps, "layout.pp=2", "layout.dp_shard=1", f"parallel.pipeline.schedule={schedule}"), 2)
+    assert found == pytest.approx(alone, rel=1e-4)
+
+
 class Counting:
     """A slice of a safetensors file that counts the elements that are read of it."""
 

@@ -25,8 +25,13 @@ class StageParts(nn.Module):
     def __init__(self, parts: Mapping[int, nn.Module], copied: Collection[str] = ()) -> None:
         super().__init__()
         self.parts = nn.ModuleDict({str(index): part for index, part in parts.items()})
-        *_, last = parts.values()
-        self.copied = {name: last.get_parameter(name) for name in copied}
+        self._copied = tuple(copied)
+
+    @property
+    def copied(self) -> dict[str, nn.Parameter]:
+        """The second copies by name. They are looked up anew each time: reading files puts new parameters in their place."""
+        *_, last = self.parts.values()
+        return {name: last.get_parameter(name) for name in self._copied}
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
