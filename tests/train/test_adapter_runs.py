@@ -284,3 +284,34 @@ def test_what_cannot_be_in_4_bits_is_refused(tiny: Tiny, tmp_path: Path) -> None
         file.write_text(json.dumps({**declared, "quantization_config": {"quant_method": method}}))
         with pytest.raises(ModelError, match=rf"quantized \({method}\), and {why}"):
             prepare_run(tiny(*adapter(tmp_path / "model")), 1)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("family", "changes", "options"),
+    [
+        ("llama", {"tie_word_embeddings": True}, {"targets": ["q_proj", "down_proj"]}),
+        ("mixtral", {}, {"targets": ["q_proj"], "experts": True}),
+        ("llama", {}, {"kind": "dora", "save_modules": ["lm_head", "embed_tokens"]}),
+        ("gpt2", {"n_layer": 4}, {"targets": ["c_attn", "c_fc"]}),
+    ],
+)
+def test_a_pipeline_reads_the_adapter_that_it_exported(
+    tiny: Tiny, tmp_path: Path, family: str, changes: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Each stage takes its own tensors, and leaves those of the others."""
+    saved(tmp_path / "model", family, **{"num_hidden_layers": 4, **changes} if family != "gpt2" else changes)
+    stages = ("layout.pp=2", "layout.dp_shard=1", "parallel.pipeline.schedule=zbv", "training.microbatch_size=1")
+    pad = ("data.packing=pad", "optimizer.lr=0.05", *stages)
+    first = tiny(*adapter(tmp_path / "model", **options), *pad, f"output={tmp_path / 'first'}")
+    train(first, 2)
+    export_checkpoint(newest(first), tmp_path / "adapter", adapter=True)
+    again = adapter(tmp_path / "model", path=str(tmp_path / "adapter"), **options)
+    expected = train(tiny(*again, "data.packing=pad", f"output={tmp_path / 'alone'}", "training.steps=2"))
+    found = train(tiny(*again, *pad, "optimizer.lr=0.01", f"output={tmp_path / 'staged'}", "training.steps=2"), 2)
+    assert found == pytest.approx(expected, rel=1e-4)
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    save_file({f"base_model.model.other.{name}": tensor for name, tensor in tensors.items()},
+              tmp_path / "adapter" / "adapter_model.safetensors")  # fmt: skip
+    with pytest.raises(ModelError, match="is of another adapter"):
+        prepare_run(tiny(*again, *pad, f"output={tmp_path / 'refused'}"), 2)

@@ -3,7 +3,7 @@
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +16,7 @@ from meshwright.distributed.names import class_name
 from meshwright.errors import ConfigError, ModelError, described
 from meshwright.models import expert_adapters
 from meshwright.models.config import AdapterConfig
+from meshwright.plan.names import within
 
 __all__ = [
     "NAME",
@@ -31,6 +32,9 @@ __all__ = [
 
 NAME = "default"
 """Name of the adapter in peft's modules."""
+
+PREFIX = "base_model.model."
+"""What peft puts before the names of a model's modules."""
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
@@ -106,7 +110,7 @@ def _entries(model: nn.Module) -> list[_Entry]:
             from_files = partial(expert_adapters.from_files, own, experts)
         key = key.removesuffix(f".{NAME}") if "lora_embedding_" in key else key
         key = key.replace(f".{NAME}.weight", ".weight").replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
-        entries.append(_Entry(first[id(parameter)], parameter, f"base_model.model.{key}", to_files, from_files))
+        entries.append(_Entry(first[id(parameter)], parameter, f"{PREFIX}{key}", to_files, from_files))
     return entries
 
 
@@ -123,8 +127,13 @@ def check_adapter(model: nn.Module, path: str) -> None:
     read_adapter(model, path)
 
 
-def read_adapter(model: nn.Module, path: str) -> dict[str, torch.Tensor]:
+def read_adapter(model: nn.Module, path: str, elsewhere: Collection[str] = ()) -> dict[str, torch.Tensor]:
     """Return the values of the trained parameters of a model from a directory of peft, whole.
+
+    Args:
+        model: the model, which may be a stage of a pipeline.
+        path: the directory.
+        elsewhere: names of modules that the files may have, and the model has not, because other stages have them.
 
     Raises:
         ModelError: the directory holds no adapter, or one of another model.
@@ -141,7 +150,8 @@ def read_adapter(model: nn.Module, path: str) -> dict[str, torch.Tensor]:
     expected = {
         key: tuple(entry.to_files(torch.empty(entry.parameter.shape, device="meta")).shape) for key, entry in entries.items()
     }
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    others = tuple(f"{PREFIX}{name}" for name in elsewhere)
+    found = {name: tuple(tensor.shape) for name, tensor in tensors.items() if not within(name, others) or name in expected}
     differ = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if differ:
         name = differ[0]

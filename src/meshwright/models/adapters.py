@@ -7,7 +7,7 @@ of compute, because nothing is added to them.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +146,9 @@ def bare(model: nn.Module) -> Iterator[None]:
             parent._modules[name] = wrapper
 
 
-def initialize_adapters(model: nn.Module, device: torch.device, seed: int, path: str | None = None) -> None:
+def initialize_adapters(
+    model: nn.Module, device: torch.device, seed: int, path: str | None = None, elsewhere: Collection[str] = ()
+) -> None:
     """Give the adapters of a model their first values, the same on every layout. The frozen matrices have theirs already.
 
     A is drawn as peft draws it, B is zero (of an embedding, it is the other way round), and the magnitudes of DoRA are the
@@ -157,6 +159,7 @@ def initialize_adapters(model: nn.Module, device: torch.device, seed: int, path:
         device: device of the shards.
         seed: seed of the run.
         path: such a directory.
+        elsewhere: names of modules that other stages of a pipeline have.
 
     Raises:
         ModelError: the directory is of another adapter.
@@ -168,7 +171,7 @@ def initialize_adapters(model: nn.Module, device: torch.device, seed: int, path:
                 if id(parameter) not in made:  # a tied one stays one
                     made[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=device))
                 module._parameters[own] = made[id(parameter)]
-    given = None if path is None else read_adapter(model, path)
+    given = None if path is None else read_adapter(model, path, elsewhere)
     with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for name, parameter in model.named_parameters():
             if given is not None and parameter.requires_grad:

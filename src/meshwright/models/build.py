@@ -297,7 +297,7 @@ def materialize(
             materialize(model, config, device, seed, units, elsewhere)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in trained)  # what is read may be a new parameter
-        initialize_adapters(model, device, seed, adapter.path)
+        initialize_adapters(model, device, seed, adapter.path, elsewhere)
         return
     if config.path is None:
         initialize(model, device, seed, units)
