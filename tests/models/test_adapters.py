@@ -42,7 +42,7 @@ def ends(model: nn.Module) -> set[str]:
     ("family", "targets", "found"),
     [
         ("llama", "all-linear", LAYER),
-        ("qwen3_moe", "all-linear", LAYER - {"gate_proj", "up_proj", "down_proj"}),  # no router, no head
+        ("qwen3_moe", "all-linear", LAYER),  # a dense MLP too; no router, no head
         ("gpt2", "all-linear", {"c_attn", "c_proj", "c_fc"}),  # stored transposed
         ("llama", ["q_proj", "lm_head"], {"q_proj", "lm_head"}),
         ("llama", ["embed_tokens"], {"embed_tokens"}),

@@ -10,7 +10,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from meshwright.checkpoint.directory import latest
 from meshwright.checkpoint.export import export_checkpoint, generate
@@ -19,6 +19,7 @@ from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.nf4 import quantize
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, ModelError
 from meshwright.models import packed
+from meshwright.models.tiny import HEADS
 from meshwright.plan.price import totals
 from meshwright.train.config import RunConfig
 from meshwright.train.prepare import prepare_run
@@ -315,3 +316,61 @@ def test_a_pipeline_reads_the_adapter_that_it_exported(
               tmp_path / "adapter" / "adapter_model.safetensors")  # fmt: skip
     with pytest.raises(ModelError, match="is of another adapter"):
         prepare_run(tiny(*again, *pad, f"output={tmp_path / 'refused'}"), 2)
+
+
+MIXTURES = {
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+              "n_group": 1, "topk_group": 1},
+    "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+                 "n_group": 1, "topk_group": 1, "head_dim": 8},
+}  # fmt: skip
+"""Families with a dense MLP or shared experts whose matrices have the names that those of experts had."""
+
+
+def mixture(directory: Path, family: str) -> PreTrainedModel:
+    sizes = {**HEADS, "vocab_size": 300, "num_hidden_layers": 2, "moe_intermediate_size": 32, **MIXTURES[family]}
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes), dtype=torch.float32)
+    model.save_pretrained(directory)
+    return model
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("options", [{}, {"experts": True}, {"dropout": 0.1}, {"targets": ["gate_proj", "q_proj"]}])
+def test_dense_and_shared_experts_of_mixtures_are_adapted_and_loaded_by_peft(
+    tiny: Tiny, tmp_path: Path, family: str, options: dict[str, Any]
+) -> None:
+    base = mixture(tmp_path / "model", family)
+    config = tiny(*adapter(tmp_path / "model", **options), "optimizer.lr=0.05", "data.packing=pad", "layout.tp=2")
+    setup, *_ = prepare_run(config, 2)
+    adapted = {name.split(".lora_A")[0] for name, _ in setup.model.named_parameters() if ".lora_A.default" in name}
+    dense, shared = "model.layers.0.mlp.gate_proj", "model.layers.1.mlp.shared_experts.gate_proj"
+    assert {dense, shared} <= adapted
+    left_out = [text for text in setup.plan.remarks if "all-linear leaves out" in text]
+    assert any("lm_head: it is outside of the layers" in text for text in left_out) is ("targets" not in options)
+    told = any("experts: fused experts: adapter.experts=true" in text for text in left_out)
+    assert told is ("targets" not in options and not options.get("experts"))
+    train(config, 2)
+    export_checkpoint(newest(config), tmp_path / "adapter", adapter=True)
+    export_checkpoint(newest(config), tmp_path / "merged")
+    beside = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), str(tmp_path / "adapter"))
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), logits(beside), rtol=0, atol=1e-5)
+    assert (logits(merged) - logits(base)).abs().max() > 1e-2
+    again = adapter(tmp_path / "model", path=str(tmp_path / "adapter"), **options)
+    assert prepare_run(tiny(*again, "data.packing=pad", f"output={tmp_path / 'again'}"), 2)
+
+
+def test_dora_that_plain_peft_cannot_load_says_so_and_what_to_do(tiny: Tiny, tmp_path: Path) -> None:
+    mixture(tmp_path / "model", "glm4_moe")
+    config = tiny(*adapter(tmp_path / "model", kind="dora"), "training.steps=2", "data.packing=pad")
+    setup, *_ = prepare_run(config, 1)
+    (remark,) = [text for text in setup.plan.remarks if "plain peft cannot load" in text]
+    assert "takes model.layers.0.mlp.down_proj for the name of fused experts" in remark
+    train(config)
+    with pytest.warns(UserWarning, match="`meshwright export` without --adapter merges it"):
+        export_checkpoint(newest(config), tmp_path / "adapter", adapter=True)
+    again = adapter(tmp_path / "model", path=str(tmp_path / "adapter"), kind="dora")
+    assert prepare_run(tiny(*again, "data.packing=pad", f"output={tmp_path / 'again'}"), 1)

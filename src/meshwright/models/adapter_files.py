@@ -3,7 +3,7 @@
 import json
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,8 +20,10 @@ from meshwright.plan.names import within
 
 __all__ = [
     "NAME",
+    "NOT_FOR_PEFT",
     "check_adapter",
     "check_installed",
+    "named_as_experts",
     "of_adapter",
     "peft_config",
     "read_adapter",
@@ -38,6 +40,12 @@ PREFIX = "base_model.model."
 
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
+
+NOT_FOR_PEFT = (
+    "plain peft cannot load this adapter: it takes {name} for the name of fused experts, and has no dora for those; "
+    "`meshwright export` without --adapter merges it into the model"
+)
+"""What a user is told of DoRA under such names. Meshwright itself reads the adapter."""
 
 _OF_ADAPTER = re.compile(r"[._]lora_(embedding_[AB]\.default|(A|B|magnitude_vector)(\.default\.weight)?)$")
 
@@ -77,6 +85,28 @@ def wrappers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
         for name, child in list(parent.named_children()):
             if hasattr(child, "base_layer") and hasattr(child, "lora_A"):
                 yield parent, name, child
+
+
+def named_as_experts(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Return those of some matrices whose names plain peft takes for those of experts, which transformers 5 has fused.
+
+    peft then looks for parameters of the experts, wherever the matrix is: in a dense MLP or in shared experts. It finds such a
+    matrix as a parameter (``target_parameters``), and then knows neither DoRA nor dropout.
+    """
+    import peft
+    from peft.utils import transformers_weight_conversion as conversion
+
+    def taken(end: str) -> bool:
+        probe = peft.LoraConfig(target_modules=[end])
+        try:
+            conversion.convert_peft_config_for_transformers(probe, model, conversion.get_model_conversion_mapping(model))
+        except ValueError:  # one of several that are fused
+            return True
+        return end not in (probe.target_modules or ())
+
+    found = list(names)
+    ends = {end for end in {name.rpartition(".")[2] for name in found} if taken(end)}
+    return {name for name in found if name.rpartition(".")[2] in ends}
 
 
 class _Entry(NamedTuple):
@@ -200,7 +230,14 @@ def write_adapter(model: nn.Module, config: AdapterConfig, base: str | None, fol
     tensors = {entry.key: entry.to_files(entry.parameter.data).clone().contiguous() for entry in _entries(model)}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     names = {id(module): name for name, module in model.named_modules()}
-    settings = peft_config(config, sorted(names[id(wrapper)] for _, _, wrapper in wrappers(model)))
-    settings.target_parameters = expert_adapters.targets_in_files(model) or None
+    adapted = [names[id(wrapper)] for _, _, wrapper in wrappers(model)]
+    as_experts = named_as_experts(model, adapted)
+    settings = peft_config(config, sorted(name for name in adapted if name not in as_experts))
+    parameters = [*expert_adapters.targets_in_files(model), *sorted(f"{name}.weight" for name in as_experts)]
+    settings.target_parameters = parameters or None
+    if as_experts:
+        settings.lora_dropout = 0.0  # peft knows none there, and needs none to compute
+        if config.kind == "dora":
+            warnings.warn(f"{folder.name}: {NOT_FOR_PEFT.format(name=min(as_experts))}", stacklevel=2)
     settings.base_model_name_or_path, settings.inference_mode = base, True
     settings.save_pretrained(folder)

@@ -31,12 +31,14 @@ class Chosen:
         saved: modules that are trained whole.
         experts: fused experts that get adapters, or stay frozen.
         frozen: linear layers inside the model's layers that stay frozen, and may be in 4 bits.
+        left_out: what ``all-linear`` does not name: name of each linear layer or mixture to why.
     """
 
     targets: list[str]
     saved: list[str]
     experts: list[str]
     frozen: list[str]
+    left_out: dict[str, str]
 
 
 def choose(model: nn.Module, config: AdapterConfig, inside: list[str]) -> Chosen:
@@ -58,9 +60,13 @@ def choose(model: nn.Module, config: AdapterConfig, inside: list[str]) -> Chosen
         if isinstance(module, nn.Linear | nn.Embedding) and name not in linear and name not in embeddings
     }
     barred |= dict.fromkeys(read & {*linear, *embeddings}, "other code reads its weight, so that an adapter would not run")
+    kernels = _read_by_kernels(model, {name.rpartition(".")[2] for name in linear})
+    by_kernels = [name for name in linear if name.rpartition(".")[2] in kernels]
+    barred = dict.fromkeys(by_kernels, "kernels read its weight, and peft refuses it") | barred
     layers = {name for name in linear if within(name, inside) and not within(name, routes) and not _weighs(linear[name])}
     matrices = [*linear, *embeddings, *barred]
-    targets = _targets(model, config, matrices, [name for name in linear if name in layers - read], barred)
+    usual = [name for name in linear if name in layers and name not in barred]
+    targets = usual if config.targets == "all-linear" else _targets(config.targets, matrices, barred)
     _refuse_shared(model, targets)
     if config.kind == "dora" and (tables := [name for name in targets if name in embeddings]):
         raise ConfigError(
@@ -79,8 +85,33 @@ def choose(model: nn.Module, config: AdapterConfig, inside: list[str]) -> Chosen
         )
     if not adapted:
         raise ConfigError("adapter.targets: names no matrix; legal are all-linear, or a list of names")
+    left_out: dict[str, str] = {}
+    if config.targets == "all-linear":
+        for name in [*linear, *(name for name in barred if name not in embeddings)]:
+            if name not in targets and not within(name, saved):
+                left_out[name] = _why(name, barred, routes, linear, inside)
+        fused = "" if config.experts else "fused experts: adapter.experts=true gives each of them an adapter"
+        stacked = [(name, fused) for name in experts if fused]
+        mixtures = [name for name, module in model.named_modules() if _is_mixture(name, module) and name not in experts]
+        stacked += [(name, "experts without transformers' interface for fused ones, which get no adapter") for name in mixtures]
+        left_out |= {name: why for name, why in stacked if within(name, inside) and not within(name, saved)}
     experts = [name for name in experts if not within(name, saved)]
-    return Chosen(targets, saved, experts, [name for name in layers - read if not within(name, saved)])
+    return Chosen(targets, saved, experts, [name for name in layers - read if not within(name, saved)], left_out)
+
+
+def _why(name: str, barred: dict[str, str], routes: list[str], linear: dict[str, nn.Module], inside: list[str]) -> str:
+    if name in barred:
+        return barred[name]
+    if within(name, routes):
+        return "it chooses or weighs experts"
+    if within(name, inside) and _weighs(linear[name]):
+        return "it computes a single number"
+    return "it is outside of the layers that text runs; name it in adapter.targets or adapter.save_modules"
+
+
+def _is_mixture(name: str, module: nn.Module) -> bool:
+    """Return whether a module holds the matrices of experts, stacked in parameters of three dimensions."""
+    return any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)) and "expert" in name.rpartition(".")[2]
 
 
 def _linear(model: nn.Module) -> dict[str, nn.Module]:
@@ -102,27 +133,18 @@ def _embeddings(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _targets(
-    model: nn.Module, config: AdapterConfig, matrices: list[str], layers: list[str], barred: dict[str, str]
-) -> list[str]:
-    """Return the names of the matrices that get an adapter.
+def _targets(wanted: list[str], matrices: list[str], barred: dict[str, str]) -> list[str]:
+    """Return the names of the matrices that a list names.
 
     Args:
-        model: the model.
-        config: which adapter.
-        matrices: names of its linear layers and embeddings.
-        layers: names of the linear layers inside its layers that do not choose or weigh experts, and that only their own code
-            reads.
+        wanted: the list of the configuration.
+        matrices: names of the linear layers and embeddings.
         barred: name of each matrix that cannot be adapted to why.
     """
     ends = {name.rpartition(".")[2] for name in matrices}
-    taken = {end for end in ends if _of_experts(model, end)}
-    if config.targets == "all-linear":
-        refused = taken | _read_by_kernels(model, ends)
-        return [name for name in layers if name.rpartition(".")[2] not in refused]
     found: list[str] = []
     problems = []
-    for target in config.targets:
+    for target in wanted:
         matched = [
             name
             for name in dict.fromkeys(matrices)
@@ -133,29 +155,11 @@ def _targets(
             hint = f"did you mean {near[0]!r}? " if near else ""
             legal = ", ".join(["all-linear", *sorted(ends)])
             problems.append(f"adapter.targets: {target!r} matches no matrix; {hint}legal are {legal}")
-        taken_too = [name for name in matched if name.rpartition(".")[2] in taken]
-        if taken_too:
-            problems.append(
-                f"adapter.targets: peft takes {taken_too[0]!r} for the name of experts, which cannot have adapters here"
-            )
         problems += [f"adapter.targets: {name!r} cannot be adapted: {barred[name]}" for name in matched if name in barred][:1]
         found += [name for name in matched if name not in found]
     if problems:
         raise ConfigError(problems)
     return found
-
-
-def _of_experts(model: nn.Module, end: str) -> bool:
-    """Return whether peft takes the last component of a name for that of experts, which transformers 5 has fused."""
-    import peft
-    from peft.utils import transformers_weight_conversion as conversion
-
-    probe = peft.LoraConfig(target_modules=[end])
-    try:
-        conversion.convert_peft_config_for_transformers(probe, model, conversion.get_model_conversion_mapping(model))
-    except ValueError:  # one of several that are fused
-        return True
-    return end not in (probe.target_modules or ())
 
 
 def _read_by_kernels(model: nn.Module, ends: set[str]) -> set[str]:

@@ -7,7 +7,7 @@ of compute, because nothing is added to them.
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +19,23 @@ from meshwright.distributed import _torch_compat
 from meshwright.distributed.names import class_name
 from meshwright.distributed.nf4 import dequantize, is_packed, quantize
 from meshwright.errors import ConfigError, ModelError, described
-from meshwright.models.adapter_files import NAME, check_installed, of_adapter, peft_config, read_adapter, wrappers
+from meshwright.models.adapter_files import (
+    NAME,
+    NOT_FOR_PEFT,
+    check_installed,
+    named_as_experts,
+    of_adapter,
+    peft_config,
+    read_adapter,
+    wrappers,
+)
 from meshwright.models.adapter_targets import CONV1D, Chosen, choose
 from meshwright.models.config import AdapterConfig
 from meshwright.models.expert_adapters import adapt_experts, bare_experts, merge_experts
 from meshwright.models.init import derive_seed, keep_slice
 from meshwright.models.packed import Packs, pack_linear
 from meshwright.plan.inspection import PACKED_ATTRIBUTE
-from meshwright.plan.names import match_names, within
+from meshwright.plan.names import generalize, match_names, within
 from meshwright.plan.options import SyncPolicy
 from meshwright.plan.spec import UnitRule
 from meshwright.plan.tp_styles import canonical
@@ -34,7 +43,10 @@ from meshwright.plan.tp_styles import canonical
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["adapt", "bare", "initialize_adapters", "merge", "unit_of_adapters"]
+__all__ = ["adapt", "bare", "initialize_adapters", "merge", "remarks_of_adapter", "unit_of_adapters"]
+
+REMARKS = "_meshwright_adapter_remarks"
+"""Attribute of an adapted model."""
 
 
 def adapt(model: "PreTrainedModel", config: AdapterConfig, param_dtype: str | None) -> None:
@@ -73,16 +85,24 @@ def adapt(model: "PreTrainedModel", config: AdapterConfig, param_dtype: str | No
         if param_dtype is not None and not trained and not within(name, fp32) and parameter.dtype == torch.float32:
             parameter.data = parameter.data.to(getattr(torch, param_dtype))
     if chosen.targets:
-        settings = peft_config(config.model_copy(update={"save_modules": []}), chosen.targets)  # those are no wrappers here
+        # Names are chosen already. In a holder without a config, peft translates none of them to those of fused experts.
+        holder = nn.Module()
+        holder.model = model
+        targets = [f"model.{name}" for name in chosen.targets]
+        settings = peft_config(config.model_copy(update={"save_modules": []}), targets)  # those are no wrappers here
         try:
             with torch.device("meta"):
-                peft.inject_adapter_in_model(settings, model, adapter_name=NAME, low_cpu_mem_usage=True)
+                peft.inject_adapter_in_model(settings, holder, adapter_name=NAME, low_cpu_mem_usage=True)
         except Exception as error:  # peft raises errors of many kinds, all about what the adapter is for
             raise ModelError(f"adapter: peft refuses {class_name(model)}: {described(error)}") from error
     if _share(model) and config.reduce == "once":
         raise ConfigError(
             f"adapter.reduce=once: modules of {class_name(model)} share matrices, and run apart; the legal value is unit"
         )
+    remarks = [f"adapter: all-linear leaves out {names}: {why}" for names, why in _together(chosen.left_out)]
+    if config.kind == "dora" and (as_experts := named_as_experts(model, chosen.targets)):
+        remarks.append(f"adapter: {NOT_FOR_PEFT.format(name=min(as_experts))}")
+    setattr(model, REMARKS, tuple(remarks))
     adapt_experts(model, config, chosen.experts)
     if config.base is not None:
         _pack(model, config.base, chosen)
@@ -90,6 +110,20 @@ def adapt(model: "PreTrainedModel", config: AdapterConfig, param_dtype: str | No
         parameter.requires_grad_(of_adapter(name) or within(name, saved))
         if parameter.requires_grad:  # the values that an optimizer adds to
             parameter.data = parameter.data.to(master)
+
+
+def _together(left_out: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield patterns of names with a reason, one for each pattern."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, why in left_out.items():
+        alike.setdefault((generalize(name), why), []).append(name)
+    for (pattern, why), names in alike.items():
+        yield (names[0] if len(names) == 1 else f"{pattern} ({len(names)})"), why
+
+
+def remarks_of_adapter(model: nn.Module) -> tuple[str, ...]:
+    """Return what the plan of an adapted model should say of its adapter, a sentence each."""
+    return getattr(model, REMARKS, ())
 
 
 def _pack(model: nn.Module, base: str, chosen: Chosen) -> None:

@@ -233,12 +233,16 @@ def describe_model(
             "carry_out(), or shard with FSDP2Manager in a loop of your own"
         )
     spec = strategy.spec(model, config.parallel.param_dtype)
-    if config.adapter is not None and config.adapter.reduce == "once":
-        from meshwright.models.adapters import unit_of_adapters
+    if config.adapter is not None:
+        from meshwright.models.adapters import remarks_of_adapter, unit_of_adapters
 
-        if (config.layout.pp or 1) > 1:
-            raise ConfigError("adapter.reduce=once: stages of a pipeline reduce by themselves; with pp the legal value is unit")
-        spec = replace(spec, units=(*spec.units, unit_of_adapters(model)))
+        spec = replace(spec, remarks=(*spec.remarks, *remarks_of_adapter(model)))
+        if config.adapter.reduce == "once":
+            if (config.layout.pp or 1) > 1:
+                raise ConfigError(
+                    "adapter.reduce=once: stages of a pipeline reduce by themselves; with pp the legal value is unit"
+                )
+            spec = replace(spec, units=(*spec.units, unit_of_adapters(model)))
     return spec, model
 
 
