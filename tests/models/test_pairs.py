@@ -13,6 +13,7 @@ from meshwright.models.defaults import ODD, model_types
 from meshwright.models.pairs import trace_pairs
 from meshwright.models.regions import trace_regions
 from meshwright.models.registry import spec_of
+from meshwright.models.tiny import HEADS
 from meshwright.models.tracing import count_runs
 from meshwright.plan.options import ParallelOptions
 from meshwright.plan.pairs import Pair
@@ -55,6 +56,41 @@ def test_the_pairs_of_a_llama() -> None:
         gated = (f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj")
         found.append(Pair(gated, f"{layer}.mlp.down_proj", model.config.intermediate_size))
     assert trace_pairs(model, LAYERS).found == tuple(found)
+
+
+def test_norms_of_each_head_stand_beside_their_pair() -> None:
+    """Each rank has a part of their gradients. What they do to anything else would have all of it, and be summed too."""
+    model = tiny_model("qwen3", meta=True)
+    (attention,) = [pair for pair in trace_pairs(model, LAYERS).found if pair.second == f"{LAYERS[0]}.self_attn.o_proj"]
+    norms = tuple(f"{LAYERS[0]}.self_attn.{name}_norm.weight" for name in "kq")
+    assert attention.beside == norms
+    inner = model.model.layers[0].self_attn
+    before = inner.forward
+
+    def forward(hidden_states: torch.Tensor, *args: object, **kwargs: object) -> object:
+        width = inner.q_norm.weight.shape[0]
+        return before(hidden_states + inner.q_norm.weight.repeat(hidden_states.shape[-1] // width), *args, **kwargs)
+
+    inner.forward = forward
+    assert [pair.second for pair in trace_pairs(model, LAYERS).found if "self_attn" in pair.second] == [
+        f"{LAYERS[1]}.self_attn.o_proj"
+    ]
+
+
+def test_norms_that_a_model_has_under_one_of_its_settings_are_sliced_with_their_attention() -> None:
+    sizes = {**HEADS, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+             "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "use_qk_norm": True}  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("glm4_moe", **sizes))
+    model.config.use_cache = False
+    for sequence_parallel in (False, True):
+        options = ParallelOptions(param_dtype=None, sequence_parallel=sequence_parallel)
+        plan = resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), options)
+        assert plan.tp_level == "model"
+        rows = {row.module: row for row in plan.tensor_parallel}
+        for name in "kq":
+            row = rows[f"model.layers.1.self_attn.{name}_norm"]
+            assert (row.style, row.sums) == ("replicated_with_grad_allreduce", ("weight",))
 
 
 class Attention(nn.Module):

@@ -92,7 +92,10 @@ def test_a_llama_that_declares_nothing_gets_the_generic_styles_and_no_other_mode
     derived = resolve(replace(spec, tp_styles={}), model, TP2, ParallelOptions())
     assert derived.tp_level == "derived"
     assert "a Llama's holds k_proj, o_proj" in dict(derived.tp_passed_over)["generic"]
-    assert {name for name in styles(derived) if "self_attn" in name} == set()
+    attention, declared = ({name: style for name, style in styles(plan).items() if "self_attn." in name}
+                           for plan in (derived, planned("qwen3")))  # fmt: skip
+    assert attention == declared
+    assert attention["model.layers.0.self_attn.q_norm"] == "replicated_with_grad_allreduce"
     mine = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(4, 4)])})
     with pytest.raises(
         PlanError, match=r"generic: blocks.\* has no self_attn, so it is not the layer of a Llama; the legal value of tp is 1"

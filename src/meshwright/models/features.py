@@ -43,6 +43,9 @@ _NEW = {"new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"}
 _TAKE_APART = {"split", "split_with_sizes", "chunk", "slice", "select", "unbind", "cat", "narrow"}
 """Operators that move entries along the dimension that they are told, and compute nothing."""
 
+_NORMS = {"native_layer_norm", "_fused_rms_norm"}
+"""Operators that normalize along the last dimensions, whose sizes they are told, and scale by parameters."""
+
 _COMPUTE_ALONG = {
     "_softmax", "_log_softmax", "cumsum", "cumprod", "sort", "topk", "mean", "sum", "var", "std", "amax", "amin", "max", "min",
     "norm", "linalg_vector_norm", "logsumexp", "median", "kthvalue", "flip", "roll",
@@ -85,7 +88,8 @@ class FeatureTrace(TorchDispatchMode):
     """Follows features while it is entered.
 
     Args:
-        parameters: the tensors that stand for the model's trained parameters.
+        parameters: the tensors that stand for the model's trained parameters, with the names of those that may stand beside
+            features.
         watched: tensors of which it is noted whether an operator outside of :meth:`owned` modules reads them, to their names.
         given: all tensors that stand for parameters and buffers.
 
@@ -98,7 +102,7 @@ class FeatureTrace(TorchDispatchMode):
 
     def __init__(
         self,
-        parameters: Iterable[torch.Tensor],
+        parameters: Iterable[tuple[torch.Tensor, str | None]],
         watched: Iterable[tuple[torch.Tensor, str]] = (),
         given: Iterable[torch.Tensor] = (),
     ) -> None:
@@ -107,7 +111,10 @@ class FeatureTrace(TorchDispatchMode):
         self._owners = 0
         self.read: set[str] = set()
         self._marks: Any = WeakIdKeyDictionary()
-        self._learned: Any = WeakIdKeyDictionary(dict.fromkeys(parameters, True))  # what has a gradient
+        # What has a gradient, to the names of the parameters that alone made it; None: others made it too.
+        self._learned: Any = WeakIdKeyDictionary({own: frozenset({name}) if name else None for own, name in parameters})
+        self._beside: dict[str, frozenset[str]] = {}  # parameter that treats each block alike, to the layers of the blocks
+        self._elsewhere: set[str] = set()  # parameters that do something else, too
         self._blocks: dict[str, int] = {}
         self._takers: dict[str, set[str]] = {}
         self._unfit: set[str] = set()  # whose features are mixed, or meet others
@@ -126,12 +133,15 @@ class FeatureTrace(TorchDispatchMode):
             for taker in takers:
                 firsts.setdefault(taker, []).append(name)
         unfit, found = self._unfit | self._several, []
+        for name, sources in self._beside.items():
+            unfit |= sources if name in self._elsewhere else frozenset()
         taken: set[str] = set()
         for taker, names in firsts.items():
             alone = all(len(self._takers[name]) == 1 and name not in unfit and name not in taken for name in names)
             if alone and taker not in self._several:
                 taken.add(taker)  # it cannot be the first of another pair
-                found.append(Pair(tuple(sorted(names)), taker, math.gcd(*(self._blocks[name] for name in names))))
+                beside = tuple(sorted(own for own, sources in self._beside.items() if sources & set(names)))
+                found.append(Pair(tuple(sorted(names)), taker, math.gcd(*(self._blocks[name] for name in names)), (), beside))
         return tuple(found)
 
     def repeats(self, other: "FeatureTrace") -> bool:
@@ -204,15 +214,19 @@ class FeatureTrace(TorchDispatchMode):
         results = [item for item in tree_leaves(result) if isinstance(item, torch.Tensor)]
         for item in results:
             self._known[item] = True
-        if any(tensor in self._learned for tensor in tensors):
+        learned = [self._learned[tensor] for tensor in tensors if tensor in self._learned]
+        if learned:
+            alone = len(learned) == len(tensors) and None not in learned
             for item in results:
-                self._learned[item] = True
+                self._learned[item] = frozenset().union(*learned) if alone else None
         if not self._owners:
             self.read |= {self._watched[tensor] for tensor in tensors if tensor in self._watched}
         marked = [tensor for tensor in tensors if tensor in self._marks]
         if self._inside:
             return result
         if not marked:
+            if len(learned) < len(tensors) or None in learned:  # with something that is no feature
+                self._elsewhere.update(*filter(None, learned))
             self.plain.append((str(function), _numbers((args, kwargs)), [tuple(item.shape) for item in results]))
             return result
         name = function._schema.name.partition("::")[2]
@@ -252,6 +266,9 @@ class FeatureTrace(TorchDispatchMode):
         if name in ("transpose", "t"):
             one, other = (operands.get(key, place) % first.ndim for place, key in enumerate(("dim0", "dim1")))
             return replace(mark, dim={one: other, other: one}.get(mark.dim, mark.dim))
+        if name in _NORMS:
+            outside = mark.dim < first.ndim - len(operands["normalized_shape"])
+            return mark if outside and all(self._treats_blocks_alike(tensor, mark) for tensor in tensors[1:]) else None
         if any(self._place(tensor) != place for tensor in tensors):
             return None
         blocks = math.gcd(*(self._marks[tensor].blocks for tensor in tensors))
@@ -279,8 +296,9 @@ class FeatureTrace(TorchDispatchMode):
         for tensor in tensors:
             if tensor in self._marks:
                 continue
-            # A number that is learned would get a part of its gradient on each rank.
-            if tensor in self._learned or (tensor.ndim >= from_end and tensor.shape[-from_end] != 1):
+            if tensor.ndim >= from_end and tensor.shape[-from_end] != 1:
+                return None
+            if not self._treats_blocks_alike(tensor, mark):
                 return None
             if tensor.numel() == 1 and tensor.device.type == "meta" and tensor not in self._known:
                 return None  # a number that was made of one, perhaps of the number of heads
@@ -288,6 +306,13 @@ class FeatureTrace(TorchDispatchMode):
         if any(item.ndim < from_end or item.shape[-from_end] != size for item in results):
             return None
         return replace(mark, dim=results[0].ndim - from_end, blocks=math.gcd(*(other.blocks for other, _ in marks)))
+
+    def _treats_blocks_alike(self, tensor: torch.Tensor, mark: _Mark) -> bool:
+        """Return whether the gradient of a tensor beside features is zero, or that of parameters, to be summed over ranks."""
+        parameters = self._learned.get(tensor, frozenset())
+        for name in parameters or ():
+            self._beside[name] = self._beside.get(name, frozenset()) | mark.sources
+        return parameters is not None
 
 
 def _dims(tensor: torch.Tensor, operands: dict[str, Any]) -> list[int]:

@@ -66,13 +66,20 @@ def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequen
     }
 
     embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    leaves = {  # norms of heads; what else holds parameters computes something with them
+        f"{name}.{own}"
+        for name, module in model.named_modules()
+        if not any(True for _ in module.children())
+        for own, parameter in module.named_parameters(recurse=False)
+        if uses[id(parameter)] == 1 and within(name, layers)
+    }
     first = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def traced(
         tensors: Mapping[str, torch.Tensor], counts: Mapping[str, Mapping[str, int]], device: str | None
     ) -> FeatureTrace:
         trace = FeatureTrace(
-            (tensors[name] for name, parameter in model.named_parameters() if parameter.requires_grad),
+            ((tensors[name], name if name in leaves else None) for name, own in model.named_parameters() if own.requires_grad),
             ((tensors[first[id(module.weight)]], name) for name, module in embeddings.items()),
             tensors.values(),
         )

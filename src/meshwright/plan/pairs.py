@@ -15,12 +15,15 @@ class Pair:
         second: name of the layer that takes them.
         blocks: into how many equal parts the features can be divided at most: their number, or that of heads.
         counts: (module, attribute, value) of each attribute that counts what is divided; a rank needs its share.
+        beside: names of the parameters that treat each block alike, as a norm of each head does: a rank has a part of their
+            gradients.
     """
 
     firsts: tuple[str, ...]
     second: str
     blocks: int
     counts: tuple[tuple[str, str, int], ...] = ()
+    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

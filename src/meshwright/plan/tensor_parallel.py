@@ -20,7 +20,7 @@ from meshwright.plan.sharding_plan import ShardingPlan, TensorParallelRow
 from meshwright.plan.sliced_code import counts_heads
 from meshwright.plan.spec import Structure
 from meshwright.plan.tp_rows import Rows
-from meshwright.plan.tp_styles import FIRST, PARTIAL, STYLES, styles_of_parameters, tp_dim
+from meshwright.plan.tp_styles import FIRST, PARTIAL, STYLES, styles_of_norms, styles_of_parameters, tp_dim
 
 __all__ = ["TensorParallelChoice", "choose_styles", "resolve_tensor_parallel", "tensor_parallel_actions"]
 
@@ -176,6 +176,24 @@ def _own_counts(draft: Draft, plan: ShardingPlan) -> Iterator[Assign]:
 
 def choose_styles(draft: Draft) -> tuple[str, Mapping[str, str], list[tuple[str, str]]]:
     """Return the first level that has styles, its styles, and (level, reason) for each level above it."""
+    level, styles, passed_over = _first_level(draft)
+    if level in ("", "given"):
+        return level, styles, passed_over
+    named: dict[str, str] = {}
+    for pattern, style in styles.items():
+        for name in match_names(pattern, draft.model.modules):
+            named.setdefault(name, style)
+    return level, {**styles, **_patterns(draft, styles_of_norms(draft.pairs.found, named, draft.model))}, passed_over
+
+
+def _patterns(draft: Draft, styles: dict[str, str]) -> dict[str, str]:
+    """Return patterns of names instead of names, if they match the same."""
+    patterns = {generalize(name): style for name, style in styles.items()}
+    matched = ((name, style) for item, style in patterns.items() for name in match_names(item, draft.model.modules))
+    return patterns if all(styles.get(name) == style for name, style in matched) else styles
+
+
+def _first_level(draft: Draft) -> tuple[str, Mapping[str, str], list[tuple[str, str]]]:
     spec, options = draft.spec, draft.options
     passed_over: list[tuple[str, str]] = []
     if options.tp_plan is not None:
@@ -217,11 +235,7 @@ def _derived(draft: Draft) -> dict[str, str]:
             styles |= {**dict.fromkeys(pair.firsts, f"colwise{form}"), pair.second: f"rowwise{form}"}
     if styles:  # the vocabulary alone would not be worth it
         styles |= dict(zip(pairs.vocabulary, ("embedding_rowwise", "colwise_gather_output"), strict=False))
-    patterns = {generalize(name): style for name, style in styles.items()}
-    exact = all(
-        styles.get(name) == style for item, style in patterns.items() for name in match_names(item, draft.model.modules)
-    )
-    return patterns if exact else styles
+    return _patterns(draft, styles)
 
 
 def _not_generic(draft: Draft) -> str:

@@ -40,13 +40,17 @@ def adapted_rows(
         # The small matrices are whole on each rank, which adds their rows to those of the embedding after its exit.
         return [TensorParallelRow(base, style, entry, exit_)], {}, []
     own = tuple(model.modules[base].parameters)
-    held = style in DORA and not (style == "rowwise" and "bias" in own)
+    with_bias = style == "rowwise" and "bias" in own
     problems = [
         f"tp={tp}: {name!r} has {feature}, which is not supported inside of tensor parallel layers"
-        + (" but those that are colwise, or rowwise without a bias" if feature == MAGNITUDE else "")
         for feature in features
-        if feature != MAGNITUDE or not held
+        if feature != MAGNITUDE
     ]
+    if MAGNITUDE in features and (style not in DORA or with_bias):
+        problems.append(
+            f"tp={tp}: {name!r} has dora, and its style is {style}{' with a bias' if with_bias else ''}; legal with dora are "
+            f"{', '.join(sorted(DORA))} (rowwise without a bias), or kind: lora"
+        )
     grouped, rows_sliced = style == "grouped_colwise", (STYLES.get(style) or DERIVED[style]).dim != -1
     inner = "colwise" if style == "fused_colwise" else style
     rows = [TensorParallelRow(name, "adapted", entry, exit_, parts=parts if style == "fused_colwise" else ())]
@@ -67,7 +71,7 @@ def adapted_rows(
             else:
                 whole = "replicated_with_grad_allreduce" if rows_sliced else "whole_on_parts"
                 rows.append(TensorParallelRow(child, whole, sums=of_child))
-    for child in model.children(f"{name}.{MAGNITUDE}") if held and MAGNITUDE in features else ():
+    for child in model.children(f"{name}.{MAGNITUDE}") if MAGNITUDE in features else ():
         rows.append(
             TensorParallelRow(child, "dora_rows" if rows_sliced else "dora_columns", sums=() if rows_sliced else ("weight",))
         )

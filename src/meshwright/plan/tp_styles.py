@@ -1,11 +1,12 @@
 """Tensor parallel styles: what each slices, and its moves where no region overrides them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from meshwright.plan.inspection import ParameterFacts
+from meshwright.plan.inspection import Inspection, ParameterFacts
 from meshwright.plan.moves import Move
 from meshwright.plan.names import holder_of, match_names
+from meshwright.plan.pairs import Pair
 
 __all__ = [
     "DERIVED",
@@ -16,6 +17,7 @@ __all__ = [
     "STYLES",
     "Style",
     "canonical",
+    "styles_of_norms",
     "styles_of_parameters",
     "tp_dim",
     "tp_placement",
@@ -121,6 +123,22 @@ def styles_of_parameters(
         for name in inside:
             of_modules.setdefault(name, style)
     return {**of_modules, **styles}, problems
+
+
+def styles_of_norms(pairs: Iterable[Pair], styles: Mapping[str, str], model: Inspection) -> dict[str, str]:
+    """Return the style of each norm of heads that has none, in regions whose matrices are sliced, by name of the module.
+
+    Some models leave them out, because they have them only under some of their settings. A trace shows that such a norm treats
+    each head alike, so that each rank has a part of its gradient.
+    """
+    found = {}
+    for pair in pairs:
+        if all(styles.get(name) in FIRST for name in pair.firsts):
+            for name in dict.fromkeys(map(holder_of, pair.beside)):
+                own = {f"{name}.{item}" for item in model.modules[name].parameters}
+                if name not in styles and own <= set(pair.beside):
+                    found[name] = "replicated_with_grad_allreduce"
+    return found
 
 
 def canonical(name: str) -> str:

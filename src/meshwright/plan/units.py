@@ -40,26 +40,26 @@ def draft_units(draft: Draft) -> None:
     def matched(rule: str, pattern: str) -> list[str]:
         return draft.match(rule, pattern, draft.model.modules, "module")
 
-    def called(rule: str, pattern: str) -> list[str]:
+    def called(rule: str, pattern: str, kinds: tuple[str, ...]) -> list[str]:
         """Return the names that a pattern matches. A list or a dict, whose forward nobody calls, is a problem."""
         names = matched(rule, pattern)
         draft.problems += [
             f"{rule} pattern {pattern!r} matches {name!r}, a {draft.model.modules[name].kind}, which is not called itself; its "
             f"entries are '{name}.*'"
             for name in names
-            if draft.model.modules[name].container
+            if draft.model.modules[name].kind in kinds
         ]
         return names
 
     for pattern in spec.layers:
-        names = called("layers", pattern)
+        names = called("layers", pattern, ("ModuleList",))
         last = last_of_each_container(names)
         for name in names:
             claim(name, LAYER, f"layers pattern {pattern!r}", name not in last)
     if not spec.layers:
         draft.remarks.append("layers: none; what no other unit has is one unit, gathered as a whole")
     for rule in spec.units:
-        names = called("units", rule.pattern)
+        names = called("units", rule.pattern, ("ModuleList", "ModuleDict"))
         for name in names:
             reshard = True if rule.reshard_after_forward is None else rule.reshard_after_forward
             claim(name, "unit", f"units pattern {rule.pattern!r}", reshard, rule.sync)
