@@ -133,11 +133,12 @@ class Mixing(nn.Module):
 
 def test_what_a_parameter_is_decides_and_not_the_name_of_its_class() -> None:
     modules = {"linear": NormalizedLinear(8, 4), "router": NormedRouter(8), "scale": PerHeadScale(4, 8), "mixing": Mixing(8)}
-    model = nn.ModuleDict({**modules, "norm": PerHeadNorm((4, 8)), "cohere": CohereLayerNorm((4, 8))})
+    model = nn.ModuleDict({**modules, "norm": PerHeadNorm((4, 8)), "cohere": CohereLayerNorm((4, 8)),
+             "unbiased": nn.LayerNorm((4, 8), bias=False)}  # fmt: skip)
     plan = resolve(ParallelSpec("plain", layers=()), model, Layout(), ParallelOptions(), world_size=2)
     rules = {row.name: row.decay_rule for row in plan.parameters}
     matrices = ["linear.weight", "router.weight", "mixing.weight"]
-    norms = ["scale.weight", "norm.weight", "cohere.weight"]
+    norms = ["scale.weight", "norm.weight", "cohere.weight", "unbiased.weight"]
     assert rules == {**dict.fromkeys(matrices, "matrix"), **dict.fromkeys(norms, "norm"), "norm.bias": "bias"}
     assert {row.name for row in plan.parameters if row.decayed} == set(matrices) == set(to_be_decayed(model, 0, ()))
 

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from meshwright.errors import MeshwrightError
 from meshwright.plan.hardware import known_hardware, load_hardware, name_of
+from meshwright.train import forecast
 from meshwright.train.config import RunConfig
 from meshwright.train.forecast import NICENESS, Expectation, compared, operations_of_step, part_of
 from meshwright.train.prepare import prepare_run
@@ -51,8 +52,11 @@ def test_what_is_no_computation_is_waiting() -> None:
     assert lines[-1] == ["off", "most:", "waiting"]
 
 
-def test_a_run_prints_both_and_knows_its_speed(tiny: Tiny, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prints_both_and_knows_its_speed(
+    tiny: Tiny, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The forecast comes while the first steps run, so the run is long enough; it needs no GPU."""
+    monkeypatch.setattr(forecast, "NICENESS", 0)  # here, other tests leave nothing to a process that lets them go first
     config = tiny("metrics.gpu=h100", "training.steps=400", "training.log_every=10", "training.eval_every=0")
     train(config, 2)
     printed = capfd.readouterr().out

@@ -31,29 +31,31 @@ _ELEMENTWISE = {
 
 
 class _Operators(TorchDispatchMode):
-    """Follows the input and the parameters of a call."""
+    """Follows the input and the parameters of a call.
+
+    Attributes:
+        statistic: whether a statistic of the input was computed.
+        elementwise: whether parameters only scaled and shifted, after the statistic.
+    """
 
     def __init__(self, given: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
-        self._given, self._own = (
-            WeakIdKeyDictionary({given: True}),
-            WeakIdKeyDictionary(dict.fromkeys(parameters.values(), True)),
-        )
+        self._given: Any = WeakIdKeyDictionary({given: True})
+        self._own: Any = WeakIdKeyDictionary(dict.fromkeys(parameters.values(), True))
         self.statistic, self.elementwise = False, True
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        name = function._schema.name.partition("::")[2].rstrip("_") or function._schema.name
+        name = function._schema.name.partition("::")[2].rstrip("_")
         tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
         given, own = (any(tensor in of for tensor in tensors) for of in (self._given, self._own))
         if name in _STATISTICS and given:
             self.statistic = True
-        fused = name in _FUSED and tensors[0] not in self._own
-        if own and name not in _ELEMENTWISE and not fused:
+        if own and name not in _ELEMENTWISE and not (name in _FUSED and tensors[0] not in self._own):
             self.elementwise = False
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
-                for of, has in ((self._given, given), (self._own, own and not given)):
+                for of, has in ((self._given, given), (self._own, own)):
                     if has:
                         of[tensor] = True
         return result
@@ -78,13 +80,12 @@ def is_norm(module: nn.Module) -> bool:
 
 def _traced(module: nn.Module, features: tuple[int, ...]) -> bool:
     called = copy.copy(module)
-    tensors = {
-        name: torch.empty_like(tensor, device="meta")
-        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    }
-    dtype = next(iter(tensors.values())).dtype
-    given = torch.empty((2, 3, *features), dtype=dtype, device="meta")
-    operators = _Operators(given, {name: tensors[name] for name, _ in module.named_parameters(recurse=False)})
+    for kind in ("_parameters", "_buffers"):
+        held = vars(module)[kind].items()
+        vars(called)[kind] = {name: None if own is None else torch.empty_like(own, device="meta") for name, own in held}
+    own: dict[str, torch.Tensor] = {name: item for name, item in vars(called)["_parameters"].items() if item is not None}
+    given = torch.empty((2, 3, *features), dtype=next(iter(own.values())).dtype, device="meta")
+    operators = _Operators(given, own)
     with torch.no_grad(), operators:
-        output = torch.func.functional_call(called, tensors, (given,))
+        output = type(module).forward(called, given)  # without hooks, which are for real calls
     return operators.statistic and operators.elementwise and isinstance(output, torch.Tensor) and output.shape == given.shape
