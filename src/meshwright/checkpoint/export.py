@@ -11,6 +11,7 @@ from meshwright.checkpoint import storage
 from meshwright.checkpoint.directory import damage, read_meta
 from meshwright.checkpoint.manager import check_base, check_writable
 from meshwright.errors import CheckpointError, ModelError, described
+from meshwright.files import honour_umask, save_tensors
 
 __all__ = ["export_checkpoint", "generate"]
 
@@ -110,6 +111,7 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
             (temporary / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         tokenizer.save_pretrained(temporary)
         (temporary / MARK).write_text(f"{checkpoint.resolve()}\n")
+        honour_umask(temporary)
         if directory.exists():
             directory.rename(replaced)
         temporary.rename(directory)
@@ -131,7 +133,7 @@ def _cast_files(folder: Path, dtype: str, exceptions: Mapping[str, str]) -> None
         exceptions: tensor name, as in the files, to dtype.
     """
     import torch
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
     total = 0
     for file in folder.glob("*.safetensors"):
@@ -140,7 +142,7 @@ def _cast_files(folder: Path, dtype: str, exceptions: Mapping[str, str]) -> None
             if tensor.is_floating_point():
                 tensors[name] = tensor.to(getattr(torch, exceptions.get(name, dtype)))
         total += sum(tensor.nbytes for tensor in tensors.values())
-        save_file(tensors, file, metadata={"format": "pt"})
+        save_tensors(tensors, file)
     index, config = folder / "model.safetensors.index.json", folder / "config.json"
     if index.is_file():
         content = json.loads(index.read_text())

@@ -14,6 +14,7 @@ from torch import nn
 
 from meshwright.distributed.names import class_name
 from meshwright.errors import ConfigError, ModelError, described
+from meshwright.files import save_tensors
 from meshwright.models import expert_adapters
 from meshwright.models.config import AdapterConfig
 
@@ -185,10 +186,8 @@ def write_adapter(model: nn.Module, config: AdapterConfig, base: str | None, fol
         base: path or name of the model without adapters; ``None``: unknown.
         folder: an existing directory.
     """
-    from safetensors.torch import save_file
-
     tensors = {entry.key: entry.to_files(entry.parameter.data).clone().contiguous() for entry in _entries(model)}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_tensors(tensors, folder / WEIGHTS)
     names = {id(module): name for name, module in model.named_modules()}
     settings = peft_config(config, sorted(names[id(wrapper)] for _, _, wrapper in wrappers(model)))
     settings.target_parameters = expert_adapters.targets_in_files(model) or None
