@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "meshwright"
 
 FLOORS = (
-    {"errors", "files", "paths"},
+    {"errors", "files", "paths", "quiet"},
     {"layout"},
     {"plan"},
     {"distributed", "moe", "ranks"},
