@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from meshwright.cli.arguments import ConfigArgument, DebugOption, OverrideArgument, check_writable
 from meshwright.cli.plan import plan
+from meshwright.cli.problems import show_problems
 from meshwright.errors import MeshwrightError, StoppedError, WorkerError, described, shortened
 from meshwright.quiet import quiet
 
@@ -317,9 +318,7 @@ def main() -> None:
     except MeshwrightError as error:
         if debug:
             traceback.print_exc()
-        kind = "" if isinstance(error, StoppedError) else "error: "
-        for problem in error.problems:
-            print(f"{kind}{problem}", file=sys.stderr)
+        show_problems(error.problems, kind="" if isinstance(error, StoppedError) else "error: ", whole=debug)
         _end(error.exit_code)
     except Exception as error:
         if debug:
