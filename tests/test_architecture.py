@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "meshwright"
 
 FLOORS = (
-    {"errors", "paths"},
+    {"errors", "files", "paths", "quiet"},
     {"layout"},
     {"plan"},
     {"distributed", "moe", "ranks"},
@@ -43,7 +43,7 @@ BESIDE = {
 }
 """And these import a room of their own floor."""
 
-ALONE = {"data": {"errors", "paths"}}
+ALONE = {"data": {"errors", "files", "paths"}}
 """All that a room imports: what a loader yields is a function of seed, data and step, and of no layout."""
 
 FACADES = {

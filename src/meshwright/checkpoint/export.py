@@ -2,8 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ from meshwright.checkpoint import storage
 from meshwright.checkpoint.directory import damage, read_meta
 from meshwright.checkpoint.manager import check_base, check_writable
 from meshwright.errors import CheckpointError, ModelError, described
+from meshwright.files import honour_umask, save_tensors
+from meshwright.models.bars import one_bar
 
 __all__ = ["export_checkpoint", "generate"]
 
@@ -102,7 +103,7 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
             temporary.mkdir()
             write_adapter(model, adapted, None if base is None else base.path, temporary)
         else:
-            with _without_progress_bars():
+            with one_bar("writing weights"):
                 model.save_pretrained(temporary)
             if exceptions:
                 _cast_files(temporary, str(dtype), exceptions)
@@ -110,6 +111,7 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
             (temporary / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         tokenizer.save_pretrained(temporary)
         (temporary / MARK).write_text(f"{checkpoint.resolve()}\n")
+        honour_umask(temporary)
         if directory.exists():
             directory.rename(replaced)
         temporary.rename(directory)
@@ -131,7 +133,7 @@ def _cast_files(folder: Path, dtype: str, exceptions: Mapping[str, str]) -> None
         exceptions: tensor name, as in the files, to dtype.
     """
     import torch
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
     total = 0
     for file in folder.glob("*.safetensors"):
@@ -140,7 +142,7 @@ def _cast_files(folder: Path, dtype: str, exceptions: Mapping[str, str]) -> None
             if tensor.is_floating_point():
                 tensors[name] = tensor.to(getattr(torch, exceptions.get(name, dtype)))
         total += sum(tensor.nbytes for tensor in tensors.values())
-        save_file(tensors, file, metadata={"format": "pt"})
+        save_tensors(tensors, file)
     index, config = folder / "model.safetensors.index.json", folder / "config.json"
     if index.is_file():
         content = json.loads(index.read_text())
@@ -163,20 +165,6 @@ def _ends(tokenizer: Any, known: int | list[int] | None) -> int | list[int] | No
     return ids[0] if len(ids) == 1 else ids or None
 
 
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Inside this context, transformers draws no progress bars on stderr."""
-    from transformers.utils import logging
-
-    enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            logging.enable_progress_bar()
-
-
 def generate(
     directory: Path,
     prompt: str,
@@ -189,6 +177,7 @@ def generate(
     show: Callable[[str], None] | None = None,
     raw: bool = False,
     adapter: Path | None = None,
+    warn: Callable[[str], None] | None = None,
 ) -> str:
     """Continue a prompt with the model of a Hugging Face directory, in the way of its family; by default token by token.
 
@@ -207,6 +196,7 @@ def generate(
         show: is called with a line about each denoising step; for block diffusion.
         raw: continue the prompt as it is, even if there is a chat template.
         adapter: a directory of peft, whose adapter the model gets.
+        warn: is called with a line if the text may become longer than the model's positions.
 
     Returns:
         The text after the prompt: its continuation or, on a new line, the answer.
@@ -224,7 +214,7 @@ def generate(
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory}: holds no model (no config.json)")
     try:
-        with _without_progress_bars():
+        with one_bar("reading weights"):
             config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
             family = family_named(config.model_type)
             model = family.auto_class().from_pretrained(directory, dtype="auto", trust_remote_code=trust_remote_code)
@@ -242,6 +232,10 @@ def generate(
     before = "\n" if asked else ""
     if inputs["input_ids"].shape[1] == 0:
         raise ModelError("the prompt has no tokens")
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    tokens = inputs["input_ids"].shape[1] + max_new_tokens
+    if warn is not None and isinstance(longest, int) and 0 < longest < tokens:
+        warn(f"up to {tokens} tokens, beyond the {longest} positions of the model: what it says there may make no sense")
     if asked:
         model.generation_config.eos_token_id = _ends(tokenizer, model.generation_config.eos_token_id)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed, steps, show)

@@ -13,7 +13,9 @@ from typer.core import TyperGroup
 
 from meshwright.cli.arguments import ConfigArgument, DebugOption, OverrideArgument, check_writable
 from meshwright.cli.plan import plan
+from meshwright.cli.problems import show_problems
 from meshwright.errors import MeshwrightError, StoppedError, WorkerError, described, shortened
+from meshwright.quiet import quiet
 
 if TYPE_CHECKING:
     from meshwright.audit.report import AuditReport
@@ -247,7 +249,8 @@ def generate(
 
     show = None if quiet else lambda line: typer.echo(line, err=True)
     sampling = (max_new_tokens, temperature, top_p, seed)
-    typer.echo(prompt + continue_prompt(directory, prompt, *sampling, steps=steps, show=show, raw=raw, adapter=adapter))
+    more: dict[str, Any] = {"steps": steps, "show": show, "raw": raw, "adapter": adapter}
+    typer.echo(prompt + continue_prompt(directory, prompt, *sampling, **more, warn=lambda line: typer.echo(line, err=True)))
 
 
 @app.command()
@@ -308,14 +311,14 @@ def _end(code: int) -> NoReturn:
 def main() -> None:
     """Entry point: an error of the user gives one clear message and an exit code, without a traceback."""
     debug = "--debug" in sys.argv
+    if not debug:
+        quiet()
     try:
         app()
     except MeshwrightError as error:
         if debug:
             traceback.print_exc()
-        kind = "" if isinstance(error, StoppedError) else "error: "
-        for problem in error.problems:
-            print(f"{kind}{problem}", file=sys.stderr)
+        show_problems(error.problems, kind="" if isinstance(error, StoppedError) else "error: ", whole=debug)
         _end(error.exit_code)
     except Exception as error:
         if debug:

@@ -13,7 +13,6 @@ It is written under a temporary name and renamed when complete, so it is either 
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,6 +33,7 @@ from meshwright.data.order import stable_hash
 from meshwright.data.tokenizer import tokenizer_state
 from meshwright.data.writer import Writer
 from meshwright.errors import ConfigError, DataError
+from meshwright.files import honour_umask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -172,7 +172,7 @@ def prepare(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", directory:
     temporary = Path(tempfile.mkdtemp(prefix=f".{fingerprint[:16]}-", dir=directory))
     try:
         _write(config, tokenizer, temporary, cache_dir, fingerprint, seed)
-        os.chmod(temporary, 0o755)  # mkdtemp makes it private; a store is often shared
+        honour_umask(temporary)  # mkdtemp makes it private; a store is often shared
         try:
             temporary.rename(final)
         except OSError:

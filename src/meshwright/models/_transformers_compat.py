@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.distributed._torch_compat import own_memory
 from meshwright.errors import UnsupportedError
+from meshwright.models.bars import one_bar
 
 if TYPE_CHECKING:
     import torch
@@ -344,7 +345,8 @@ def load_sharded(model: "PreTrainedModel", files: Sequence[str], device: "torch.
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # we report missing keys ourselves
     try:
-        info, _ = type(model)._load_pretrained_model(model, None, list(files), config)
+        with one_bar("reading weights"):
+            info, _ = type(model)._load_pretrained_model(model, None, list(files), config)
         info = type(model)._finalize_model_loading(model, config, info)
     finally:
         logging.set_verbosity(verbosity)

@@ -14,6 +14,7 @@ from torch import nn
 
 from meshwright.distributed.names import class_name
 from meshwright.errors import ConfigError, ModelError, described
+from meshwright.files import save_tensors
 from meshwright.models import expert_adapters
 from meshwright.models.config import AdapterConfig
 from meshwright.plan.names import within
@@ -225,10 +226,8 @@ def write_adapter(model: nn.Module, config: AdapterConfig, base: str | None, fol
         base: path or name of the model without adapters; ``None``: unknown.
         folder: an existing directory.
     """
-    from safetensors.torch import save_file
-
     tensors = {entry.key: entry.to_files(entry.parameter.data).clone().contiguous() for entry in _entries(model)}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_tensors(tensors, folder / WEIGHTS)
     names = {id(module): name for name, module in model.named_modules()}
     adapted = [names[id(wrapper)] for _, _, wrapper in wrappers(model)]
     as_experts = named_as_experts(model, adapted)

@@ -19,6 +19,7 @@ from typing import Any
 from meshwright import errors
 from meshwright.errors import ConfigError, MeshwrightError, NonFiniteError, StoppedError, WorkerError, described
 from meshwright.layout import AXES
+from meshwright.quiet import quiet
 from meshwright.train.assure import Prove, assure, assure_on_rank_0
 from meshwright.train.config import RunConfig
 from meshwright.train.ending import SAME, SIGNALS, UNEXPORTED, WISH, leave_to_rank_0, tell
@@ -279,6 +280,8 @@ def _worker_entry(
     # torch lets the kernel send SIGINT to a worker whose launcher dies. One before this line may have had no effect.
     if os.getppid() != launcher:
         os._exit(1)
+    if not debug:
+        quiet()  # a spawned worker has not inherited it
     import torch
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

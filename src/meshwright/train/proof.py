@@ -7,7 +7,7 @@ depends on a record: if one cannot be read or written, a line says so, and the r
 import json
 import os
 import shlex
-import tempfile
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
@@ -140,14 +140,13 @@ def record(claim: Claim, entry: Record, say: Callable[[str], None]) -> None:
         directory = _directory()
         directory.mkdir(parents=True, exist_ok=True)
         # Written to a unique file and renamed: of two audits that end at the same time, one record remains, complete.
-        handle, name = tempfile.mkstemp(dir=directory, suffix=".tmp")
+        temporary = directory / f"{uuid.uuid4().hex}.tmp"
         try:
-            with os.fdopen(handle, "w") as file:
-                file.write(content)
-            Path(name).replace(directory / f"{claim.key}-{entry.dtype}.json")
+            temporary.write_text(content)
+            temporary.replace(directory / f"{claim.key}-{entry.dtype}.json")
         except BaseException:
             with suppress(OSError):
-                Path(name).unlink()
+                temporary.unlink()
             raise
     except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
         say(f"the verdict of the audit could not be recorded: {getattr(error, 'filename', None) or 'cache'}: {error}")

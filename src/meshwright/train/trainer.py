@@ -22,6 +22,7 @@ from meshwright.distributed.fsdp import move_buffers
 from meshwright.distributed.sequences import follow, share_batch
 from meshwright.distributed.stage_parts import models_of
 from meshwright.errors import CheckpointError, NonFiniteError, StoppedError
+from meshwright.files import save_tensors
 from meshwright.models.init import derive_seed, initialize_buffers
 from meshwright.models.objective import ROUTED
 from meshwright.plan.inspection import model_sizes
@@ -296,13 +297,11 @@ class Trainer:
                     f"training.max_skipped={most} is the limit"
                 )
             return
-        from safetensors.torch import save_file
-
         batches = self._microbatches(step)
         folder = self.setup.paths.root / f"nonfinite-step-{step + 1}"
         folder.mkdir(parents=True, exist_ok=True)
         stacked = {name: _stacked([batch[name] for batch in batches]) for name in batches[0]}
-        save_file(stacked, folder / f"batch-rank-{self.rank}.safetensors")
+        save_tensors(stacked, folder / f"batch-rank-{self.rank}.safetensors")
         raise NonFiniteError(
             f"{failure}; the batch of each rank is in {folder}; {kept}. training.on_nonfinite=skip leaves such steps out"
         )

@@ -203,6 +203,7 @@ def finish_run(config: RunConfig) -> None:
             temperature=None,
             trust_remote_code=config.model.trust_remote_code,
             raw=config.sample.raw,
+            warn=warn,
         )
         console.print(prompt, style="bold", end="", highlight=False, markup=False)
         console.print(text, highlight=False, markup=False)

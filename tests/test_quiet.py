@@ -1,0 +1,37 @@
+"""Warnings of other libraries that no user can act on do not reach him; all others do."""
+
+import sys
+import warnings
+
+import pytest
+from transformers.utils import logging
+
+from meshwright.quiet import quiet
+
+KINDS = [(FutureWarning, "torch.optim"), (DeprecationWarning, "x"), (UserWarning, "peft.tuners.lora"), (UserWarning, "torch.x")]
+
+
+@pytest.mark.parametrize(("options", "left"), [([], ["UserWarning"]), (["default"], [kind.__name__ for kind, _ in KINDS])])
+def test_what_reaches_the_user(monkeypatch: pytest.MonkeyPatch, options: list[str], left: list[str]) -> None:
+    monkeypatch.setattr(sys, "warnoptions", options)
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "warning")  # what a user sets stays
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        quiet()
+        for kind, module in KINDS:
+            warnings.warn_explicit("said", kind, "file.py", 1, module=module, registry={})
+    assert [item.category.__name__ for item in found] == left
+
+
+def test_transformers_logs_errors_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "warning")
+    before = logging.get_verbosity()
+    try:
+        with warnings.catch_warnings():
+            quiet()
+            assert logging.get_verbosity() == before
+            monkeypatch.delenv("TRANSFORMERS_VERBOSITY")
+            quiet()
+        assert logging.get_verbosity() == logging.ERROR
+    finally:
+        logging.set_verbosity(before)
