@@ -133,8 +133,8 @@ class Mixing(nn.Module):
 
 def test_what_a_parameter_is_decides_and_not_the_name_of_its_class() -> None:
     modules = {"linear": NormalizedLinear(8, 4), "router": NormedRouter(8), "scale": PerHeadScale(4, 8), "mixing": Mixing(8)}
-    model = nn.ModuleDict({**modules, "norm": PerHeadNorm((4, 8)), "cohere": CohereLayerNorm((4, 8)),
-             "unbiased": nn.LayerNorm((4, 8), bias=False)}  # fmt: skip)
+    modules |= {"norm": PerHeadNorm((4, 8)), "cohere": CohereLayerNorm((4, 8)), "unbiased": nn.LayerNorm((4, 8), bias=False)}
+    model = nn.ModuleDict(modules)
     plan = resolve(ParallelSpec("plain", layers=()), model, Layout(), ParallelOptions(), world_size=2)
     rules = {row.name: row.decay_rule for row in plan.parameters}
     matrices = ["linear.weight", "router.weight", "mixing.weight"]
