@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from meshwright.audit.borders import BorderRecorder, BorderRow, Point, border_error, part_of, worst_of_ranks
 from meshwright.audit.origin import origin_findings
-from meshwright.audit.ranks import RankResult
+from meshwright.audit.result import RankResult
 from meshwright.layout import Layout
 from meshwright.models.registry import spec_of
 from meshwright.plan.borders import Held, Side

@@ -16,7 +16,7 @@ from meshwright.audit import conduct
 from meshwright.audit.case import Case
 from meshwright.audit.conduct import Auditor
 from meshwright.audit.diagnose import Kind
-from meshwright.audit.reference import measure_drift
+from meshwright.audit.noise import measure_drift
 from meshwright.audit.report import AuditReport
 from meshwright.matrix.cells import LAYOUTS, Variant, family_case
 from meshwright.plan.options import SyncPolicy

@@ -3,9 +3,10 @@
 import functools
 import hashlib
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,13 +161,23 @@ class AuditTrainer(Trainer):
         case: the case.
         device: the device to compute on.
         engine: class of the engine that runs its microbatches.
+        filled: is called with the model when it has its first values, before any are packed in 4 bits; ``None``: nothing is.
+        resume: checkpoint to resume from; ``None``: none.
         parts: replacements for parts of an audit, by the names of the fields of :class:`~meshwright.train.parts.Parts`.
 
     Attributes:
         sequences: for each step, the digests of the sequences that this rank was fed.
     """
 
-    def __init__(self, case: Case, device: torch.device, engine: type[NotingEngine] = NotingEngine, **parts: Any) -> None:
+    def __init__(
+        self,
+        case: Case,
+        device: torch.device,
+        engine: type[NotingEngine] = NotingEngine,
+        filled: Callable[[nn.Module], None] | None = None,
+        resume: Path | None = None,
+        **parts: Any,
+    ) -> None:
         self.case = case
         self.sequences: list[list[str]] = []
         setup = make_setup(case.config, dist.get_world_size())
@@ -178,8 +189,13 @@ class AuditTrainer(Trainer):
             return chosen
 
         # All cases of a layout share one mesh: its process groups have threads, and cannot be destroyed one by one.
-        own = {"mesh": lambda trainer: _mesh(setup.layout, device.type), "loader": _loader, "fill": _fill, "engine": noting}
-        super().__init__(setup, TokenStore.open(case.store), device, parts=Parts(**{**own, **parts}))
+        own = {
+            "mesh": lambda trainer: _mesh(setup.layout, device.type),
+            "loader": _loader,
+            "fill": partial(_fill, filled=filled),
+            "engine": noting,
+        }
+        super().__init__(setup, TokenStore.open(case.store), device, resume, Parts(**{**own, **parts}))
 
     def note_sequences(self, batches: list[Batch]) -> None:
         """Record which sequences this rank is fed in a step."""
@@ -199,7 +215,7 @@ def _loader(trainer: Made, store: TokenStore) -> TrainLoader:
     return loader
 
 
-def _fill(trainer: Made, device: torch.device) -> None:
+def _fill(trainer: Made, device: torch.device, filled: Callable[[nn.Module], None] | None) -> None:
     """Initialize the model as a run does. If its weights were not loaded, add noise to them.
 
     Biases that begin as zero, and norms that begin as one, would hide errors in them and behind them.
@@ -208,6 +224,9 @@ def _fill(trainer: Made, device: torch.device) -> None:
     if trainer.config.model.path is None:
         packed = {row.name for row in trainer.setup.plan.parameters if row.dtype == NF4}
         _jitter(trainer.model, trainer.config.training.seed, packed)
+        if filled is not None:
+            filled(trainer.model)
+        _round(trainer.model, packed)
 
 
 @functools.cache
@@ -217,14 +236,12 @@ def _mesh(layout: Layout, device_type: str) -> ParallelMesh:
 
 @torch.no_grad()
 def _jitter(model: nn.Module, seed: int, packed: Container[str]) -> None:
-    """Add noise to each parameter, but those in 4 bits (``packed``).
+    """Add noise to each parameter, but those that will be in 4 bits (``packed``).
 
     The noise is generated for the whole parameter, from a random stream of its own, so it does not depend on the layout.
     """
     for name, parameter in model.named_parameters():
         if name in packed:
-            if not is_packed(parameter):  # the plain model computes with what the bytes mean
-                parameter.data = dequantize(quantize(parameter.data), parameter.dtype)
             continue
         generator = torch.Generator().manual_seed(derive_seed(seed, "jitter", name))
         noise = (JITTER * torch.randn(parameter.shape, generator=generator)).to(parameter.device, parameter.dtype)
@@ -233,3 +250,11 @@ def _jitter(model: nn.Module, seed: int, packed: Container[str]) -> None:
             # src_data_rank=None: each rank slices its own copy, and nothing is sent
             noise = local_part(distribute_tensor(noise, value.device_mesh, value.placements, src_data_rank=None))
         local_part(value).add_(noise)
+
+
+@torch.no_grad()
+def _round(model: nn.Module, packed: Container[str]) -> None:
+    """Round the parameters that will be in 4 bits: the plain model computes with what the bytes mean."""
+    for name, parameter in model.named_parameters():
+        if name in packed and not is_packed(parameter):
+            parameter.data = dequantize(quantize(parameter.data), parameter.dtype)

@@ -5,7 +5,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -13,16 +13,20 @@ from types import TracebackType
 
 from meshwright.audit.borders import worst_of_ranks
 from meshwright.audit.case import Case, in_dtype
+from meshwright.audit.checks import checks_of, whole_checks
 from meshwright.audit.data import documents_of_run, draw_documents
-from meshwright.audit.diagnose import Finding, Kind, diagnose
+from meshwright.audit.diagnose import Kind, diagnose
+from meshwright.audit.files import from_files, unwritten
+from meshwright.audit.noise import measure_drift, measure_noise
 from meshwright.audit.origin import in_order
-from meshwright.audit.ranks import RankResult, RankTrainer, audit_on_rank
-from meshwright.audit.reference import Reference, measure_drift, measure_noise, record_reference
-from meshwright.audit.report import AuditReport, Check, row_checks
+from meshwright.audit.plain import PlainResult, compare_with_plain, finding_of
+from meshwright.audit.ranks import RankTrainer, audit_on_rank
+from meshwright.audit.reference import Reference, record_reference
+from meshwright.audit.report import AuditReport, row_checks
+from meshwright.audit.result import RankResult
 from meshwright.audit.tolerance import TOLERANCES, Tolerances, comparable_steps
-from meshwright.errors import ConfigError, LayoutError
+from meshwright.errors import ConfigError, LayoutError, MeshwrightError, described
 from meshwright.plan.inspection import model_sizes
-from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.ranks.pool import Pool
 from meshwright.shrink.run import MAX_PROCESSES, shrink
 from meshwright.shrink.settle import settle
@@ -89,7 +93,7 @@ def audit(
         if not model_sizes(setup.spec, setup.model).experts:
             more = tuple(change for change in more if change.key != "model.experts_implementation")
         with Auditor(device_kind(config, world_size), patience) as auditor:
-            report = auditor.audit(Case(ready, store, steps), world_size, changes=(*changes, *more))
+            report = auditor.audit(Case(ready, store, steps), world_size, changes=(*changes, *more), whole=True)
     _keep(config, setup, report, say)
     return report
 
@@ -196,6 +200,7 @@ class Auditor:
         self._pools: dict[int, Pool] = {}
         self._folder = Path(tempfile.mkdtemp(prefix="meshwright-references-"))
         self._references: dict[str, tuple[Path, dict[str, float]]] = {}
+        self._plains: dict[Path, PlainResult] = {}
 
     def audit(
         self,
@@ -204,6 +209,7 @@ class Auditor:
         *,
         changes: Sequence[Change] = (),
         plants: Iterable[Callable[[RankTrainer], None]] = (),
+        whole: bool = False,
     ) -> AuditReport:
         """Audit one case.
 
@@ -212,6 +218,7 @@ class Auditor:
             world_size: number of processes.
             changes: changes of the configuration, for the report.
             plants: see :func:`~meshwright.audit.ranks.audit_on_rank`.
+            whole: also read the model from files, evaluate, go on from a checkpoint, and compare with plain libraries.
         """
         begun = time.perf_counter()
         setup = make_setup(case.config, world_size)
@@ -220,15 +227,19 @@ class Auditor:
             why = "in bfloat16 steps after the first compare rounding"
             changes = (*changes, Change("training.steps", case.steps, steps, why))
             case = case.with_steps(steps)
-        folder, noise = self._reference(case, setup.layout.size("dp"))
-        ranks: list[RankResult] = self._pool(world_size).run(audit_on_rank, case, folder, noise, tuple(plants))
+        folder, noise = self._reference(case, setup.layout.size("dp"), whole)
+        reading, unread = self._reading(case, folder, setup, world_size) if whole else (case, "")
+        ranks: list[RankResult] = self._pool(world_size).run(audit_on_rank, reading, folder, noise, tuple(plants), whole)
         reference = Reference(folder)
         tolerances = Tolerances(setup.plan, case.dtype, reference, noise, case.steps)
         findings = diagnose(setup.plan, reference, ranks, tolerances)
+        plain = self._plain(case, folder) if whole else None
+        if plain is not None and (differs := finding_of(plain)) is not None:
+            findings.insert(0, differs)
         later = case.steps > 1 and {finding.kind for finding in findings} <= {Kind.STATE, Kind.LATER}
         if findings and later and case.dtype == "bfloat16" and (why := self._drift(case, folder, tolerances)):
             change = Change("training.steps", case.steps, 1, why)
-            return self.audit(case.with_steps(1), world_size, changes=(*changes, change), plants=plants)
+            return self.audit(case.with_steps(1), world_size, changes=(*changes, change), plants=plants, whole=whole)
         rows = [row for result in ranks for row in result.rows]
         return AuditReport(
             family=setup.plan.family,
@@ -244,21 +255,44 @@ class Auditor:
             bytes={axis: dict(sizes) for axis, sizes in next(iter(ranks[0].bytes), {}).items()},
             rows=tuple(rows),
             borders=tuple(in_order(setup.plan, worst_of_ranks(row for result in ranks for row in result.borders))),
-            checks=(*row_checks(rows, case.steps), *_checks(setup.plan, reference, ranks, findings)),
+            checks=(
+                *row_checks(rows, case.steps),
+                *checks_of(setup.plan, reference, ranks, findings),
+                *(() if plain is None else whole_checks(reference, ranks, findings, plain, unread)),
+            ),
             findings=tuple(findings),
             seconds=time.perf_counter() - begun,
             claim=claim_of(setup),
         )
 
-    def _reference(self, case: Case, readers: int) -> tuple[Path, dict[str, float]]:
+    def _reading(self, case: Case, folder: Path, setup: RunSetup, world_size: int) -> tuple[Case, str]:
+        """Return the case whose ranks read the model from files, or the case itself and why they do not."""
+        if why := unwritten(folder):
+            return case, why
+        reading = from_files(case, folder)
+        try:
+            again = make_setup(reading.config, world_size)
+        except MeshwrightError as error:
+            return case, f"the files of transformers cannot be trained from: {described(error)}"
+        if again.plan.parameters != setup.plan.parameters:
+            return case, "transformers reads its own files as another model"
+        return reading, ""
+
+    def _plain(self, case: Case, folder: Path) -> PlainResult:
+        if folder not in self._plains:
+            self._plains[folder] = self._pool(1).run(compare_with_plain, case, folder)[0]
+        return self._plains[folder]
+
+    def _reference(self, case: Case, readers: int, whole: bool) -> tuple[Path, dict[str, float]]:
         alone = case.on_one_process()
         content = {**alone.config.model_dump(mode="json"), "output": "", "store": str(case.store), "steps": case.steps}
         content["readers"] = readers  # the borders of their first microbatches are recorded
+        content["whole"] = whole
         key = sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
         if key not in self._references:
             folder = self._folder / key
             pool = self._pool(1)
-            pool.run(record_reference, case, folder, readers)
+            pool.run(record_reference, case, folder, readers, whole)
             self._references[key] = (folder, pool.run(measure_noise, case, folder)[0])
         return self._references[key]
 
@@ -294,65 +328,3 @@ class Auditor:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
-
-
-def _checks(
-    plan: ShardingPlan, reference: Reference, ranks: Sequence[RankResult], findings: Sequence[Finding]
-) -> Iterator[Check]:
-    """Yield the lines of the summary that do not compare tensors."""
-    wrong = {finding.kind for finding in findings}
-
-    def relative(value: float, truth: float) -> float:
-        return abs(value - truth) / abs(truth) if truth else math.inf
-
-    first = ranks[0]
-    losses = max(relative(*pair) for result in ranks for pair in zip(result.losses, reference.losses, strict=True))
-    yield Check(
-        "loss of every step", ", ".join(f"{loss:.6g}" for loss in first.losses), f"{losses:.1e}", Kind.LOSS not in wrong
-    )
-    norms = max(relative(*pair) for result in ranks for pair in zip(result.norms, reference.norms, strict=True))
-    clipped = max(relative(result.clipped_norm, reference.clipped_norm) for result in ranks)
-    shown_norms = ", ".join(f"{norm:.6g}" for norm in first.norms)
-    yield Check("gradient norm of every step", shown_norms, f"{norms:.1e}", Kind.NORM not in wrong)
-    if reference.clip_norm is not None:
-        yield Check("norm after clipping", f"to {reference.clip_norm:.6g}", f"{clipped:.1e}", Kind.NORM not in wrong)
-    tensors = sum(map(len, first.digests.values()))
-    yield Check("replicas bitwise equal", f"{tensors} tensors on {len(ranks)} ranks", "", Kind.REPLICAS not in wrong)
-    frozen = sum(not row.trainable for row in plan.parameters)
-    yield Check("frozen parameters unmoved", str(frozen), "", Kind.FROZEN not in wrong)
-    tied = sum(bool(row.aliases) for row in plan.parameters)
-    yield Check("tied parameters are one", str(tied), "", Kind.TIES not in wrong)
-    sequences = sum(map(len, reference.sequences))
-    tokens = reference.microbatch_tokens
-    compared = (
-        f"{sequences} sequences; in the first step {min(tokens)} to {max(tokens)} valid tokens a microbatch, and "
-        f"{reference.boundaries} boundaries between documents"
-    )
-    if reference.unlabelled_step is not None:
-        compared += f"; a microbatch of step {reference.unlabelled_step + 1} has no valid token"
-    yield Check("each rank was fed its share", compared, "", Kind.DATA not in wrong)
-    compared = f"{reference.words_fed} of {reference.words}, as inputs and as labels of the first step"
-    yield Check("words at the edges of slices of the vocabulary, and padding", compared, "", True)
-    if reference.experts:
-        compared = f"{reference.idle_experts} of {reference.experts}, in the first step"
-        yield Check("experts without a token in a microbatch", compared, "", True)
-    yield _border_check(reference, ranks, not {Kind.FORWARD, Kind.BACKWARD} & wrong)
-    yield Check("no random numbers drawn, modules in training mode", "", "", not {Kind.RANDOM, Kind.MODE} & wrong)
-    yield Check("nothing lost", "parameters and buffers", "", Kind.LOST not in wrong)
-    shown = []
-    for axis, counts in next(iter(first.counts), {}).items():
-        kinds = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-        shown.append(f"{axis}: {kinds} of {sum(first.bytes[0][axis].values()):,} bytes")
-    compared = "; ".join(shown) or ("none" if first.counts else "not counted: layers are compiled")
-    yield Check("collectives of every step's microbatches as planned", compared, "", Kind.COLLECTIVES not in wrong)
-
-
-def _border_check(reference: Reference, ranks: Sequence[RankResult], passed: bool) -> Check:
-    """Return the line of the summary that says how many tensors at borders of modules were compared."""
-    rows = [row for result in ranks for row in result.borders]
-    left_out = reference.borders_left_out + sum(result.borders_left_out for result in ranks)
-    compared = f"{len(rows)} tensors at borders of {len({row.point.module for row in rows})} modules"
-    compared += f"; {left_out} were too many to be kept" if left_out else ""
-    worst = max(rows, key=lambda row: row.error, default=None)
-    shown = f"{worst.error:.1e} {worst.point.module}" if worst else ""
-    return Check("activations and their gradients, of each rank's first microbatch", compared, shown, passed)

@@ -10,9 +10,10 @@ from meshwright.audit.compare import Row
 from meshwright.audit.findings import CONSEQUENCES, Finding, Kind, in_ranks, listed
 from meshwright.audit.gradients import averages, gradient_findings
 from meshwright.audit.origin import origin_findings
-from meshwright.audit.ranks import RankResult, axis_names
+from meshwright.audit.ranks import axis_names
 from meshwright.audit.reference import Reference
 from meshwright.audit.replicas import differing, replica_findings, sharded_over
+from meshwright.audit.result import RankResult
 from meshwright.audit.tolerance import TOLERANCES, Tolerances
 from meshwright.layout import Layout
 from meshwright.plan.context_parallel import context_counts
@@ -42,6 +43,8 @@ def diagnose(plan: ShardingPlan, reference: Reference, ranks: Sequence[RankResul
         *_norms(reference, ranks, rows, tolerances),
         *_decay(reference, ranks),
         *_state(rows),
+        *_evaluation(reference, ranks, tolerances),
+        *_resumed(ranks, tolerances),
         *_collectives(plan, ranks),
     ]
     there = {finding.kind for finding in findings}
@@ -218,6 +221,35 @@ def _norms(reference: Reference, ranks: Sequence[RankResult], rows: Sequence[Row
                 Kind.LATER if step and math.isfinite(value) else Kind.NORM,
                 f"the norm of the gradient {when} is {value:.6g} on rank {result.rank} in step {step + 1}, {truth:.6g} "
                 f"{'of the gathered gradients' if exact else 'in one process'}{why}",
+            )
+            return
+
+
+def _evaluation(reference: Reference, ranks: Sequence[RankResult], tolerances: Tolerances) -> Iterator[Finding]:
+    truth = reference.evaluation
+    if truth is None:
+        return
+    for result in ranks:
+        if result.evaluation is None or _near(result.evaluation, truth, tolerances.scalar("loss", tolerances.steps)):
+            continue
+        yield Finding(
+            Kind.EVALUATION,
+            f"the loss of an evaluation is {result.evaluation:.9g} on rank {result.rank}, {truth:.9g} in one process "
+            f"({result.evaluation / truth:.4g} times it), though the steps agree",
+        )
+        return
+
+
+def _resumed(ranks: Sequence[RankResult], tolerances: Tolerances) -> Iterator[Finding]:
+    allowed = tolerances.steps * TOLERANCES[tolerances.dtype]
+    for result in ranks:
+        if wrong := {name: error for name, error in result.resumed.items() if not error <= allowed}:
+            worst = sorted(wrong, key=lambda name: -wrong[name])
+            yield Finding(
+                Kind.RESUMED,
+                f"a trainer that goes on from the checkpoint of step 1 ends elsewhere on rank {result.rank}, the worst first: "
+                f"{listed(worst)} (error {wrong[worst[0]]:.2g})",
+                tuple(worst),
             )
             return
 

@@ -12,6 +12,9 @@ __all__ = ["CONSEQUENCES", "Finding", "Kind", "described", "in_ranks", "listed"]
 class Kind(StrEnum):
     """What can be wrong. Causes come before their consequences."""
 
+    PLAIN = "plain"
+    """One process of Meshwright computes something else than plain transformers, peft and torch, whatever the layout."""
+
     VALUES = "values"
     """The initial parameters of the ranks are not those of one process, or not the same on all ranks."""
 
@@ -63,11 +66,18 @@ class Kind(StrEnum):
     LATER = "later"
     """The loss or the norm of a later step is wrong, though everything else is right."""
 
+    EVALUATION = "evaluation"
+    """The loss of an evaluation is not that of one process."""
+
+    RESUMED = "resumed"
+    """A new trainer that goes on from a checkpoint does not end where the first one did."""
+
     COLLECTIVES = "collectives"
     """The collectives, or their bytes, are not those of the plan."""
 
 
-_AFTER_GRADIENTS = (Kind.REPLICAS, Kind.NORM, Kind.STATE, Kind.LATER)
+_AT_THE_END = (Kind.LATER, Kind.EVALUATION, Kind.RESUMED)
+_AFTER_GRADIENTS = (Kind.REPLICAS, Kind.NORM, Kind.STATE, *_AT_THE_END)
 _ALL_NUMBERS = (Kind.FORWARD, Kind.BACKWARD, Kind.UNREDUCED, Kind.GRADIENT, Kind.LOSS, *_AFTER_GRADIENTS)
 CONSEQUENCES = {
     Kind.VALUES: _ALL_NUMBERS,
@@ -79,10 +89,11 @@ CONSEQUENCES = {
     Kind.BACKWARD: _ALL_NUMBERS[2:],
     Kind.UNREDUCED: _AFTER_GRADIENTS,
     Kind.GRADIENT: _AFTER_GRADIENTS,
-    Kind.REPLICAS: (Kind.LATER,),
-    Kind.NORM: (Kind.STATE, Kind.LATER),
-    Kind.DECAY: (Kind.STATE, Kind.LATER),
-    Kind.STATE: (Kind.LATER,),
+    Kind.REPLICAS: _AT_THE_END,
+    Kind.NORM: (Kind.STATE, *_AT_THE_END),
+    Kind.DECAY: (Kind.STATE, *_AT_THE_END),
+    Kind.STATE: _AT_THE_END,
+    Kind.LATER: (Kind.EVALUATION, Kind.RESUMED),
 }
 """Kind of a cause to the kinds of errors that can follow from it; they are not reported beside it. The rows of the report still
 have all numbers."""

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 
 from meshwright.audit.compare import Row
 from meshwright.audit.findings import Finding, Kind, described, in_ranks
-from meshwright.audit.ranks import RankResult
 from meshwright.audit.reference import Reference
 from meshwright.audit.replicas import apart, differing, sharded_over
+from meshwright.audit.result import RankResult
 from meshwright.layout import AXES, FLATTENED, Layout
 from meshwright.plan.sharding_plan import ShardingPlan
 

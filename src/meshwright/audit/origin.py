@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from meshwright.audit.borders import BorderRow, Point
 from meshwright.audit.findings import Finding, Kind, in_ranks
-from meshwright.audit.ranks import RankResult
+from meshwright.audit.result import RankResult
 from meshwright.plan.borders import Side
 from meshwright.plan.pipeline import stages_with
 from meshwright.plan.sharding_plan import ShardingPlan

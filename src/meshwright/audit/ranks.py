@@ -5,20 +5,22 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, BorderRow, compare_borders, first_recorders
+from meshwright.audit.again import difference, evaluate, go_on, save_here
+from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, compare_borders, first_recorders
 from meshwright.audit.case import AuditTrainer, Case, NotingEngine, digest, modules_in_evaluation
 from meshwright.audit.compare import Row, compare, weights_of_parts
 from meshwright.audit.data import whole_sequences
 from meshwright.audit.decay import decayed_by_optimizer
 from meshwright.audit.precision import FLOORS
 from meshwright.audit.reference import Reference
+from meshwright.audit.result import RankResult
 from meshwright.audit.tolerance import TOLERANCES, Tolerances
 from meshwright.checkpoint import state
 from meshwright.distributed.comm_counter import CommCounter
@@ -33,59 +35,7 @@ from meshwright.plan.sharding_plan import ParameterRow
 from meshwright.train.engine import Batch, Sums
 from meshwright.train.parts import clip
 
-__all__ = ["RankResult", "RankTrainer", "audit_on_rank", "axis_names"]
-
-
-@dataclass
-class RankResult:
-    """What one rank recorded.
-
-    Attributes:
-        rows: comparisons with the reference; on the first rank of each stage only.
-        losses: loss of each step, over all ranks, as this rank reports it.
-        norms: norm of the gradient in each step, before clipping, as this rank reports it.
-        gathered_norm: norm of the first step's gradients that were gathered to be compared; on those ranks only.
-        clipped_norm: norm of the whole gradient in the first step, after clipping.
-        sequences: for each step, the digests of the sequences that this rank was fed.
-        digests: ``initial value``, ``gradient``, ``parameter``, ``buffer`` or an optimizer state to a dict of names to the
-            digest of the part that this rank holds.
-        without_gradient: names of the trained parameters that got no gradient in the first step.
-        frozen_moved: names of the parameters that are not trained, but have a gradient or another value.
-        decayed: names of the parameters that the optimizer of this rank decays.
-        come_apart: groups of names that are one parameter in the plan, but several in the model after the steps.
-        lost: names of the parameters and buffers that only one side has after the steps.
-        evaluating: names of the modules that were in evaluation mode in the first step.
-        drew: whether forward or backward generated random numbers.
-        counts: for each step, axis to the number of collectives of the microbatches by kind. FSDP's axes are counted as one,
-            ``dp``. Axes over the same ranks are counted as one, such as ``dp+ep``. A group that is no axis has its ranks as its
-            name. Empty if layers are compiled.
-        bytes: the bytes of these collectives, in the same form.
-        borders: comparisons at the borders of modules in the first microbatch, in the order of recording. Empty if layers are
-            compiled, or if rounding is not that of one process.
-        borders_left_out: number of tensors at borders that were not kept, because there were too many.
-        seconds: duration of the steps, with the comparisons.
-    """
-
-    rank: int
-    rows: list[Row] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    gathered_norm: float = 0.0
-    clipped_norm: float = 0.0
-    sequences: list[list[str]] = field(default_factory=list)
-    digests: dict[str, dict[str, str]] = field(default_factory=dict)
-    without_gradient: list[str] = field(default_factory=list)
-    frozen_moved: list[str] = field(default_factory=list)
-    decayed: list[str] = field(default_factory=list)
-    come_apart: list[tuple[str, ...]] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    evaluating: list[str] = field(default_factory=list)
-    drew: bool = False
-    counts: list[dict[str, Counter[str]]] = field(default_factory=list)
-    bytes: list[dict[str, Counter[str]]] = field(default_factory=list)
-    borders: list[BorderRow] = field(default_factory=list)
-    borders_left_out: int = 0
-    seconds: float = 0.0
+__all__ = ["RankTrainer", "audit_on_rank", "axis_names"]
 
 
 class ComparingEngine(NotingEngine):
@@ -120,10 +70,19 @@ class RankTrainer(AuditTrainer):
         device: the device of this rank.
         reference: the reference of the case.
         noise: the noise of each gradient, from :func:`~meshwright.audit.reference.measure_noise`.
+        checkpoints: folder for a checkpoint to go on from; ``None``: this is not tried, and nothing is evaluated.
     """
 
-    def __init__(self, case: Case, device: torch.device, reference: Reference, noise: dict[str, float]) -> None:
+    def __init__(
+        self,
+        case: Case,
+        device: torch.device,
+        reference: Reference,
+        noise: dict[str, float],
+        checkpoints: Path | None = None,
+    ) -> None:
         super().__init__(case, device, ComparingEngine, clip=lambda trainer: self._clip())
+        self.folder = checkpoints
         self.reference, self.noise = reference, noise
         self.compiled = any(unit.compile for unit in self.setup.plan.units)
         self.result = RankResult(self.rank)
@@ -157,6 +116,15 @@ class RankTrainer(AuditTrainer):
             self.result.losses.append(metrics["loss"])
             self.result.norms.append(metrics["gradient_norm"])
             self._compare_buffers()
+            if self.folder is not None and self.step == 1 < self.case.steps and not self.compiled:
+                saved = save_here(self, self.folder)
+        if self.folder is not None and not self.compiled:
+            self.result.evaluation = evaluate(self)
+            if self.case.steps > 1:
+                tensors, losses = go_on(self, saved)
+                self.result.resumed = difference(self._tensors(), tensors)
+                pairs = zip(self.result.losses[1:], losses, strict=True)
+                self.result.resumed["loss"] = max(abs(one - other) / abs(one) for one, other in pairs)
         names = {name for name, _ in self.model.named_parameters()} ^ self.planned.keys()
         held = {name for name, _ in self.model.named_buffers()} ^ set(self.reference.names("buffer"))
         buffers = {name for name in held if not within(name, self.elsewhere)}
@@ -382,6 +350,7 @@ def audit_on_rank(
     folder: Path,
     noise: dict[str, float],
     plants: Iterable[Callable[[RankTrainer], None]] = (),
+    whole: bool = False,
 ) -> RankResult:
     """Run a case and compare it with the reference in a folder. This is the job of each rank.
 
@@ -391,8 +360,9 @@ def audit_on_rank(
         folder: the folder that the reference was written to.
         noise: the noise of each gradient.
         plants: functions that change the trainer before its first step. The tests of the audit plant bugs with them.
+        whole: also evaluate, and go on from a checkpoint.
     """
-    trainer = RankTrainer(case, device, Reference(folder), noise)
+    trainer = RankTrainer(case, device, Reference(folder), noise, folder if whole else None)
     for plant in plants:
         plant(trainer)
     trainer.run()

@@ -5,7 +5,6 @@ implemented here once more, in plain torch.
 """
 
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,12 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from meshwright.audit.again import evaluate
 from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, BorderRecorder
 from meshwright.audit.case import AuditTrainer, Case, NotingEngine, modules_in_evaluation
-from meshwright.audit.compare import compare
 from meshwright.audit.data import UnevenLoader
 from meshwright.audit.decay import plain_optimizer, to_be_decayed
-from meshwright.audit.precision import FLOORS
+from meshwright.audit.files import write_files
 from meshwright.checkpoint import state
 from meshwright.distributed.conductor import PERFORMERS
 from meshwright.distributed.grad_clip import total_grad_norm
@@ -33,13 +32,10 @@ from meshwright.plan.sharding_plan import ShardingPlan, UnitRow
 from meshwright.train.engine import Batch, Sums
 from meshwright.train.parts import Made, clip
 
-__all__ = ["LOSS", "Reference", "measure_drift", "measure_noise", "record_reference"]
+__all__ = ["LOSS", "Reference", "ReferenceTrainer", "plain_model", "record_reference"]
 
 LOSS = "the loss"
 """Key of the loss, among keys that are names of parameters."""
-
-SHAKES = 4
-"""Number of tries to measure drift."""
 
 MOST_BYTES_OF_PARTS = 2**30
 """The gradient of each microbatch is kept separately if all of them together have at most this many bytes."""
@@ -66,6 +62,7 @@ class Reference:
         words_fed: number of them that were fed, as inputs and as labels.
         unlabelled_step: step that has a microbatch without a valid token, counted from 0; ``None``: no step has.
         borders_left_out: number of tensors at borders that were not kept, because there were too many.
+        evaluation: loss of an evaluation after the steps; ``None``: there was none.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -87,6 +84,7 @@ class Reference:
         self.words_fed: int = meta["words_fed"]
         self.unlabelled_step: int | None = meta["unlabelled_step"]
         self.borders_left_out: int = meta["borders_left_out"]
+        self.evaluation: float | None = meta["evaluation"]
         self._file = safe_open(folder / "reference.safetensors", framework="pt")
         self._names = set(self._file.keys())
 
@@ -153,10 +151,11 @@ class ReferenceTrainer(AuditTrainer):
         device: the device to compute on.
         readers: number of data ranks of the layouts that are compared with this reference. The borders of the first microbatch
             of each data rank are recorded. 0: no borders are recorded.
+        files: folder for the model as files, with its first values; ``None``: none are written.
     """
 
-    def __init__(self, case: Case, device: torch.device, readers: int = 0) -> None:
-        self.readers = readers
+    def __init__(self, case: Case, device: torch.device, readers: int = 0, files: Path | None = None) -> None:
+        self.readers, self.files = readers, files
         self.tensors: dict[str, torch.Tensor] = {}
         self.decayed: list[str] = []
         self.meta: dict[str, Any] = {"microbatch_losses": [], "microbatch_tokens": [], "losses": [], "norms": []}
@@ -164,7 +163,8 @@ class ReferenceTrainer(AuditTrainer):
             case,
             device,
             ReferenceEngine,
-            distribute=_plain_model,
+            None if files is None else lambda model: write_files(model, case.config.adapter, files),
+            distribute=plain_model,
             optimizer=lambda trainer: self._plain_optimizer(),
             sync=lambda trainer: GradSync(trainer.model),  # there is nothing to sync
             clip=lambda trainer: self._clip(),
@@ -243,6 +243,7 @@ class ReferenceTrainer(AuditTrainer):
         for key, value in state.optimizer_tensors(self.model, self.optimizer).items():
             self.keep(key, value)
         self.meta["sequences"] = self.sequences
+        self.meta["evaluation"] = None if self.files is None else evaluate(self)
         self.meta["decayed"] = self.decayed if self.config.optimizer.weight_decay else []
         gradients = [tensor for key, tensor in self.tensors.items() if key.startswith("gradient.")]
         self.meta["largest_gradient"] = max(float(tensor.abs().max()) for tensor in gradients if tensor.numel())
@@ -253,96 +254,24 @@ class ReferenceTrainer(AuditTrainer):
         (folder / "reference.json").write_text(json.dumps(self.meta))
 
 
-def record_reference(device: torch.device, case: Case, folder: Path, readers: int) -> None:
-    """Compute the reference of a case, for layouts with ``readers`` data ranks, and write it. Job of the one process."""
-    ReferenceTrainer(case.on_one_process(), device, readers).record(folder)
-
-
-def measure_noise(device: torch.device, case: Case, folder: Path) -> dict[str, float]:
-    """Measure how far gradients and loss of a reference are from those in the next more precise dtype. Job of the one process.
-
-    Returns:
-        Parameter name to the error of :func:`~meshwright.audit.compare.compare`, but at least that of the median parameter,
-        because the error of a small tensor may be small by chance; and :data:`LOSS` to the relative error of the loss. Empty
-        for float64.
-    """
-    better = case.more_precise()
-    if better is None:
-        return {}
-    reference = Reference(folder)
-    trainer = ReferenceTrainer(better.on_one_process(), device)
-    with torch.no_grad():
-        for name, parameter in trainer.model.named_parameters():
-            initial = reference.get(f"initial.{name}")
-            assert initial is not None
-            parameter.copy_(initial)
-    trainer.train_step()
-    loss = trainer.metrics()["loss"]
-    floor = FLOORS[case.dtype] * reference.largest_gradient
-    noise = {}
-    for name, _ in trainer.model.named_parameters():
-        gradient = reference.get(f"gradient.{name}")
-        if gradient is not None:
-            noise[name] = compare(trainer.tensors.get(f"gradient.{name}"), gradient, floor)[0]
-    typical = statistics.median(noise.values())
-    of_loss = abs(reference.losses[0] - loss) / abs(loss) if loss else 0.0
-    return {LOSS: of_loss, **{name: max(own, typical) for name, own in noise.items()}}
-
-
-def _shake(trainer: ReferenceTrainer, seed: int, bits: int) -> None:
-    """After each step, change the last bits of each trained weight, up or down at random."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def move(*_: Any) -> None:
-        for parameter in trainer.model.parameters():
-            if parameter.requires_grad:
-                sign = torch.randint(2, parameter.shape, generator=generator).to(parameter) * 2 - 1
-                parameter.data.mul_(1 + sign * bits * torch.finfo(parameter.dtype).eps)
-
-    trainer.optimizer.register_step_post_hook(move)
-
-
-def measure_drift(device: torch.device, case: Case, folder: Path, bits: int = 1) -> dict[str, tuple[float, float]]:
-    """Measure how far one process is from its own reference if the last bits of its weights change. Job of the one process.
-
-    No layout can reproduce these bits: sums in another order differ by as much. But in bfloat16 a weight near the middle
-    between two numbers is then cast to the other one, a router sends a token to another expert, and the next gradient is
-    different. The first moment of AdamW shows this, for it is a sum of gradients that is not divided by their size.
+def record_reference(device: torch.device, case: Case, folder: Path, readers: int, whole: bool = False) -> None:
+    """Compute the reference of a case, for layouts with ``readers`` data ranks, and write it. Job of the one process.
 
     Args:
         device: the device to compute on.
-        case: the case of the reference.
-        folder: the folder that the reference was written to.
-        bits: how far weights are changed, in units of their relative rounding.
-
-    Returns:
-        Parameter name to the largest error of its first moment after the steps, over several tries, and the scale of its
-        gradient.
+        case: the case.
+        folder: folder of the reference.
+        readers: number of data ranks.
+        whole: also write the model as files, and evaluate.
     """
-    reference = Reference(folder)
-    floor = FLOORS[case.dtype] * reference.largest_gradient
-    drift: dict[str, tuple[float, float]] = {}
-    for seed in range(SHAKES):
-        trainer = ReferenceTrainer(case.on_one_process(), device)
-        _shake(trainer, seed, bits)
-        trainer.record(folder / f"shaken-{seed}")
-        share = 1 - trainer.config.optimizer.betas[0]
-        for name, _ in trainer.model.named_parameters():
-            key = f"optimizer.{name}.exp_avg"
-            truth, gradient = reference.get(key), reference.get(f"gradient.{name}")
-            if truth is None or gradient is None:
-                continue
-            scale = max(float(gradient.abs().max()), floor)
-            error = compare(trainer.tensors.get(key), truth, share * scale)[0]
-            drift[name] = (max(error, drift.get(name, (0.0, 0.0))[0]), scale)
-    return drift
+    ReferenceTrainer(case.on_one_process(), device, readers, folder if whole else None).record(folder)
 
 
 # -- the plain model, and the mixed precision of the plan ---------------------------------------------------------------------
 
 
-def _plain_model(trainer: Made) -> nn.Module:
-    """Return the model, with only the trainability of the parameters and the dtypes set as in the plan."""
+def plain_model(trainer: Made) -> nn.Module:
+    """Return the model of a trainer, with only the trainability of the parameters and the dtypes set as in the plan."""
     model, plan = trainer.setup.model, trainer.setup.plan
     for row in plan.parameters:
         model.get_parameter(row.name).requires_grad_(row.trainable)

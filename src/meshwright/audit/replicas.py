@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from meshwright.audit.findings import Finding, Kind, described
-from meshwright.audit.ranks import RankResult
+from meshwright.audit.result import RankResult
 from meshwright.layout import AXES, Layout
 from meshwright.plan.sharding_plan import ShardingPlan
 

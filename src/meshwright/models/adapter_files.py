@@ -22,8 +22,10 @@ from meshwright.plan.names import within
 __all__ = [
     "NAME",
     "NOT_FOR_PEFT",
+    "Entry",
     "check_adapter",
     "check_installed",
+    "file_entries",
     "named_as_experts",
     "of_adapter",
     "peft_config",
@@ -110,7 +112,7 @@ def named_as_experts(model: nn.Module, names: Iterable[str]) -> set[str]:
     return {name for name in found if name.rpartition(".")[2] in ends}
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     """A trained parameter, by one of its names."""
 
     name: str
@@ -123,7 +125,7 @@ class _Entry(NamedTuple):
     from_files: Callable[[torch.Tensor], torch.Tensor]
 
 
-def _entries(model: nn.Module) -> list[_Entry]:
+def file_entries(model: nn.Module) -> list[Entry]:
     """Return the trained parameters by their names in files; a tied one by each of its names, because peft unties them."""
     first: dict[int, str] = {}
     of_experts = dict(expert_adapters.adapted_experts(model))
@@ -141,7 +143,7 @@ def _entries(model: nn.Module) -> list[_Entry]:
             from_files = partial(expert_adapters.from_files, own, experts)
         key = key.removesuffix(f".{NAME}") if "lora_embedding_" in key else key
         key = key.replace(f".{NAME}.weight", ".weight").replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
-        entries.append(_Entry(first[id(parameter)], parameter, f"{PREFIX}{key}", to_files, from_files))
+        entries.append(Entry(first[id(parameter)], parameter, f"{PREFIX}{key}", to_files, from_files))
     return entries
 
 
@@ -177,7 +179,7 @@ def read_adapter(model: nn.Module, path: str, elsewhere: Collection[str] = ()) -
         tensors, settings = load_file(folder / WEIGHTS), json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"adapter.path={path!r}: is no adapter of peft: {described(error)}") from error
-    entries = {entry.key: entry for entry in _entries(model)}
+    entries = {entry.key: entry for entry in file_entries(model)}
     expected = {
         key: tuple(entry.to_files(torch.empty(entry.parameter.shape, device="meta")).shape) for key, entry in entries.items()
     }
@@ -226,7 +228,7 @@ def write_adapter(model: nn.Module, config: AdapterConfig, base: str | None, fol
         base: path or name of the model without adapters; ``None``: unknown.
         folder: an existing directory.
     """
-    tensors = {entry.key: entry.to_files(entry.parameter.data).clone().contiguous() for entry in _entries(model)}
+    tensors = {entry.key: entry.to_files(entry.parameter.data).clone().contiguous() for entry in file_entries(model)}
     save_tensors(tensors, folder / WEIGHTS)
     names = {id(module): name for name, module in model.named_modules()}
     adapted = [names[id(wrapper)] for _, _, wrapper in wrappers(model)]
