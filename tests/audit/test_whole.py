@@ -15,7 +15,7 @@ from meshwright.audit.conduct import Auditor
 from meshwright.audit.diagnose import Kind
 from meshwright.audit.report import AuditReport
 from meshwright.data import packing
-from meshwright.distributed import nf4, stage_parts
+from meshwright.distributed import nf4
 from meshwright.models import _transformers_compat, adapters
 from meshwright.train import engine, trainer
 from tests.audit.test_plants import PLACES, case
@@ -142,18 +142,6 @@ def evaluation_of_one_rank(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(trainer.Trainer, "evaluate", evaluate)
 
 
-def copies_of_before_reading(patch: pytest.MonkeyPatch) -> None:
-    """The second copy of a tied embedding is that of before its values were read."""
-    own = stage_parts.StageParts.__init__
-
-    def init(self: Any, parts: Any, copied: Any = ()) -> None:
-        own(self, parts, copied)
-        *_, last = parts.values()
-        patch.setattr(stage_parts.StageParts, "copied", {name: last.get_parameter(name) for name in copied}, raising=False)
-
-    patch.setattr(stage_parts.StageParts, "__init__", init)
-
-
 SIZES = {"model": {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}}
 
 
@@ -166,7 +154,7 @@ SIZES = {"model": {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
         (mean_of_the_loss, {}, Kind.PLAIN, "its loss is 1.0"),
         (scale_of_adapters, {"adapter": LORA}, Kind.PLAIN, "the gradients of"),
         (blocks_of_four_bits, {"adapter": {**LORA, "base": "nf4"}, **SIZES}, Kind.PLAIN, "the gradients of"),
-        (moments_zeroed_on_resume, {}, Kind.RESUMED, "a trainer that goes on from the checkpoint of step 1 ends elsewhere on rank"),
+        (moments_zeroed_on_resume, {}, Kind.RESUMED, "a trainer that goes on from the checkpoint of step 1 ends elsewhere on"),
         (evaluation_of_one_rank, {}, Kind.EVALUATION, "(0.5 times it), though the steps agree"),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,

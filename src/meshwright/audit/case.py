@@ -221,12 +221,12 @@ def _fill(trainer: Made, device: torch.device, filled: Callable[[nn.Module], Non
     Biases that begin as zero, and norms that begin as one, would hide errors in them and behind them.
     """
     fill(trainer, device)
+    packed = {row.name for row in trainer.setup.plan.parameters if row.dtype == NF4}
     if trainer.config.model.path is None:
-        packed = {row.name for row in trainer.setup.plan.parameters if row.dtype == NF4}
         _jitter(trainer.model, trainer.config.training.seed, packed)
-        if filled is not None:
-            filled(trainer.model)
-        _round(trainer.model, packed)
+    if filled is not None and trainer.config.model.path is None:
+        filled(trainer.model)
+    _round(trainer.model, packed)
 
 
 @functools.cache

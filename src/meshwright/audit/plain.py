@@ -270,7 +270,8 @@ class _Theirs:
 
 def _in_files(name: str) -> str:
     """Return the name of a parameter of a PeftModel in its files."""
-    return name.replace(".modules_to_save.default", "").replace(".default", "")
+    name = name.replace(".modules_to_save.default", "").replace(".default", "")
+    return name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
 
 
 NF4_VALUES = (
