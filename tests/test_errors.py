@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from meshwright.errors import LONGEST_LINE, ConfigError, described, shortened
+from meshwright.errors import LONGEST_LINE, ConfigError, described, number_of, shortened
 from meshwright.paths import no_directory
 from tests.train.test_config import file as file  # a fixture
 from tests.train.test_config import problems
@@ -27,7 +27,7 @@ def test_head_and_tail_stay_and_a_short_message_is_as_it_was() -> None:
     assert len(cut) < 400
     assert shortened(cut) == cut
     assert pickle.loads(pickle.dumps(ConfigError(message))).problems == (cut,)
-    usual = "layout.tp=3: 8 attention heads are divisible by 1, 2, 4, 8\n  and so on"
+    usual = "layout.tp=3: 8 attention heads cannot be divided by 3; legal are 1, 2, 4, 8\n  and so on"
     assert ConfigError(usual).problems == (usual,)
 
 
@@ -52,3 +52,18 @@ def test_what_may_be_a_name_of_the_hub(tmp_path) -> None:
     assert no_directory("model.path", str(tmp_path)) is None
     (tmp_path / "file").write_text("")
     assert "is a file" in str(no_directory("model.path", str(tmp_path / "file")))
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "words"),
+    [
+        (1, "rank", "1 rank"),
+        (0, "rank", "0 ranks"),
+        (2, "process", "2 processes"),
+        (1, "microbatch", "1 microbatch"),
+        (3, "microbatch", "3 microbatches"),
+        (1024, "key/value head of a layer", "1,024 key/value heads of a layer"),
+    ],
+)
+def test_numbers_of_things(number: int, noun: str, words: str) -> None:
+    assert number_of(number, noun) == words

@@ -40,9 +40,12 @@ def wrong(meshwright: Meshwright, *arguments: object, parts: tuple[str, ...], me
 @pytest.mark.parametrize("verb", ["train", "plan"])
 def test_world_size_that_does_not_factor(meshwright: Meshwright, config: str, verb: str) -> None:
     ranks = ("--nproc", 8) if verb == "train" else ("--world-size", 8)
-    parts = ("world size 8: dp_shard=3 = 3, which is not the world size", "dp_shard=3: ", "legal is 8")
+    parts = ("dp_shard=3 makes 3 ranks, and there are 8", "dp_shard=3: ", "legal is 8")
     wrong(meshwright, verb, config, "layout.dp_shard=3", *ranks, parts=parts, messages=2)
-    parts = ("dp_replicate=3: with the other sizes and 8 ranks, legal is 1, 2, 4, 8",)
+    parts = (
+        "8 ranks cannot be divided by dp_replicate=3",
+        "as they are, legal are 1, 2, 4, 8",
+    )
     wrong(meshwright, verb, config, "layout.dp_replicate=3", *ranks, parts=parts, messages=2)
 
 
@@ -50,13 +53,16 @@ def test_world_size_that_does_not_factor(meshwright: Meshwright, config: str, ve
 def test_heads_that_do_not_divide(meshwright: Meshwright, config: str, verb: str) -> None:
     ranks = ("--nproc", 3) if verb == "train" else ("--world-size", 3)
     sizes = ("model.config.num_attention_heads=8", "model.config.num_key_value_heads=8")
-    parts = ("tp=3: 8 attention heads are divisible by 1, 2, 4, 8", "tp=3: 8 key/value heads are divisible by 1, 2, 4, 8")
+    parts = (
+        "tp=3: 8 attention heads cannot be divided by 3; legal are 1, 2, 4, 8",
+        "tp=3: 8 key/value heads cannot be divided by 3; legal are 1, 2, 4, 8",
+    )
     wrong(meshwright, verb, config, "layout.tp=3", *sizes, *ranks, parts=parts, messages=2)
 
 
 def test_a_schedule_that_does_not_take_the_microbatches(meshwright: Meshwright, config: str) -> None:
     sizes = ("layout.pp=2", "layout.dp_shard=1", "training.global_batch_size=1", "training.microbatch_size=1")
-    parts = ("pipeline_schedule=1f1b: a run has 1 microbatches", "with pp=2 legal are 2, 3, 4")
+    parts = ("pipeline_schedule=1f1b: a run has 1 microbatch (", "with pp=2 legal are 2, 3, 4")
     wrong(meshwright, "train", config, *sizes, "--nproc", 2, parts=parts)
 
 
