@@ -77,7 +77,7 @@ def test_batch_that_the_ranks_do_not_divide(meshwright: Meshwright, config: str)
     [
         ("layout.dp_replicat=2", ("layout.dp_replicat: unknown key", "did you mean 'layout.dp_replicate'?")),
         ("training.steps=soon", ("training.steps='soon'", "integer")),
-        ("checkpoint.resume=/nowhere", ("/nowhere: not a complete checkpoint",)),
+        ("checkpoint.resume=/nowhere", ("checkpoint.resume='/nowhere': no such directory",)),
         ("model.config.model_type=lama", ("model.config.model_type='lama'", "llama")),
         ("model.config.hiden_size=8", ("model.config.hiden_size: unknown key", "did you mean 'hidden_size'?")),
         ("model.config.hidden_size=big", ("model.config: 'llama' refuses it", "hidden_size")),
@@ -145,11 +145,16 @@ def test_all_that_is_wrong_at_once(meshwright: Meshwright, config: str, monkeypa
     check(found, "dp_shard=5", "/nowhere.txt", "metrics.mlflow='mine': needs `pip install 'meshwright[mlflow]'`", messages=4)
 
 
-def test_missing_file(meshwright: Meshwright, tmp_path: Path) -> None:
+def test_missing_file(meshwright: Meshwright, config: str, tmp_path: Path) -> None:
     for verb in ("train", "plan"):
         wrong(meshwright, verb, tmp_path / "none.yaml", parts=("none.yaml: no such file",))
-    wrong(meshwright, "export", tmp_path / "none", tmp_path / "to", parts=("none: no such directory",))
-    wrong(meshwright, "generate", tmp_path / "none", "text", parts=("none: holds no model (no config.json)",))
+    (tmp_path / "run").mkdir()
+    parts = (f"CHECKPOINT='{tmp_path}/rnu': no such directory; did you mean '{tmp_path}/run'?",)
+    wrong(meshwright, "export", tmp_path / "rnu", tmp_path / "to", parts=parts)
+    wrong(meshwright, "generate", tmp_path / "rnu", "abc", parts=(parts[0].replace("CHECKPOINT", "DIRECTORY"),))
+    found = meshwright("train", Path(config).with_name("rum.yaml"))
+    check(found, "rum.yaml: no such file; did you mean", "run.yaml'")
+    wrong(meshwright, "generate", tmp_path / "run", "text", parts=("run: holds no model (no config.json)",))
 
 
 @pytest.mark.parametrize(

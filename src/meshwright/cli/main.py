@@ -209,11 +209,12 @@ def export(
     from meshwright.checkpoint.directory import latest
     from meshwright.checkpoint.export import export_checkpoint
     from meshwright.errors import CheckpointError, ConfigError
+    from meshwright.paths import no_directory
 
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise ConfigError(f"--dtype={dtype}: legal are float32, bfloat16, float16")
-    if not checkpoint.is_dir():
-        raise CheckpointError(f"{checkpoint}: no such directory")
+    if absent := no_directory("CHECKPOINT", str(checkpoint), hub=False):
+        raise CheckpointError(absent)
     newest = checkpoint if (checkpoint / "meta.json").is_file() else latest(checkpoint / "checkpoints")
     if newest is None:
         raise CheckpointError(f"{checkpoint}: neither a complete checkpoint nor a run that has one")
