@@ -239,6 +239,29 @@ def test_port_in_use(meshwright: Meshwright, config: str, taken_port: int) -> No
     wrong(meshwright, "train", config, f"launch.port={taken_port}", "--nproc", 2, parts=parts)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("plan", "--nproc", "8"), "No such option: --nproc (Possible options: --world-size)"),
+        (("plan", "--nproc_per_node=8"), "(Possible options: --world-size)"),
+        (("train", "--world-size", "8"), "No such option: --world-size (Possible options: --nproc)"),
+        (("audit", "--gpus", "2"), "(Possible options: --nproc)"),
+        (("train", "--learning-rate", "1e-4"), "without dashes: optimizer.lr=VALUE"),
+        (("train", "--layout.tp", "2"), "without dashes: layout.tp=VALUE"),
+        (("train", "--output", "x"), "without dashes: output=VALUE"),
+        (("plan", "--worldsize", "2"), "(Possible options: --world-size)"),
+        (("plan", "--nonsense", "2"), "No such option: --nonsense"),
+    ],
+)
+def test_an_option_of_another_command_or_trainer(
+    meshwright: Meshwright, config: str, arguments: tuple[str, ...], words: str
+) -> None:
+    verb, *options = arguments
+    found = meshwright(verb, config, *options)
+    assert found.code == 2
+    assert words in " ".join(found.error.replace("│", "").split())
+
+
 def test_usage(meshwright: Meshwright, config: str) -> None:
     for arguments in (("trian",), ("train",), ("train", config, "--nproc", "0"), ("plan", config, "--worldsize", "2")):
         found = meshwright(*arguments)

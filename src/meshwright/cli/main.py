@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from meshwright.cli.arguments import ConfigArgument, DebugOption, OverrideArgument, check_writable
+from meshwright.cli.options import suggest
 from meshwright.cli.plan import plan
 from meshwright.cli.problems import show_problems
 from meshwright.errors import MeshwrightError, StoppedError, WorkerError, described, shortened
@@ -26,11 +27,16 @@ __all__ = ["app", "main"]
 
 class _Verbs(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
-        """Run a subcommand. An unexpected end of file is an error like any other: click would print only Aborted."""
+        """Run a subcommand. An unexpected end of file is an error like any other, of which click would print only Aborted; an
+        unknown option is refused with what was meant.
+        """
         try:
             return super().invoke(ctx)
         except EOFError as error:
             raise WorkerError(described(error)) from error
+        except Exception as error:
+            suggest(error)
+            raise
 
 
 app = typer.Typer(
