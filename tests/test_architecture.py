@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "meshwright"
 
 FLOORS = (
-    {"errors", "files", "paths", "quiet"},
+    {"errors"},
+    {"files", "paths", "quiet"},
     {"layout"},
     {"plan"},
     {"distributed", "moe", "ranks"},

@@ -29,37 +29,58 @@ def test_resolving_is_idempotent() -> None:
 
 
 def test_two_unknown_axes_are_refused() -> None:
-    assert problems(Layout(dp_shard=None, tp=-1), 8) == ["dp_shard=None and tp=-1: only one can be inferred"]
+    assert problems(Layout(dp_shard=None, tp=-1), 8) == [
+        "dp_shard and tp: not set (or -1), and only one can be inferred from the number of ranks; set the other"
+    ]
 
 
 def test_a_world_that_does_not_factor_names_the_knob_and_its_legal_values() -> None:
     found = problems(Layout(tp=4), 10)
-    assert "world size 10: tp=4 = 4, which is not a divisor of the world size" in found
-    assert "tp=4: with the other sizes and 10 ranks, legal is 1, 2, 5, 10" in found
+    assert found == [
+        "10 ranks cannot be divided by tp=4",
+        "tp=4: with 10 ranks and the other sizes as they are, legal are 1, 2, 5, 10",
+    ]
+    assert problems(Layout(tp=2, cp=3), 8)[0] == "8 ranks cannot be divided by cp=3 * tp=2 = 6"
 
 
 def test_explicit_sizes_must_multiply_to_the_world() -> None:
     found = problems(Layout(dp_replicate=2, dp_shard=2), 8)
-    assert "dp_replicate=2: with the other sizes and 8 ranks, legal is 4" in found
-    assert "dp_shard=2: with the other sizes and 8 ranks, legal is 4" in found
+    assert found == [
+        "dp_replicate=2 * dp_shard=2 make 4 ranks, and there are 8",
+        "dp_replicate=2: with 8 ranks and the other sizes as they are, legal is 4",
+        "dp_shard=2: with 8 ranks and the other sizes as they are, legal is 4",
+    ]
+    assert problems(Layout(dp_shard=3), 1)[0] == "dp_shard=3 makes 3 ranks, and there is 1"
+    assert problems(Layout(dp_shard=1), 8) == [
+        "the layout is one of 1 rank (all sizes are 1), and there are 8",
+        "each size must divide 8: legal are 1, 2, 4, 8",
+    ]
 
 
 def test_heads_that_do_not_divide_list_the_divisors() -> None:
-    assert "tp=3: 8 key/value heads are divisible by 1, 2, 4, 8" in problems(Layout(tp=3), 6, ModelSizes(heads=24, kv_heads=8))
+    assert "tp=3: 8 key/value heads cannot be divided by 3; legal are 1, 2, 4, 8" in problems(
+        Layout(tp=3), 6, ModelSizes(heads=24, kv_heads=8)
+    )
 
 
 def test_only_key_value_heads_are_shared_by_ranks_also_where_there_are_as_many_as_heads() -> None:
     for heads in (4, 1000):  # a large number is another object each time
         sizes = ModelSizes(heads=heads, kv_heads=heads, kv_groups=True)
         assert problems(Layout(tp=2 * heads), 2 * heads, sizes)[0].startswith(
-            f"tp={2 * heads}: {heads} attention heads are divis"
+            f"tp={2 * heads}: {heads:,} attention heads cannot be divided"
         )
     assert Layout(tp=4).resolve(4, ModelSizes(heads=8, kv_heads=2, kv_groups=True)).dp_shard == 1
 
 
 def test_all_problems_come_in_one_report() -> None:
     found = problems(Layout(tp=3, pp=5, ep=3), 64, ModelSizes(layers=4, heads=8, kv_heads=4, experts=8))
-    for start in ("world size 64", "tp=3: 8 attention heads", "tp=3: 4 key/value heads", "pp=5: 4 layers", "ep=3: 8 experts"):
+    for start in (
+        "64 ranks cannot be divided by pp=5 * tp=3 = 15",
+        "tp=3: 8 attention heads",
+        "tp=3: 4 key/value heads",
+        "pp=5: 4 layers",
+        "ep=3: 8 experts",
+    ):
         assert any(line.startswith(start) for line in found), (start, found)
 
 
@@ -73,7 +94,9 @@ def test_illegal_values_are_named() -> None:
 def test_expert_parallel_comes_from_the_ranks_of_a_replica() -> None:
     layout = Layout(dp_replicate=2, tp=2, ep=4).resolve(16)
     assert (layout.dp_shard, layout.ep_shard) == (4, 2)
-    assert problems(Layout(ep=3), 8) == ["ep=3: dp_shard * cp * tp = 8 ranks of a replica are divisible by 1, 2, 4, 8"]
+    assert problems(Layout(ep=3), 8) == [
+        "ep=3: a replica has dp_shard * cp * tp = 8 ranks, which cannot be divided by 3; legal are 1, 2, 4, 8"
+    ]
     assert problems(Layout(ep=2), 8, ModelSizes(experts=0)) == ["ep=2: the model has no experts; the legal value is 1"]
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "UnsupportedError",
     "WorkerError",
     "described",
+    "number_of",
     "shortened",
 ]
 
@@ -37,6 +38,13 @@ def shortened(text: str) -> str:
 
 def _cut(text: str, kept: int) -> str:
     return f"{text[:kept]}...({len(text) - 2 * kept:,} characters)...{text[-kept:]}"
+
+
+def number_of(number: int, noun: str) -> str:
+    """A number of things, in words that read well: ``1 rank``, ``2 ranks``, ``8 heads of a layer``, ``1,024 processes``."""
+    thing, of, rest = noun.partition(" of ")
+    plural = f"{thing}es" if thing.endswith(("s", "ch", "x")) else f"{thing}s"
+    return f"{number:,} {thing if number == 1 else plural}{of}{rest}"
 
 
 def described(error: BaseException, near: object = None) -> str:

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from math import isqrt, prod
 
-from meshwright.errors import LayoutError
+from meshwright.errors import LayoutError, number_of
 
-__all__ = ["AXES", "EXPERT_AXES", "FLATTENED", "Layout", "ModelSizes", "divisors"]
+__all__ = ["AXES", "EXPERT_AXES", "FLATTENED", "Layout", "ModelSizes", "divisors", "undivided"]
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The axes of the mesh, outermost first."""
@@ -36,8 +36,21 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(sorted({*low, *(number // d for d in low)}))
 
 
-def _listed(values: Iterable[int]) -> str:
-    return ", ".join(str(value) for value in values)
+def _legal(values: Iterable[int]) -> str:
+    listed = [str(value) for value in values]
+    return f"legal {'is' if len(listed) == 1 else 'are'} {', '.join(listed)}"
+
+
+def undivided(axis: str, size: int, count: int, noun: str) -> str:
+    """The message for a size that does not divide what its ranks share.
+
+    Args:
+        axis: the knob.
+        size: its value.
+        count: number of things to share.
+        noun: what one of them is.
+    """
+    return f"{axis}={size}: {number_of(count, noun)} cannot be divided by {size}; {_legal(divisors(count))}"
 
 
 @dataclass(frozen=True)
@@ -63,19 +76,22 @@ class ModelSizes:
         problems = []
         tp, pp = layout.size("tp"), layout.size("pp")
         for heads, count, grouped in (
-            ("attention heads", self.heads, False),
-            ("key/value heads", self.kv_heads, self.kv_groups),
+            ("attention head", self.heads, False),
+            ("key/value head", self.kv_heads, self.kv_groups),
         ):
             if count and tp > 1 and count % tp and not (grouped and tp % count == 0):
-                several = f", or shared by a multiple of {count} ranks" if grouped else ""
-                problems.append(f"tp={tp}: {count} {heads} are divisible by {_listed(divisors(count))}{several}")
+                several = f", and multiples of {count}, whose ranks share heads" if grouped else ""
+                problems.append(undivided("tp", tp, count, heads) + several)
         if self.layers is not None and pp > self.layers:
-            problems.append(f"pp={pp}: {self.layers} layers make at most {self.layers} stages")
+            problems.append(
+                f"pp={pp}: {number_of(self.layers, 'layer')} make at most {number_of(self.layers, 'stage')}; legal are 1 to "
+                f"{self.layers}"
+            )
         if self.experts is not None and layout.ep > 1:
             if self.experts == 0:
                 problems.append(f"ep={layout.ep}: the model has no experts; the legal value is 1")
             elif self.experts % layout.ep:
-                problems.append(f"ep={layout.ep}: {self.experts} experts are divisible by {_listed(divisors(self.experts))}")
+                problems.append(undivided("ep", layout.ep, self.experts, "expert"))
         return problems
 
 
@@ -122,7 +138,10 @@ class Layout:
         product = prod(given.values())
         resolved = self
         if len(unknown) > 1:
-            problems.append(f"{' and '.join(f'{axis}={getattr(self, axis)}' for axis in unknown)}: only one can be inferred")
+            problems.append(
+                f"{' and '.join(unknown)}: not set (or -1), and only one can be inferred from the number of ranks; set "
+                f"the other{'s' if len(unknown) > 2 else ''}"
+            )
         elif (unknown and world_size % product) or (not unknown and world_size != product):
             problems.extend(self._misfits(world_size, given, inferred=unknown[0] if unknown else None))
         elif unknown:
@@ -136,8 +155,8 @@ class Layout:
             inside_replica = prod(resolved.sizes()[axis] for axis in ("dp_shard", "cp", "tp"))
             if inside_replica % self.ep:
                 problems.append(
-                    f"ep={self.ep}: dp_shard * cp * tp = {inside_replica} ranks of a replica are divisible by "
-                    f"{_listed(divisors(inside_replica))}"
+                    f"ep={self.ep}: a replica has dp_shard * cp * tp = {number_of(inside_replica, 'rank')}, which cannot be "
+                    f"divided by {self.ep}; {_legal(divisors(inside_replica))}"
                 )
         if problems:
             raise LayoutError(problems)
@@ -159,18 +178,25 @@ class Layout:
     def _misfits(world_size: int, given: dict[str, int], inferred: str | None) -> list[str]:
         """Name each knob that another value would mend, with those values; a lone 1 is not to blame."""
         product = prod(given.values())
-        terms = " * ".join(f"{axis}={size}" for axis, size in given.items() if size > 1) or "all sizes 1"
-        relation = "is not a divisor of" if inferred else "is not"
-        problems = [f"world size {world_size}: {terms} = {product}, which {relation} the world size"]
+        above = [f"{axis}={size}" for axis, size in given.items() if size > 1]
+        terms, ranks = " * ".join(above), number_of(world_size, "rank")
+        if inferred:
+            equals = f" = {product}" if len(above) > 1 else ""
+            problems = [f"{ranks} cannot be divided by {terms}{equals}"]
+        elif above:
+            make, there = "make" if len(above) > 1 else "makes", "is" if world_size == 1 else "are"
+            problems = [f"{terms} {make} {number_of(product, 'rank')}, and there {there} {world_size}"]
+        else:
+            problems = [f"the layout is one of 1 rank (all sizes are 1), and there are {world_size}"]
         for axis, size in given.items():
             others = product // size
             if size == 1 or world_size % others:
                 continue
             rest = world_size // others
             legal = divisors(rest) if inferred else (rest,)
-            problems.append(f"{axis}={size}: with the other sizes and {world_size} ranks, legal is {_listed(legal)}")
+            problems.append(f"{axis}={size}: with {ranks} and the other sizes as they are, {_legal(legal)}")
         if len(problems) == 1:
-            problems.append(f"legal sizes of any axis are divisors of {world_size}: {_listed(divisors(world_size))}")
+            problems.append(f"each size must divide {world_size}: {_legal(divisors(world_size))}")
         return problems
 
     # -- rank arithmetic, for a resolved layout -----------------------------------------------------------------------

@@ -1,5 +1,6 @@
-"""Paths that a user writes: which can be one at all, and which can only be a directory of this machine."""
+"""Paths that a user writes: which can be one at all, which are directories here, and which are names of the hub."""
 
+import difflib
 import re
 from pathlib import Path
 from typing import Annotated
@@ -7,10 +8,15 @@ from typing import Annotated
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
-__all__ = ["PathText", "no_directory"]
+from meshwright.errors import described
+
+__all__ = ["PathText", "nearby", "no_directory"]
 
 LONGEST_NAME, LONGEST_PATH = 255, 4096
 """Bytes of a file's name, and of a path: the limits of Linux."""
+
+SECONDS = 10
+"""How long the hub may take to answer whether it has a name."""
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
@@ -41,18 +47,63 @@ PathText = Annotated[str, AfterValidator(_possible)]
 """Text that can be a path (or a glob, or a name of the hub): not empty, no longer than a path may be."""
 
 
-def no_directory(knob: str, value: str) -> str | None:
-    """The message for a value that can only be a directory and is none.
+def no_directory(knob: str, value: str, *, hub: bool = True) -> str | None:
+    """The message for a value that should be a directory, and is none.
+
+    A name that may be one of the hub is looked up there, unless it was loaded before: one request, without retries.
 
     Args:
-        knob: the key that holds it.
-        value: a directory, or a name of the hub: ``name`` or ``owner/name``.
+        knob: what holds the value, such as ``model.path``.
+        value: a directory or, with ``hub``, a name of the hub: ``name`` or ``owner/name``.
+        hub: whether the value may be a name of the hub.
 
     Returns:
-        ``None`` where it is a directory, or may be a name of the hub.
+        ``None`` where it is a directory, or a name that the hub knows.
     """
     path = Path(value).expanduser()
-    if path.is_dir() or (_HUB_NAME.fullmatch(value) and ".." not in value and not path.exists()):
+    if path.is_dir():
         return None
-    problem = "is a file, not a directory" if path.exists() else "no such directory"
-    return f"{knob}={value!r}: {problem} (working directory {Path.cwd()})"
+    problem = f"{knob}={value!r}: {'is a file, not a directory' if path.exists() else 'no such directory'}"
+    problem += f"{nearby(path)} (working directory {Path.cwd()})"
+    if not hub or path.exists() or ".." in value or not _HUB_NAME.fullmatch(value):
+        return problem
+    unknown = _not_on_hub(value)
+    return f"{problem}; as a name of the hub: {unknown}" if unknown else None
+
+
+def nearby(path: Path) -> str:
+    """What a path that does not exist may have been meant to be, as the end of a message; empty if nothing is like it."""
+    missing = path
+    try:
+        while not missing.parent.is_dir():
+            missing = missing.parent
+        names = [entry.name for entry in missing.parent.iterdir()]
+    except OSError:
+        return ""
+    rest, near = path.relative_to(missing), []
+    for name in difflib.get_close_matches(missing.name, names, n=3):
+        whole = missing.parent / name / rest
+        near.append(whole if whole.exists() else missing.parent / name)
+    return f"; did you mean {' or '.join(repr(str(one)) for one in near)}?" if near else ""
+
+
+def _not_on_hub(name: str) -> str | None:
+    """Why a name of the hub cannot be loaded; ``None`` where it can be, or where whatever loads it knows better."""
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+    from huggingface_hub.file_download import repo_folder_name
+
+    loaded = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type="model") / "snapshots"
+    if loaded.is_dir():
+        return None
+    try:
+        huggingface_hub.model_info(name, timeout=SECONDS)
+    except errors.RepositoryNotFoundError:
+        return "the hub has no such model, or it is private and you are not logged in"
+    except errors.OfflineModeIsEnabled:
+        return "it was never loaded here, and HF_HUB_OFFLINE forbids to ask the hub"
+    except (errors.HfHubHTTPError, errors.HFValidationError):
+        return None
+    except Exception as error:  # of the HTTP library, whichever huggingface_hub has: no network, no answer in time
+        return f"it was never loaded here, and the hub cannot be reached ({described(error)})"
+    return None

@@ -40,9 +40,12 @@ def wrong(meshwright: Meshwright, *arguments: object, parts: tuple[str, ...], me
 @pytest.mark.parametrize("verb", ["train", "plan"])
 def test_world_size_that_does_not_factor(meshwright: Meshwright, config: str, verb: str) -> None:
     ranks = ("--nproc", 8) if verb == "train" else ("--world-size", 8)
-    parts = ("world size 8: dp_shard=3 = 3, which is not the world size", "dp_shard=3: ", "legal is 8")
+    parts = ("dp_shard=3 makes 3 ranks, and there are 8", "dp_shard=3: ", "legal is 8")
     wrong(meshwright, verb, config, "layout.dp_shard=3", *ranks, parts=parts, messages=2)
-    parts = ("dp_replicate=3: with the other sizes and 8 ranks, legal is 1, 2, 4, 8",)
+    parts = (
+        "8 ranks cannot be divided by dp_replicate=3",
+        "as they are, legal are 1, 2, 4, 8",
+    )
     wrong(meshwright, verb, config, "layout.dp_replicate=3", *ranks, parts=parts, messages=2)
 
 
@@ -50,13 +53,16 @@ def test_world_size_that_does_not_factor(meshwright: Meshwright, config: str, ve
 def test_heads_that_do_not_divide(meshwright: Meshwright, config: str, verb: str) -> None:
     ranks = ("--nproc", 3) if verb == "train" else ("--world-size", 3)
     sizes = ("model.config.num_attention_heads=8", "model.config.num_key_value_heads=8")
-    parts = ("tp=3: 8 attention heads are divisible by 1, 2, 4, 8", "tp=3: 8 key/value heads are divisible by 1, 2, 4, 8")
+    parts = (
+        "tp=3: 8 attention heads cannot be divided by 3; legal are 1, 2, 4, 8",
+        "tp=3: 8 key/value heads cannot be divided by 3; legal are 1, 2, 4, 8",
+    )
     wrong(meshwright, verb, config, "layout.tp=3", *sizes, *ranks, parts=parts, messages=2)
 
 
 def test_a_schedule_that_does_not_take_the_microbatches(meshwright: Meshwright, config: str) -> None:
     sizes = ("layout.pp=2", "layout.dp_shard=1", "training.global_batch_size=1", "training.microbatch_size=1")
-    parts = ("pipeline_schedule=1f1b: a run has 1 microbatches", "with pp=2 legal are 2, 3, 4")
+    parts = ("pipeline_schedule=1f1b: a run has 1 microbatch (", "with pp=2 legal are 2, 3, 4")
     wrong(meshwright, "train", config, *sizes, "--nproc", 2, parts=parts)
 
 
@@ -71,7 +77,7 @@ def test_batch_that_the_ranks_do_not_divide(meshwright: Meshwright, config: str)
     [
         ("layout.dp_replicat=2", ("layout.dp_replicat: unknown key", "did you mean 'layout.dp_replicate'?")),
         ("training.steps=soon", ("training.steps='soon'", "integer")),
-        ("checkpoint.resume=/nowhere", ("/nowhere: not a complete checkpoint",)),
+        ("checkpoint.resume=/nowhere", ("checkpoint.resume='/nowhere': no such directory",)),
         ("model.config.model_type=lama", ("model.config.model_type='lama'", "llama")),
         ("model.config.hiden_size=8", ("model.config.hiden_size: unknown key", "did you mean 'hidden_size'?")),
         ("model.config.hidden_size=big", ("model.config: 'llama' refuses it", "hidden_size")),
@@ -139,11 +145,16 @@ def test_all_that_is_wrong_at_once(meshwright: Meshwright, config: str, monkeypa
     check(found, "dp_shard=5", "/nowhere.txt", "metrics.mlflow='mine': needs `pip install 'meshwright[mlflow]'`", messages=4)
 
 
-def test_missing_file(meshwright: Meshwright, tmp_path: Path) -> None:
+def test_missing_file(meshwright: Meshwright, config: str, tmp_path: Path) -> None:
     for verb in ("train", "plan"):
         wrong(meshwright, verb, tmp_path / "none.yaml", parts=("none.yaml: no such file",))
-    wrong(meshwright, "export", tmp_path / "none", tmp_path / "to", parts=("none: no such directory",))
-    wrong(meshwright, "generate", tmp_path / "none", "text", parts=("none: holds no model (no config.json)",))
+    (tmp_path / "run").mkdir()
+    parts = (f"CHECKPOINT='{tmp_path}/rnu': no such directory; did you mean '{tmp_path}/run'?",)
+    wrong(meshwright, "export", tmp_path / "rnu", tmp_path / "to", parts=parts)
+    wrong(meshwright, "generate", tmp_path / "rnu", "abc", parts=(parts[0].replace("CHECKPOINT", "DIRECTORY"),))
+    found = meshwright("train", Path(config).with_name("rum.yaml"))
+    check(found, "rum.yaml: no such file; did you mean", "run.yaml'")
+    wrong(meshwright, "generate", tmp_path / "run", "text", parts=("run: holds no model (no config.json)",))
 
 
 @pytest.mark.parametrize(
@@ -226,6 +237,29 @@ def taken_port() -> Iterator[int]:
 def test_port_in_use(meshwright: Meshwright, config: str, taken_port: int) -> None:
     parts = (f"launch.port={taken_port}: address already in use", "or 0 for any that is free")
     wrong(meshwright, "train", config, f"launch.port={taken_port}", "--nproc", 2, parts=parts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("plan", "--nproc", "8"), "No such option: --nproc (Possible options: --world-size)"),
+        (("plan", "--nproc_per_node=8"), "(Possible options: --world-size)"),
+        (("train", "--world-size", "8"), "No such option: --world-size (Possible options: --nproc)"),
+        (("audit", "--gpus", "2"), "(Possible options: --nproc)"),
+        (("train", "--learning-rate", "1e-4"), "without dashes: optimizer.lr=VALUE"),
+        (("train", "--layout.tp", "2"), "without dashes: layout.tp=VALUE"),
+        (("train", "--output", "x"), "without dashes: output=VALUE"),
+        (("plan", "--worldsize", "2"), "(Possible options: --world-size)"),
+        (("plan", "--nonsense", "2"), "No such option: --nonsense"),
+    ],
+)
+def test_an_option_of_another_command_or_trainer(
+    meshwright: Meshwright, config: str, arguments: tuple[str, ...], words: str
+) -> None:
+    verb, *options = arguments
+    found = meshwright(verb, config, *options)
+    assert found.code == 2
+    assert words in " ".join(found.error.replace("│", "").split())
 
 
 def test_usage(meshwright: Meshwright, config: str) -> None:

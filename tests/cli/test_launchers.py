@@ -178,7 +178,7 @@ def test_a_failing_rank_of_others(start: Callable[..., Command], config: str, va
 @pytest.mark.parametrize(
     ("overrides", "code", "messages", "part"),
     [
-        (("layout.dp_replicate=3",), 2, 2, "world size 2: dp_replicate=3 = 3, which is not a divisor of the world size"),
+        (("layout.dp_replicate=3",), 2, 2, "2 ranks cannot be divided by dp_replicate=3"),
         (("optimizer.lr=1e20", "training.clip_norm=null"), 3, 1, "step 2: loss nan"),
         (("data.long_documents=error",), 2, 22, "data.long_documents is 'error'"),
     ],

@@ -180,8 +180,8 @@ def test_what_cannot_be_is_refused_with_the_reason() -> None:
 def test_key_heads_are_shared_by_whole_groups_of_ranks_or_refused() -> None:
     sizes = {"hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 8}
     text = refused("llama", Layout(tp=3, dp_shard=1), model=sizes)
-    assert "tp=3: 2 key/value heads are divisible by 1, 2, or shared by a multiple of 2 ranks" in text
-    assert "tp=4: 2 key/value heads are divisible by 1, 2" in refused("gemma4_text", Layout(tp=4, dp_shard=1))
+    assert "tp=3: 2 key/value heads cannot be divided by 3; legal are 1, 2, and multiples of 2, whose ranks share heads" in text
+    assert "tp=4: 2 key/value heads cannot be divided by 4; legal are 1, 2" in refused("gemma4_text", Layout(tp=4, dp_shard=1))
 
 
 def test_config_is_not_changed_where_an_attention_sees_the_heads_of_its_rank() -> None:

@@ -112,6 +112,7 @@ def test_what_can_be_trained_passes(tiny: Tiny, directory: Path) -> None:
 
 def test_files_of_the_hub_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.list_repo_files", lambda name: ["adapter_config.json", "adapter_model.safetensors"])
+    monkeypatch.setattr("huggingface_hub.model_info", lambda name, **_: None)
     with pytest.raises(ModelError, match=r"model.path='owner/name': holds an adapter"):
         refuse_untrainable(ModelConfig(path="owner/name"))
 

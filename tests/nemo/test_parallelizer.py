@@ -171,7 +171,7 @@ def test_the_plan_that_is_taken() -> None:
 def test_heads_that_a_mesh_cannot_share_are_refused() -> None:
     def on_rank(rank: int) -> None:
         mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
-        with pytest.raises(LayoutError, match="tp=3: 4 attention heads are divisible by 1, 2, 4"):
+        with pytest.raises(LayoutError, match="tp=3: 4 attention heads cannot be divided by 3; legal are 1, 2, 4"):
             parallelizer.validate_tp_mesh(make("llama", meta=True)[0], mesh)
         parallelizer.validate_tp_mesh(
             make("llama", meta=True, hidden_size=48, num_attention_heads=6, num_key_value_heads=3)[0], mesh

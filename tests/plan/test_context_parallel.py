@@ -121,6 +121,6 @@ def test_kernels_of_gpus_are_planned_on_a_laptop(kernel: str) -> None:
 def test_heads_that_cannot_be_exchanged() -> None:
     model = tiny_model("llama", meta=True)
     assert "over 1, 2, 4 ranks" in refusal(model, Layout(dp_shard=1, cp=3), context_parallel="ulysses")
-    assert "2 heads and 1 key/value heads of a rank can be exchanged over 1, 2 ranks" in refusal(
+    assert "2 heads and 1 key/value head of a rank can be exchanged over 1, 2 ranks" in refusal(
         model, Layout(dp_shard=1, cp=4, tp=2), context_parallel="ulysses"
     )

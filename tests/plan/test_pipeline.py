@@ -131,12 +131,12 @@ def test_refusals() -> None:
         resolve(spec_of(model), model, TWO, ParallelOptions(microbatches=2))
     with pytest.raises(PlanError, match="pp=2: where plain can be cut is unknown"):
         resolve(PLAIN_SPEC, Plain(), Layout(pp=2, dp_shard=1), ParallelOptions(microbatches=2))
-    assert "4 layers make at most 4 stages" in refusal(layout=Layout(pp=3, dp_shard=1), pipeline_schedule="zbv")
-    assert "a run has 1 microbatches" in refusal(microbatches=1)
+    assert "6 stages, but 4 layers make at most 4 stages" in refusal(layout=Layout(pp=3, dp_shard=1), pipeline_schedule="zbv")
+    assert "a run has 1 microbatch (" in refusal(microbatches=1)
     assert "legal are 2, 3, 4, 5" in refusal(microbatches=1)
     assert "legal are 1, 2, 3, 4, 6, 8" in refusal(microbatches=5, pipeline_schedule="interleaved_1f1b")
     assert "legal are 4, 5, 6" in refusal(microbatches=3, pipeline_schedule="dualpipe_v")
-    assert "runs_per_step=3: 8 microbatches make 1, 2, 4, 8 runs" in refusal(runs_per_step=3)
+    assert "runs_per_step=3: 8 microbatches cannot be divided by 3; legal are 1, 2, 4, 8" in refusal(runs_per_step=3)
     assert "stages_per_rank=2: pipeline_schedule=1f1b has 1 on each rank" in refusal(stages_per_rank=2)
     assert "pipeline_cuts=[3, 2, 1]: 4 stages need 3 ascending numbers" in refusal(
         pipeline_schedule="zbv", pipeline_cuts=(3, 2, 1)

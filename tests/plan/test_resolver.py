@@ -295,7 +295,7 @@ def test_experts_fewer_than_shards_are_sharded_along_their_matrices() -> None:
 
 def test_expert_parallel_that_cannot_be_is_refused_with_what_is_legal() -> None:
     spec, model = moe()
-    with pytest.raises(LayoutError, match=r"ep=3: 8 experts are divisible by 1, 2, 4, 8"):
+    with pytest.raises(LayoutError, match=r"ep=3: 8 experts cannot be divided by 3; legal are 1, 2, 4, 8"):
         resolve(spec, model, Layout(ep=3), world_size=6)
     with pytest.raises(
         PlanError, match=r"reduce_dtype=float16 with ep=2, gradient_reduction=mean.*legal are bfloat16 and float32"

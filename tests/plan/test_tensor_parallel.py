@@ -312,7 +312,7 @@ def test_a_child_without_parameters_may_take_the_statistic(child: nn.Module, who
 
 def test_gemma_4_whose_global_layers_have_heads_of_their_own() -> None:
     model, spec = make("gemma4_text", meta=True, num_global_key_value_heads=1, attention_k_eq_v=True)
-    with pytest.raises(PlanError, match="tp=2: 1 key/value heads of a layer are divisible by 1"):
+    with pytest.raises(PlanError, match="tp=2: 1 key/value head of a layer cannot be divided by 2; legal is 1"):
         resolve(spec, model, TP2, ParallelOptions())
 
 

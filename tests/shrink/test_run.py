@@ -415,10 +415,10 @@ def test_processes_of_the_run(nproc: int, given: int | None, expected: int) -> N
         ({"pp": 2, "dp_replicate": 3, "dp_shard": 8, "tp": 2}, None, "which needs at least 24 processes; ask for them"),
         ({"dp_shard": 1}, 2, "nothing to compare"),
         ({}, 1, "--nproc=1: an audit compares one process with at least 2"),
-        ({"tp": 64}, 2, "tp=64: 32 attention heads are divisible by"),
+        ({"tp": 64}, 2, "tp=64: 32 attention heads cannot be divided by 64"),
         ({"pp": 40, "dp_shard": 2}, 4, "pp=40: 32 layers make at most 32 stages"),
-        ({"ep": 3}, 2, "ep=3: 8 experts are divisible by 1, 2, 4, 8"),
-        ({"dp_shard": 3, "ep": 2}, 2, "ep=2: dp_shard * cp * tp = 3"),
+        ({"ep": 3}, 2, "ep=3: 8 experts cannot be divided by 3; legal are 1, 2, 4, 8"),
+        ({"dp_shard": 3, "ep": 2}, 2, "ep=2: a replica has dp_shard * cp * tp = 3"),
         ({"dp_shard": None, "tp": None}, 2, "only one can be inferred"),
         ({"tp": 0}, 2, "tp=0: must be a positive whole number"),
     ],
@@ -444,7 +444,9 @@ def test_what_a_layout_divides_stays_divisible(name: str, sizes: dict[str, int])
 
 
 def test_heads_that_a_layout_does_not_divide_are_refused_as_in_training() -> None:
-    with pytest.raises(LayoutError, match="tp=3: 4 key/value heads are divisible by 1, 2, 4, or shared"):
+    with pytest.raises(
+        LayoutError, match="tp=3: 4 key/value heads cannot be divided by 3; legal are 1, 2, 4, and multiples of 4"
+    ):
         shrink(run_config(QWEN3_MOE, layout={"tp": 3}), 2)
 
 

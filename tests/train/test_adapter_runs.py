@@ -73,7 +73,7 @@ def test_an_adapter_goes_out_to_peft_and_back(tiny: Tiny, tmp_path: Path, kind: 
 
     with pytest.raises(CheckpointError, match=r"--dtype=bfloat16: an adapter is written as it was trained"):
         export_checkpoint(newest(config), tmp_path / "other", "bfloat16", adapter=True)
-    with pytest.raises(ModelError, match=r"--adapter=/nowhere: Can't find 'adapter_config\.json'"):
+    with pytest.raises(ModelError, match=r"--adapter='/nowhere': no such directory"):
         generate(tmp_path / "model", "abc", 4, 0, adapter=Path("/nowhere"))
 
     # Plain peft warns of what is missing in its files, and goes on with zeros.
@@ -151,7 +151,7 @@ def test_a_new_model_with_an_adapter_is_saved_whole(tiny: Tiny, tmp_path: Path) 
 
 def test_a_directory_that_is_no_adapter_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     saved(tmp_path / "model")
-    with pytest.raises((ModelError, MeshwrightError), match=r"adapter\.path='/nowhere': is no adapter of peft"):
+    with pytest.raises((ModelError, MeshwrightError), match=r"adapter\.path='/nowhere': no such directory"):
         train(tiny(*adapter(tmp_path / "model", path="/nowhere")), 1)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.audit.borders import BorderRow
 from meshwright.audit.compare import Row
 from meshwright.audit.diagnose import Finding
+from meshwright.errors import number_of
 from meshwright.shrink.small_config import Change
 from meshwright.train.claim import Claim
 
@@ -88,7 +89,7 @@ class AuditReport:
     @property
     def verdict(self) -> str:
         """Return the verdict in one line."""
-        where = f"{self.family}, {self.world_size} ranks ({self.layout}), {self.dtype}"
+        where = f"{self.family}, {number_of(self.world_size, 'rank')} ({self.layout}), {self.dtype}"
         if self.findings:
             more = f" (and {len(self.findings) - 1} more)" if len(self.findings) > 1 else ""
             return f"FAIL: {self.findings[0].message}{more}"
@@ -198,11 +199,11 @@ def row_checks(rows: Sequence[Row], steps: int) -> Iterator[Check]:
     plural = {
         "initial value": "values before the first step",
         "gradient": "gradients of the first step",
-        "parameter": f"movement of parameters in {steps} steps",
-        "buffer": f"buffers after each of {steps} steps",
+        "parameter": f"movement of parameters in {number_of(steps, 'step')}",
+        "buffer": f"buffers after each of {number_of(steps, 'step')}",
     }
     for what in dict.fromkeys(row.what for row in rows):
         of_kind = [row for row in rows if row.what == what]
         worst = max(of_kind, key=lambda row: _sortable(row.error))
-        name = plural.get(what, f"optimizer state {what} after {steps} steps")
+        name = plural.get(what, f"optimizer state {what} after {number_of(steps, 'step')}")
         yield Check(name, str(len(of_kind)), f"{worst.error:.1e} {worst.name}", all(row.passed for row in of_kind))

@@ -12,6 +12,7 @@ from meshwright.checkpoint.manager import check_base, check_writable
 from meshwright.errors import CheckpointError, ModelError, described
 from meshwright.files import honour_umask, save_tensors
 from meshwright.models.bars import one_bar
+from meshwright.paths import no_directory
 
 __all__ = ["export_checkpoint", "generate"]
 
@@ -211,6 +212,8 @@ def generate(
     from meshwright.models.families import family_named
     from meshwright.models.family import Sampling
 
+    if absent := no_directory("DIRECTORY", str(directory), hub=False):
+        raise ModelError(absent)
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory}: holds no model (no config.json)")
     try:

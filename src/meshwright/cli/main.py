@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from meshwright.cli.arguments import ConfigArgument, DebugOption, OverrideArgument, check_writable
+from meshwright.cli.options import suggest
 from meshwright.cli.plan import plan
 from meshwright.cli.problems import show_problems
 from meshwright.errors import MeshwrightError, StoppedError, WorkerError, described, shortened
@@ -26,11 +27,16 @@ __all__ = ["app", "main"]
 
 class _Verbs(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
-        """Run a subcommand. An unexpected end of file is an error like any other: click would print only Aborted."""
+        """Run a subcommand. An unexpected end of file is an error like any other, of which click would print only Aborted; an
+        unknown option is refused with what was meant.
+        """
         try:
             return super().invoke(ctx)
         except EOFError as error:
             raise WorkerError(described(error)) from error
+        except Exception as error:
+            suggest(error)
+            raise
 
 
 app = typer.Typer(
@@ -209,11 +215,12 @@ def export(
     from meshwright.checkpoint.directory import latest
     from meshwright.checkpoint.export import export_checkpoint
     from meshwright.errors import CheckpointError, ConfigError
+    from meshwright.paths import no_directory
 
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise ConfigError(f"--dtype={dtype}: legal are float32, bfloat16, float16")
-    if not checkpoint.is_dir():
-        raise CheckpointError(f"{checkpoint}: no such directory")
+    if absent := no_directory("CHECKPOINT", str(checkpoint), hub=False):
+        raise CheckpointError(absent)
     newest = checkpoint if (checkpoint / "meta.json").is_file() else latest(checkpoint / "checkpoints")
     if newest is None:
         raise CheckpointError(f"{checkpoint}: neither a complete checkpoint nor a run that has one")

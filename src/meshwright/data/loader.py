@@ -15,7 +15,7 @@ import numpy as np
 
 from meshwright.data.packing import IGNORE, Integers, SequenceDataset
 from meshwright.data.store import TokenStore
-from meshwright.errors import CheckpointError, ConfigError
+from meshwright.errors import CheckpointError, ConfigError, number_of
 
 if TYPE_CHECKING:
     import torch
@@ -40,8 +40,8 @@ def check_batch_sizes(global_batch_size: int, microbatch_size: int, data_ranks: 
     below, above = global_batch_size // unit * unit, -(-global_batch_size // unit) * unit
     legal = f"{below} or {above}" if below else str(above)
     message = (
-        f"global_batch_size={global_batch_size} is no multiple of microbatch_size={microbatch_size} x {data_ranks} "
-        f"data ranks = {unit}; nearest legal: {legal}"
+        f"global_batch_size={global_batch_size} is no multiple of microbatch_size={microbatch_size} x "
+        f"{number_of(data_ranks, 'data rank')} = {unit}; nearest legal: {legal}"
     )
     if global_batch_size % data_ranks == 0:
         share = global_batch_size // data_ranks

@@ -12,7 +12,7 @@ _REASONS = (
     ("encoder", r"is an encoder",
      "the model predicts no next token: it has no causal attention, or it continues a text that another model has read."),
     ("dense", r"declares no experts", "the model has no experts."),
-    ("experts", r"experts are divisible by|declares experts",
+    ("experts", r"experts? (are divisible|cannot be divided) by|declares experts",
      "the number of experts has no divisor that the axis could be."),
     ("float64", r"without overflow",
      "the model cannot compute in float64, in which an audit computes, or measures the rounding of float32."),

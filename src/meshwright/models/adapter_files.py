@@ -17,6 +17,7 @@ from meshwright.errors import ConfigError, ModelError, described
 from meshwright.files import save_tensors
 from meshwright.models import expert_adapters
 from meshwright.models.config import AdapterConfig
+from meshwright.paths import no_directory
 from meshwright.plan.names import within
 
 __all__ = [
@@ -174,6 +175,8 @@ def read_adapter(model: nn.Module, path: str, elsewhere: Collection[str] = ()) -
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    if absent := no_directory("adapter.path", path, hub=False):
+        raise ModelError(absent)
     folder = Path(path).expanduser()
     try:
         tensors, settings = load_file(folder / WEIGHTS), json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
@@ -209,6 +212,8 @@ def with_adapter(model: nn.Module, folder: Path) -> Any:
         ModelError: the directory has no adapter, or one of another model.
     """
     check_installed()
+    if absent := no_directory("--adapter", str(folder), hub=False):
+        raise ModelError(absent)
     import peft
 
     try:

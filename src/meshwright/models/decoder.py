@@ -69,7 +69,7 @@ def global_heads(config: Any) -> tuple[tuple[str, int], ...]:
         if layers is None
         else {getattr(layers[index], "num_key_value_heads", None) for index in range(config.num_hidden_layers)}
     )
-    return tuple(("key/value heads of a layer", number) for number in sorted(filter(None, heads)))
+    return tuple(("key/value head of a layer", number) for number in sorted(filter(None, heads)))
 
 
 def _gemma4(config: Any) -> Structure:

@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.errors import ModelError, described
 from meshwright.models.config import ModelConfig
+from meshwright.paths import no_directory
 
 __all__ = ["facts", "fingerprint", "refuse_untrainable"]
 
@@ -34,8 +35,10 @@ def refuse_untrainable(config: ModelConfig) -> None:
             or the config of a new model.
 
     Raises:
-        ModelError: says what the model is instead, and what to do.
+        ModelError: there is no such directory, and no such name on the hub; or what the model is instead, and what to do.
     """
+    if config.path is not None and (absent := no_directory("model.path", config.path)):
+        raise ModelError(absent)
     where = "model.config" if config.path is None else f"model.path={config.path!r}"
     problem = None if config.path is None else _files_problem(config.path, _files(config))
     problem = problem or _quantized_problem(_declared(config))

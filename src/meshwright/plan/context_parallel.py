@@ -15,6 +15,7 @@ rank `i` gets the chunks `i` and ``2 cp - 1 - i`` (zigzag; Llama 3, arXiv 2407.2
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from meshwright.errors import number_of
 from meshwright.layout import divisors
 from meshwright.plan.draft import Draft
 from meshwright.plan.names import holder_of, without_repetition
@@ -167,7 +168,8 @@ def _check_heads(draft: Draft, rows: Sequence[AttentionRow]) -> None:
         legal = [size for size in divisors(heads) if kv_heads % size == 0 or size % kv_heads == 0]
         if cp not in legal:
             draft.problems.append(
-                f"cp={cp}, context_parallel=ulysses: {heads} heads and {kv_heads} key/value heads of a rank can be exchanged "
+                f"cp={cp}, context_parallel=ulysses: {number_of(heads, 'head')} and "
+                f"{number_of(kv_heads, 'key/value head')} of a rank can be exchanged "
                 f"over {', '.join(map(str, legal))} ranks; or use context_parallel=gather or ring"
             )
 

@@ -10,7 +10,7 @@ and the results are all-gathered.
 from collections import Counter
 from collections.abc import Iterator
 
-from meshwright.layout import divisors
+from meshwright.layout import undivided
 from meshwright.plan import widths
 from meshwright.plan.draft import Draft
 from meshwright.plan.inspection import EXPERTS_ATTRIBUTE
@@ -57,8 +57,7 @@ def _row(draft: Draft, rule: ExpertsRule, name: str) -> ExpertsRow | None:
         return None
     (experts,) = counts
     if ep > 1 and experts % ep:
-        legal = ", ".join(map(str, divisors(experts)))
-        draft.problems.append(f"ep={ep}: {experts} experts of {name!r} are divisible by {legal}")
+        draft.problems.append(f"{undivided('ep', ep, experts, 'expert')} (of {name!r})")
     if ep > 1 and adapted:
         draft.problems.append(
             f"ep={ep}: peft wraps the experts {name!r}, and their adapters count experts in another dimension; the legal value "

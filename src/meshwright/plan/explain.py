@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from meshwright.errors import number_of
 from meshwright.plan.activation_traffic import activation_traffic
 from meshwright.plan.context_parallel import gathered_bytes, unevenness
 from meshwright.plan.expert_parallel import expert_parallel_counts
@@ -94,7 +95,9 @@ def _summary(plan: ShardingPlan) -> Table:
     others = activation_traffic(plan)
     over = " over data ranks" if others else ""
     where = "host memory" if options.cpu_offload else "per rank"
-    table = Table(title=f"Plan: {plan.family}, {plan.layout.world_size} ranks ({plan.layout})", show_header=False, box=None)
+    table = Table(
+        title=f"Plan: {plan.family}, {number_of(plan.layout.world_size, 'rank')} ({plan.layout})", show_header=False, box=None
+    )
     table.add_column(style="bold")
     table.add_column(justify="right")
     table.add_column(style="dim")
@@ -109,7 +112,7 @@ def _summary(plan: ShardingPlan) -> Table:
         (
             "unsharded gradients at the peak",
             human_bytes(total.unsharded_gradient_peak_bytes),
-            f"{options.microbatches} microbatch{'es' if options.microbatches > 1 else ''} a step",
+            f"{number_of(options.microbatches, 'microbatch')} a step",
         ),
         *(
             [
@@ -123,16 +126,16 @@ def _summary(plan: ShardingPlan) -> Table:
             else []
         ),
         *_logits(plan),
-        (f"all-gathered{over} per step", human_bytes(traffic.all_gather_bytes), f"{traffic.all_gathers} collectives"),
+        (f"all-gathered{over} per step", human_bytes(traffic.all_gather_bytes), number_of(traffic.all_gathers, "collective")),
         (
             f"reduce-scattered{over} per step",
             human_bytes(traffic.reduce_scatter_bytes),
-            f"{traffic.reduce_scatters} collectives",
+            number_of(traffic.reduce_scatters, "collective"),
         ),
         (
             f"all-reduced{over} per step",
             human_bytes(traffic.all_reduce_bytes),
-            f"{traffic.all_reduces} collectives{', one of them flags of use' if plan.flags_of_use else ''}",
+            f"{number_of(traffic.all_reduces, 'collective')}{', one of them flags of use' if plan.flags_of_use else ''}",
         ),
     ):
         table.add_row(*line)
@@ -168,7 +171,7 @@ def _logits(plan: ShardingPlan) -> list[tuple[str, str, str]]:
     tokens = -(-plan.options.tokens // plan.loss.chunks)
     tp = plan.layout.size("tp") if any(row.exit is Move.VOCABULARY for row in plan.tensor_parallel) else 1
     size = tokens * -(-plan.loss.vocabulary // tp) * itemsize("float32")
-    return [("logits of a chunk", human_bytes(size), f"in fp32; {plan.loss.chunks} chunks of {tokens:,} tokens")]
+    return [("logits of a chunk", human_bytes(size), f"in fp32; {number_of(plan.loss.chunks, 'chunk')} of {tokens:,} tokens")]
 
 
 def _ahead(plan: ShardingPlan) -> str:

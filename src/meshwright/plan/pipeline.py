@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import cache
 from math import inf, prod
 
+from meshwright.errors import number_of
 from meshwright.plan.draft import Draft
 from meshwright.plan.names import within
 from meshwright.plan.options import ActivationCheckpointing, ParallelOptions, PipelineSchedule
@@ -74,7 +75,10 @@ def resolve_stages(draft: Draft, experts: Sequence[ExpertsRow]) -> tuple[tuple[S
     count, layers = pp * each, [layer.name for layer in facts.layers]
     problems.extend(_schedule_problems(options, pp, each))
     if count > len(layers):
-        problems.append(f"pp={pp}, stages_per_rank={each}: {len(layers)} layers make at most {len(layers)} stages")
+        problems.append(
+            f"pp={pp}, stages_per_rank={each}: {number_of(count, 'stage')}, but {number_of(len(layers), 'layer')} make at most "
+            f"{number_of(len(layers), 'stage')}"
+        )
     cuts = options.pipeline_cuts
     if cuts and (len(cuts) != count - 1 or list(cuts) != sorted({*cuts} & {*range(1, len(layers))})):
         problems.append(
@@ -115,11 +119,13 @@ def _schedule_problems(options: ParallelOptions, pp: int, each: int) -> list[str
         problems.append(f"stages_per_rank={each}: pipeline_schedule={schedule} needs at least 2")
     if runs < 1 or microbatches % runs:
         legal = ", ".join(str(number) for number in range(1, microbatches + 1) if microbatches % number == 0)
-        problems.append(f"runs_per_step={runs}: {microbatches} microbatches make {legal} runs")
+        problems.append(
+            f"runs_per_step={runs}: {number_of(microbatches, 'microbatch')} cannot be divided by {runs}; legal are {legal}"
+        )
     elif not schedule.takes(pp, microbatches // runs):
         numbers = [str(number) for number in range(1, 4 * pp * each + 1) if schedule.takes(pp, number)]
         problems.append(
-            f"pipeline_schedule={schedule}: a run has {microbatches // runs} microbatches (global_batch_size over "
+            f"pipeline_schedule={schedule}: a run has {number_of(microbatches // runs, 'microbatch')} (global_batch_size over "
             f"microbatch_size, data ranks and runs_per_step); with pp={pp} legal are {', '.join(numbers[:8])}, ..."
         )
     if schedule.splits and options.compile:

@@ -116,7 +116,7 @@ class Structure:
         fused: pattern of a fused matrix of queries, keys and values to the number of rows of each (``fused_colwise``). An
             attention with such a matrix reads head counts from its config to split the output, so it is given the counts of its
             rank.
-        divisible: (what, number) pairs of further numbers that ``tp`` must divide.
+        divisible: (one of them, number) pairs of what else ``tp`` must divide, such as ``("head of a layer", 8)``.
         no_sequence_parallel: why the family cannot shard its residual stream over the sequence; empty: it can.
         leaks_documents: whether the masks that the model makes let packed documents see each other. Then packed documents are
             computed with the attention function of context parallel, which keeps them apart.

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from meshwright.errors import MissingPlanError, PlanError
-from meshwright.layout import divisors
+from meshwright.layout import divisors, undivided
 from meshwright.plan import widths
 from meshwright.plan.draft import Draft
 from meshwright.plan.given_styles import load_styles
@@ -77,9 +77,9 @@ def resolve_tensor_parallel(draft: Draft) -> TensorParallelChoice:
             )
     if not problems:
         builder.derive(traced=level == "derived")
-    for counted, count in spec.structure.divisible if spec.structure else ():
+    for noun, count in spec.structure.divisible if spec.structure else ():
         if count % tp:
-            problems.append(f"tp={tp}: {count} {counted} are divisible by {', '.join(map(str, divisors(count)))}")
+            problems.append(undivided("tp", tp, count, noun))
     draft.tp_styles = builder.of_parameters
     _check_slices(draft)
     stream = widths.of_stream(draft)

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 from meshwright.data.config import DataConfig, TokenizerConfig
 from meshwright.errors import ConfigError
 from meshwright.models.config import AdapterConfig, DiffusionConfig, ModelConfig
-from meshwright.paths import PathText
+from meshwright.paths import PathText, nearby
 from meshwright.train.parallel_config import LayoutConfig, ParallelConfig, Section
 from meshwright.train.plain_yaml import Dumper, Loader
 from meshwright.train.problems import message
@@ -251,7 +251,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ConfigError(f"{path}: no such file")
+        raise ConfigError(f"{path}: no such file{nearby(file)}")
     try:
         content = yaml.load(file.read_text(), Loader) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import errors
-from meshwright.errors import ConfigError, MeshwrightError, NonFiniteError, StoppedError, WorkerError, described
+from meshwright.errors import ConfigError, MeshwrightError, NonFiniteError, StoppedError, WorkerError, described, number_of
 from meshwright.layout import AXES
 from meshwright.quiet import quiet
 from meshwright.train.assure import Prove, assure, assure_on_rank_0
@@ -69,7 +69,10 @@ def device_kind(config: RunConfig, processes: int, *, launched: bool = False) ->
     if device == "auto" and not launched:
         return "cpu"
     legal = f"legal launch.nproc: 1 to {gpus}" if gpus else "there is no GPU on this machine"
-    raise ConfigError(f"launch.device={device}: {processes} processes and {gpus} GPUs here; {legal}, or launch.device=cpu")
+    raise ConfigError(
+        f"launch.device={device}: {number_of(processes, 'process')} and {number_of(gpus, 'GPU')} here; {legal}, or "
+        "launch.device=cpu"
+    )
 
 
 def _gpus() -> int:
@@ -109,7 +112,7 @@ def launch(
 
         local = _local_world_size(config)
         if nproc not in (None, local):
-            raise ConfigError(f"--nproc={nproc}: the launcher started {local} processes here; leave it out")
+            raise ConfigError(f"--nproc={nproc}: the launcher started {number_of(local, 'process')} here; leave it out")
 
         def work() -> None:
             kind = device_kind(config, local, launched=True)

@@ -16,7 +16,7 @@ from torch import nn
 
 from meshwright.checkpoint.directory import complete, latest, read_meta
 from meshwright.checkpoint.manager import check_base, check_same_model, check_writable
-from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError
+from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError, number_of
 from meshwright.plan.context_parallel import unevenness
 from meshwright.plan.explain import explain
 from meshwright.plan.hardware import load_hardware
@@ -228,10 +228,11 @@ def describe_data(config: RunConfig, store: "TokenStore") -> str:
     epochs, filled = steps * batch / sequences, index.train_tokens / (sequences * length)
     packed = "packed " if config.data.packing == "pack" else ""
     lines = [
-        f"data: {index.rows:,} rows, {index.documents:,} documents of {index.tokens:,} tokens, {index.eval_documents:,} held "
+        f"data: {number_of(index.rows, 'row')}, {number_of(index.documents, 'document')} of "
+        f"{number_of(index.tokens, 'token')}, {index.eval_documents:,} held "
         f"out; {index.truncated:,} truncated, {index.dropped:,} dropped, {index.empty:,} empty, {index.bad:,} bad",
-        f"{sequences:,} {packed}sequences of {length:,}, {filled:.1%} full; "
-        f"{steps:,} steps of {batch:,} are {epochs:.3g} epochs",
+        f"{number_of(sequences, f'{packed}sequence')} of {length:,}, {filled:.1%} full; "
+        f"{number_of(steps, 'step')} of {batch:,} {'is' if steps == 1 else 'are'} {epochs:.3g} epochs",
     ]
     if index.bad:
         rest = index.bad - len(index.bad_rows)

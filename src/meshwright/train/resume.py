@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from meshwright.checkpoint.directory import complete, damage, damage_in_brief, latest, newest, read_meta, set_aside
 from meshwright.errors import CheckpointError, described
+from meshwright.paths import no_directory
 from meshwright.train.config import RunConfig
 from meshwright.train.setup import Paths
 
@@ -37,6 +38,8 @@ def checkpoint_to_resume(config: RunConfig) -> Path | None:
                 f"checkpoint.resume=never, but {config.output} holds {last.name}; choose another output, or resume=auto"
             )
         return None
+    if absent := no_directory("checkpoint.resume", resume, hub=False):
+        raise CheckpointError(absent)
     path = Path(resume).expanduser()
     meta = read_meta(path)
     if last is not None and read_meta(last)["step"] > meta["step"]:

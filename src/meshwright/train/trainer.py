@@ -21,7 +21,7 @@ from meshwright.data.store import TokenStore
 from meshwright.distributed.fsdp import move_buffers
 from meshwright.distributed.sequences import follow, share_batch
 from meshwright.distributed.stage_parts import models_of
-from meshwright.errors import CheckpointError, NonFiniteError, StoppedError
+from meshwright.errors import CheckpointError, NonFiniteError, StoppedError, number_of
 from meshwright.files import save_tensors
 from meshwright.models.init import derive_seed, initialize_buffers
 from meshwright.models.objective import ROUTED
@@ -293,7 +293,7 @@ class Trainer:
             self.recorder.say(f"[yellow]{failure}: step skipped (training.on_nonfinite=skip)[/yellow]")
             if most is not None and self.skipped >= most:
                 raise NonFiniteError(
-                    f"{failure}; {self.skipped} steps in a row were skipped, so that nothing is learned; {kept}. "
+                    f"{failure}; {number_of(self.skipped, 'step')} in a row skipped, so that nothing is learned; {kept}. "
                     f"training.max_skipped={most} is the limit"
                 )
             return
@@ -338,7 +338,7 @@ class Trainer:
         self.recorder.event(
             self.step,
             {"eval/loss": loss, **terms, **perplexity, "eval/tokens": tokens},
-            f"held-out loss after {self.step} steps: [bold]{loss:.4f}[/bold] nats{shown} ({tokens:,} tokens)",
+            f"held-out loss after {number_of(self.step, 'step')}: [bold]{loss:.4f}[/bold] nats{shown} ({tokens:,} tokens)",
         )
         return loss
 
