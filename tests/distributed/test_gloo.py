@@ -1,6 +1,7 @@
 """Gloo groups run their collectives in one thread: two corrupt the heap (docs/upstream.md)."""
 
 import socket
+import tempfile
 from datetime import timedelta
 
 import pytest
@@ -64,6 +65,24 @@ def test_whoever_starts_the_process_group_it_has_one_thread(monkeypatch: pytest.
 
     run_ranks(of_train, 1, group=False)
     run_ranks(of_the_manager, 2, group=False)
+
+
+def test_a_mesh_does_not_take_a_default_group_with_two_threads() -> None:
+    def on_rank(rank: int, folder: str) -> None:
+        store = dist.FileStore(f"{folder}/store", 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=11))
+        assert options_of()._threads == 2  # as torch makes it, for a loop of the user's own
+        mesh = build_mesh(Layout(), "cpu")
+        for name in ("dp", "dp_shard_cp", "dp_cp"):
+            group = mesh[name].get_group()
+            assert group is mesh["dp_shard"].get_group()
+            assert options_of(group)._threads == 1
+            assert options_of(group)._timeout == timedelta(seconds=11)
+        assert mesh.sum(torch.ones(1), "dp").item() == 2
+        dist.barrier()
+
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(on_rank, 2, folder, group=False)
 
 
 def test_what_torch_honours_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:

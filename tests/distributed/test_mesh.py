@@ -123,7 +123,7 @@ def test_an_axis_of_a_mesh_that_is_not_there_is_refused() -> None:
     def check() -> None:
         with pytest.raises(LayoutError, match="ep=1"):
             build_mesh(Layout(), "cpu")["ep"]
-        with pytest.raises(LayoutError, match="legal is 1, 2, 4, 8"):
+        with pytest.raises(LayoutError, match="legal are 1, 2, 4, 8"):
             build_mesh(Layout(tp=3), "cpu")
 
     in_fake_world(8, 0, check)

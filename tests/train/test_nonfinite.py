@@ -68,7 +68,7 @@ def test_too_many_skipped_in_a_row_end_the_run(tiny: Tiny, every: int, kept: str
     messages = run_ranks(_train_on_nothing, 2, config, store)
     assert messages[0] == messages[1]
     assert messages[0].startswith("step 4: loss nan")
-    for part in ("2 steps in a row were skipped", kept, "training.max_skipped=2 is the limit"):
+    for part in ("2 steps in a row skipped", kept, "training.max_skipped=2 is the limit"):
         assert part in messages[0]
     without = tiny("training.on_nonfinite=skip", "training.max_skipped=null", name="without")
     assert run_ranks(_train_on_nothing, 1, without, prepare_run(without, 1)[2].directory) == [""]

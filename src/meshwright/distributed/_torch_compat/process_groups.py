@@ -67,6 +67,13 @@ def one_gloo_worker() -> None:
     gloo.__init__ = create_with_one_thread
 
 
+def _has_two_gloo_threads(group: dist.ProcessGroup) -> bool:
+    """Return whether all collectives of a group are gloo's, and more than one thread runs them."""
+    gloo = getattr(distributed_c10d, "ProcessGroupGloo", None)
+    backends = [group._get_backend(device) for device in group._device_types]
+    return gloo is not None and all(isinstance(own, gloo) and own.options._threads > 1 for own in backends)
+
+
 def inherit_timeout(mesh: DeviceMesh) -> None:
     """Give the groups of a mesh the timeout of the default group.
 
@@ -113,6 +120,9 @@ def shared_groups() -> Iterator[None]:
             if alone:
                 group: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="mesh_alone")
                 known[key] = group.group_name
+            elif axis.numel() == dist.get_world_size() and _has_two_gloo_threads(distributed_c10d._get_default_group()):
+                # torch would take the default group, which its caller created before `one_gloo_worker` was called.
+                known[key] = dist.new_group(group_desc="mesh_default").group_name  # type: ignore[union-attr]
             else:
                 known[key] = make(axis, ranks, name, backend)
         return known[key]
