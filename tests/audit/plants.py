@@ -249,6 +249,19 @@ def norm_without_optimizer(trainer: RankTrainer) -> None:
     trainer.optimizer.state.pop(norm)
 
 
+def gradient_left_from_step_1(trainer: RankTrainer) -> None:
+    """The optimizer does not know one parameter when gradients are cleared."""
+    parameter = trainer.named[f"{UNIT}.mlp.up_proj.weight"]
+    inner = trainer.optimizer.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        left = parameter.grad
+        inner(set_to_none=set_to_none)
+        parameter.grad = left
+
+    trainer.optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
 def second_moment_lost(trainer: RankTrainer) -> None:
     def after_step(optimizer: Any, *_: Any) -> None:
         for state in optimizer.state.values():

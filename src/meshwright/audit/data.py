@@ -38,6 +38,7 @@ __all__ = [
     "edge_words",
     "sequence_digests",
     "unlabelled_microbatch",
+    "unlike",
     "whole_sequences",
     "words_to_feed",
 ]
@@ -152,13 +153,22 @@ def whole_sequences(batch: dict[str, torch.Tensor], plan: ShardingPlan, mesh: Pa
 
 
 def sequence_digests(batches: list[dict[str, torch.Tensor]], length: int) -> list[str]:
-    """Return a digest of each sequence in some microbatches, over all inputs of the model except padding after ``length``."""
+    """Return the digests of each sequence in some microbatches, as ``NAME=DIGEST`` for each input of the model.
+
+    Padding after ``length`` does not count. :func:`unlike` compares them.
+    """
     digests = []
     for batch in batches:
         for row in range(len(batch["input_ids"])):
-            parts = [batch[name][row, :length].cpu().numpy().tobytes() for name in sorted(batch)]
-            digests.append(hashlib.sha256(b"|".join(parts)).hexdigest()[:16])
+            parts = {name: batch[name][row, :length].cpu().numpy().tobytes() for name in sorted(batch)}
+            digests.append(" ".join(f"{name}={hashlib.sha256(part).hexdigest()[:16]}" for name, part in parts.items()))
     return digests
+
+
+def unlike(one: str, other: str) -> list[str]:
+    """Return the names of the inputs in which two sequences differ."""
+    mine, theirs = (dict(part.split("=") for part in digests.split()) for digests in (one, other))
+    return sorted(name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name))
 
 
 def documents_of_run(config: RunConfig, vocabulary: int, sequence_length: int, directory: Path) -> TokenStore:

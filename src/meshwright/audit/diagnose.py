@@ -7,14 +7,17 @@ from dataclasses import replace
 from functools import cache
 
 from meshwright.audit.compare import Row
-from meshwright.audit.findings import CONSEQUENCES, Finding, Kind, in_ranks, listed
+from meshwright.audit.data import unlike
+from meshwright.audit.findings import CONSEQUENCES, Finding, Kind, described, in_ranks, listed
 from meshwright.audit.gradients import averages, gradient_findings
 from meshwright.audit.origin import origin_findings
 from meshwright.audit.ranks import axis_names
 from meshwright.audit.reference import Reference
 from meshwright.audit.replicas import differing, replica_findings, sharded_over
 from meshwright.audit.result import RankResult
+from meshwright.audit.timeline import Moment, earliest
 from meshwright.audit.tolerance import TOLERANCES, Tolerances
+from meshwright.errors import number_of
 from meshwright.layout import Layout
 from meshwright.plan.context_parallel import context_counts
 from meshwright.plan.expert_parallel import expert_parallel_counts
@@ -36,13 +39,14 @@ def diagnose(plan: ShardingPlan, reference: Reference, ranks: Sequence[RankResul
         *_frozen(ranks),
         *_origin(plan, rows, ranks, tolerances),
         *gradient_findings(plan, reference, rows, ranks),
+        *_later_gradients(plan, rows, ranks),
         *replica_findings(plan, ranks),
         *_modes(reference, ranks),
         *_lost(ranks),
         *_loss(plan.layout, reference, ranks, tolerances),
         *_norms(reference, ranks, rows, tolerances),
         *_decay(reference, ranks),
-        *_state(rows),
+        *_state(rows, ranks),
         *_evaluation(reference, ranks, tolerances),
         *_resumed(ranks, tolerances),
         *_collectives(plan, ranks),
@@ -97,7 +101,7 @@ def _data(layout: Layout, reference: Reference, ranks: Sequence[RankResult]) -> 
             others = [
                 other for other in range(readers) if other != reader and fed == truth[other * share : (other + 1) * share]
             ]
-            data = f"the data of data rank {others[0]}" if others else _strange(fed, due, truth)
+            data = f"the data of data rank {others[0]}" if others else _strange(layout, fed, due, truth)
             yield Finding(
                 Kind.DATA,
                 f"rank {result.rank} was fed {data} in step {step + 1}; it is data rank {reader}",
@@ -106,13 +110,18 @@ def _data(layout: Layout, reference: Reference, ranks: Sequence[RankResult]) -> 
             return
 
 
-def _strange(fed: Sequence[str], due: Sequence[str], truth: Sequence[str]) -> str:
+def _strange(layout: Layout, fed: Sequence[str], due: Sequence[str], truth: Sequence[str]) -> str:
     if len(fed) != len(due):
         return f"{len(fed)} sequences where {len(due)} are due"
+    differences = [unlike(one, other) for one, other in zip(fed, due, strict=True)]
+    names = sorted({name for of_one in differences for name in of_one})
+    if "input_ids" not in names:
+        cut = f", put together from the {layout.size('cp')} ranks of cp" if layout.size("cp") > 1 else ""
+        return f"its own sequences, but with other {' and '.join(names)} than one process{cut},"
     foreign = sum(digest not in truth for digest in fed)
-    return (
-        f"{foreign} sequences that are not in this step" if foreign else "its sequences in another order, or others' among them"
-    )
+    if foreign:
+        return f"{number_of(foreign, 'sequence')} that {'is' if foreign == 1 else 'are'} not in this step"
+    return "its sequences in another order, or others' among them"
 
 
 def _random(ranks: Sequence[RankResult]) -> Iterator[Finding]:
@@ -256,15 +265,34 @@ def _resumed(ranks: Sequence[RankResult], tolerances: Tolerances) -> Iterator[Fi
 
 def _unlabelled(reference: Reference, step: int) -> str:
     """Return a possible cause of a number that is not finite, as the end of a sentence."""
-    return "; a microbatch of that step has no valid token" if step == reference.unlabelled_step else ""
+    mean = "; a microbatch of that step has no valid token, so look for a mean over the tokens of a microbatch"
+    return mean if step == reference.unlabelled_step else ""
 
 
 def _near(value: float, truth: float, tolerance: float) -> bool:
     return abs(value - truth) <= tolerance * abs(truth)
 
 
-def _state(rows: Sequence[Row]) -> Iterator[Finding]:
+def _later_gradients(plan: ShardingPlan, rows: Sequence[Row], ranks: Sequence[RankResult]) -> Iterator[Finding]:
+    """Yield which gradients are wrong in a later step, if all was right until then, on all replicas and in buffers too."""
+    first = earliest(item for result in ranks for item in result.divergences)
+    wrong = any(row.what in ("gradient", "buffer") and not row.passed for row in rows)
+    if not first or first[0].moment is not Moment.GRADIENT or wrong or any(replica_findings(plan, ranks)):
+        return
+    worst, step, names = first[0], first[0].step, tuple(dict.fromkeys(item.name for item in first))
+    yield Finding(
+        Kind.GRADIENT,
+        f"the gradient of {described(plan, names)} is wrong in step {step} and in no step before: that of {worst.name} has "
+        f"{worst.ratio:.4g} times its norm in one process, though the parameters agreed when step {step} began. Look at what "
+        "the step before left behind: gradients that are not cleared, buffers, states of gradient sync",
+        names,
+    )
+
+
+def _state(rows: Sequence[Row], ranks: Sequence[RankResult]) -> Iterator[Finding]:
     """Yield what is wrong after the steps, for parameters whose gradient is right. Otherwise it follows from the gradient."""
+    first = earliest(item for result in ranks for item in result.divergences if item.moment is Moment.PARAMETER)
+    first_wrong = {item.name: item.step for item in first}
     blamed = {row.name for row in rows if row.what in ("gradient", "initial value") and not row.passed}
     wrong: dict[str, list[Row]] = {}
     for row in rows:
@@ -273,13 +301,15 @@ def _state(rows: Sequence[Row]) -> Iterator[Finding]:
     for of_kind in wrong.values():
         of_kind.sort(key=lambda row: -row.severity)
     for kind, of_kind in sorted(wrong.items(), key=lambda item: -item[1][0].severity):
-        worst, names = of_kind[0], tuple(row.name for row in of_kind)
-        when = f"step {worst.step}" if worst.step else "the steps"
+        causes = [row for row in of_kind if row.name in first_wrong] or of_kind  # the others follow from these
+        worst, names = causes[0], tuple(row.name for row in causes)
+        step = worst.step or first_wrong.get(worst.name, 0)
+        more = f", and {len(of_kind) - len(causes)} more after later ones" if len(causes) < len(of_kind) else ""
         noun = {"parameter": "the values", "buffer": "the buffers"}.get(kind, f"the optimizer's {kind}")
         yield Finding(
             Kind.STATE,
-            f"{noun} of {listed(names)} differ after {when}, the worst first (error {worst.error:.2g}, ratio "
-            f"{worst.ratio:.4g}), though the first gradients agree",
+            f"{noun} of {listed(names)} differ after {f'step {step}' if step else 'the steps'}{more}, the worst first (error "
+            f"{worst.error:.2g}, ratio {worst.ratio:.4g}), though the first gradients agree",
             names,
         )
 

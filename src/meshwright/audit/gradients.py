@@ -36,7 +36,13 @@ def gradient_findings(
     sharded = sharded_over(plan)
     for row in arrived:
         pairs = differing(plan.layout, sharded[row.name], row.name, "gradient", ranks)
-        way = (Kind.UNREDUCED, apart(plan.layout, pairs)) if pairs else _way(plan, reference, row)
+        copies = () if pairs else differing(plan.layout, sharded[row.name], row.name, "gradient", ranks, stages=True)
+        if pairs:
+            way = Kind.UNREDUCED, apart(plan.layout, pairs)
+        elif copies:
+            way = Kind.UNREDUCED, _COPIES
+        else:
+            way = _way(plan, reference, row)
         ways.setdefault(way, []).append(row)
     agree = any(result.borders for result in ranks) and all(row.passed for result in ranks for row in result.borders)
     # The largest error comes first: it is nearer to the cause than the errors that the cause leaves elsewhere.
@@ -55,6 +61,8 @@ _BORDERS_AGREE = (
 )
 
 
+_COPIES = "is another one on each stage that has a copy of it: the gradients of the copies are not added"
+_DIVISOR = ": look at what divides the loss of a microbatch, which has to be the tokens of the whole step"
 _FOREIGN = "is no weighted sum of the gradients of the microbatches: it has other contributions, or lacks a part of one"
 _ALIKE = "is wrong, and the gradients of the microbatches are too much alike to tell which of them are in it"
 _UNEXPLAINED = (_FOREIGN, _ALIKE)
@@ -91,7 +99,7 @@ def _weighed(readers: int, reference: Reference, row: Row) -> tuple[Kind, str]:
         return Kind.UNREDUCED, f"lacks what data {in_ranks(lost)} computed: it is not summed over all ranks"
     for averaged_over, average in averages(reference, readers):
         if _fits(row.weights, average):
-            return Kind.GRADIENT, f"is averaged over {averaged_over}, not over tokens"
+            return Kind.GRADIENT, f"is averaged over {averaged_over}, not over tokens{_DIVISOR}"
     shown = ", ".join("?" if math.isnan(weight) else f"{weight:.3f}" for weight in row.weights)
     return Kind.GRADIENT, f"weighs the microbatches of the ranks by {shown}; each should weigh 1"
 

@@ -21,6 +21,7 @@ from meshwright.audit.decay import decayed_by_optimizer
 from meshwright.audit.precision import FLOORS
 from meshwright.audit.reference import Reference
 from meshwright.audit.result import RankResult
+from meshwright.audit.timeline import Moment, divergences, sketch
 from meshwright.audit.tolerance import TOLERANCES, Tolerances
 from meshwright.checkpoint import state
 from meshwright.distributed.comm_counter import CommCounter
@@ -59,6 +60,8 @@ class ComparingEngine(NotingEngine):
         trainer.result.drew |= trainer.generators() != generators
         if trainer.step == 0:
             trainer.compare_first_step(batches[0])
+        else:
+            trainer.compare_sketches(trainer.step + 1, Moment.GRADIENT)
         return sums
 
 
@@ -116,6 +119,7 @@ class RankTrainer(AuditTrainer):
             self.result.losses.append(metrics["loss"])
             self.result.norms.append(metrics["gradient_norm"])
             self._compare_buffers()
+            self.compare_sketches(self.step, Moment.PARAMETER)
             if self.folder is not None and self.step == 1 < self.case.steps and not self.compiled:
                 saved = save_here(self, self.folder)
         if self.folder is not None and not self.compiled:
@@ -195,10 +199,7 @@ class RankTrainer(AuditTrainer):
             name for name, p in self.named.items() if not self.planned[name].trainable and p.grad is not None
         ]
         self.result.without_gradient = [name for name, parameter in trained.items() if parameter.grad is None]
-        lacking: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(lacking, self.result.without_gradient)
-        nowhere = {name for names in lacking for name in names}
-        gradients = {name: p.grad for name, p in trained.items() if name not in nowhere and p.grad is not None}
+        gradients = self._gradients()
         self.result.digests["gradient"] = {name: digest(gradient) for name, gradient in gradients.items()}
         floor = FLOORS[self.case.dtype] * self.reference.largest_gradient
         for name in trained:
@@ -208,6 +209,28 @@ class RankTrainer(AuditTrainer):
             self.scales[name] = max(float(truth.abs().max()) if truth.numel() else 0.0, floor)
             tolerance = self.tolerances.gradient(name, self.scales[name])
             self._row("gradient", name, gradients.get(name), truth, tolerance, floor)
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        """Return the gradients that all ranks with the parameter have, so that each can be gathered."""
+        gradients = {name: p.grad for name, p in self.named.items() if self.planned[name].trainable and p.grad is not None}
+        lacking: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+        trained = [name for name in self.named if self.planned[name].trainable]
+        dist.all_gather_object(lacking, [name for name in trained if name not in gradients])
+        nowhere = {name for names in lacking for name in names}
+        return {name: gradient for name, gradient in gradients.items() if name not in nowhere}
+
+    @torch.no_grad()
+    def compare_sketches(self, step: int, moment: Moment) -> None:
+        """Note which trained parameters, or their gradients, are not those of one process. All ranks call this."""
+        if self.case.dtype != "float64":
+            return
+        trained = {name: parameter for name, parameter in self.named.items() if self.planned[name].trainable}
+        tensors = self._gradients() if moment is Moment.GRADIENT else trained
+        sketches = {name: sketch(_whole(tensor)) for name, tensor in tensors.items()}
+        if self.compares:
+            lacking = dict.fromkeys(trained.keys() - sketches.keys(), (0.0, 0.0))
+            truths, allowed = self.reference.sketches[step - 1][moment], step * TOLERANCES[self.case.dtype]
+            self.result.divergences += divergences(step, moment, {**sketches, **lacking}, truths, allowed)
 
     @torch.no_grad()
     def _compare_after_steps(self) -> None:

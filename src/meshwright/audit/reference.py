@@ -20,6 +20,7 @@ from meshwright.audit.case import AuditTrainer, Case, NotingEngine, modules_in_e
 from meshwright.audit.data import UnevenLoader
 from meshwright.audit.decay import plain_optimizer, to_be_decayed
 from meshwright.audit.files import write_files
+from meshwright.audit.timeline import Moment, Sketch, sketch
 from meshwright.checkpoint import state
 from meshwright.distributed.conductor import PERFORMERS
 from meshwright.distributed.grad_clip import total_grad_norm
@@ -63,6 +64,8 @@ class Reference:
         unlabelled_step: step that has a microbatch without a valid token, counted from 0; ``None``: no step has.
         borders_left_out: number of tensors at borders that were not kept, because there were too many.
         evaluation: loss of an evaluation after the steps; ``None``: there was none.
+        sketches: for each step, moment to name to the sketch of a trained parameter. The first step has no gradients: their
+            tensors are kept.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -85,6 +88,7 @@ class Reference:
         self.unlabelled_step: int | None = meta["unlabelled_step"]
         self.borders_left_out: int = meta["borders_left_out"]
         self.evaluation: float | None = meta["evaluation"]
+        self.sketches: list[dict[str, dict[str, Sketch]]] = meta["sketches"]
         self._file = safe_open(folder / "reference.safetensors", framework="pt")
         self._names = set(self._file.keys())
 
@@ -115,9 +119,12 @@ class ReferenceEngine(NotingEngine):
         """Run the microbatches of a step. The gradient is their sum, as in a run."""
         trainer = self.trainer
         trainer.note_sequences(batches)
-        if trainer.step > 0:
-            return super().forward_backward(batches, counts)
         trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+        if trainer.step > 0:
+            sums = super().forward_backward(batches, counts)
+            gradients = {name: sketch(p.grad) for name, p in trained.items() if p.grad is not None}
+            trainer.meta["sketches"].append({Moment.GRADIENT: gradients})
+            return sums
         total = Sums()
         trainer.note(batches)
         for index, batch in enumerate(batches):
@@ -159,6 +166,7 @@ class ReferenceTrainer(AuditTrainer):
         self.tensors: dict[str, torch.Tensor] = {}
         self.decayed: list[str] = []
         self.meta: dict[str, Any] = {"microbatch_losses": [], "microbatch_tokens": [], "losses": [], "norms": []}
+        self.meta["sketches"] = [{}]
         super().__init__(
             case,
             device,
@@ -231,6 +239,8 @@ class ReferenceTrainer(AuditTrainer):
             self.meta["losses"].append(metrics["loss"])
             self.meta["norms"].append(metrics["gradient_norm"])
             recorder.close()
+            values = {name: sketch(p) for name, p in self.model.named_parameters() if p.requires_grad}
+            self.meta["sketches"][-1][Moment.PARAMETER] = values
             for name, buffer in self.model.named_buffers():
                 self.keep(f"buffer_after.{self.step}.{name}", buffer)
         for number, recorded in recorder.tensors.items():

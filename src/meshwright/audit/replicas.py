@@ -47,12 +47,18 @@ def apart(layout: Layout, pairs: Sequence[Sequence[int]]) -> str:
 
 
 def differing(
-    layout: Layout, sharded: set[str], name: str, kind: str, ranks: Sequence[RankResult]
+    layout: Layout, sharded: set[str], name: str, kind: str, ranks: Sequence[RankResult], *, stages: bool = False
 ) -> tuple[tuple[int, ...], ...]:
-    """Return pairs of ranks that should hold the same values of a tensor, and do not."""
+    """Return pairs of ranks that should hold the same values of a tensor, and do not.
+
+    ``stages``: compare the ranks of all stages that have it, and not only those of one stage.
+    """
     holders: dict[tuple[int, ...], list[RankResult]] = {}
     for result in ranks:
-        holders.setdefault(_share(layout, result.rank, sharded), []).append(result)
+        if stages and name not in result.digests.get(kind, {}):
+            continue
+        share = _share(layout, result.rank, sharded)
+        holders.setdefault(share[1:] if stages else share, []).append(result)
     pairs = []
     for group in holders.values():
         first = group[0]

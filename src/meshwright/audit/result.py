@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from meshwright.audit.borders import BorderRow
 from meshwright.audit.compare import Row
+from meshwright.audit.timeline import Divergence
 
 __all__ = ["RankResult"]
 
@@ -36,6 +37,8 @@ class RankResult:
         borders: comparisons at the borders of modules in the first microbatch, in the order of recording. Empty if layers are
             compiled, or if rounding is not that of one process.
         borders_left_out: number of tensors at borders that were not kept, because there were too many.
+        divergences: which parameters, and which gradients of later steps, were not those of one process; on the first rank of
+            each stage only, in float64 only.
         evaluation: loss of an evaluation after the steps; ``None``: there was none.
         resumed: name of each tensor of a checkpoint to how far it is, on this rank, from where a new trainer ends that goes on
             from a checkpoint after the first step; ``loss`` to how far its losses are. Empty if that was not tried.
@@ -61,6 +64,7 @@ class RankResult:
     bytes: list[dict[str, Counter[str]]] = field(default_factory=list)
     borders: list[BorderRow] = field(default_factory=list)
     borders_left_out: int = 0
+    divergences: list[Divergence] = field(default_factory=list)
     evaluation: float | None = None
     resumed: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
