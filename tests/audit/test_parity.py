@@ -13,6 +13,7 @@ import pytest
 
 from meshwright.audit.conduct import Auditor
 from meshwright.audit.report import AuditReport
+from meshwright.distributed import kernels
 from meshwright.errors import WorkerError
 from meshwright.layout import AXES
 from meshwright.matrix.cells import (
@@ -64,6 +65,36 @@ def test_ranks_that_share_sequences(auditor: Auditor, folder: Path, family: str,
     variant = Variant(SyncPolicy.REDUCE_EACH, "float64", 2, False, False)
     report = audited(auditor, folder, place, variant, family=family, moe=moe, context_parallel=method)
     assert report.worst_gradient < 1e-12
+
+
+LONG = 2560  # above the limits of masks and scores that exist at once
+
+
+def audited_at_length(auditor: Auditor, folder: Path, method: ContextMethod, **options: Any) -> AuditReport:
+    place = next(place for place in LAYOUTS if place.label == "cp 2")
+    variant = Variant(SyncPolicy.DEFER, "float64", 1, False, False)
+    options = {"model": {"max_position_embeddings": LONG}, "sequence_length": LONG, "context_parallel": method, **options}
+    return auditor.audit(family_case("gemma3_text", place, variant, folder, **options), 2)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("method", ContextMethod)
+def test_a_long_sequence_of_many_documents(auditor: Auditor, folder: Path, method: ContextMethod) -> None:
+    """Masks are computed in blocks there, in backward once more."""
+    report = audited_at_length(auditor, folder, method)
+    assert report.passed, report.verdict
+    assert report.worst_gradient < 1e-11
+    (fed,) = (check for check in report.checks if check.what == "each rank was fed its share")
+    boundaries = int(re.search(r"(\d+) boundaries", fed.compared)[1])  # type: ignore[index]
+    assert boundaries > 10
+
+
+@pytest.mark.thorough
+def test_a_bug_of_long_sequences_alone_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "checkpoint", lambda compute, *tensors, **_: 1.01 * compute(*tensors))
+    with Auditor() as auditor:
+        report = audited_at_length(auditor, folder, ContextMethod.GATHER)
+    assert "forward diverges in model.layers.0.self_attn" in report.verdict
 
 
 SLICE = list(slice_of_matrix())

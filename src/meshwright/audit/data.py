@@ -213,10 +213,12 @@ def documents_of_run(config: RunConfig, vocabulary: int, sequence_length: int, d
     )
 
 
-def draw_documents(vocabulary: int, sequence_length: int, count: int, seed: int, directory: Path) -> TokenStore:
-    """Return documents of random tokens, of different lengths."""
+def draw_documents(
+    vocabulary: int, sequence_length: int, count: int, seed: int, directory: Path, longest: int | None = None
+) -> TokenStore:
+    """Return documents of random tokens, of different lengths; most are below ``longest``, or below a sequence."""
     draw = np.random.default_rng(seed)
-    lengths = _uneven_lengths(sequence_length, seed)
+    lengths = _uneven_lengths(longest or sequence_length, seed)
     tokens = [draw.integers(0, vocabulary, next(lengths), dtype=np.int64) for _ in range(count)]
     return write_documents(directory, tokens, None, sequence_length=sequence_length)
 

@@ -13,6 +13,7 @@ from meshwright.audit.case import Case
 from meshwright.errors import described
 from meshwright.models.adapter_files import write_adapter
 from meshwright.models.adapters import bare
+from meshwright.models.bars import one_bar
 from meshwright.models.config import AdapterConfig
 
 __all__ = ["ADAPTER", "MODEL", "from_files", "unwritten", "write_files"]
@@ -28,7 +29,7 @@ def write_files(model: nn.Module, adapter: AdapterConfig | None, folder: Path) -
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with bare(model) if adapter is not None else nullcontext():
+        with one_bar("writing the small model"), bare(model) if adapter is not None else nullcontext():
             model.save_pretrained(folder / MODEL)  # type: ignore[operator]
         if adapter is not None:
             (folder / ADAPTER).mkdir(exist_ok=True)

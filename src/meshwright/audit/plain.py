@@ -34,6 +34,7 @@ from meshwright.data.store import TokenStore, write_documents
 from meshwright.distributed.grad_sync import GradSync
 from meshwright.errors import MeshwrightError, described
 from meshwright.models.adapter_files import file_entries
+from meshwright.models.bars import one_bar
 from meshwright.models.families import family_of
 from meshwright.models.objective import NextToken
 from meshwright.plan.inspection import model_sizes
@@ -117,7 +118,7 @@ def compare_with_plain(device: torch.device, case: Case, folder: Path) -> PlainR
         return PlainResult(f"transformers has no loss for {ours.objective.name}; both sides share Meshwright's")
     ours.train_step()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), one_bar("reading the small model"):
             warnings.simplefilter("ignore")
             theirs = _Theirs(case, device, ours, folder)
             theirs.train_step(documents)

@@ -126,6 +126,9 @@ def audit(
         bool, typer.Option("--all", help="With --matrix: every causal model of transformers, on one layout an axis.")
     ] = False,
     part: Annotated[str, typer.Option("--part", metavar="K/N", help="With --all: the K-th part of N; others stay.")] = "1/1",
+    variants: Annotated[
+        bool, typer.Option("--variants", help="With --all: the variants of each model, instead of its default config.")
+    ] = False,
     output: Annotated[Path | None, typer.Option("--output", help="With --matrix: the page to write.")] = None,
     proofs: Annotated[Path | None, typer.Option("--proofs", help="With --matrix: the same as data, to write.")] = None,
     debug: DebugOption = False,
@@ -141,9 +144,11 @@ def audit(
             raise ConfigError(f"{config}: --matrix audits tiny models of its own; leave the configuration out")
         from meshwright.matrix.coverage import write_pages
 
-        _end(0 if write_pages(typer.echo, part if everything else None, output, proofs) else 1)
-    if everything or part != "1/1":
-        raise ConfigError("--all and --part: need --matrix")
+        if variants and not everything:
+            raise ConfigError("--variants: needs --all")
+        _end(0 if write_pages(typer.echo, part if everything else None, output, proofs, variants) else 1)
+    if everything or variants or part != "1/1":
+        raise ConfigError("--all, --variants and --part: need --matrix")
     if config is None:
         raise ConfigError("CONFIG is missing: give the YAML file of a run, or --matrix")
     from rich.console import Console

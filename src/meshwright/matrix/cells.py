@@ -211,6 +211,7 @@ def family_case(
     folder: Path,
     *,
     packing: str = "pack",
+    sequence_length: int = SEQUENCE_LENGTH,
     model: Mapping[str, Any] | None = None,
     moe: Mapping[str, Any] | None = None,
     adapter: Mapping[str, Any] | None = None,
@@ -224,6 +225,7 @@ def family_case(
         variant: the options.
         folder: where the documents are written.
         packing: value of ``data.packing``.
+        sequence_length: number of tokens of a sequence. A long one has many documents.
         model: values that replace those of the family's config.
         moe: the section ``moe`` of the configuration.
         adapter: the section ``adapter``; ``None``: the whole model is trained.
@@ -257,16 +259,16 @@ def family_case(
                 **(context_options(family, variant) if place.sizes.get("cp", 1) > 1 else {}),
                 **parallel,
             },
-            "data": {"files": ["drawn"], "sequence_length": SEQUENCE_LENGTH, "eval_fraction": 0.0, "packing": packing},
+            "data": {"files": ["drawn"], "sequence_length": sequence_length, "eval_fraction": 0.0, "packing": packing},
             "moe": dict(moe or {}),
             "adapter": None if adapter is None else dict(adapter),
             "training": {"steps": STEPS, "global_batch_size": microbatches * readers},
         }
     )
     ready, _ = make_ready(run, variant.dtype, STEPS, folder)
-    store = folder / f"documents-{vocabulary}"
+    store = folder / f"documents-{vocabulary}-{sequence_length}"
     if not (store / "index.json").is_file():
-        draw_documents(vocabulary, SEQUENCE_LENGTH, 400, 0, store)
+        draw_documents(vocabulary, sequence_length, 400, 0, store, longest=min(sequence_length, 8 * SEQUENCE_LENGTH))
     return Case(ready, store, STEPS)
 
 

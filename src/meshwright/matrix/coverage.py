@@ -11,7 +11,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from meshwright.errors import ConfigError, MeshwrightError, ModelError
 from meshwright.matrix.cells import LAYOUTS, SEQUENCE_LENGTH, STEPS, Cell, Outcome, Place, audited
 from meshwright.matrix.page import write_matrix
 from meshwright.matrix.reasons import EXPLAINED, reason_of
+from meshwright.matrix.variants import flipped, parsed, variants_of, written
 from meshwright.models.defaults import ODD, model_types
 from meshwright.shrink.run import shrink
 from meshwright.train.claim import versions
@@ -35,6 +36,8 @@ COLUMNS = tuple(
     next(place for place in LAYOUTS if place.label == label)
     for label in ("shard 2", "replicate 2", "tp 2", "tp 2 seq", "ep 2", "cp 2", "pp 2")
 )
+VARIANT_COLUMNS = tuple(place for place in COLUMNS if place.label not in ("replicate 2", "tp 2 seq"))
+"""One layout for each axis. Replicas differ from shards in no switch, and sequence parallel is the stream of `tp 2`."""
 
 
 def part_of(types: Sequence[str], part: str) -> list[str]:
@@ -49,14 +52,15 @@ def part_of(types: Sequence[str], part: str) -> list[str]:
     return list(types[int(match[1]) - 1 :: int(match[2])])
 
 
-def run_of(model_type: str, place: Place, folder: Path, packing: str = "pack") -> RunConfig:
-    """Return the run of a model type's default config on a layout.
+def run_of(name: str, place: Place, folder: Path, packing: str = "pack") -> RunConfig:
+    """Return the run of a model type's default config, or of a variant of it, on a layout.
 
     Raises:
         ModelError: transformers has no default config for it.
     """
     from transformers import AutoConfig
 
+    model_type, switch = parsed(name)
     odd = dict(ODD.get(model_type, {}))
     try:
         config = AutoConfig.for_model(model_type, **odd)
@@ -70,7 +74,7 @@ def run_of(model_type: str, place: Place, folder: Path, packing: str = "pack") -
     return RunConfig.model_validate(
         {
             "output": str(folder),
-            "model": {"config": {"model_type": model_type, **odd, **sizes}},
+            "model": {"config": flipped({"model_type": model_type, **odd, **sizes}, switch)},
             "layout": dict(place.sizes),
             "parallel": {"sequence_parallel": place.sequence_parallel},
             "data": {"files": ["drawn"], "sequence_length": SEQUENCE_LENGTH, "eval_fraction": 0.0, "packing": packing},
@@ -130,7 +134,21 @@ def _cell(auditor: Auditor, model_type: str, place: Place, folder: Path) -> Cell
         return Cell(Outcome.FAILS, {}, f"{type(error).__name__}: {_first_line(error)}")
 
 
-def write_pages(say: Callable[[str], None], part: str | None, page: Path | None, data: Path | None) -> bool:
+def names_of_variants(model_types: Iterable[str]) -> Iterator[str]:
+    """Yield the names of the variants of some model types. Types that cannot be built or shrunk have none."""
+    with tempfile.TemporaryDirectory(prefix="meshwright-coverage-") as folder, _quiet():
+        for model_type in model_types:
+            try:
+                small, _, _ = shrink(run_of(model_type, COLUMNS[0], Path(folder)), COLUMNS[0].world_size)
+            except Exception:  # the row of the type itself says why
+                continue
+            for key, value in variants_of(small.model).items():
+                yield written(model_type, key, value)
+
+
+def write_pages(
+    say: Callable[[str], None], part: str | None, page: Path | None, data: Path | None, variants: bool = False
+) -> bool:
     """Write the support matrix, or a part of the coverage page, from the root of the repository.
 
     Args:
@@ -138,6 +156,7 @@ def write_pages(say: Callable[[str], None], part: str | None, page: Path | None,
         part: ``K/N``, the part of the coverage page; ``None``: the support matrix.
         page: path of the page; ``None``: where it is in the repository.
         data: path of the data; ``None``: where it is in the repository.
+        variants: audit the variants of the model types instead of their default configs.
 
     Returns:
         Whether no cell failed.
@@ -148,7 +167,9 @@ def write_pages(say: Callable[[str], None], part: str | None, page: Path | None,
     package = Path("src/meshwright/train")
     if part is None:
         return write_matrix(page or Path("docs/support-matrix.md"), say, data=data or package / MATRIX)
-    return write_coverage(page or Path("docs/coverage.md"), data or package / COVERAGE, say, part_of(model_types(), part))
+    types = part_of(model_types(), part)
+    names, places = (list(names_of_variants(types)), VARIANT_COLUMNS) if variants else (types, COLUMNS)
+    return write_coverage(page or Path("docs/coverage.md"), data or package / COVERAGE, say, names, places)
 
 
 def write_coverage(
@@ -158,7 +179,7 @@ def write_coverage(
     types: Sequence[str] | None = None,
     places: Sequence[Place] = COLUMNS,
 ) -> bool:
-    """Audit model types on the columns, and write the page and its data, which `plan` and `train` read too.
+    """Audit model types or variants on the columns, and write the page and its data, which `plan` and `train` read too.
 
     Each finished cell is written to ``DATA.partial`` at once. A job that was interrupted continues from there, with the same
     versions. Cells of other model types stay as they are in the data.
@@ -167,7 +188,7 @@ def write_coverage(
         page: path of the page.
         data: path of the data, JSON.
         say: called with a line for each model type.
-        types: the model types to audit; ``None``: all.
+        types: the model types, or names of variants, to audit; ``None``: all types.
         places: the columns to audit.
 
     Returns:
@@ -209,7 +230,7 @@ def _quiet() -> Iterator[None]:
 
 
 Rows = dict[tuple[str, str], dict[str, Any]]
-"""(model type, layout) to the values of a cell, as JSON has them."""
+"""(model type or name of a variant, layout) to the values of a cell, as JSON has them."""
 
 
 def _row(model_type: str, label: str, cell: Cell) -> dict[str, Any]:
@@ -240,7 +261,7 @@ def _page(rows: Rows) -> str:
     import transformers
 
     labels = [place.label for place in COLUMNS]
-    types = sorted({model_type for model_type, _ in rows})
+    types = sorted({name for name, _ in rows if not parsed(name)[1]})
     built = [of for of in types if _reason(rows[of, labels[0]]) != "unbuilt"]
     lines = [
         "# Coverage",
@@ -258,14 +279,12 @@ def _page(rows: Rows) -> str:
         "| axis | work | refused | fail |",
         "|---|---|---|---|",
     ]
-    for label in labels:
-        counts = Counter(rows[of, label]["outcome"] for of in built if (of, label) in rows and _words(rows[of, label]))
-        refused = counts[Outcome.REFUSED] + counts[Outcome.NOT_YET]
-        lines.append(f"| {label} | {counts[Outcome.WORKS]} | {refused} | {counts[Outcome.FAILS]} |")
+    lines += [_counted(rows, built, label) for label in labels]
     lines += ["", f"| model type | {' | '.join(labels)} |", f"|{'---|' * (len(labels) + 1)}"]
     for of in built:
         lines.append(f"| {of} | {' | '.join(_words(rows.get((of, label))) for label in labels)} |")
-    used = Counter(_reason(row) for (of, _), row in rows.items() if of in built)
+    lines += _variants_of_page(rows)
+    used = Counter(_reason(row) for (of, _), row in rows.items() if parsed(of)[0] in built)
     lines += ["", "## Reasons", ""]
     lines += [
         f"- *{key}* ({used[key]} cells): {sentence}" for key, sentence in EXPLAINED.items() if used[key] and key != "dense"
@@ -276,6 +295,39 @@ def _page(rows: Rows) -> str:
     lines += ["", "## Not built", "", "transformers itself does not build these from their default config:", ""]
     lines += [f"- {row['family']}: {row['note'].removeprefix('model: ')}" for row in unbuilt]
     return "\n".join(lines) + "\n"
+
+
+def _variants_of_page(rows: Rows) -> list[str]:
+    """Return the lines about variants: how many there are, and which are proven."""
+    names = sorted({name for name, _ in rows if parsed(name)[1]})
+    if not names:
+        return []
+    labels = [place.label for place in VARIANT_COLUMNS]
+    lines = [
+        "",
+        "## Variants",
+        "",
+        "A released model seldom has the default config of its type. A variant has one switch of the config flipped: a",
+        "boolean, or a number that may be absent (window, shared experts, convolution). It counts if it has other names,",
+        f"shapes, operators or attentions. {len(names)} variants of {len({parsed(name)[0] for name in names})} types were",
+        "audited like the types, by `meshwright audit --matrix --all --variants`. `plan` and `train` take each that works for",
+        "proven. Two switches flipped together are not in the table.",
+        "",
+        "| axis | work | refused | fail |",
+        "|---|---|---|---|",
+        *(_counted(rows, names, label) for label in labels),
+        "",
+        f"| variant | {' | '.join(labels)} |",
+        f"|{'---|' * (len(labels) + 1)}",
+    ]
+    return lines + [f"| {name} | {' | '.join(_words(rows.get((name, label))) for label in labels)} |" for name in names]
+
+
+def _counted(rows: Rows, names: Sequence[str], label: str) -> str:
+    """Return the line of an axis: how many of some types or variants work, are refused, and fail."""
+    counts = Counter(rows[name, label]["outcome"] for name in names if (name, label) in rows and _words(rows[name, label]))
+    refused = counts[Outcome.REFUSED] + counts[Outcome.NOT_YET]
+    return f"| {label} | {counts[Outcome.WORKS]} | {refused} | {counts[Outcome.FAILS]} |"
 
 
 def _reason(row: Mapping[str, Any]) -> str:

@@ -1,36 +1,35 @@
 """Variants of a model type: each switch of its config class that makes another model when it is flipped.
 
 A released model seldom has the default config of its type. A switch is a boolean of the config (norms of queries and keys,
-biases, tied or not), or a number that may be absent (windows, shared experts, convolutions). A switch counts if the flipped model
-has other names, shapes or operators, which is seen without values on a small model.
+biases, tied or not), or a number that may be absent (windows, shared experts, convolutions). A switch counts if the flipped
+model has other names, shapes, operators or attentions, which is seen without values on a small model.
 """
 
-import contextlib
 import copy
+import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.errors import MeshwrightError
+from meshwright.models.attention import trace_attentions
 from meshwright.models.build import build_on_meta, pretrained_config
 from meshwright.models.config import ModelConfig
+from meshwright.models.registry import spec_of
+from meshwright.models.tracing import call_on_meta, first_that_runs, meta_positions, meta_tensors, no_attention, prime_length
+from meshwright.plan.attentions import AttentionFacts
 
-__all__ = ["flipped", "variants_of"]
+__all__ = ["flipped", "parsed", "variants_of", "written"]
 
 NUMBERS = {r"window": 8, r"shared_experts?$": 1, r"conv(_kernel|_size|_dim)?$": 4}
 """Pattern of the keys of numbers that may be absent, to what is put in where they are."""
 
-POSITIONS = 24
-"""Number of tokens of the sequence that operators are recorded on: more than a window, and no size of a model."""
-
 OTHER_TASK = r"^(is_|add_cross_attention$|return_|output_|use_cache$)"
 """Pattern of the keys that make no other causal language model."""
 
-Signature = tuple[dict[str, tuple[int, ...]], Counter[str]]
+Signature = tuple[dict[str, tuple[int, ...]], Counter[str], Sequence[AttentionFacts]]
 
 
 def variants_of(model: ModelConfig) -> dict[str, Any]:
@@ -45,17 +44,30 @@ def variants_of(model: ModelConfig) -> dict[str, Any]:
         return {}
     found = {}
     for key, value in _candidates(model):
-        other = _signature(model.model_copy(update={"config": flipped(dict(model.config or {}), key, value)}))
-        if other is not None and other != plain and values.get(key) != value:
-            found[key] = value
+        other = _signature(model.model_copy(update={"config": flipped(model.config or {}, {key: value})}))
+        runs = other is not None and bool(other[1]) >= bool(plain[1])
+        if runs and other != plain and values.get(key) != value:
+            found.setdefault(key, value)
     return found
 
 
-def flipped(config: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """Return a config, or one with a nested config of the language model, with another value of a key."""
-    config = copy.deepcopy(config)
-    _language(config)[key] = value
-    return config
+def written(model_type: str, key: str, value: Any) -> str:
+    """Return the name of a variant, such as ``glm4_moe use_qk_norm=true``."""
+    return f"{model_type} {key}={json.dumps(value)}"
+
+
+def parsed(name: str) -> tuple[str, dict[str, Any]]:
+    """Return model type and switch of a variant's name; the name of a model type has no switch."""
+    model_type, _, switch = name.partition(" ")
+    key, _, value = switch.partition("=")
+    return model_type, {key: json.loads(value)} if switch else {}
+
+
+def flipped(config: Mapping[str, Any], switch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config whose language model, which may have a config of its own inside, has other values of some keys."""
+    other = copy.deepcopy(dict(config))
+    _language(other).update(switch)
+    return other
 
 
 def _language(config: dict[str, Any]) -> dict[str, Any]:
@@ -93,16 +105,25 @@ class _Operators(TorchDispatchMode):
 
 
 def _signature(model: ModelConfig) -> Signature | None:
-    """Return names and shapes of parameters, and the operators of a forward; ``None`` if the model cannot be made."""
+    """Return names and shapes of parameters, the operators of a forward, and how it attends.
+
+    ``None``: transformers or Meshwright cannot make the model. Operators are empty if it cannot be called without values.
+    """
     try:
-        built = build_on_meta(model, pretrained_config(model, {})).eval()
-        shapes = {name: tuple(own.shape) for name, own in built.named_parameters(remove_duplicate=False)}
-        names = {name for name, _ in built.named_parameters()}
-        shapes |= {f"{name} (again)": () for name in shapes.keys() - names}
-    except (MeshwrightError, Exception):  # whatever a config checks or computes
+        built = build_on_meta(model, pretrained_config(model, {}))
+        experts = spec_of(built).experts
+    except Exception:  # whatever a config checks or computes
         return None
-    ids = torch.zeros((2, POSITIONS), dtype=torch.long, device="meta")
-    operators = _Operators()
-    with contextlib.suppress(Exception), torch.no_grad(), operators:  # code that reads values ends here, on both sides alike
-        built(input_ids=ids, use_cache=False)
-    return shapes, operators.counts
+    distinct = {name for name, _ in built.named_parameters()}
+    shapes = {
+        name if name in distinct else f"{name} (tied)": tuple(own.shape)
+        for name, own in built.named_parameters(remove_duplicate=False)
+    }
+    tensors, positions = meta_tensors(built), meta_positions(prime_length(built))
+
+    def counted(device: str | None) -> Counter[str]:
+        with _Operators() as operators:
+            call_on_meta(built, experts, no_attention, tensors, positions, device)
+        return operators.counts
+
+    return shapes, first_that_runs(counted)[0] or Counter(), trace_attentions(built, experts).rows

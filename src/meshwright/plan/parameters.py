@@ -116,6 +116,11 @@ def _row(draft: Draft, parameter: ParameterFacts, stages: tuple[int, ...]) -> Pa
         placements.append(("ep", "Shard(0)"))
     if layout.size("dp_replicate") > 1:
         placements.insert(0, ("dp_replicate", "Replicate()"))
+    if not prod(parameter.shape):
+        draft.problems.append(
+            f"{parameter.name!r} has the shape {list(parameter.shape)}: torch's FSDP stores a parameter without entries in "
+            "another shape; legal is a model without it"
+        )
     if local and local[-1] % whole[-1]:
         draft.problems.append(
             f"adapter.base=nf4: {parameter.name!r} has {local[-1]} numbers in a row on each rank; legal are layouts and sizes "
