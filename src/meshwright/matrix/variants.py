@@ -23,8 +23,8 @@ from meshwright.plan.attentions import AttentionFacts
 
 __all__ = ["flipped", "parsed", "variants_of", "written"]
 
-NUMBERS = {r"window": 8, r"shared_experts?$": 1, r"conv(_kernel|_size|_dim)?$": 4}
-"""Pattern of the keys of numbers that may be absent, to what is put in where they are."""
+NUMBERS = {r"window": (8, None), r"shared_experts?$": (1, 0), r"conv(_kernel|_size|_dim)?$": (4, 0)}
+"""Pattern of the keys of numbers that may be absent, to a value that is put in where they are, and one that removes them."""
 
 OTHER_TASK = r"^(is_|add_cross_attention$|return_|output_|use_cache$)"
 """Pattern of the keys that make no other causal language model."""
@@ -47,7 +47,7 @@ def variants_of(model: ModelConfig) -> dict[str, Any]:
         other = _signature(model.model_copy(update={"config": flipped(model.config or {}, {key: value})}))
         runs = other is not None and bool(other[1]) >= bool(plain[1])
         if runs and other != plain and values.get(key) != value:
-            found.setdefault(key, value)
+            found[key] = value
     return found
 
 
@@ -87,9 +87,9 @@ def _candidates(model: ModelConfig) -> Iterator[tuple[str, Any]]:
         if isinstance(value, bool):
             yield key, not value
             continue
-        for pattern, number in NUMBERS.items():
+        for pattern, (there, absent) in NUMBERS.items():
             if re.search(pattern, key) and (value is None or type(value) is int):
-                yield from ([(key, number)] if not value else [(key, None), (key, 0)])
+                yield key, absent if value else there
 
 
 class _Operators(TorchDispatchMode):
