@@ -88,7 +88,8 @@ def run(contenders: list[str], microbatches: list[int], rounds: int, steps: int)
 
 def _due(directory: Path, variant: str, microbatches: int) -> Counter[tuple[str, str]]:
     """What the plan says of (axis, kind): counts, and bytes over dp under ``kind bytes``."""
-    from meshwright.plan.price import tensor_parallel_counts, totals
+    from meshwright.plan.price import totals
+    from meshwright.plan.tp_traffic import tensor_parallel_counts
     from meshwright.train.config import RunConfig
     from meshwright.train.setup import make_setup
 

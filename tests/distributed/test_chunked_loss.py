@@ -23,9 +23,9 @@ from meshwright.models.logits import trace_head
 from meshwright.models.loss import IGNORE, forward_logits, forward_loss, token_loss_sum
 from meshwright.models.registry import spec_of
 from meshwright.plan.options import ParallelOptions
-from meshwright.plan.price import tensor_parallel_counts
 from meshwright.plan.program import ChunkLoss
 from meshwright.plan.resolver import resolve
+from meshwright.plan.tp_traffic import tensor_parallel_counts
 from tests.harness import run_ranks
 from tests.tiny import tiny_model
 

@@ -17,9 +17,9 @@ from meshwright.distributed.mesh import build_mesh
 from meshwright.errors import LayoutError, PlanError
 from meshwright.layout import Layout
 from meshwright.plan.options import ParallelOptions
-from meshwright.plan.price import tensor_parallel_counts
 from meshwright.plan.resolver import resolve
 from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.plan.tp_traffic import tensor_parallel_counts
 from tests.harness import run_ranks
 from tests.tiny import batches, make, whole
 

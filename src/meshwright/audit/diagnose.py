@@ -22,8 +22,9 @@ from meshwright.layout import Layout
 from meshwright.plan.context_parallel import context_counts
 from meshwright.plan.expert_parallel import expert_parallel_counts
 from meshwright.plan.pipeline import on_stages, pipeline_counts, stages_of_rank, stages_with
-from meshwright.plan.price import tensor_parallel_counts, totals_of_rank
+from meshwright.plan.price import totals_of_rank
 from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.plan.tp_traffic import tensor_parallel_counts
 
 __all__ = ["Finding", "Kind", "diagnose"]
 

@@ -20,7 +20,7 @@ from meshwright.plan.program import Action, Assign, Dispatch, Slice
 from meshwright.plan.sharding_plan import ExpertsRow, ShardingPlan
 from meshwright.plan.spec import ExpertsRule
 
-__all__ = ["expert_parallel_actions", "expert_parallel_counts", "resolve_experts"]
+__all__ = ["expert_parallel_actions", "expert_parallel_bytes", "expert_parallel_counts", "resolve_experts"]
 
 
 def resolve_experts(draft: Draft) -> tuple[ExpertsRow, ...]:
@@ -131,3 +131,24 @@ def expert_parallel_counts(plan: ShardingPlan) -> dict[str, Counter[str]]:
             gathers = steps * (forwards * _GATHERS[0] + backwards * _GATHERS[1])
             counts.setdefault(row.token_axis, Counter())["all_gather"] += gathers
     return counts
+
+
+def expert_parallel_bytes(plan: ShardingPlan, tokens: int, compute: int) -> dict[str, Counter[str]]:
+    """Return axis to the bytes of these collectives in one microbatch, if the load is balanced.
+
+    Args:
+        plan: the plan.
+        tokens: tokens of a microbatch on a rank.
+        compute: bytes of a number in the dtype of compute.
+    """
+    sizes: dict[str, Counter[str]] = {"ep": Counter()}
+    chosen = plan.options.experts_of_token or 1
+    for mixture in plan.experts if plan.layout.ep > 1 else ():
+        forwards, backwards = plan.runs(mixture.module)
+        share = plan.layout.size(mixture.token_axis) if mixture.token_axis else 1
+        routed = tokens * chosen // share
+        sizes["ep"]["all_to_all"] += 2 * (forwards + backwards) * routed * mixture.features * compute
+        if mixture.token_axis:
+            gathered = tokens * (mixture.features * (forwards + backwards) + backwards * chosen) * compute
+            sizes.setdefault(mixture.token_axis, Counter())["all_gather"] += gathered
+    return sizes

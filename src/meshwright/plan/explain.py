@@ -18,7 +18,7 @@ from meshwright.plan.moves import Move
 from meshwright.plan.names import generalize
 from meshwright.plan.options import ContextMethod, SyncPolicy
 from meshwright.plan.pipeline import crossing_bytes, on_stages
-from meshwright.plan.price import Totals, tensor_parallel_counts, totals, unit_traffic
+from meshwright.plan.price import Totals, totals
 from meshwright.plan.program import describe
 from meshwright.plan.schedule import replay_of_plan
 from meshwright.plan.sharding_plan import (
@@ -30,6 +30,8 @@ from meshwright.plan.sharding_plan import (
     UnitRow,
     itemsize,
 )
+from meshwright.plan.tp_traffic import tensor_parallel_counts
+from meshwright.plan.unit_traffic import unit_traffic
 
 __all__ = ["explain", "explain_program", "human_bytes"]
 

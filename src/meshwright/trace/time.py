@@ -15,9 +15,10 @@ from meshwright.plan.activation_traffic import activation_traffic
 from meshwright.plan.hardware import Hardware
 from meshwright.plan.links import collective_seconds
 from meshwright.plan.pipeline import on_stages, stages_of_rank
-from meshwright.plan.price import totals_of_rank, unit_traffic
+from meshwright.plan.price import totals_of_rank
 from meshwright.plan.schedule import replay_of_plan
 from meshwright.plan.sharding_plan import ShardingPlan, shard_axis
+from meshwright.plan.unit_traffic import unit_traffic
 from meshwright.trace.memory import Traces
 from meshwright.trace.step import FORWARD, LOSS, UPDATE, StepTrace
 from meshwright.trace.work import Work

@@ -122,7 +122,7 @@ def shared_groups() -> Iterator[None]:
                 known[key] = group.group_name
             elif axis.numel() == dist.get_world_size() and _has_two_gloo_threads(distributed_c10d._get_default_group()):
                 # torch would take the default group, which its caller created before `one_gloo_worker` was called.
-                known[key] = dist.new_group(group_desc="mesh_default").group_name  # type: ignore[union-attr]
+                known[key] = dist.new_group(group_desc="mesh_default").group_name
             else:
                 known[key] = make(axis, ranks, name, backend)
         return known[key]
