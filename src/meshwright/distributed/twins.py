@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.fsdp import fsdp_units
 from meshwright.distributed.mesh import ParallelMesh
+from meshwright.distributed.slices import replace_parameter
 from meshwright.plan.program import JoinTwins, PartTwins
 
 __all__ = ["join_twins", "part_twins", "shard_as_twin"]
@@ -30,7 +31,7 @@ def part_twins(model: nn.Module, action: PartTwins, mesh: ParallelMesh) -> None:
 def join_twins(model: nn.Module, action: JoinTwins, mesh: ParallelMesh) -> None:
     """Make second units use the parameters of the first: as attributes now, and as shards before each forward of the root."""
     for first, second in action.parameters:
-        _set(model, second, model.get_parameter(first))
+        replace_parameter(model, [second], model.get_parameter(first))
 
     def share() -> None:
         for first, second in action.units:
@@ -50,10 +51,11 @@ def shard_as_twin(first: nn.Module, second: nn.Module, shard: Callable[[nn.Modul
     names = [name for name, parameter in second.named_parameters() if not isinstance(parameter, DTensor)]
     for name in names:
         parameter = second.get_parameter(name)
-        _set(second, name, nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad))
+        copied = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+        replace_parameter(second, [name], copied)
     shard(second)
     for name in names:
-        _set(second, name, first.get_parameter(name))
+        replace_parameter(second, [name], first.get_parameter(name))
     units = list(fsdp_units(second))
 
     def share() -> None:
@@ -62,8 +64,3 @@ def shard_as_twin(first: nn.Module, second: nn.Module, shard: Callable[[nn.Modul
 
     for unit in units:
         _torch_compat.before_first_run(second.get_submodule(unit), share)
-
-
-def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    module, _, own = name.rpartition(".")
-    model.get_submodule(module)._parameters[own] = parameter

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 from math import inf, prod
 
 from meshwright.errors import number_of
@@ -172,15 +173,17 @@ def _costs(
 def _least(costs: Sequence[float], sizes: Sequence[int], stages: int) -> tuple[int, ...]:
     """Return the first layer of each stage but the first: the largest stage has the least cost, then the fewest elements."""
     count = len(costs)
+    cost_before, size_before = (list(accumulate(values, initial=0)) for values in (costs, sizes))
 
     @cache
     def best(begin: int, left: int) -> tuple[tuple[float, int], tuple[int, ...]]:
         if left == 1:
-            return (sum(costs[begin:]), sum(sizes[begin:])), ()
+            return (cost_before[-1] - cost_before[begin], size_before[-1] - size_before[begin]), ()
         options = []
         for end in range(begin + 1, count - left + 2):
             (cost, size), cuts = best(end, left - 1)
-            largest = (max(cost, sum(costs[begin:end])), max(size, sum(sizes[begin:end])))
+            own = cost_before[end] - cost_before[begin], size_before[end] - size_before[begin]
+            largest = (max(cost, own[0]), max(size, own[1]))
             options.append((largest, (end, *cuts)))
         return min(options, default=((inf, 0), ()))
 
