@@ -25,7 +25,8 @@ def part_twins(model: nn.Module, action: PartTwins, mesh: ParallelMesh) -> None:
     """Replace the parameters of second units by copies."""
     for _, second in action.parameters:
         parameter = model.get_parameter(second)
-        _set(model, second, nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad))
+        copied = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+        replace_parameter(model, [second], copied)
 
 
 def join_twins(model: nn.Module, action: JoinTwins, mesh: ParallelMesh) -> None:
