@@ -21,9 +21,11 @@ MASKS = {
 
 
 def attentions_of(model: torch.nn.Module) -> Attentions:
-    trace = spec_of(model).attentions
-    assert trace is not None
-    return trace(model)
+    traces = spec_of(model).traces
+    assert traces is not None
+    attentions = traces(model).attentions
+    assert attentions is not None
+    return attentions
 
 
 def built(model_type: str, **config: object) -> torch.nn.Module:

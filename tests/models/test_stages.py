@@ -79,8 +79,10 @@ def tiny(family: str, layers: int) -> nn.Module:
 def facts_of(model: nn.Module) -> StageFacts:
     spec = spec_of(model)
     names = [name for name, _ in model.named_modules()]
-    assert spec.stages is not None
-    return spec.stages(model, [name for pattern in spec.layers for name in match_names(pattern, names)])
+    assert spec.traces is not None
+    facts = spec.traces(model).stages([name for pattern in spec.layers for name in match_names(pattern, names)])
+    assert facts is not None
+    return facts
 
 
 def cut_at(facts: StageFacts, begin: int, end: int) -> Cut:

@@ -9,15 +9,10 @@ from torch import nn
 from meshwright.distributed.names import class_name
 from meshwright.errors import ModelError
 from meshwright.models import _transformers_compat as compat
-from meshwright.models.attention import trace_attentions
 from meshwright.models.decoder import declared_structure, structure_of
-from meshwright.models.logits import trace_head
-from meshwright.models.pairs import trace_pairs
+from meshwright.models.model_traces import ModelTraces
 from meshwright.models.plain import INFERRED, inferred_layers, inferred_spec
-from meshwright.models.regions import trace_regions
-from meshwright.models.stages import trace_stages
 from meshwright.models.strategy import ParallelizationStrategy
-from meshwright.models.tracing import count_runs
 from meshwright.plan.names import generalize, holder_of, match_names
 from meshwright.plan.spec import ParallelSpec, Structure, UnitRule, under_prefix
 from meshwright.plan.tp_styles import HEAD, STYLES, canonical
@@ -123,12 +118,7 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
         structure=known or _shared_heads(modules, styles),
         # A subclass has the structure of its family, but may have further parameters that some microbatches do not use.
         uses_all_parameters=known is not None and known.uses_all_parameters and declared_structure(type(model)),
-        attentions=partial(trace_attentions, experts=experts),
-        stages=partial(trace_stages, experts=experts),
-        regions=partial(trace_regions, experts=experts),
-        pairs=partial(trace_pairs, experts=experts),
-        head=partial(trace_head, experts=experts),
-        runs=None if known is not None else partial(count_runs, experts=experts),
+        traces=partial(ModelTraces, experts=experts, counts_runs=known is None),
     )
 
 

@@ -111,7 +111,7 @@ def resolve_attentions(draft: Draft) -> tuple[AttentionRow, ...]:
 
 def _refusals(draft: Draft) -> list[str]:
     """Return why the attentions of a model cannot be computed with the function of context parallel."""
-    attentions = draft.model.attentions
+    attentions = draft.model.traces.attentions
     if attentions is None:
         return [f"the attentions of {draft.spec.family} are unknown (attentions of its ParallelSpec)"]
     refused = [f"{draft.spec.family}: {problem}" for problem in attentions.problems]
@@ -142,7 +142,7 @@ def _refusals(draft: Draft) -> list[str]:
 
 
 def _rows(draft: Draft) -> tuple[AttentionRow, ...]:
-    tp, alone, attentions = draft.layout.size("tp"), draft.layout.size("cp") == 1, draft.model.attentions
+    tp, alone, attentions = draft.layout.size("tp"), draft.layout.size("cp") == 1, draft.model.traces.attentions
     assert attentions is not None
     return tuple(
         AttentionRow(

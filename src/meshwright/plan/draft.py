@@ -87,9 +87,14 @@ class Draft:
         return tuple(name for name, unit in self.units.items() if unit.kind == LAYER)
 
     @cached_property
+    def traced_pairs(self) -> Pairs | None:
+        """What a trace of the model found about its linear layers; ``None``: it cannot be traced."""
+        return self.model.traces.pairs(self.layers) if self.layers else None
+
+    @property
     def pairs(self) -> Pairs:
-        """What a trace of the model found about its linear layers."""
-        return self.model.pairs(self.layers) if self.model.pairs is not None and self.layers else Pairs()
+        """The same; none if it cannot be traced."""
+        return self.traced_pairs or Pairs()
 
     @property
     def mixtures(self) -> list[str]:

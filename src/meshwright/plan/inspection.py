@@ -2,9 +2,9 @@
 
 import inspect
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import islice, takewhile
 from types import CodeType, FunctionType
 
@@ -13,15 +13,11 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.layout import ModelSizes
 from meshwright.plan.arguments import HIDDEN, forward_of, hidden_argument
-from meshwright.plan.attentions import Attentions
-from meshwright.plan.heads import HeadFacts
 from meshwright.plan.names import holder_of, inside
 from meshwright.plan.norms import is_norm
 from meshwright.plan.options import NF4
-from meshwright.plan.pairs import Pairs
-from meshwright.plan.regions import RegionFacts
 from meshwright.plan.spec import ParallelSpec
-from meshwright.plan.stages import StageFacts
+from meshwright.plan.traces import Traces
 
 __all__ = [
     "EXPERTS_ATTRIBUTE",
@@ -120,37 +116,14 @@ class Inspection:
         parameters: facts of each parameter, in model order; a tied parameter is listed once.
         sizes: sizes that limit a layout.
         caches: names of modules that keep keys and values between calls, one for each config that says so.
-        trace: returns the attentions of the model. It calls the model, so it is called only if the plan needs them; ``None``:
-            the family says nothing of its attentions.
-        stages: returns where the model can be cut, for the names of its layers. It calls the model; ``None``: unknown.
-        regions: returns which modules need the whole sequence, for the names of its layers. It calls the model; ``None``:
-            unknown.
-        count: returns how often each module runs in a forward. It calls the model; ``None``: unknown.
-        pairs: returns the pairs of matrices that can be sliced, and what mixes the features of others, for the names of its
-            layers. It calls the model; ``None``: unknown.
-        head: returns the output head. It calls the model; ``None``: unknown.
+        traces: what is read by calling the model.
     """
 
     modules: Mapping[str, ModuleFacts]
     parameters: tuple[ParameterFacts, ...]
     sizes: ModelSizes = field(default_factory=ModelSizes)
     caches: tuple[str, ...] = ()
-    trace: Callable[[], Attentions] | None = field(default=None, compare=False, repr=False)
-    stages: Callable[[Sequence[str]], StageFacts] | None = field(default=None, compare=False, repr=False)
-    regions: Callable[[Sequence[str]], RegionFacts] | None = field(default=None, compare=False, repr=False)
-    count: Callable[[], Mapping[str, tuple[int, int]]] | None = field(default=None, compare=False, repr=False)
-    pairs: Callable[[Sequence[str]], Pairs] | None = field(default=None, compare=False, repr=False)
-    head: Callable[[], HeadFacts] | None = field(default=None, compare=False, repr=False)
-
-    @cached_property
-    def attentions(self) -> Attentions | None:
-        """The attentions of the model; ``None``: unknown."""
-        return None if self.trace is None else self.trace()
-
-    @cached_property
-    def runs(self) -> Mapping[str, tuple[int, int]]:
-        """How often each module runs in a forward, and how often with gradient, by name; empty: unknown."""
-        return {} if self.count is None else self.count()
+    traces: Traces = field(default_factory=Traces, compare=False, repr=False)
 
     @cached_property
     def names(self) -> list[str]:
@@ -249,14 +222,8 @@ def inspect_model(spec: ParallelSpec, model: nn.Module) -> Inspection:
             configs.setdefault(id(config), name)
     places = {id(module): name for name, module in modules.items()}
     facts = {name: _facts_of(name, module, places) for name, module in modules.items()}
-    trace = None if spec.attentions is None else partial(spec.attentions, model)
-    stages = None if spec.stages is None else partial(spec.stages, model)
-    regions = None if spec.regions is None else partial(spec.regions, model)
-    count = None if spec.runs is None else partial(spec.runs, model)
-    pairs = None if spec.pairs is None else partial(spec.pairs, model)
-    head = None if spec.head is None else partial(spec.head, model)
-    kept = tuple(configs.values())
-    return Inspection(facts, parameters, model_sizes(spec, model), kept, trace, stages, regions, count, pairs, head)
+    traces = Traces() if spec.traces is None else spec.traces(model)
+    return Inspection(facts, parameters, model_sizes(spec, model), tuple(configs.values()), traces)
 
 
 def model_sizes(spec: ParallelSpec, model: nn.Module) -> ModelSizes:

@@ -47,7 +47,7 @@ def resolve_loss(draft: Draft) -> LossRow | None:
             return None
     elif asked < 2:
         return None
-    facts = draft.model.head() if draft.model.head is not None else HeadFacts(problem="its output head is unknown")
+    facts = draft.model.traces.head or HeadFacts(problem="its output head is unknown")
     problem = facts.problem or _problem(draft, facts.name)
     if asked is None and problem:
         draft.remarks.append(f"the loss is computed from all logits at once: {problem}")

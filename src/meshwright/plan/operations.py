@@ -48,7 +48,7 @@ def operations_of_token(
 
 
 def _attentions(model: Inspection) -> tuple[AttentionFacts, ...]:
-    return () if model.attentions is None else model.attentions.rows
+    return () if model.traces.attentions is None else model.traces.attentions.rows
 
 
 def _of_attention(row: AttentionFacts, length: int) -> float:
@@ -60,4 +60,4 @@ def _of_attention(row: AttentionFacts, length: int) -> float:
 
 def _runs(model: Inspection, module: str) -> int:
     """Return how often a module runs in a forward; once if that is unknown."""
-    return model.runs.get(module, (1, 1))[0]
+    return model.traces.runs.get(module, (1, 1))[0]

@@ -64,10 +64,10 @@ def resolve_stages(draft: Draft, experts: Sequence[ExpertsRow]) -> tuple[tuple[S
     if draft.spec.twins:
         problems.append(f"pp={pp}: {draft.spec.family} has a stack of layers that runs twice; the legal value is 1")
         return (), None
-    if draft.model.stages is None:
-        problems.append(f"pp={pp}: where {draft.spec.family} can be cut is unknown (stages of its ParallelSpec)")
+    facts = draft.model.traces.stages(draft.layers)
+    if facts is None:
+        problems.append(f"pp={pp}: where {draft.spec.family} can be cut is unknown (traces of its ParallelSpec)")
         return (), None
-    facts = draft.model.stages(draft.layers)
     if facts.problems:
         problems.extend(f"pp={pp}: {draft.spec.family}: {problem}; the legal value of pp is 1" for problem in facts.problems)
         return (), None

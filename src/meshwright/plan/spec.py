@@ -1,6 +1,6 @@
 """ParallelSpec: what a model family declares of itself, as patterns of module names. It has no sizes and no tensors."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, TypeVar
@@ -10,11 +10,7 @@ from meshwright.plan.options import SyncPolicy
 if TYPE_CHECKING:
     from torch import nn
 
-    from meshwright.plan.attentions import Attentions
-    from meshwright.plan.heads import HeadFacts
-    from meshwright.plan.pairs import Pairs
-    from meshwright.plan.regions import RegionFacts
-    from meshwright.plan.stages import StageFacts
+    from meshwright.plan.traces import Traces
 
 __all__ = [
     "ExpertsRule",
@@ -156,18 +152,7 @@ class ParallelSpec:
         uses_all_parameters: whether the loss of every microbatch depends on every trainable parameter outside idle modules. If
             it does, ranks need not exchange which parameters they used. It does not for a vision tower without images, nor for
             experts that are modules of a list.
-        attentions: returns the attentions of a model of the family, for context parallel
-            (:func:`meshwright.models.attention.trace_attentions`); ``None``: unknown, so ranks cannot share a sequence.
-        stages: returns, for a model of the family and the names of its layers, where it can be cut into pipeline stages
-            (:func:`meshwright.models.stages.trace_stages`); ``None``: unknown, so it cannot be cut.
-        regions: returns, for a model of the family and the names of its layers, which modules need the whole sequence
-            (:func:`meshwright.models.regions.trace_regions`), if ``structure`` does not say it; ``None``: unknown.
-        pairs: returns, for a model of the family and the names of its layers, the pairs of matrices that can be sliced, and
-            what mixes the features of others (:func:`meshwright.models.pairs.trace_pairs`); ``None``: unknown.
-        head: returns, for a model of the family, its output head (:func:`meshwright.models.logits.trace_head`); ``None``:
-            unknown, so its loss cannot be computed in chunks.
-        runs: returns, for a model of the family, how often each module runs in a forward, and how often with gradient
-            (:func:`meshwright.models.tracing.count_runs`); ``None``: all units run once but idle ones and twins.
+        traces: returns what is read from a model of the family by calling it without values; ``None``: nothing is known.
         remarks: what was assumed because nobody declared it, a sentence each; the plan repeats them.
     """
 
@@ -183,12 +168,7 @@ class ParallelSpec:
     sizes: Mapping[str, str] = field(default_factory=dict)
     structure: Structure | None = None
     uses_all_parameters: bool = False
-    attentions: "Callable[[nn.Module], Attentions] | None" = field(default=None, compare=False, repr=False)
-    stages: "Callable[[nn.Module, Sequence[str]], StageFacts] | None" = field(default=None, compare=False, repr=False)
-    regions: "Callable[[nn.Module, Sequence[str]], RegionFacts] | None" = field(default=None, compare=False, repr=False)
-    pairs: "Callable[[nn.Module, Sequence[str]], Pairs] | None" = field(default=None, compare=False, repr=False)
-    head: "Callable[[nn.Module], HeadFacts] | None" = field(default=None, compare=False, repr=False)
-    runs: "Callable[[nn.Module], Mapping[str, tuple[int, int]]] | None" = field(default=None, compare=False, repr=False)
+    traces: "Callable[[nn.Module], Traces] | None" = field(default=None, compare=False, repr=False)
     remarks: tuple[str, ...] = ()
 
 

@@ -95,9 +95,9 @@ def _trace_regions(draft: Draft) -> tuple[str, ...] | None:
     """
     known = draft.spec.structure or Structure()
     asked = draft.options.sequence_parallel and not known.regions and not known.no_sequence_parallel
-    if not asked or draft.model.regions is None or not draft.layers:
+    found = draft.model.traces.regions(draft.layers) if asked and draft.layers else None
+    if found is None:
         return None
-    found = draft.model.regions(draft.layers)
     problem = found.problem or (found.uncut if draft.layout.size("pp") > 1 else "")
     structure = replace(known, regions=found.regions, tokenwise=found.tokenwise, no_sequence_parallel=problem)
     draft.spec = replace(draft.spec, structure=structure)
@@ -216,7 +216,7 @@ def _first_level(draft: Draft) -> tuple[str, Mapping[str, str], list[tuple[str, 
     passed_over.append(("generic", unfit))
     if derived := _derived(draft):
         return "derived", derived, passed_over
-    if draft.model.pairs is not None:
+    if draft.traced_pairs is not None:
         passed_over.append(("derived", "no linear layer puts out features that enter another one without being mixed"))
     draft.error = MissingPlanError
     draft.problems.append(

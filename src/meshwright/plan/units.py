@@ -97,7 +97,7 @@ def draft_units(draft: Draft) -> None:
                 units[name].part_of = first
             draft.remarks.append(f"unit {first!r}: one with {', '.join(map(repr, others))}, whose parameters are the same")
     for name, unit in units.items():
-        runs, with_gradient = draft.model.runs.get(name, (1, 1))
+        runs, with_gradient = draft.model.traces.runs.get(name, (1, 1))
         if runs == 0 and unit.kind != EXPERTS:
             unit.forwards = 0
         elif runs > 1:

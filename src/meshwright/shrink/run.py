@@ -134,8 +134,9 @@ def _loss_chunks(config: RunConfig, model: "PreTrainedModel", spec: ParallelSpec
         vocabulary = model.config.get_text_config().vocab_size
         tokens = config.training.microbatch_size * config.data.sequence_length
         dtype = config.parallel.param_dtype or config.model.dtype
-        possible = chunks_of(vocabulary, tokens, dtype) and make_objective(config, model).chunks and spec.head is not None
-        return CHUNKS if possible and spec.head is not None and not spec.head(model).problem else None
+        possible = chunks_of(vocabulary, tokens, dtype) and make_objective(config, model).chunks
+        head = spec.traces(model).head if possible and spec.traces is not None else None
+        return CHUNKS if head is not None and not head.problem else None
     return min(asked, CHUNKS)
 
 
