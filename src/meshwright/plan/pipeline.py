@@ -173,7 +173,7 @@ def _costs(
 def _least(costs: Sequence[float], sizes: Sequence[int], stages: int) -> tuple[int, ...]:
     """Return the first layer of each stage but the first: the largest stage has the least cost, then the fewest elements."""
     count = len(costs)
-    cost_before, size_before = (list(accumulate(values, initial=0)) for values in (costs, sizes))
+    cost_before, size_before = list(accumulate(costs, initial=0.0)), list(accumulate(sizes, initial=0))
 
     @cache
     def best(begin: int, left: int) -> tuple[tuple[float, int], tuple[int, ...]]:
