@@ -1,4 +1,4 @@
-"""Measures what :class:`~meshwright.plan.hardware.Hardware` says of a device, on this machine, with the shapes of a run."""
+"""Measures, on this machine, what a :class:`~meshwright.plan.hardware.Hardware` says of a device."""
 
 import platform
 import time
