@@ -192,10 +192,16 @@ def model_digest(spec: ParallelSpec, model: nn.Module, imports: Iterable[str] = 
             "parameters": sorted(parameters),
             "tied": sorted({tuple(map(generalize, group)) for group in spec.tied}),
             "key_value_heads": heads,
-            "strategy": f"{strategy.__module__}.{strategy.__qualname__}",
+            "strategy": _name_of(strategy),
             "code": _foreign_code({*code, *imports}),
         }
     )
+
+
+def _name_of(strategy: type) -> str:
+    """Return the name of a strategy. Where a strategy of Meshwright stands in the package does not count."""
+    own = f"{strategy.__module__}.".startswith("meshwright.")
+    return strategy.__qualname__ if own else f"{strategy.__module__}.{strategy.__qualname__}"
 
 
 def _structure(value: Any) -> Any:
