@@ -11,6 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from meshwright.cli.main import app
+from meshwright.cli.plan import _plan_in
 from meshwright.errors import ConfigError
 from meshwright.plan.activation_traffic import activation_traffic
 from meshwright.plan.sharding_plan import ShardingPlan
@@ -72,6 +73,10 @@ def test_json_for_programs_and_the_difference_of_two(tmp_path) -> None:
     saved = tmp_path / "plan.json"
     saved.write_text(first)
     assert run("plan", QUICKSTART, "-n", "2", "--diff", str(saved)) == "no difference\n"
+    for content in ("", "[]", "{}", saved.read_text()[:-100]):
+        (tmp_path / "broken.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"--diff=.*broken.json: is no plan of `plan --json`"):
+            _plan_in(tmp_path / "broken.json")
     lines = run("plan", QUICKSTART, "-n", "2", "--diff", str(saved), "parallel.sync=reduce_each").splitlines()
     assert "unit model.layers.0: sync <SyncPolicy.DEFER: 'defer'> -> <SyncPolicy.REDUCE_EACH: 'reduce_each'>" in lines
 

@@ -10,6 +10,7 @@ from meshwright.cli.arguments import ConfigArgument, DebugOption, OverrideArgume
 
 if TYPE_CHECKING:
     from meshwright.plan.hardware import Hardware
+    from meshwright.plan.sharding_plan import ShardingPlan
     from meshwright.trace.time import TimeForecast
     from meshwright.trace.verdict import Verdict
     from meshwright.train.setup import RunSetup
@@ -68,7 +69,6 @@ def plan(
 
     from meshwright.plan.explain import explain, explain_program
     from meshwright.plan.price import priced_json
-    from meshwright.plan.sharding_plan import ShardingPlan
     from meshwright.train.assure import assure
     from meshwright.train.guard import waits
     from meshwright.train.launch import planned_processes
@@ -95,7 +95,7 @@ def plan(
     setup = make_setup(run, world_size or planned_processes(run), planning=True)
     sharding_plan = setup.plan
     if against is not None:
-        differences = [str(item) for item in ShardingPlan.from_json(_read(against)).diff(sharding_plan)]
+        differences = [str(item) for item in _plan_in(against).diff(sharding_plan)]
         typer.echo("\n".join(differences) or "no difference")
         return
     if as_json:
@@ -142,10 +142,13 @@ def _forecasts(setup: "RunSetup", hardware: "Hardware", load: float | None) -> "
     return judge(setup, hardware, traces), forecast_time(setup, hardware, traces)
 
 
-def _read(path: Path) -> str:
-    from meshwright.errors import ConfigError
+def _plan_in(path: Path) -> "ShardingPlan":
+    from meshwright.errors import ConfigError, MeshwrightError, described
+    from meshwright.plan.sharding_plan import ShardingPlan
 
     try:
-        return path.read_text()
+        return ShardingPlan.from_json(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MeshwrightError) as error:
+        raise ConfigError(f"--diff={path}: is no plan of `plan --json` of this version: {described(error)}") from error

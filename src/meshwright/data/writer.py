@@ -1,15 +1,15 @@
 """Writes documents as tokens to disk, and decides what happens to documents that are long, empty or bad."""
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 
 from meshwright.data.bad_rows import BadRows
 from meshwright.data.chat import check_chat_tokenizer, encode_chat
 from meshwright.data.formats import Document
+from meshwright.data.sums import FileSums, SummedFile
 from meshwright.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -41,10 +41,22 @@ class Writer:
         self.tokenizer, self.policy, self.sequence_length, self.bad = tokenizer, policy, sequence_length, bad
         largest = max(tokenizer.get_vocab().values())
         self.token_dtype: Literal["uint16", "uint32"] = "uint16" if largest < 2**16 else "uint32"
-        self.tokens_file = (directory / "tokens.bin").open("wb")
-        self.mask_file = (directory / "loss_mask.bin" if kind == "chat" else Path(os.devnull)).open("wb")
+        names = ("tokens.bin", "loss_mask.bin") if kind == "chat" else ("tokens.bin",)
+        self.files = {name: SummedFile(directory / name) for name in names}
         self.lengths: list[int] = []
         self.split = self.truncated = self.dropped = self.empty = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self.files.values():
+            file.close()
+
+    @property
+    def sums(self) -> dict[str, FileSums]:
+        """Digests of what was written so far."""
+        return {name: file.sums for name, file in self.files.items()}
 
     def add_all(self, stream: Iterable[Document]) -> None:
         """Append documents. Documents without anything to learn, dropped ones and bad ones are only counted."""
@@ -106,7 +118,7 @@ class Writer:
         if len(ids) < 2 or (mask is not None and not any(mask[1:])):
             self.empty += 1
             return
-        self.tokens_file.write(np.array(ids, dtype=self.token_dtype).tobytes())
+        self.files["tokens.bin"].write(np.array(ids, dtype=self.token_dtype).tobytes())
         if mask is not None:
-            self.mask_file.write(np.array(mask, dtype=np.bool_).tobytes())
+            self.files["loss_mask.bin"].write(np.array(mask, dtype=np.bool_).tobytes())
         self.lengths.append(len(ids))
