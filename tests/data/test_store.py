@@ -406,7 +406,7 @@ def test_long_documents(tmp_path, jsonl, tokenizer):
     def index(policy):
         return prepare(config(path, long_documents=policy), tokenizer, tmp_path / "store", 0)
 
-    with pytest.raises(DataError, match=r":2: \d+ tokens.*sequence_length=16.*'truncate' or 'drop'.*split"):
+    with pytest.raises(DataError, match=r"1 of 3 rows is longer.*sequence_length=16 .*:2, has \d+ tokens.*'drop', or 'split'"):
         index("error")
     assert index("auto").index.split == 1
     truncated = index("truncate")
@@ -419,7 +419,7 @@ def test_long_documents(tmp_path, jsonl, tokenizer):
 def test_long_chats(tmp_path, jsonl, tokenizer):
     long = [CHATS[0], {"messages": [{"role": "user", "content": "fox " * 50}, {"role": "assistant", "content": "dog"}]}]
     path = jsonl(long)
-    with pytest.raises(DataError, match=r":2: .*long_documents is 'error'; choose 'truncate' or 'drop', or a longer"):
+    with pytest.raises(DataError, match=r"1 of 2 rows .*:2, has \d+ tokens.*long_documents to 'truncate' or 'drop'$"):
         prepare(config(path, sequence_length=64), tokenizer, tmp_path / "store", 0)
     with pytest.raises(ConfigError, match="cannot be split; legal for chat"):
         prepare(config(path, long_documents="split"), tokenizer, tmp_path / "store", 0)

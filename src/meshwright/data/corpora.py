@@ -180,7 +180,7 @@ def _file_documents(
     except DataError as error:
         broken.extend(error.problems)
     if broken:
-        raise DataError([*broken, *(bad.shown if config.bad_rows == "stop" else [])])
+        raise DataError([*broken, *(bad.lines if config.bad_rows == "stop" else [])])
 
 
 def _text_file(config: DataConfig, path: Path, bad: BadRows) -> Iterator[Document]:

@@ -50,7 +50,9 @@ class StoreIndex:
     bad: int = 0
     """Rows that were left out, as `data.bad_rows` allows."""
     bad_rows: list[str] = field(default_factory=list)
-    """Problems of the first of them: file, line, reason."""
+    """What is wrong with them, with examples: file, line, reason."""
+    too_long: int = 0
+    """Rows among `bad` that are only longer than a sequence."""
     files: dict[str, FileSums] = field(default_factory=dict)
     """Name to size and digests, of all files but the index."""
 

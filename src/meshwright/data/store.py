@@ -174,7 +174,7 @@ def prepare(
         if not problems:
             # The contents of a store do not depend on whether bad rows are allowed. So the bad rows of an existing one are
             # judged again.
-            judge(config, store.index.rows, store.index.bad, store.index.bad_rows)
+            judge(config, store.index.rows, store.index.bad, store.index.too_long, store.index.bad_rows)
             return store
         for line in problems:
             say(f"{line}; the tokens are made again")
@@ -246,6 +246,7 @@ def _write(
         writer.add_all(chain([first], stream))
         trainable = len(writer.lengths)
         writer.add_all(_same_kind(eval_documents(config, cache_dir, bad), first))
+    bad.too_long, bad.long_line = len(writer.too_long), writer.long_line(bad.rows)
     bad.judge(config)
     held_out = np.arange(len(writer.lengths)) >= trainable
     if config.held_out and trainable > 1:
@@ -274,7 +275,8 @@ def _write(
         empty=writer.empty,
         rows=bad.rows,
         bad=bad.bad,
-        bad_rows=bad.shown,
+        bad_rows=bad.lines,
+        too_long=bad.too_long,
     )
 
 

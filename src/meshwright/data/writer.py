@@ -10,7 +10,7 @@ from meshwright.data.bad_rows import BadRows
 from meshwright.data.chat import check_chat_tokenizer, encode_chat
 from meshwright.data.formats import Document
 from meshwright.data.sums import FileSums, SummedFile
-from meshwright.errors import ConfigError, DataError
+from meshwright.errors import ConfigError, DataError, number_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,6 +20,9 @@ __all__ = ["Writer"]
 # A batch for the tokenizer: enough documents to occupy its threads, few enough characters to bound memory.
 _BATCH_DOCUMENTS = 1024
 _BATCH_CHARACTERS = 4_000_000
+
+SHARE = 95
+"""Percent of the documents that a sequence length in a message would keep, besides the one that keeps all."""
 
 
 class Writer:
@@ -43,7 +46,10 @@ class Writer:
         self.token_dtype: Literal["uint16", "uint32"] = "uint16" if largest < 2**16 else "uint32"
         names = ("tokens.bin", "loss_mask.bin") if kind == "chat" else ("tokens.bin",)
         self.files = {name: SummedFile(directory / name) for name in names}
+        self.kind = kind
         self.lengths: list[int] = []
+        self.too_long: list[int] = []  # tokens of each document that the policy refuses
+        self.longest = (0, "")
         self.split = self.truncated = self.dropped = self.empty = 0
 
     def __enter__(self) -> Self:
@@ -97,13 +103,9 @@ class Writer:
     def _add(self, source: str, ids: list[int], mask: list[bool] | None) -> None:
         long = len(ids) > self.sequence_length
         if long and self.policy == "error":
-            self.bad.add(
-                DataError(
-                    f"{source}: {len(ids)} tokens, more than data.sequence_length={self.sequence_length}, and "
-                    "data.long_documents is 'error'; choose 'truncate' or 'drop'"
-                    f"{'' if mask else ', or (for text only) split'}, or a longer sequence"
-                )
-            )
+            self.bad.bad += 1
+            self.longest = max(self.longest, (len(ids), source), key=lambda item: item[0])
+            self.too_long.append(len(ids))
             return
         if long and self.policy != "split":
             kept = mask[: self.sequence_length] if mask else None
@@ -122,3 +124,24 @@ class Writer:
         if mask is not None:
             self.files["loss_mask.bin"].write(np.array(mask, dtype=np.bool_).tobytes())
         self.lengths.append(len(ids))
+
+    def long_line(self, rows: int) -> str:
+        """Return how many documents the policy refuses, and what would keep them; empty if there are none.
+
+        Args:
+            rows: number of rows that were read.
+        """
+        if not self.too_long:
+            return ""
+        every = np.sort(np.array(self.lengths + self.too_long))
+        most = int(every[-(-SHARE * len(every) // 100) - 1])
+        longest, source = self.longest
+        keeps = f"{longest} would keep all"
+        if self.sequence_length < most < longest:
+            keeps = f"{most} would keep {SHARE} % of the documents, {longest} all"
+        count, split = len(self.too_long), ", or 'split'" if self.kind == "text" else ""
+        return (
+            f"data: {count:,} of {number_of(rows, 'row')} {'is' if count == 1 else 'are'} longer than "
+            f"data.sequence_length={self.sequence_length} (the longest, {source}, has {longest:,} tokens); {keeps}; or set "
+            f"data.long_documents to 'truncate' or 'drop'{split}"
+        )

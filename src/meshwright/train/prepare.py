@@ -245,9 +245,7 @@ def describe_data(config: RunConfig, store: "TokenStore") -> str:
         f"{number_of(steps, 'step')} of {batch:,} {'is' if steps == 1 else 'are'} {epochs:.3g} epochs",
     ]
     if index.bad:
-        rest = index.bad - len(index.bad_rows)
         lines += ["left out (data.bad_rows=skip):", *(f"  {row}" for row in index.bad_rows)]
-        lines += [f"  ... and {rest:,} more"] if rest else []
     return "\n".join(lines)
 
 
