@@ -92,6 +92,24 @@ def test_an_audit_of_a_run_of_epochs_takes_its_own_steps(tiny: Tiny, tmp_path: P
     assert RunConfig.model_validate(ready.model_dump()) == ready
 
 
+def test_what_chats_have_and_what_nothing_reads_is_told(tiny: Tiny, tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    asked, said = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd", "mood": "calm"}
+    rows = [
+        {"messages": [asked, said], "tools": [{"name": "f"}], "id": 1},
+        {"messages": [asked, said | {"weight": 0}, asked, said]},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows * 2)))
+    config = tiny(f"data.files=['{path}']", "tokenizer={}", "model.config.vocab_size=300", "data.sequence_length=64")
+    first, _, tools, unread = describe_data(config, prepare_run(config, 1)[2]).splitlines()
+    assert first.endswith("0 bad; 2 chats with tools, 2 answers not learned (weight 0)")
+    assert tools == (
+        "data: the chat template writes nothing of the tools of 2 chats, so the model does not see them; "
+        "set tokenizer.chat_template to one that does"
+    )
+    assert unread == "data: not read: the columns id; the keys of messages mood"
+
+
 def test_what_became_of_the_data_is_told(tiny: Tiny, tmp_path: Path) -> None:
     path = tmp_path / "texts.jsonl"
     texts = [{"text": "abc def " * count} for count in (1, 2, 3, 30, 4, 5)]

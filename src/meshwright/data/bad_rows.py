@@ -29,11 +29,13 @@ class BadRows:
         bad: number of rows that cannot be used.
         too_long: number of those that are only longer than a sequence.
         long_line: what to do about these, in one line.
+        unread: columns of the rows that are not read.
     """
 
     def __init__(self) -> None:
         self.rows = self.bad = self.too_long = 0
         self.long_line = ""
+        self.unread: dict[str, None] = {}
         self._kinds: dict[str, list[str]] = {}
         self._counts: dict[str, int] = {}
 

@@ -96,7 +96,7 @@ class DataConfig(BaseModel):
         default={},
         description="Columns that have other names than the format's, as in {messages: dialog} or {prompt: question, "
         "completion: answer}; role and content, from and value are keys of a message. All formats of chats but messages may "
-        "have a column system.",
+        "have a column system; all may have tools, documents and chat_template_kwargs, and the messages of a list weight.",
     )
     text_field: str = Field(default="text", description="Field of a row that holds the text.")
     messages_field: str = Field(

@@ -172,7 +172,7 @@ def _file_documents(
             if path.suffix in TEXT_EXTENSIONS:
                 yield from _text_file(config, path, bad)
             else:
-                yield from _row_documents(RowReader(config, seen), file_rows(path, bad, cache_dir), bad)
+                yield from _row_documents(RowReader(config, seen, bad.unread), file_rows(path, bad, cache_dir), bad)
         except DataError as error:  # the other files are read too, so that one report has the problems of all
             broken.extend(error.problems)
     try:
@@ -220,7 +220,7 @@ def _load_hub(config: DataConfig, cache_dir: str | Path | None) -> "Dataset":
 def _hub_documents(config: DataConfig, cache_dir: str | Path | None, bad: BadRows) -> Iterator[Document]:
     seen: dict[str, None] = {}
     rows = library_rows(lambda: _load_hub(config, cache_dir), f"{config.hub}", bad)
-    yield from _row_documents(RowReader(config, seen), rows, bad)
+    yield from _row_documents(RowReader(config, seen, bad.unread), rows, bad)
     check_columns(config, seen, f"{config.hub}")
 
 

@@ -53,6 +53,15 @@ class StoreIndex:
     """What is wrong with them, with examples: file, line, reason."""
     too_long: int = 0
     """Rows among `bad` that are only longer than a sequence."""
+    given: dict[str, int] = field(default_factory=dict)
+    """Argument of the chat template, such as tools, to the chats that have it."""
+    unwritten: dict[str, int] = field(default_factory=dict)
+    """The same, of those of which the template writes nothing of it."""
+    unlearned: int = 0
+    """Answers that their messages say not to learn."""
+    unread_columns: list[str] = field(default_factory=list)
+    unread_keys: list[str] = field(default_factory=list)
+    """Columns of rows, and keys of messages, that nothing reads."""
     files: dict[str, FileSums] = field(default_factory=dict)
     """Name to size and digests, of all files but the index."""
 

@@ -191,13 +191,20 @@ def library_rows(load: Callable[[], Iterable[Any]], name: str, bad: BadRows, kin
     number = 0
     try:
         for number, values in enumerate(load(), start=1):
-            yield from _row(values, f"{name}, row {number}", bad)
+            yield from _row({key: _without_nulls(value) for key, value in values.items()}, f"{name}, row {number}", bad)
     except DataError:
         raise
     except Exception as error:  # errors of arrow and of datasets for one cause
         where = f", after row {number}" if number else ""
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise DataError(f"{name}{where}: cannot be read{kind} ({reason})") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the keys that arrow adds, as null, to make the objects of all rows alike."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _parquet(path: Path, bad: BadRows, cache_dir: str | Path | None) -> Iterator[Row]:

@@ -277,7 +277,16 @@ def _write(
         bad=bad.bad,
         bad_rows=bad.lines,
         too_long=bad.too_long,
+        given=dict(sorted(writer.given.items())),
+        unwritten=dict(sorted(writer.unwritten.items())),
+        unlearned=writer.unlearned,
+        unread_columns=[_printable(column) for column in bad.unread],
+        unread_keys=[_printable(key) for key in writer.unread_keys],
     )
+
+
+def _printable(name: str) -> str:
+    return name if name.isidentifier() and len(name) <= 40 else f"{name!a:.40}"
 
 
 def _write_table(

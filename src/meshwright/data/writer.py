@@ -1,13 +1,14 @@
 """Writes documents as tokens to disk, and decides what happens to documents that are long, empty or bad."""
 
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
 from meshwright.data.bad_rows import BadRows
-from meshwright.data.chat import check_chat_tokenizer, encode_chat
+from meshwright.data.chat import check_chat_tokenizer, encode_chat, unwritten
 from meshwright.data.formats import Document
 from meshwright.data.sums import FileSums, SummedFile
 from meshwright.errors import ConfigError, DataError, number_of
@@ -20,6 +21,9 @@ __all__ = ["Writer"]
 # A batch for the tokenizer: enough documents to occupy its threads, few enough characters to bound memory.
 _BATCH_DOCUMENTS = 1024
 _BATCH_CHARACTERS = 4_000_000
+
+TRIES = 8
+"""Chats in which a key of messages is examined, whether the template reads it."""
 
 SHARE = 95
 """Percent of the documents that a sequence length in a message would keep, besides the one that keeps all."""
@@ -50,6 +54,11 @@ class Writer:
         self.lengths: list[int] = []
         self.too_long: list[int] = []  # tokens of each document that the policy refuses
         self.longest = (0, "")
+        self.given: Counter[str] = Counter()  # chats with an argument of the template, such as tools
+        self.unwritten: Counter[str] = Counter()  # those of which the template writes nothing of it
+        self.unlearned = 0  # answers with weight 0
+        self._tried: Counter[str] = Counter()
+        self.read_keys: set[str] = set()
         self.split = self.truncated = self.dropped = self.empty = 0
 
     def __enter__(self) -> Self:
@@ -70,12 +79,7 @@ class Writer:
         characters = 0
         for document in stream:
             if document.messages is not None:
-                try:
-                    ids, mask = encode_chat(self.tokenizer, document.messages, document.source)
-                except DataError as error:
-                    self.bad.add(error)
-                else:
-                    self._add(document.source, ids, mask)
+                self._add_chat(document, document.messages)
                 continue
             batch.append(document)
             characters += len(document.text or "")
@@ -83,6 +87,28 @@ class Writer:
                 self._add_texts(batch)
                 batch, characters = [], 0
         self._add_texts(batch)
+
+    def _add_chat(self, document: Document, messages: list[dict[str, Any]]) -> None:
+        try:
+            ids, mask = encode_chat(self.tokenizer, messages, document.source, document.arguments)
+        except DataError as error:
+            self.bad.add(error)
+            return
+        keys = {key for message in messages for key in message} - {"role", "content", "weight"}
+        keys = {key for key in keys if key not in self.read_keys and self._tried[key] < TRIES}
+        self._tried.update(keys)
+        if keys or document.arguments:
+            arguments, unread = unwritten(self.tokenizer, messages, document.source, document.arguments, keys)
+            self.given.update(list(document.arguments))
+            self.unwritten.update(arguments)
+            self.read_keys |= keys - set(unread)
+        self.unlearned += sum(message["role"] == "assistant" and message.get("weight") == 0 for message in messages)
+        self._add(document.source, ids, mask)
+
+    @property
+    def unread_keys(self) -> list[str]:
+        """Keys of messages that the chat template makes nothing of."""
+        return sorted(self._tried.keys() - self.read_keys)
 
     def _add_texts(self, batch: list[Document]) -> None:
         if not batch:

@@ -31,6 +31,7 @@ from meshwright.train.setup import Paths, RunSetup, make_setup, plain_config, to
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from meshwright.data.index import StoreIndex
     from meshwright.data.loader import TrainLoader
     from meshwright.data.store import TokenStore
 
@@ -240,13 +241,33 @@ def describe_data(config: RunConfig, store: "TokenStore") -> str:
     lines = [
         f"data: {number_of(index.rows, 'row')}, {number_of(index.documents, 'document')} of "
         f"{number_of(index.tokens, 'token')}, {index.eval_documents:,} held "
-        f"out; {index.truncated:,} truncated, {index.dropped:,} dropped, {index.empty:,} empty, {index.bad:,} bad",
+        f"out; {index.truncated:,} truncated, {index.dropped:,} dropped, {index.empty:,} empty, {index.bad:,} bad"
+        f"{_extras(index)}",
         f"{number_of(sequences, f'{packed}sequence')} of {length:,}, {filled:.1%} full; "
         f"{number_of(steps, 'step')} of {batch:,} {'is' if steps == 1 else 'are'} {epochs:.3g} epochs",
     ]
+    lines += [
+        f"data: the chat template writes nothing of the {name} of {number_of(count, 'chat')}, so the model does not see them; "
+        "set tokenizer.chat_template to one that does"
+        for name, count in index.unwritten.items()
+    ]
+    unread = (("columns", index.unread_columns), ("keys of messages", index.unread_keys))
+    if shown := [f"the {what} {_some(names)}" for what, names in unread if names]:
+        lines.append(f"data: not read: {'; '.join(shown)}")
     if index.bad:
         lines += ["left out (data.bad_rows=skip):", *(f"  {row}" for row in index.bad_rows)]
     return "\n".join(lines)
+
+
+def _extras(index: "StoreIndex") -> str:
+    """What else the chats of a store have, as the end of a line."""
+    parts = [f"{number_of(count, 'chat')} with {name}" for name, count in index.given.items()]
+    parts += [f"{number_of(index.unlearned, 'answer')} not learned (weight 0)"] if index.unlearned else []
+    return f"; {', '.join(parts)}" if parts else ""
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
 
 
 def describe_sharing(setup: RunSetup, store: "TokenStore") -> str:
