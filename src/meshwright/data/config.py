@@ -151,7 +151,8 @@ class DataConfig(BaseModel):
     )
     eval_files: list[PathText] = Field(
         default=[],
-        description="Paths or globs of documents to evaluate on, instead of a share of the training documents.",
+        description="Paths or globs of documents to evaluate on, instead of a share of the training documents; beside it, if "
+        "eval_fraction is given too. A run that resumes may have others.",
     )
     max_documents: int | None = Field(
         default=None,
@@ -185,11 +186,6 @@ class DataConfig(BaseModel):
         problems.extend(self._format_problems())
         if self.bad_rows == "stop" and self.bad_rows_limit != DEFAULT_BAD_ROWS_LIMIT:
             problems.append(f"data.bad_rows_limit={self.bad_rows_limit} needs data.bad_rows='skip'; 'stop' lets no row pass")
-        if self.eval_files and self.eval_fraction:
-            problems.append(
-                f"data.eval_fraction={self.eval_fraction} and data.eval_files exclude each other; "
-                "remove one, or set eval_fraction to 0"
-            )
         if problems:
             raise ValueError("; ".join(problems))
         return self

@@ -22,7 +22,7 @@ from meshwright.errors import DataError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["documents", "eval_documents", "source_digest", "training_texts"]
+__all__ = ["documents", "eval_documents", "source_digests", "training_texts"]
 
 # Packages that some installations lack (Linux distributions package them separately), or that are tests and tools.
 _STDLIB_SKIPPED = {"test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "distutils", "venv"}
@@ -76,9 +76,12 @@ def training_texts(config: DataConfig, cache_dir: str | Path | None = None, bad:
                 yield message["content"]
 
 
-def source_digest(config: DataConfig, cache_dir: str | Path | None = None) -> str:
-    """Return a hash of the contents of every file that is read. Paths are not included: data may move between runs."""
-    digest = hashlib.sha256()
+def source_digests(config: DataConfig, cache_dir: str | Path | None = None) -> tuple[str, str]:
+    """Return a hash of the contents of every file that is trained on, and of every file that is read.
+
+    Paths are not included: data may move between runs.
+    """
+    digest, trained = hashlib.sha256(), ""
     paths = _stdlib_files() if config.corpus else expand_files(config.files)
     if config.hub is not None and saved(Path(config.hub).expanduser()):
         paths = [Path(config.hub).expanduser()]
@@ -87,13 +90,14 @@ def source_digest(config: DataConfig, cache_dir: str | Path | None = None) -> st
         digest.update(_load_hub(config, cache_dir)._fingerprint.encode())
     for path in [*paths, None, *expand_files(config.eval_files)]:
         if path is None:
+            trained = digest.hexdigest()
             digest.update(b"evaluation")
             continue
         digest.update(path.suffix.encode())
         for part in _parts(path, config.hub_split):
             with open_file(part) as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+    return trained, digest.hexdigest()
 
 
 def _parts(path: Path, split: str | None) -> list[Path]:

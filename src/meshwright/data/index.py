@@ -62,6 +62,8 @@ class StoreIndex:
     unread_columns: list[str] = field(default_factory=list)
     unread_keys: list[str] = field(default_factory=list)
     """Columns of rows, and keys of messages, that nothing reads."""
+    parts: dict[str, Any] = field(default_factory=dict)
+    """What decides the documents to train on, by keys of the configuration (`identity.py`)."""
     files: dict[str, FileSums] = field(default_factory=dict)
     """Name to size and digests, of all files but the index."""
 

@@ -13,7 +13,6 @@ later is found by their digests when a run starts, and a damaged store is made a
 """
 
 import hashlib
-import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,12 +26,12 @@ import numpy.typing as npt
 
 from meshwright.data.bad_rows import BadRows, judge
 from meshwright.data.config import DataConfig
-from meshwright.data.corpora import documents, eval_documents, source_digest
+from meshwright.data.corpora import documents, eval_documents, source_digests
 from meshwright.data.formats import Document
+from meshwright.data.identity import TRAINED, fingerprint_of, parts_of, trained_digest
 from meshwright.data.index import FORMAT_VERSION, INDEX, DamagedStoreError, StoreIndex, read_index, write_index
 from meshwright.data.order import stable_hash
 from meshwright.data.sums import FileSums, SummedFile, damage, sizes_differ
-from meshwright.data.tokenizer import tokenizer_state
 from meshwright.data.writer import Writer
 from meshwright.errors import ConfigError, DataError
 from meshwright.files import honour_umask
@@ -43,9 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["StoreIndex", "TokenStore", "prepare", "write_documents"]
 
 _HOLD_OUT = 1  # the purpose of a hash, see order.py
-
-CONTENT_VERSION = 2
-"""Part of the fingerprint: increased whenever the same configuration and documents give other tokens in every store."""
 
 
 class TokenStore:
@@ -160,7 +156,8 @@ def prepare(
     """
     directory = Path(directory)
     cache_dir = directory / "datasets-cache"
-    fingerprint = _fingerprint(config, tokenizer, source_digest(config, cache_dir), seed)
+    trained, everything = source_digests(config, cache_dir)
+    fingerprint = fingerprint_of(config, tokenizer, everything, seed)
     final = directory / fingerprint[:16]
     problems: list[str] = []
     if final.exists():
@@ -181,7 +178,7 @@ def prepare(
     directory.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=directory))
     try:
-        _write(config, tokenizer, temporary, cache_dir, fingerprint, seed)
+        _write(config, tokenizer, temporary, cache_dir, fingerprint, trained, seed)
         honour_umask(temporary)  # mkdtemp makes it private; a store is often shared
         if problems:
             _exchange(final, temporary)
@@ -208,25 +205,13 @@ def _exchange(final: Path, complete: Path) -> None:
     shutil.rmtree(aside.parent, ignore_errors=True)
 
 
-def _fingerprint(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", digest: str, seed: int) -> str:
-    # The source itself is included by the digest of its contents. Packing and shuffling happen later.
-    decides = config.model_dump(
-        include={
-            *("kind", "format", "columns", "text_field", "messages_field"),
-            *("sequence_length", "long_documents", "max_documents"),
-        }
-    )
-    decides |= {"held_out": config.held_out, "seed": seed, "digest": digest, "format": CONTENT_VERSION}
-    decides["tokenizer"] = tokenizer_state(tokenizer)
-    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
-
-
 def _write(
     config: DataConfig,
     tokenizer: "PreTrainedTokenizerBase",
     directory: Path,
     cache_dir: Path,
     fingerprint: str,
+    source: str,
     seed: int,
 ) -> None:
     bad = BadRows()
@@ -244,7 +229,7 @@ def _write(
     writer = Writer(directory, tokenizer, kind, policy, config.sequence_length, bad)
     with writer:
         writer.add_all(chain([first], stream))
-        trainable = len(writer.lengths)
+        trainable, sums = len(writer.lengths), writer.sums
         writer.add_all(_same_kind(eval_documents(config, cache_dir, bad), first))
     bad.too_long, bad.long_line = len(writer.too_long), writer.long_line(bad.rows)
     bad.judge(config)
@@ -258,17 +243,20 @@ def _write(
             f"data: no document is left to train on: {writer.dropped} dropped as longer than "
             f"sequence_length={config.sequence_length}, {writer.empty} with nothing to learn, {bad.bad} bad rows"
         )
+    lengths, padding = np.array(writer.lengths, dtype=np.int64), _pad_token_id(tokenizer)
+    trained = trained_digest(sums, lengths[:trainable], held_out[:trainable], padding)
     _write_table(
         directory,
-        np.array(writer.lengths, dtype=np.int64),
+        lengths,
         held_out,
         writer.sums,
+        parts=parts_of(config, tokenizer, source, trained),
         fingerprint=fingerprint,
         kind=kind,
         long_documents=policy,
         sequence_length=config.sequence_length,
         token_dtype=writer.token_dtype,
-        pad_token_id=_pad_token_id(tokenizer),
+        pad_token_id=padding,
         split=writer.split,
         truncated=writer.truncated,
         dropped=writer.dropped,
@@ -345,12 +333,14 @@ def write_documents(
             file.write(array.tobytes())
         sums[name] = file.sums
     lengths = np.array([len(ids) for ids in tokens], dtype=np.int64)
+    fingerprint = hashlib.sha256(flat.tobytes() + lengths.tobytes()).hexdigest()
     _write_table(
         directory,
         lengths,
         np.zeros(len(lengths), dtype=np.bool_),
         sums,
-        fingerprint=hashlib.sha256(flat.tobytes() + lengths.tobytes()).hexdigest(),
+        parts={TRAINED: fingerprint},
+        fingerprint=fingerprint,
         kind="text" if masks is None else "chat",
         long_documents="split" if masks is None else "error",
         sequence_length=sequence_length,
