@@ -78,7 +78,7 @@ def test_what_decides_training_is_named_by_its_key(run, changes, words):
 
 def test_another_tokenizer_or_template_is_named(run, tokenizer):
     other = copy.deepcopy(tokenizer)
-    other.add_tokens(["quick brown"])
+    other.add_tokens(["dog wizards"])
     assert refused(run(), run(tokenizer=other)) == (
         "data loader: tokenizer: its content is another than that of the checkpoint",
     )
