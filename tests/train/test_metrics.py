@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.data.loader import TrainLoader
 from meshwright.errors import CheckpointError
 from meshwright.train.config import RunConfig
 from meshwright.train.metrics import Jsonl, kept_id
+from meshwright.train.prepare import describe_data, prepare_run
 from meshwright.train.setup import Paths, source_facts
 from tests.train.runs import losses, rows, train
 
@@ -48,9 +50,13 @@ def test_epochs_are_counted(tiny: Tiny) -> None:
     config = tiny("training.global_batch_size=64", "training.microbatch_size=32", "training.steps=4")
     train(config, 2)
     found = [row["epoch"] for row in rows(config) if "loss" in row]
-    assert found[0] == 0
+    store = prepare_run(config, 1)[2]
+    loader = TrainLoader(store, sequence_length=32, global_batch_size=64, microbatch_size=1)
+    assert found[0] == pytest.approx(64 / loader.sequences(1), abs=1e-6)
     assert found == sorted(found)
-    assert found[-1] >= 1
+    assert found == pytest.approx([loader.epochs(step) for step in (1, 2, 3, 4)], abs=1e-6)
+    assert found[-1] > 1
+    assert "4 steps of 64 are" in describe_data(config, store)
 
 
 @pytest.mark.thorough

@@ -13,9 +13,13 @@ if TYPE_CHECKING:
     from meshwright.plan.sharding_plan import ShardingPlan
     from meshwright.trace.time import TimeForecast
     from meshwright.trace.verdict import Verdict
+    from meshwright.train.config import RunConfig
     from meshwright.train.setup import RunSetup
 
 __all__ = ["plan"]
+
+MOST_FILES = 5
+"""Data files that are named, of those that `train` would refuse."""
 
 
 def plan(
@@ -131,6 +135,15 @@ def plan(
         else:
             console.print("Whether it fits, and how long a step takes: --gpu h100 (or another one)", highlight=False)
         assure(setup, Source(str(config), tuple(overrides or ())), None)
+        for line in _refused_data(run):
+            console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+
+def _refused_data(run: "RunConfig") -> list[str]:
+    """Say which data files `train` would refuse, as far as names and sizes show. A plan needs none of them."""
+    problems = run.data.problems()
+    lines = [f"{problem}; `train` would refuse it, a plan reads no data" for problem in problems[:MOST_FILES]]
+    return lines + ([f"... and {len(problems) - MOST_FILES} more such files"] if len(problems) > MOST_FILES else [])
 
 
 def _forecasts(setup: "RunSetup", hardware: "Hardware", load: float | None) -> "tuple[Verdict, TimeForecast]":

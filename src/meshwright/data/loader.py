@@ -158,6 +158,15 @@ class TrainLoader:
         """Return the epoch of the first sequence of a step, counted from 0."""
         return self._locate(step * self.global_batch_size)[0]
 
+    def epochs(self, steps: int) -> float:
+        """Return how many epochs are seen after this many optimizer steps, such as 1.25."""
+        number = steps * self.global_batch_size
+        while number > self._starts[-1]:
+            self._dataset(len(self._starts) - 1)
+        epoch = bisect_right(self._starts, number) - 1
+        begin = self._starts[epoch]
+        return float(epoch) if number == begin else epoch + (number - begin) / (self._starts[epoch + 1] - begin)
+
     def sequences(self, epochs: float) -> int:
         """Return the number of sequences in this many epochs, from the first one on. For a part of an epoch, round up."""
         full = int(epochs)

@@ -238,7 +238,7 @@ class Trainer:
         return {
             **summary,
             **self.expectation.metrics(summary["step_seconds"]),
-            "epoch": self.loader.epoch(self.step - 1),
+            "epoch": round(self.loader.epochs(self.step), 6),
             "memory_bytes": memory_in_use(self.device),
             "skipped": skipped,
         }
