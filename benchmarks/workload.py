@@ -5,7 +5,6 @@ A directory that :func:`write` fills holds ``model/`` (config and safetensors, a
 the start-up that is measured.
 """
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -85,9 +84,8 @@ def write_adapter(directory: Path) -> None:
 
 def _write_store(directory: Path, tokens: np.ndarray) -> None:
     """Each sequence is one document, exactly as long as a sequence: no padding, and nothing to mask."""
-    from dataclasses import asdict
-
-    from meshwright.data.store import FORMAT_VERSION, StoreIndex
+    from meshwright.data.index import FORMAT_VERSION, StoreIndex, write_index
+    from meshwright.data.sums import sums_of
 
     directory.mkdir()
     count = len(tokens)
@@ -112,8 +110,9 @@ def _write_store(directory: Path, tokens: np.ndarray) -> None:
         truncated=0,
         dropped=0,
         empty=0,
+        files={path.name: sums_of(path) for path in directory.iterdir()},
     )
-    (directory / "index.json").write_text(json.dumps(asdict(index)))
+    write_index(directory, index)
 
 
 def read_tokens(directory: Path) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["honour_umask", "save_tensors"]
+__all__ = ["honour_umask", "save_tensors", "write_whole"]
 
 
 def honour_umask(path: Path) -> None:
@@ -27,6 +27,13 @@ def honour_umask(path: Path) -> None:
         if not item.is_symlink():
             special = stat.S_IMODE(item.stat().st_mode) & ~0o777  # such as the bit that keeps the group of a directory
             item.chmod(special | (0o777 if item.is_dir() else 0o666) & ~mask)
+
+
+def write_whole(file: Path, content: str | bytes) -> None:
+    """Write a small file under another name and rename it, so that a crash leaves the old content or the new one."""
+    beside = file.with_name(f".{file.name}.tmp")
+    beside.write_bytes(content.encode() if isinstance(content, str) else content)
+    beside.replace(file)
 
 
 def save_tensors(tensors: "Mapping[str, torch.Tensor]", file: Path) -> None:

@@ -208,3 +208,5 @@ def test_what_differs_from_the_checkpoint_is_told() -> None:
         "schedule.kind: cosine in the checkpoint, linear now",
     ]
     assert changes(before, before) == []
+    before, now = ({"data": {"eval_files": files, "files": files}} for files in ([], ["a.jsonl"]))
+    assert changes(before, now) == ["data.eval_files: [] in the checkpoint, ['a.jsonl'] now"]

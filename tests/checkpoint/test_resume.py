@@ -282,9 +282,9 @@ def test_more_steps_than_the_finished_run(llama: RunConfig, tiny: Tiny) -> None:
 
 def test_other_data_or_order_is_refused(llama: RunConfig, tiny: Tiny) -> None:
     for override, part in (
-        ("data.eval_fraction=0.2", "fingerprint"),
+        ("data.eval_fraction=0.2", "data.eval_fraction: 0.1 in the checkpoint, 0.2 now"),
         ("training.seed=1", "seed"),
-        ("training.global_batch_size=4", "global_batch_size=8, this run has global_batch_size=4"),
+        ("training.global_batch_size=4", "training.global_batch_size=8, this run has training.global_batch_size=4"),
         ("data.packing=pad", "packing"),
     ):
         with pytest.raises(CheckpointError, match=part):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import time
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from meshwright.checkpoint.directory import latest, read_meta
 from meshwright.checkpoint.export import export_checkpoint
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.errors import CheckpointError, ConfigError
+from meshwright.train.config import load_config
 from meshwright.train.prepare import locked, prepare_run
 from meshwright.train.resume import checkpoint_to_resume
 from meshwright.train.setup import Paths
+from meshwright.train.worker import damage_here
 from tests.harness import run_ranks
 from tests.train.runs import LLAMA, checkpoints, losses, tiny_run, train, trainer_on_rank
 
@@ -127,6 +130,34 @@ def test_another_tokenizer_for_a_run_that_goes_on_is_refused(tiny) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer: the run in .* began with \{'vocab_size': 300\}"):
         prepare_run(tiny(*TRAINED, "tokenizer.chat_template='{{ messages }}'", "training.steps=3"), 1)
 
+    # What lies beside the checkpoints without checksums is made again from them.
+    sound = Paths(config.directory).tokenizer.joinpath("tokenizer.json").read_bytes()
+    Paths(config.directory).tokenizer.joinpath("tokenizer.json").write_bytes(sound[:-9])
+    Paths(config.directory).config.write_text("model:\n  conf")
+    prepare_run(config, 1)
+    assert Paths(config.directory).tokenizer.joinpath("tokenizer.json").read_bytes() == sound
+    assert load_config(Paths(config.directory).config) == config
+
+
+def test_tokens_that_a_machine_reads_otherwise_are_named(tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tiny(*TRAINED)
+    store = prepare_run(config, 1)[2]
+    assert damage_here(str(store.directory), fast=False) == []
+    assert "--fast" not in capsys.readouterr().out
+    prepare_run(config, 1, fast=True)
+    assert f"--fast: 3 of 3 blocks of the tokens in {store.directory} checked" in capsys.readouterr().out
+    file = store.directory / "tokens.bin"
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    file.write_bytes(content)
+    (line,) = damage_here(str(store.directory), fast=True)
+    assert line.startswith(f"on {socket.gethostname()}: {file} is not what was written")
+    file.unlink()
+    (line,) = damage_here(str(store.directory), fast=False)
+    assert "tokens.bin is missing" in line
+    prepare_run(config, 1)
+    assert f"{file} is missing; the tokens are made again" in capsys.readouterr().out
+
 
 @pytest.mark.parametrize(
     ("override", "told"),
@@ -146,8 +177,6 @@ def test_keys_that_stand_twice_and_empty_sections(tmp_path: Path, corpus: Path) 
     tiny_run(tmp_path, corpus)
     file = tmp_path / "run.yaml"
     text = file.read_text()
-    from meshwright.train.config import load_config
-
     file.write_text(text + "schedule:\n")
     assert load_config(file).schedule.kind == "cosine"
     file.write_text("base: &base\n  warmup_steps: 2\n" + text + "schedule:\n  <<: *base\n")

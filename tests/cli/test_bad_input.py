@@ -133,8 +133,8 @@ def test_rows_that_cannot_be_used_are_one_report(meshwright: Meshwright, config:
 
 
 def test_documents_that_are_too_long(meshwright: Meshwright, config: str) -> None:
-    parts = ("data: 64 of 80 rows", "words.jsonl:2: 53 tokens, more than data.sequence_length=32", "and 44 more bad rows")
-    wrong(meshwright, "train", config, "data.long_documents=error", parts=parts, messages=22)
+    parts = ("data: 64 of 80 rows are longer than data.sequence_length=32 (the longest, ", "would keep 95 % of the documents")
+    wrong(meshwright, "train", config, "data.long_documents=error", parts=parts, messages=1)
 
 
 def test_all_that_is_wrong_at_once(meshwright: Meshwright, config: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from meshwright.cli.main import app
+from meshwright.cli.plan import _plan_in
 from meshwright.errors import ConfigError
 from meshwright.plan.activation_traffic import activation_traffic
 from meshwright.plan.sharding_plan import ShardingPlan
@@ -63,6 +64,23 @@ def test_the_timeline_of_a_pipeline(tmp_path) -> None:
             run("plan", QUICKSTART, "-n", "2", *arguments)
 
 
+def test_data_that_train_would_refuse_is_said(tmp_path) -> None:
+    file = tmp_path / "run.yaml"
+    content = yaml.safe_load(Path(QUICKSTART).read_text())
+    content["data"] = {"files": ["gone.jsonl", str(tmp_path / "empty.txt")], "sequence_length": 256}
+    (tmp_path / "empty.txt").touch()
+    file.write_text(yaml.safe_dump(content))
+    lines = run("plan", str(file), "-n", "2").splitlines()
+    refused = [line for line in lines if line.endswith("; `train` would refuse it, a plan reads no data")]
+    assert len(refused) == 2
+    assert refused[0].startswith("data.files: 'gone.jsonl': no such file (working directory ")
+    assert "empty.txt' is empty" in refused[1]
+    assert json.loads(run("plan", str(file), "-n", "2", "--json"))["world_size"] == 2
+    many = run("plan", str(file), "-n", "2", f"data.files=[{', '.join(f'{number}.txt' for number in range(9))}]")
+    assert many.count("would refuse") == 5
+    assert "... and 4 more such files" in many
+
+
 def test_json_for_programs_and_the_difference_of_two(tmp_path) -> None:
     first = run("plan", QUICKSTART, "--json", "-n", "2")
     content = json.loads(first)
@@ -72,6 +90,10 @@ def test_json_for_programs_and_the_difference_of_two(tmp_path) -> None:
     saved = tmp_path / "plan.json"
     saved.write_text(first)
     assert run("plan", QUICKSTART, "-n", "2", "--diff", str(saved)) == "no difference\n"
+    for content in ("", "[]", "{}", saved.read_text()[:-100]):
+        (tmp_path / "broken.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"--diff=.*broken.json: is no plan of `plan --json`"):
+            _plan_in(tmp_path / "broken.json")
     lines = run("plan", QUICKSTART, "-n", "2", "--diff", str(saved), "parallel.sync=reduce_each").splitlines()
     assert "unit model.layers.0: sync <SyncPolicy.DEFER: 'defer'> -> <SyncPolicy.REDUCE_EACH: 'reduce_each'>" in lines
 

@@ -9,7 +9,9 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from meshwright.data.store import FORMAT_VERSION, StoreIndex, TokenStore
+from meshwright.data.index import FORMAT_VERSION, StoreIndex, write_index
+from meshwright.data.store import TokenStore
+from meshwright.data.sums import sums_of
 from meshwright.data.tokenizer import train_tokenizer
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "while", "seven", "wizards", "box", "quiet"]
@@ -76,6 +78,7 @@ def write_store(directory: Path, lengths, held_out=(), long_documents="split", s
         truncated=0,
         dropped=0,
         empty=0,
+        files={path.name: sums_of(path) for path in directory.iterdir()},
     )
-    (directory / "index.json").write_text(json.dumps(index.__dict__))
+    write_index(directory, index)
     return TokenStore.open(directory)

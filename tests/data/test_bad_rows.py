@@ -1,10 +1,11 @@
 """All bad rows in one report, or left out up to a share; what became of the data is counted."""
 
 import json
+import re
 
 import pytest
 
-from meshwright.data.bad_rows import SHOWN
+from meshwright.data.bad_rows import EXAMPLES, KINDS, BadRows
 from meshwright.data.config import DataConfig
 from meshwright.data.corpora import documents
 from meshwright.data.store import prepare
@@ -39,13 +40,14 @@ def problems(data, tokenizer, folder):
 def test_all_kinds_of_bad_rows_are_reported_at_once(spoiled, tokenizer, tmp_path):
     head, *rows = problems(config(spoiled), tokenizer, tmp_path / "store")
     assert head.startswith("data: 4 of 10 rows cannot be used, and data.bad_rows is 'stop'; correct them, or set 'skip'")
+    long, *rows = rows
+    assert long.startswith(f"data: 1 of 10 rows is longer than data.sequence_length=48 (the longest, {spoiled}:10, has 124 ")
     expected = {
         2: "cannot be read as json (Expecting",
         4: "'messages' is not a list",
         7: "answer is null",
-        10: "long_documents is 'error'",
     }
-    assert len(rows) == 4
+    assert len(rows) == 3
     for row, (line, words) in zip(sorted(rows, key=lambda row: int(row.split(":")[1])), expected.items(), strict=True):
         assert row.startswith(f"{spoiled}:{line}: ")
         assert words in row
@@ -69,7 +71,8 @@ def test_skipped_rows_are_counted_and_the_others_are_as_if_alone(spoiled, tokeni
     store = prepare(config(spoiled, bad_rows="skip", bad_rows_limit=0.4), tokenizer, tmp_path / "store", 0)
     index = store.index
     assert (index.rows, index.documents, index.bad, index.dropped, index.truncated, index.empty) == (10, 6, 4, 0, 0, 0)
-    assert [line.split(": ")[0] for line in index.bad_rows] == [f"{spoiled}:{line}" for line in (2, 4, 7, 10)]
+    assert [line.split(": ")[0] for line in index.bad_rows] == ["data", *(f"{spoiled}:{line}" for line in (2, 4, 7))]
+    assert index.too_long == 1
     alone = prepare(config(jsonl([GOOD] * 6, "good.jsonl")), tokenizer, tmp_path / "store", 0)
     assert store.tokens.tolist() == alone.tokens.tolist()
     assert store.loss_mask.tolist() == alone.loss_mask.tolist()
@@ -109,12 +112,66 @@ def test_the_list_is_short_and_can_be_printed(tokenizer, tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text("\n".join(json.dumps({"a\n\ud800" + "b" * 5000: number}) for number in range(100)))
     found = problems(config(str(path)), tokenizer, tmp_path / "store")
-    assert len(found) == 1 + SHOWN + 1
-    assert found[-1] == f"... and {100 - SHOWN} more bad rows"
+    assert len(found) == 1 + EXAMPLES + 1  # one kind, whatever the names of the columns
+    assert found[-1] == f"... and {100 - EXAMPLES} rows more with this"
     for line in found:
         assert line.encode()
         assert "\n" not in line
         assert len(line) < 500
+
+
+def test_three_examples_of_each_kind_and_the_number_of_the_others(tokenizer, tmp_path, jsonl):
+    parts = [{"role": "user", "content": [{"type": "image", "url": "x"}]}]
+    wrong = [*[SILENT] * 5, *[{"messages": 3}] * 4, {"messages": [{"role": "user"}]}, {"messages": parts}]
+    path = jsonl([row for number in range(5) for row in wrong[number::5]])
+    head, *rows = problems(config(path), tokenizer, tmp_path / "store")
+    assert head.startswith("data: 11 of 11 rows cannot be used")
+    words = [row.split(": ", 1)[1] if row.startswith(path) else row for row in rows]
+    assert sorted(words, key=words.index) == words  # those of a kind stand together
+    for example in ("message 2: the assistant's answer is null", "field 'messages' is not a list of messages"):
+        assert words.count(example) == 3
+    more = [word for word in words if word.startswith("...")]
+    assert more == ["... and 2 rows more with this", "... and 1 row more with this"]
+    assert len(words) == 3 + 1 + 3 + 1 + 1 + 1
+
+
+def test_many_kinds_are_not_all_listed():
+    bad = BadRows()
+    for number in range(2 * KINDS):
+        for _ in range(2):
+            bad.add(DataError(f"a.jsonl:{number}: wrong in way {'x' * number}"))
+    assert len(bad.lines) == 2 * KINDS + 1
+    assert bad.lines[-1] == f"... and {2 * KINDS} rows more with other problems"
+
+
+def chat(words):
+    return {"messages": [{"role": "user", "content": "quick?"}, {"role": "assistant", "content": "fox " * words}]}
+
+
+def test_long_rows_are_one_line_that_says_what_would_keep_them(tokenizer, tmp_path, jsonl):
+    rows = [chat(1 + number) for number in range(100)]
+    path = jsonl(rows)
+    (line,) = problems(config(path, sequence_length=64), tokenizer, tmp_path / "store")
+    match = re.fullmatch(
+        rf"data: (\d+) of 100 rows are longer than data.sequence_length=64 \(the longest, {path}:100, has (\d+) tokens\); "
+        r"(\d+) would keep 95 % of the documents, (\d+) all; or set data.long_documents to 'truncate' or 'drop'",
+        line,
+    )
+    count, longest, most, every = map(int, match.groups())
+    assert longest == every
+    for length, expected in ((64, count), (most - 1, 6), (most, 5), (every, 0)):
+        wish = config(path, sequence_length=length, long_documents="drop")
+        assert prepare(wish, tokenizer, tmp_path / "store", 0).index.dropped == expected
+    few = jsonl([chat(1)] * 39 + [chat(99)], "few.jsonl")
+    (line,) = problems(config(few, sequence_length=64), tokenizer, tmp_path / "store")
+    assert f"data: 1 of 40 rows is longer than data.sequence_length=64 (the longest, {few}:40, has " in line
+    assert "95 %" not in line  # as many are kept already
+    head, line = problems(config(few, sequence_length=64, bad_rows="skip", bad_rows_limit=0.01), tokenizer, tmp_path / "store")
+    assert head.startswith("data: 1 of 40 rows cannot be used, a share of 0.025; data.bad_rows_limit=0.01")
+    assert "would keep all" in line
+    texts = jsonl([{"text": "fox " * 99}], "texts.jsonl")
+    (line,) = problems(config(texts, long_documents="error"), tokenizer, tmp_path / "store")
+    assert line.endswith("'truncate' or 'drop', or 'split'")
 
 
 def test_what_truncation_cuts_away_is_dropped_and_not_bad(tokenizer, tmp_path, jsonl):

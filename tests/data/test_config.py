@@ -22,7 +22,6 @@ from meshwright.data.config import DataConfig, TokenizerConfig, expand_files
             {"files": ["a.jsonl"], "kind": "chat", "long_documents": "split"},
             ["data.long_documents='split'", "truncate"],
         ),
-        ({"files": ["a.txt"], "eval_files": ["b.txt"], "eval_fraction": 0.1}, ["eval_fraction=0.1", "eval_files"]),
         ({"files": ["a.txt"], "eval_fraction": 1.0}, ["eval_fraction", "less than 1"]),
         ({"files": ["a.txt"], "sequence_length": 1}, ["sequence_length", "greater than or equal to 2"]),
         ({"files": ["a.txt"], "max_documents": 0}, ["max_documents"]),
@@ -46,6 +45,7 @@ def test_bad_tokenizer_configs():
 def test_held_out_share():
     assert DataConfig(corpus="python-stdlib", sequence_length=8).held_out == 0.05
     assert DataConfig(files=["a.txt"], eval_files=["b.txt"], sequence_length=8).held_out == 0
+    assert DataConfig(files=["a.txt"], eval_files=["b.txt"], eval_fraction=0.1, sequence_length=8).held_out == 0.1
     assert DataConfig(files=["a.txt"], eval_fraction=0, sequence_length=8).held_out == 0
 
 

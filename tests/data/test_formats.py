@@ -287,3 +287,62 @@ def test_roles(jsonl, tokenizer, tmp_path):
         prepare(config(jsonl([{"messages": [{"role": "user"}, EXCHANGE[1]]}])), tokenizer, tmp_path / "store", 0)
     with pytest.raises(DataError, match=":1: message 1 has a role that is int, not text"):
         prepare(config(jsonl([{"messages": [{"role": 3}]}])), tokenizer, tmp_path / "store", 0)
+
+
+# ---- folders of save_to_disk -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """A Dataset of two rows, and a DatasetDict with another split."""
+    from datasets import Dataset, DatasetDict
+
+    one = Dataset.from_list([{"messages": EXCHANGE}, {"messages": BRIEFED}])
+    one.save_to_disk(str(tmp_path / "one"))
+    texts = DatasetDict({"train": Dataset.from_list([{"text": "fox"}] * 3), "test": Dataset.from_list([{"text": "dog"}])})
+    texts.with_format("numpy").save_to_disk(str(tmp_path / "several"))
+    return tmp_path / "one", tmp_path / "several"
+
+
+def test_a_folder_of_save_to_disk(folders, tokenizer, tmp_path):
+    one, several = map(str, folders)
+    for data in (config(one), config("", files=[], hub=one)):
+        found = list(documents(data, tmp_path / "cache"))
+        assert [document.messages for document in found] == [EXCHANGE, BRIEFED]
+        assert found[1].source == f"{one}, row 2"
+        assert data.problems() == []
+        assert prepare(data, tokenizer, tmp_path / "store", 0).index.documents == 2
+    for changes, expected in (({}, ["fox"] * 3), ({"hub_split": "test"}, ["dog"])):
+        for data in (config(several, **changes), config("", files=[], hub=several, **changes)):
+            assert [document.text for document in documents(data, tmp_path / "cache")] == expected
+            assert data.problems() == []
+    store = prepare(config(several, eval_files=[f"{several}/test"]), tokenizer, tmp_path / "store", 0)
+    assert (store.index.train_documents, store.index.eval_documents) == (3, 1)
+
+
+def test_other_contents_of_such_a_folder_are_other_tokens(folders, tokenizer, tmp_path):
+    from datasets import Dataset
+
+    _, several = folders
+    first = prepare(config(str(several)), tokenizer, tmp_path / "store", 0)
+    several.rename(tmp_path / "moved")
+    assert prepare(config(str(tmp_path / "moved")), tokenizer, tmp_path / "store", 0).directory == first.directory
+    assert prepare(config(str(tmp_path / "moved"), hub_split="test"), tokenizer, tmp_path / "store", 0).index.documents == 1
+    Dataset.from_list([{"text": "box"}] * 3).save_to_disk(str(tmp_path / "moved" / "train"))
+    second = prepare(config(str(tmp_path / "moved")), tokenizer, tmp_path / "store", 0)
+    assert second.directory != first.directory
+
+
+def test_such_folders_are_refused_with_what_is_legal(folders, tmp_path):
+    one, several = folders
+    with pytest.raises(DataError, match=r"several: has no split 'dev'; its splits are train, test; set data.hub_split"):
+        list(documents(config(str(several), hub_split="dev")))
+    assert "has no folder of a DatasetDict" in config(str(one), hub_split="test").problems()[0]
+    assert f"give one of them, such as {several}/test" in config(str(one), eval_files=[str(several)]).problems()[0]
+    with pytest.raises(DataError, match=r"data.hub_config='x': .* is of save_to_disk"):
+        list(documents(config("", files=[], hub=str(one), hub_config="x")))
+    (one / "state.json").write_text("{")
+    with pytest.raises(DataError, match="one: cannot be read as a folder of save_to_disk"):
+        list(documents(config(str(one))))
+    (one / "state.json").unlink()
+    assert "is a directory, and not one of save_to_disk; give files" in config(str(one)).problems()[0]

@@ -2,12 +2,16 @@
 
 import json
 import os
+import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from meshwright.data import sums
 from meshwright.data.config import DataConfig
 from meshwright.data.corpora import documents, eval_documents, training_texts
+from meshwright.data.index import FORMAT_VERSION, write_index
 from meshwright.data.store import TokenStore, prepare
 from meshwright.errors import ConfigError, DataError
 
@@ -223,17 +227,172 @@ def test_broken_stores_are_refused(tmp_path, jsonl, tokenizer):
     with pytest.raises(DataError, match="no token store"):
         TokenStore.open(tmp_path / "nowhere")
     store = prepare(config(jsonl(ROWS)), tokenizer, tmp_path / "store", 0)
-    index = json.loads((store.directory / "index.json").read_text())
-    (store.directory / "index.json").write_text(json.dumps(index | {"format_version": 99}))
+    index = (store.directory / "index.json").read_text()
+    write_index(store.directory, replace(store.index, format_version=99))
     with pytest.raises(DataError, match="format 99"):
         TokenStore.open(store.directory)
     (store.directory / "index.json").write_text("{")
     with pytest.raises(DataError, match="not the index"):
         TokenStore.open(store.directory)
-    (store.directory / "index.json").write_text(json.dumps(index))
+    (store.directory / "index.json").write_text(index)
     (store.directory / "tokens.bin").write_bytes(b"short")
     with pytest.raises(DataError, match="has 5 bytes instead of"):
         TokenStore.open(store.directory)
+
+
+NAMES = ("tokens.bin", "loss_mask.bin", "offsets.npy", "held_out.npy", "index.json")
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip(place):
+    """Change one bit, at this share of a file."""
+
+    def change(path):
+        content = bytearray(path.read_bytes())
+        content[int(place * (len(content) - 1))] ^= 4
+        path.write_bytes(content)
+
+    return change
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory, tokenizer):
+    """A source, and the files of its store."""
+    folder = tmp_path_factory.mktemp("chats")
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
+    data = config(str(folder / "chats.jsonl"), sequence_length=128)
+    return data, prepare(data, tokenizer, folder / "store", 0)
+
+
+@pytest.fixture
+def stored(chats, tmp_path):
+    """The configuration, and a copy of its store to damage."""
+    data, store = chats
+    shutil.copytree(store.directory, tmp_path / "store" / store.directory.name)
+    return data, tmp_path / "store" / store.directory.name
+
+
+@pytest.mark.parametrize("damage", [cut, os.unlink, *map(flip, (0, 0.2, 0.5, 0.8, 1))])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_damaged_file_is_named_and_made_again(chats, stored, tokenizer, name, damage):
+    data, directory = stored
+    damage(directory / name)
+    lines = []
+    store = prepare(data, tokenizer, directory.parent, 0, say=lines.append)
+    assert store.directory == directory
+    (line,) = lines
+    assert line.startswith(f"{directory / name} ") or line.startswith(f"{directory / name}: not the index")
+    assert line.endswith("; the tokens are made again")
+    for other in NAMES:
+        assert (directory / other).read_bytes() == (chats[1].directory / other).read_bytes()
+    assert [path.name for path in directory.parent.iterdir() if path.name != "datasets-cache"] == [directory.name]
+    prepare(data, tokenizer, directory.parent, 0, say=lines.append)
+    assert len(lines) == 1  # it is sound
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_rank_that_opens_damaged_files_names_them(stored, name):
+    _, directory = stored
+    cut(directory / name)
+    with pytest.raises(DataError, match=f"{name}.*start the run again"):
+        TokenStore.open(directory)
+    (directory / name).unlink()
+    with pytest.raises(DataError, match=name):
+        TokenStore.open(directory)
+
+
+def test_offsets_that_do_not_rise_and_flags_of_others_are_refused_without_reading_tokens(stored):
+    """A rank reads no digests, and a loop over such offsets would not end."""
+    _, directory = stored
+    for change in ({3: 2}, {-1: 10**12}, {0: 1}):
+        offsets = np.load(directory / "offsets.npy")
+        for place, value in change.items():
+            offsets[place] = value
+        np.save(directory / "offsets.npy", offsets)
+        with pytest.raises(DataError, match=r"offsets.npy is damaged: it does not rise from 0 to the number of tokens"):
+            TokenStore.open(directory)
+    np.save(directory / "offsets.npy", np.concatenate([[0], np.full(11, 1)]).cumsum())
+    with pytest.raises(DataError, match=r"offsets.npy"):
+        TokenStore.open(directory)
+
+
+def test_a_damaged_store_stays_until_the_new_one_is_complete(stored, tokenizer, tmp_path):
+    data, directory = stored
+    flip(0.5)(directory / "tokens.bin")
+    damaged = (directory / "tokens.bin").read_bytes()
+    (tmp_path / "bad.jsonl").write_text('{"messages": 3}\n')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshwright.data.store.documents", lambda *args: documents(config(str(tmp_path / "bad.jsonl"))))
+        with pytest.raises(DataError) as caught:
+            prepare(data, tokenizer, directory.parent, 0)
+    assert caught.value.problems[0].startswith(f"{directory / 'tokens.bin'} is not what was written")
+    assert caught.value.problems[0].endswith("and cannot be made again")
+    assert "1 of 1 rows" in caught.value.problems[1]
+    assert (directory / "tokens.bin").read_bytes() == damaged
+
+
+def test_a_file_that_cannot_be_read_is_not_called_damaged(stored, tokenizer, monkeypatch):
+    from pathlib import Path
+
+    data, directory = stored
+    opened = Path.open
+
+    def refuse(path, *args, **kwargs):
+        if path.name == "tokens.bin" and args[:1] == ("rb",):
+            raise OSError(5, "Input/output error", str(path))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(DataError, match=r"tokens.bin: cannot be read: Input/output error; whether it is damaged is not known"):
+        prepare(data, tokenizer, directory.parent, 0)
+
+
+def test_a_store_of_an_earlier_format_is_made_again(stored, tokenizer):
+    data, directory = stored
+    index = json.loads((directory / "index.json").read_text())
+    del index["digest"], index["files"]
+    (directory / "index.json").write_text(json.dumps(index | {"format_version": 2}))
+    lines = []
+    prepare(data, tokenizer, directory.parent, 0, say=lines.append)
+    assert lines == [f"{directory}: token store of format 2, this version reads {FORMAT_VERSION}; the tokens are made again"]
+
+
+def test_a_sample_reads_both_ends_and_says_so(stored, tokenizer, monkeypatch):
+    data, directory = stored
+    monkeypatch.setattr(sums, "BLOCK", 16)
+    store = TokenStore.open(directory)
+    files = {name: sums.sums_of(directory / name) for name in NAMES[:4]}
+    write_index(directory, replace(store.index, files=files))
+    count = len(files["tokens.bin"]["sha256"])
+    total = sum(len(file["sha256"]) for file in files.values())
+    assert count > sums.SAMPLED
+    for place, found in ((0, True), (1, True), (20 / (16 * count), False)):
+        flip(place)(directory / "tokens.bin")
+        lines = []
+        store = TokenStore.open(directory)
+        assert bool(store.damage(fast=True)[0]) == found
+        assert store.damage()[0]
+        flip(place)(directory / "tokens.bin")
+    prepare(data, tokenizer, directory.parent, 0, fast=True, say=lines.append)
+    (line,) = lines
+    read = sum(min(sums.SAMPLED, len(file["sha256"])) for file in files.values())
+    assert line == f"--fast: {read} of {total} blocks of the tokens in {directory} checked"
+
+
+def test_digests_are_those_of_the_bytes_whatever_the_writes(tmp_path, monkeypatch):
+    import hashlib
+
+    monkeypatch.setattr(sums, "BLOCK", 16)
+    content = bytes(range(100))
+    for size in (1, 7, 16, 33, 100):
+        with sums.SummedFile(tmp_path / "file") as file:
+            for begin in range(0, 100, size):
+                file.write(content[begin : begin + size])
+        expected = [hashlib.sha256(content[begin : begin + 16]).hexdigest() for begin in range(0, 100, 16)]
+        assert file.sums == sums.sums_of(tmp_path / "file") == {"bytes": 100, "sha256": expected}
 
 
 # ---- long, empty and held out ----------------------------------------------------------------------------------------
@@ -247,7 +406,7 @@ def test_long_documents(tmp_path, jsonl, tokenizer):
     def index(policy):
         return prepare(config(path, long_documents=policy), tokenizer, tmp_path / "store", 0)
 
-    with pytest.raises(DataError, match=r":2: \d+ tokens.*sequence_length=16.*'truncate' or 'drop'.*split"):
+    with pytest.raises(DataError, match=r"1 of 3 rows is longer.*sequence_length=16 .*:2, has \d+ tokens.*'drop', or 'split'"):
         index("error")
     assert index("auto").index.split == 1
     truncated = index("truncate")
@@ -260,7 +419,7 @@ def test_long_documents(tmp_path, jsonl, tokenizer):
 def test_long_chats(tmp_path, jsonl, tokenizer):
     long = [CHATS[0], {"messages": [{"role": "user", "content": "fox " * 50}, {"role": "assistant", "content": "dog"}]}]
     path = jsonl(long)
-    with pytest.raises(DataError, match=r":2: .*long_documents is 'error'; choose 'truncate' or 'drop', or a longer"):
+    with pytest.raises(DataError, match=r"1 of 2 rows .*:2, has \d+ tokens.*long_documents to 'truncate' or 'drop'$"):
         prepare(config(path, sequence_length=64), tokenizer, tmp_path / "store", 0)
     with pytest.raises(ConfigError, match="cannot be split; legal for chat"):
         prepare(config(path, long_documents="split"), tokenizer, tmp_path / "store", 0)

@@ -144,7 +144,9 @@ def test_all_problems_in_one_report(file: Path) -> None:
 def test_required_keys(tmp_path: Path) -> None:
     path = tmp_path / "empty.yaml"
     path.write_text("")
-    assert set(problems(path)) == {f"{name}: is required" for name in ("output", "model", "data", "training")}
+    assert set(problems(path)) == {
+        f"{name}: is required; {path} does not have it" for name in ("output", "model", "data", "training")
+    }
 
 
 def test_files_that_are_no_configuration(tmp_path: Path) -> None:

@@ -34,6 +34,9 @@ def test_steps_see_so_many_epochs_on_every_layout(tmp_path: Path, packing: str, 
             loader = TrainLoader(store, global_batch_size=4, microbatch_size=1, data_rank=rank, data_ranks=ranks, **options)
             assert loader.sequences(epochs) == expected
             assert loader.steps(epochs) == math.ceil(expected / 4)
+            seen = loader.steps(epochs) * 4  # in the last epoch, as many as the last step needs
+            full = max(number for number in range(5) if sum(sizes[:number]) <= seen)
+            assert loader.epochs(loader.steps(epochs)) == pytest.approx(full + (seen - sum(sizes[:full])) / (*sizes, 1)[full])
     if epochs == whole:
         assert loader.epoch(loader.steps(epochs) - 1) == whole - 1
         assert (loader.steps(epochs) + 1) * 4 > expected
@@ -48,7 +51,7 @@ def test_a_run_of_epochs_is_that_of_as_many_steps_and_resumes(tiny: Tiny) -> Non
     ).sequences(2)
     steps = -(-sequences // 16)
     assert len(found) == steps > 3
-    assert [row["epoch"] for row in rows(config) if "epoch" in row][-1] == 1
+    assert [row["epoch"] for row in rows(config) if "epoch" in row][-1] == pytest.approx(steps * 16 / sequences * 2, rel=0.02)
     assert train(tiny(f"training.steps={steps}", *EPOCHS[1:], name="steps"), 2) == found
 
     # What it keeps says epochs, not steps; and where it was interrupted, it goes on to the same last step.
@@ -90,6 +93,24 @@ def test_an_audit_of_a_run_of_epochs_takes_its_own_steps(tiny: Tiny, tmp_path: P
     ready, _ = make_ready(tiny(*EPOCHS, "training.epochs=2"), "float64", 3, tmp_path)
     assert (ready.training.steps, ready.training.epochs) == (3, None)
     assert RunConfig.model_validate(ready.model_dump()) == ready
+
+
+def test_what_chats_have_and_what_nothing_reads_is_told(tiny: Tiny, tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    asked, said = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd", "mood": "calm"}
+    rows = [
+        {"messages": [asked, said], "tools": [{"name": "f"}], "id": 1},
+        {"messages": [asked, said | {"weight": 0}, asked, said]},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows * 2)))
+    config = tiny(f"data.files=['{path}']", "tokenizer={}", "model.config.vocab_size=300", "data.sequence_length=64")
+    first, _, tools, unread = describe_data(config, prepare_run(config, 1)[2]).splitlines()
+    assert first.endswith("0 bad; 2 chats with tools, 2 answers not learned (weight 0)")
+    assert tools == (
+        "data: the chat template writes nothing of the tools of 2 chats, so the model does not see them; "
+        "set tokenizer.chat_template to one that does"
+    )
+    assert unread == "data: not read: the columns id; the keys of messages mood"
 
 
 def test_what_became_of_the_data_is_told(tiny: Tiny, tmp_path: Path) -> None:

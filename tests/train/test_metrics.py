@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.data.loader import TrainLoader
+from meshwright.errors import CheckpointError
 from meshwright.train.config import RunConfig
-from meshwright.train.metrics import Jsonl
+from meshwright.train.metrics import Jsonl, kept_id
+from meshwright.train.prepare import describe_data, prepare_run
+from meshwright.train.setup import Paths, source_facts
 from tests.train.runs import losses, rows, train
 
 Tiny = Callable[..., RunConfig]
@@ -46,9 +50,13 @@ def test_epochs_are_counted(tiny: Tiny) -> None:
     config = tiny("training.global_batch_size=64", "training.microbatch_size=32", "training.steps=4")
     train(config, 2)
     found = [row["epoch"] for row in rows(config) if "loss" in row]
-    assert found[0] == 0
+    store = prepare_run(config, 1)[2]
+    loader = TrainLoader(store, sequence_length=32, global_batch_size=64, microbatch_size=1)
+    assert found[0] == pytest.approx(64 / loader.sequences(1), abs=1e-6)
     assert found == sorted(found)
-    assert found[-1] >= 1
+    assert found == pytest.approx([loader.epochs(step) for step in (1, 2, 3, 4)], abs=1e-6)
+    assert found[-1] > 1
+    assert "4 steps of 64 are" in describe_data(config, store)
 
 
 @pytest.mark.thorough
@@ -90,5 +98,30 @@ def test_lines_after_the_checkpoint_and_broken_ones_are_dropped(tmp_path: Path) 
     assert [json.loads(line) for line in path.read_text().splitlines()] == [
         {"step": 1, "a": 1}, {"step": 2, "a": 2}, {"step": 3, "a": 30}
     ]  # fmt: skip
+    beside = tmp_path / "metrics.jsonl.broken"
+    assert file.moved == f"{path}: 2 lines cannot be read, now in metrics.jsonl.broken"
+    assert beside.read_text() == 'null\n{"no": 1}\n'  # the last line was cut off by a crash
+    path.write_bytes(b'{"step": 1}\n\xff\n' + b"[" * 100_000 + b'\n{"step": 2}')
+    file = Jsonl(path, resumed_step=2)
+    file.write(3, {})
+    file.close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    assert beside.read_bytes().count(b"\n") == 4
     Jsonl(path, resumed_step=0).close()
     assert path.read_text() == ""
+
+
+def test_the_id_of_a_record_elsewhere_is_kept_or_named(tmp_path: Path) -> None:
+    file = tmp_path / "wandb-id"
+    assert kept_id(file) == kept_id(file)
+    for content in (b"", b"\xff", b"0123"):
+        file.write_bytes(content)
+        with pytest.raises(CheckpointError, match="wandb-id: holds"):
+            kept_id(file)
+
+
+def test_facts_of_the_source_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    for content in (b"", b'{"a"', b"[]", b"\xff", b"[" * 100_000):
+        (tmp_path / "source.json").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"source.json: cannot be read .*start the run again"):
+            source_facts(Paths(tmp_path))

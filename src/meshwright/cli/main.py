@@ -83,6 +83,9 @@ def train(
     audit_first: Annotated[
         bool, typer.Option("--audit", help="Audit the layout first if it is not proven; if it fails, do not start.")
     ] = False,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="Of large tokens that are there already, compare only a sample with their digests.")
+    ] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the complete configuration and stop.")] = False,
     debug: DebugOption = False,
 ) -> None:
@@ -100,7 +103,7 @@ def train(
     from meshwright.train.proof import Source
 
     source = Source(str(config), tuple(overrides or ()))
-    launch(run, debug=debug, source=source, prove=_prove if audit_first else None, nproc=nproc)
+    launch(run, debug=debug, source=source, prove=_prove if audit_first else None, nproc=nproc, fast=fast)
 
 
 @app.command()

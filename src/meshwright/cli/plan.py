@@ -10,11 +10,16 @@ from meshwright.cli.arguments import ConfigArgument, DebugOption, OverrideArgume
 
 if TYPE_CHECKING:
     from meshwright.plan.hardware import Hardware
+    from meshwright.plan.sharding_plan import ShardingPlan
     from meshwright.trace.time import TimeForecast
     from meshwright.trace.verdict import Verdict
+    from meshwright.train.config import RunConfig
     from meshwright.train.setup import RunSetup
 
 __all__ = ["plan"]
+
+MOST_FILES = 5
+"""Data files that are named, of those that `train` would refuse."""
 
 
 def plan(
@@ -68,7 +73,6 @@ def plan(
 
     from meshwright.plan.explain import explain, explain_program
     from meshwright.plan.price import priced_json
-    from meshwright.plan.sharding_plan import ShardingPlan
     from meshwright.train.assure import assure
     from meshwright.train.guard import waits
     from meshwright.train.launch import planned_processes
@@ -95,7 +99,7 @@ def plan(
     setup = make_setup(run, world_size or planned_processes(run), planning=True)
     sharding_plan = setup.plan
     if against is not None:
-        differences = [str(item) for item in ShardingPlan.from_json(_read(against)).diff(sharding_plan)]
+        differences = [str(item) for item in _plan_in(against).diff(sharding_plan)]
         typer.echo("\n".join(differences) or "no difference")
         return
     if as_json:
@@ -131,6 +135,15 @@ def plan(
         else:
             console.print("Whether it fits, and how long a step takes: --gpu h100 (or another one)", highlight=False)
         assure(setup, Source(str(config), tuple(overrides or ())), None)
+        for line in _refused_data(run):
+            console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+
+def _refused_data(run: "RunConfig") -> list[str]:
+    """Say which data files `train` would refuse, as far as names and sizes show. A plan needs none of them."""
+    problems = run.data.problems()
+    lines = [f"{problem}; `train` would refuse it, a plan reads no data" for problem in problems[:MOST_FILES]]
+    return lines + ([f"... and {len(problems) - MOST_FILES} more such files"] if len(problems) > MOST_FILES else [])
 
 
 def _forecasts(setup: "RunSetup", hardware: "Hardware", load: float | None) -> "tuple[Verdict, TimeForecast]":
@@ -142,10 +155,13 @@ def _forecasts(setup: "RunSetup", hardware: "Hardware", load: float | None) -> "
     return judge(setup, hardware, traces), forecast_time(setup, hardware, traces)
 
 
-def _read(path: Path) -> str:
-    from meshwright.errors import ConfigError
+def _plan_in(path: Path) -> "ShardingPlan":
+    from meshwright.errors import ConfigError, MeshwrightError, described
+    from meshwright.plan.sharding_plan import ShardingPlan
 
     try:
-        return path.read_text()
+        return ShardingPlan.from_json(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MeshwrightError) as error:
+        raise ConfigError(f"--diff={path}: is no plan of `plan --json` of this version: {described(error)}") from error

@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from meshwright.data.config import DataConfig, TokenizerConfig
     from meshwright.data.corpora import documents, eval_documents, training_texts
     from meshwright.data.formats import Document
+    from meshwright.data.index import StoreIndex
     from meshwright.data.loader import EvalLoader, TrainLoader, check_batch_sizes
     from meshwright.data.packing import IGNORE, SequenceDataset
-    from meshwright.data.store import StoreIndex, TokenStore, prepare
+    from meshwright.data.store import TokenStore, prepare
     from meshwright.data.tokenizer import build_tokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [
@@ -44,7 +45,8 @@ _FILES = {
     "formats": ("Document",),
     "loader": ("EvalLoader", "TrainLoader", "check_batch_sizes"),
     "packing": ("IGNORE", "SequenceDataset"),
-    "store": ("StoreIndex", "TokenStore", "prepare"),
+    "index": ("StoreIndex",),
+    "store": ("TokenStore", "prepare"),
     "tokenizer": ("build_tokenizer", "load_tokenizer", "train_tokenizer"),
 }
 _HOME = {name: file for file, names in _FILES.items() for name in names}

@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
-__all__ = ["FORMATS", "Format"]
+__all__ = ["EXTRAS", "FORMATS", "Format"]
+
+EXTRAS = ("tools", "documents", "chat_template_kwargs")
+"""Columns that any chat may have: arguments of the chat template."""
 
 
 @dataclass(frozen=True)
@@ -13,17 +16,19 @@ class Format:
     optional: tuple[str, ...] = ()
     within: tuple[str, ...] = ()
     """Keys of each message, not of the row."""
+    extra: tuple[str, ...] = EXTRAS
+    """Columns for the chat template."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """All names that may be mapped."""
-        return self.required + self.optional + self.within
+        return self.required + self.optional + self.within + self.extra
 
 
 FORMATS = {
-    "text": Format(("text",)),
-    "messages": Format(("messages",), within=("role", "content")),
-    "sharegpt": Format(("conversations",), ("system",), within=("from", "value")),
+    "text": Format(("text",), extra=()),
+    "messages": Format(("messages",), within=("role", "content", "weight")),
+    "sharegpt": Format(("conversations",), ("system",), within=("from", "value", "weight")),
     "alpaca": Format(("instruction", "output"), ("input", "system")),
     "prompt_completion": Format(("prompt", "completion"), ("system",)),
 }

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from meshwright.data.columns import FORMATS
 from meshwright.paths import PathText
 
-__all__ = ["EXTENSIONS", "ROW_EXTENSIONS", "TEXT_EXTENSIONS", "DataConfig", "TokenizerConfig", "expand_files"]
+__all__ = ["EXTENSIONS", "ROW_EXTENSIONS", "TEXT_EXTENSIONS", "DataConfig", "TokenizerConfig", "expand_files", "saved"]
 
 TEXT_EXTENSIONS = (".txt", ".md", ".py")
 """Extensions of files that are one text document each."""
@@ -27,15 +27,22 @@ DEFAULT_BAD_ROWS_LIMIT = 0.1
 def expand_files(patterns: list[str]) -> list[Path]:
     """Return the files that patterns name: sorted within a pattern, patterns in their order, each file once.
 
-    A pattern that is itself an existing file stands for this file, not for a glob. A pattern that matches nothing adds nothing
-    here; :meth:`DataConfig.problems` reports it.
+    A pattern that is itself an existing file stands for this file, not for a glob. A folder of `datasets.save_to_disk` is like
+    a file. A pattern that matches nothing adds nothing here; :meth:`DataConfig.problems` reports it.
     """
     files: dict[Path, None] = {}
     for pattern in patterns:
         expanded = os.path.expanduser(pattern)
         names = [expanded] if os.path.isfile(expanded) else sorted(glob.glob(expanded, recursive=True))
-        files.update(dict.fromkeys(Path(name) for name in names if os.path.isfile(name)))
+        files.update(dict.fromkeys(Path(name) for name in names if os.path.isfile(name) or saved(Path(name))))
     return list(files)
+
+
+def saved(folder: Path) -> Literal["Dataset", "DatasetDict"] | None:
+    """Return what `datasets.save_to_disk` has written to a folder; ``None``: nothing."""
+    if (folder / "dataset_dict.json").is_file():
+        return "DatasetDict"
+    return "Dataset" if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file() else None
 
 
 def _file_problems(knob: str, patterns: list[str]) -> list[str]:
@@ -43,15 +50,21 @@ def _file_problems(knob: str, patterns: list[str]) -> list[str]:
     problems = []
     for pattern in patterns:
         expanded = os.path.expanduser(pattern)
-        if os.path.isdir(expanded):
-            problems.append(f"data.{knob}: {pattern!r} is a directory; give files or a glob, such as {pattern}/*.jsonl")
+        if os.path.isdir(expanded) and not saved(Path(expanded)):
+            problems.append(
+                f"data.{knob}: {pattern!r} is a directory, and not one of save_to_disk; give files or a glob, such as "
+                f"{pattern}/*.jsonl"
+            )
             continue
         matches = expand_files([pattern])
         if not matches:
             kind = "glob matches no file" if glob.has_magic(expanded) else "no such file"
             problems.append(f"data.{knob}: {pattern!r}: {kind} (working directory {os.getcwd()})")
         for path in matches:
-            if path.suffix not in EXTENSIONS:
+            if folder := saved(path):
+                if folder == "DatasetDict" and knob == "eval_files":
+                    problems.append(f"data.eval_files: {str(path)!r} has several splits; give one of them, such as {path}/test")
+            elif path.suffix not in EXTENSIONS:
                 problems.append(f"data.{knob}: {str(path)!r}: readable extensions are {', '.join(EXTENSIONS)}")
             elif not os.access(path, os.R_OK):
                 problems.append(f"data.{knob}: {str(path)!r} cannot be read (permissions)")
@@ -73,14 +86,18 @@ class DataConfig(BaseModel):
     files: list[PathText] = Field(
         default=[],
         description="Paths or globs. .txt, .md and .py files are one document each; .jsonl, .json and .parquet files "
-        "hold one document a row. A file that two patterns match is read once.",
+        "hold one document a row, and so do folders of datasets.save_to_disk. A file that two patterns match is read once.",
     )
     hub: PathText | None = Field(
         default=None,
-        description="Name (or local directory) of a data set for datasets.load_dataset. Scripts of a data set are never run.",
+        description="Name (or local directory) of a data set for datasets.load_dataset, or a folder of datasets.save_to_disk. "
+        "Scripts of a data set are never run.",
     )
     hub_config: str | None = Field(default=None, description="Configuration of the hub data set, where it has several.")
-    hub_split: str | None = Field(default=None, description="Split of the hub data set to read; 'train' if not given.")
+    hub_split: str | None = Field(
+        default=None,
+        description="Split to read of the hub data set, or of a DatasetDict of save_to_disk; 'train' if not given.",
+    )
     kind: Literal["auto", "text", "chat"] = Field(
         default="auto",
         description="'text': loss on every token. 'chat': rows of messages, loss on the assistant's turns. "
@@ -96,7 +113,7 @@ class DataConfig(BaseModel):
         default={},
         description="Columns that have other names than the format's, as in {messages: dialog} or {prompt: question, "
         "completion: answer}; role and content, from and value are keys of a message. All formats of chats but messages may "
-        "have a column system.",
+        "have a column system; all may have tools, documents and chat_template_kwargs, and the messages of a list weight.",
     )
     text_field: str = Field(default="text", description="Field of a row that holds the text.")
     messages_field: str = Field(
@@ -134,7 +151,8 @@ class DataConfig(BaseModel):
     )
     eval_files: list[PathText] = Field(
         default=[],
-        description="Paths or globs of documents to evaluate on, instead of a share of the training documents.",
+        description="Paths or globs of documents to evaluate on, instead of a share of the training documents; beside it, if "
+        "eval_fraction is given too. A run that resumes may have others.",
     )
     max_documents: int | None = Field(
         default=None,
@@ -155,8 +173,9 @@ class DataConfig(BaseModel):
             empty = " (files is an empty list)" if "files" in self.model_fields_set and not self.files else ""
             shown = " and ".join(sources) or "none"
             problems.append(f"data: exactly one of corpus, files and hub must be set; set here: {shown}{empty}")
-        for name in ("hub_config", "hub_split"):
-            if getattr(self, name) is not None and self.hub is None:
+        folders = any(not pattern.endswith(EXTENSIONS) for pattern in self.files)  # they may be those of save_to_disk
+        for name, possible in (("hub_config", False), ("hub_split", folders)):
+            if getattr(self, name) is not None and self.hub is None and not possible:
                 problems.append(f"data.{name}={getattr(self, name)!r} needs data.hub")
         if self.kind == "chat" and self.corpus:
             problems.append(f"data.kind='chat': corpus {self.corpus!r} is text; legal: 'auto', 'text'")
@@ -167,11 +186,6 @@ class DataConfig(BaseModel):
         problems.extend(self._format_problems())
         if self.bad_rows == "stop" and self.bad_rows_limit != DEFAULT_BAD_ROWS_LIMIT:
             problems.append(f"data.bad_rows_limit={self.bad_rows_limit} needs data.bad_rows='skip'; 'stop' lets no row pass")
-        if self.eval_files and self.eval_fraction:
-            problems.append(
-                f"data.eval_fraction={self.eval_fraction} and data.eval_files exclude each other; "
-                "remove one, or set eval_fraction to 0"
-            )
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -221,9 +235,12 @@ class DataConfig(BaseModel):
         Only names and sizes are read, so this is cheap and may run before any process is started. Empty if all is well.
         """
         problems = _file_problems("files", self.files) + _file_problems("eval_files", self.eval_files)
+        found = [path for path in expand_files(self.files) if saved(path) == "DatasetDict"]
+        if self.files and self.hub_split is not None and not found:
+            problems.append(f"data.hub_split={self.hub_split!r}: data.files has no folder of a DatasetDict; remove one of them")
         if self.wants_chat:
             for path in expand_files(self.files + self.eval_files):
-                if path.suffix in TEXT_EXTENSIONS:
+                if path.suffix in TEXT_EXTENSIONS and not saved(path):
                     problems.append(
                         f"data.kind={self.kind!r}, data.format={self.format!r}: {str(path)!r} is text; chats come from "
                         f"{', '.join(ROW_EXTENSIONS)}"

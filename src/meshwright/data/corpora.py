@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.data.bad_rows import BadRows
-from meshwright.data.config import TEXT_EXTENSIONS, DataConfig, expand_files
+from meshwright.data.config import TEXT_EXTENSIONS, DataConfig, expand_files, saved
 from meshwright.data.formats import Document, RowReader, check_columns
-from meshwright.data.rows import Row, file_rows, library_rows, open_file
+from meshwright.data.rows import Row, file_rows, library_rows, load_saved, open_file
 from meshwright.errors import DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["documents", "eval_documents", "source_digest", "training_texts"]
+__all__ = ["documents", "eval_documents", "source_digests", "training_texts"]
 
 # Packages that some installations lack (Linux distributions package them separately), or that are tests and tools.
 _STDLIB_SKIPPED = {"test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "distutils", "venv"}
@@ -76,21 +76,33 @@ def training_texts(config: DataConfig, cache_dir: str | Path | None = None, bad:
                 yield message["content"]
 
 
-def source_digest(config: DataConfig, cache_dir: str | Path | None = None) -> str:
-    """Return a hash of the contents of every file that is read. Paths are not included: data may move between runs."""
-    digest = hashlib.sha256()
-    if config.hub is not None:
+def source_digests(config: DataConfig, cache_dir: str | Path | None = None) -> tuple[str, str]:
+    """Return a hash of the contents of every file that is trained on, and of every file that is read.
+
+    Paths are not included: data may move between runs.
+    """
+    digest, trained = hashlib.sha256(), ""
+    paths = _stdlib_files() if config.corpus else expand_files(config.files)
+    if config.hub is not None and saved(Path(config.hub).expanduser()):
+        paths = [Path(config.hub).expanduser()]
+    elif config.hub is not None:
         # datasets' own fingerprint: a hash of the revision of the data files and of the builder's configuration
         digest.update(_load_hub(config, cache_dir)._fingerprint.encode())
-    paths = _stdlib_files() if config.corpus else expand_files(config.files)
     for path in [*paths, None, *expand_files(config.eval_files)]:
         if path is None:
+            trained = digest.hexdigest()
             digest.update(b"evaluation")
             continue
         digest.update(path.suffix.encode())
-        with open_file(path) as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+        for part in _parts(path, config.hub_split):
+            with open_file(part) as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return trained, digest.hexdigest()
+
+
+def _parts(path: Path, split: str | None) -> list[Path]:
+    """Return the files with the contents of a path: itself, or the tables of a folder of save_to_disk."""
+    return [Path(table["filename"]) for table in load_saved(path, split).cache_files] if saved(path) else [path]
 
 
 def _source_name(config: DataConfig) -> str:
@@ -169,10 +181,13 @@ def _file_documents(
     seen: dict[str, None] = {}
     for path in expand_files(patterns):
         try:
-            if path.suffix in TEXT_EXTENSIONS:
+            if saved(path):
+                rows = library_rows(lambda path=path: load_saved(path, config.hub_split), str(path), bad)  # type: ignore[misc]
+                yield from _row_documents(RowReader(config, seen, bad.unread), rows, bad)
+            elif path.suffix in TEXT_EXTENSIONS:
                 yield from _text_file(config, path, bad)
             else:
-                yield from _row_documents(RowReader(config, seen), file_rows(path, bad, cache_dir), bad)
+                yield from _row_documents(RowReader(config, seen, bad.unread), file_rows(path, bad, cache_dir), bad)
         except DataError as error:  # the other files are read too, so that one report has the problems of all
             broken.extend(error.problems)
     try:
@@ -180,7 +195,7 @@ def _file_documents(
     except DataError as error:
         broken.extend(error.problems)
     if broken:
-        raise DataError([*broken, *(bad.shown if config.bad_rows == "stop" else [])])
+        raise DataError([*broken, *(bad.lines if config.bad_rows == "stop" else [])])
 
 
 def _text_file(config: DataConfig, path: Path, bad: BadRows) -> Iterator[Document]:
@@ -204,6 +219,11 @@ def _load_hub(config: DataConfig, cache_dir: str | Path | None) -> "Dataset":
     """Return the data set itself, memory-mapped."""
     from datasets import load_dataset
 
+    assert config.hub is not None
+    if saved(folder := Path(config.hub).expanduser()):
+        if config.hub_config is not None:
+            raise DataError(f"data.hub_config={config.hub_config!r}: {config.hub} is of save_to_disk, and has none; remove it")
+        return load_saved(folder, config.hub_split)
     try:
         return load_dataset(
             config.hub,
@@ -220,7 +240,7 @@ def _load_hub(config: DataConfig, cache_dir: str | Path | None) -> "Dataset":
 def _hub_documents(config: DataConfig, cache_dir: str | Path | None, bad: BadRows) -> Iterator[Document]:
     seen: dict[str, None] = {}
     rows = library_rows(lambda: _load_hub(config, cache_dir), f"{config.hub}", bad)
-    yield from _row_documents(RowReader(config, seen), rows, bad)
+    yield from _row_documents(RowReader(config, seen, bad.unread), rows, bad)
     check_columns(config, seen, f"{config.hub}")
 
 

@@ -6,11 +6,12 @@ Every chat becomes a list of messages with `role` and `content`; `chat.py` decid
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.data.columns import FORMATS
 from meshwright.data.config import DataConfig
+from meshwright.data.extras import template_arguments, weight_of
 from meshwright.data.rows import DuplicateKeys, Row
 from meshwright.errors import DataError
 
@@ -45,6 +46,8 @@ class Document:
     messages: list[dict[str, Any]] | None
     source: str
     """File and line, or data set and row, for messages to the user."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """For a chat: tools, documents and other arguments of the chat template."""
 
 
 def check_columns(config: DataConfig, seen: dict[str, None], name: str) -> None:
@@ -74,12 +77,14 @@ class RowReader:
     Args:
         config: format, columns and kind.
         seen: collects the columns of the rows.
+        unread: collects those that are not read.
     """
 
-    def __init__(self, config: DataConfig, seen: dict[str, None]) -> None:
+    def __init__(self, config: DataConfig, seen: dict[str, None], unread: dict[str, None] | None = None) -> None:
         self.columns = {"text": config.text_field, "messages": config.messages_field, **config.columns}
         self.candidates = config.formats
         self.seen = seen
+        self.unread: dict[str, None] = {} if unread is None else unread
 
     def document(self, row: Row) -> Document:
         """Return the document of a row.
@@ -90,13 +95,25 @@ class RowReader:
         if len(self.seen) < 1000:  # names for a message
             self.seen.update(dict.fromkeys(row.values))
         name = self._format(row)
-        used = [self._column(key) for key in FORMATS[name].required + FORMATS[name].optional]
+        layout = FORMATS[name]
+        used = [self._column(key) for key in layout.required + layout.optional + layout.extra]
         if isinstance(row.values, DuplicateKeys):
             raise DataError(f"{row.source}: a key of the row occurs twice (keys: {_names(row.values)})")
         _check_sound([row.values.get(column) for column in used], row.source)
         if name == "text":
-            return Document(_text(row, self._column("text")), None, row.source)
-        return Document(None, getattr(self, f"_{name}")(row), row.source)
+            document = Document(_text(row, self._column("text")), None, row.source)
+            self._note_unread(row, used)
+            return document
+        columns = {key: self._column(key) for key in layout.extra}
+        arguments = template_arguments({key: row.values.get(columns[key]) for key in columns}, columns, row.source)
+        _check_sound(arguments, row.source)
+        document = Document(None, getattr(self, f"_{name}")(row), row.source, arguments)
+        self._note_unread(row, used)
+        return document
+
+    def _note_unread(self, row: Row, used: list[str]) -> None:
+        if len(self.unread) < 1000:
+            self.unread.update(dict.fromkeys(column for column in row.values if column not in used))
 
     def _column(self, key: str) -> str:
         return self.columns.get(key, key)
@@ -121,18 +138,18 @@ class RowReader:
     # ---- chats -----------------------------------------------------------------------------------------------------------
 
     def _messages(self, row: Row) -> list[dict[str, Any]]:
-        keys = self._column("role"), self._column("content")
+        keys = self._column("role"), self._column("content"), self._column("weight")
         return [_message(message, *keys, f"{row.source}: message {n}") for n, message in self._turns(row, "messages")]
 
     def _sharegpt(self, row: Row) -> list[dict[str, Any]]:
-        from_key, value_key = self._column("from"), self._column("value")
+        from_key, value_key, weight_key = self._column("from"), self._column("value"), self._column("weight")
         messages = self._system(row)
         for number, message in self._turns(row, "conversations"):
             where = f"{row.source}: message {number}"
             if from_key not in message and "role" in message:  # conversations with the keys of messages
-                messages.append(_message(message, "role", "content", where))
+                messages.append(_message(message, "role", "content", weight_key, where))
                 continue
-            turn = _message(message, from_key, value_key, where)
+            turn = _message(message, from_key, value_key, weight_key, where)
             if turn["role"] not in SPEAKERS:
                 raise DataError(f"{where} is from {turn['role']!a:.40}; legal are {', '.join(SPEAKERS)}")
             if turn["role"] == "function_call" and "content" in turn:
@@ -167,14 +184,19 @@ class RowReader:
         return _text(row, self._column(key)) if row.values.get(self._column(key)) is not None else ""
 
 
-def _message(message: dict[str, Any], role_key: str, content_key: str, where: str) -> dict[str, Any]:
-    """Return a message with `role`, `content` unless it is null, and all other keys that a template may know."""
+def _message(message: dict[str, Any], role_key: str, content_key: str, weight_key: str, where: str) -> dict[str, Any]:
+    """Return a message with `role`, `content` unless it is null, and all other keys that a template may know.
+
+    One that is not to be learned has `weight` 0.
+    """
     role = message.get(role_key)
     if not isinstance(role, str):
         wrong = f"no {role_key}" if role is None else f"a {role_key} that is {_kind(role)}, not text"
         raise DataError(f"{where} has {wrong}; its keys are {_names(message)}")
-    rest = {key: part for key, part in message.items() if key not in (role_key, content_key, "role", "content")}
-    return {"role": role, **_content(message.get(content_key), where), **rest}
+    read = {role_key, content_key, weight_key, "role", "content", "weight", "train"}
+    rest = {key: part for key, part in message.items() if key not in read}
+    weight = {} if weight_of(message, weight_key, where) else {"weight": 0}
+    return {"role": role, **_content(message.get(content_key), where), **rest, **weight}
 
 
 def _exchange(asked: str, row: Row, answer: str) -> list[dict[str, Any]]:

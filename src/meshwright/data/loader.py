@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from meshwright.data.identity import differences
 from meshwright.data.packing import IGNORE, Integers, SequenceDataset
 from meshwright.data.store import TokenStore
 from meshwright.errors import CheckpointError, ConfigError, number_of
@@ -23,6 +24,15 @@ if TYPE_CHECKING:
 __all__ = ["EvalLoader", "TrainLoader", "check_batch_sizes"]
 
 Batch = dict[str, "torch.Tensor"]
+
+_DECIDE = {
+    "seed": "training.seed",
+    "global_batch_size": "training.global_batch_size",
+    "sequence_length": "data.sequence_length",
+    "packing": "data.packing",
+    "shuffle": "data.shuffle",
+}
+"""What decides the order of sequences: name in the state of a loader to key of the configuration."""
 
 
 def check_batch_sizes(global_batch_size: int, microbatch_size: int, data_ranks: int) -> None:
@@ -148,6 +158,15 @@ class TrainLoader:
         """Return the epoch of the first sequence of a step, counted from 0."""
         return self._locate(step * self.global_batch_size)[0]
 
+    def epochs(self, steps: int) -> float:
+        """Return how many epochs are seen after this many optimizer steps, such as 1.25."""
+        number = steps * self.global_batch_size
+        while number > self._starts[-1]:
+            self._dataset(len(self._starts) - 1)
+        epoch = bisect_right(self._starts, number) - 1
+        begin = self._starts[epoch]
+        return float(epoch) if number == begin else epoch + (number - begin) / (self._starts[epoch + 1] - begin)
+
     def sequences(self, epochs: float) -> int:
         """Return the number of sequences in this many epochs, from the first one on. For a part of an epoch, round up."""
         full = int(epochs)
@@ -169,6 +188,7 @@ class TrainLoader:
             "next_step": next_step,
             "seed": self.seed,
             "fingerprint": self.store.fingerprint,
+            "data": self.store.index.parts,
             "global_batch_size": self.global_batch_size,
             "sequence_length": self.sequence_length,
             "packing": self.packing,
@@ -178,22 +198,43 @@ class TrainLoader:
     def check_state(self, state: dict[str, Any]) -> int:
         """Return the step to continue with after another loader of the same data, with any ranks and microbatches.
 
+        Documents to evaluate on may be others.
+
         Raises:
             CheckpointError: the state is that of other data, another order or another batch size: resuming would repeat some
                 sequences and skip others.
         """
         own = self.state_dict(0)
-        missing = [key for key in own if key not in state]
+        missing = [key for key in own if key not in state and key != "data"]
         if missing:
             raise CheckpointError(f"state of the data loader lacks {', '.join(missing)}")
         problems = [
-            f"data loader: the checkpoint has {key}={state[key]!r}, this run has {key}={own[key]!r}"
-            for key in own
-            if key != "next_step" and state[key] != own[key]
+            f"data loader: the checkpoint has {key}={state[name]!r}, this run has {key}={own[name]!r}"
+            for name, key in _DECIDE.items()
+            if state[name] != own[name]
         ]
+        problems += self._other_data(state, alone=not problems)
         if problems:
             raise CheckpointError(problems)
         return int(state["next_step"])
+
+    def _other_data(self, state: dict[str, Any], alone: bool) -> list[str]:
+        """Say why the tokens to train on are not those of a state; `alone`: nothing else differs that may be the reason."""
+        index = self.store.index
+        if state.get("data") and index.parts:
+            lines = differences(state["data"], index.parts)
+            if lines is None:
+                return []
+            unknown = "the tokens to train on are others, with the same source and configuration: another version wrote them"
+            return [f"data loader: {line}" for line in lines or ([unknown] if alone else [])]
+        if state["fingerprint"] != index.fingerprint:
+            found = f"the checkpoint has fingerprint={state['fingerprint']!r}, this run has fingerprint={index.fingerprint!r}"
+            why = "documents (also those of data.eval_files), tokenizer, training.seed or other keys of data differ"
+            return [f"data loader: {found}: {why}; the checkpoint does not say which"]
+        read = [name for name, count in index.given.items() if index.unwritten.get(name, 0) < count]
+        if read := [*read, *(["weight"] if index.unlearned else [])]:
+            return [f"data loader: {', '.join(read)} of chats: the run of the checkpoint did not read them, this version does"]
+        return []
 
     def _sequence(self, number: int) -> dict[str, Integers]:
         epoch, local = self._locate(number)

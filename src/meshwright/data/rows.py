@@ -9,12 +9,15 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.data.bad_rows import BadRows
 from meshwright.errors import DataError
 
-__all__ = ["DuplicateKeys", "Row", "file_rows", "library_rows", "open_file"]
+__all__ = ["DuplicateKeys", "Row", "file_rows", "library_rows", "load_saved", "open_file"]
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 _BOM = b"\xef\xbb\xbf"
 _NOT_JSON = {
@@ -191,13 +194,44 @@ def library_rows(load: Callable[[], Iterable[Any]], name: str, bad: BadRows, kin
     number = 0
     try:
         for number, values in enumerate(load(), start=1):
-            yield from _row(values, f"{name}, row {number}", bad)
+            yield from _row({key: _without_nulls(value) for key, value in values.items()}, f"{name}, row {number}", bad)
     except DataError:
         raise
     except Exception as error:  # errors of arrow and of datasets for one cause
         where = f", after row {number}" if number else ""
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise DataError(f"{name}{where}: cannot be read{kind} ({reason})") from error
+
+
+def load_saved(folder: Path, split: str | None) -> "Dataset":
+    """Return a data set that `save_to_disk` has written, memory-mapped.
+
+    Args:
+        folder: the folder of a `Dataset`, or of a `DatasetDict`.
+        split: split of a `DatasetDict`; ``None``: `train`.
+
+    Raises:
+        DataError: it cannot be read, or has no such split.
+    """
+    from datasets import Dataset, load_from_disk
+
+    try:
+        found = load_from_disk(str(folder))
+    except Exception as error:  # errors of arrow, of datasets and of JSON for one cause
+        raise DataError(f"{folder}: cannot be read as a folder of save_to_disk ({' '.join(str(error).split())})") from error
+    if not isinstance(found, Dataset):
+        name = split or "train"
+        if name not in found:
+            raise DataError(f"{folder}: has no split {name!r}; its splits are {', '.join(found)}; set data.hub_split")
+        found = found[name]
+    return found.with_format(None)  # a format of tensors is saved with the data
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the keys that arrow adds, as null, to make the objects of all rows alike."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _parquet(path: Path, bad: BadRows, cache_dir: str | Path | None) -> Iterator[Row]:

@@ -6,17 +6,16 @@ A store is a directory of its own, named after the fingerprint of everything tha
 - ``loss_mask.bin``: for chats, one byte per token: whether the model is to learn it
 - ``offsets.npy``: int64; document d is ``tokens[offsets[d]:offsets[d + 1]]``
 - ``held_out.npy``: bool; whether document d is for evaluation
-- ``index.json``: the counts of :class:`StoreIndex`
+- ``index.json``: the counts of :class:`StoreIndex`, and the digests of all files
 
-It is written under a temporary name and renamed when complete, so it is either whole or absent.
+It is written under a temporary name and renamed when complete, so it is either whole or absent. What happens to its files
+later is found by their digests when a run starts, and a damaged store is made again from its sources.
 """
 
 import hashlib
-import json
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -27,10 +26,12 @@ import numpy.typing as npt
 
 from meshwright.data.bad_rows import BadRows, judge
 from meshwright.data.config import DataConfig
-from meshwright.data.corpora import documents, eval_documents, source_digest
+from meshwright.data.corpora import documents, eval_documents, source_digests
 from meshwright.data.formats import Document
+from meshwright.data.identity import TRAINED, fingerprint_of, parts_of, trained_digest
+from meshwright.data.index import FORMAT_VERSION, INDEX, DamagedStoreError, StoreIndex, read_index, write_index
 from meshwright.data.order import stable_hash
-from meshwright.data.tokenizer import tokenizer_state
+from meshwright.data.sums import FileSums, SummedFile, damage, sizes_differ
 from meshwright.data.writer import Writer
 from meshwright.errors import ConfigError, DataError
 from meshwright.files import honour_umask
@@ -40,42 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StoreIndex", "TokenStore", "prepare", "write_documents"]
 
-FORMAT_VERSION = 2
-"""Increased whenever the same configuration and documents would give another store."""
-
 _HOLD_OUT = 1  # the purpose of a hash, see order.py
-
-
-@dataclass(frozen=True)
-class StoreIndex:
-    """What a store has. Counts are of documents, unless their names say tokens or rows."""
-
-    format_version: int
-    fingerprint: str
-    kind: Literal["text", "chat"]
-    long_documents: Literal["split", "truncate", "drop", "error"]
-    sequence_length: int
-    token_dtype: Literal["uint16", "uint32"]
-    pad_token_id: int
-    documents: int
-    tokens: int
-    train_documents: int
-    train_tokens: int
-    eval_documents: int
-    eval_tokens: int
-    split: int
-    """Longer than a sequence, and continued in the next one."""
-    truncated: int
-    dropped: int
-    """Longer than a sequence, and left out, also if truncation would remove all answers."""
-    empty: int
-    """Left out because nothing in them can be learned: no text."""
-    rows: int = 0
-    """Rows that were read from the source. Those that gave no document are in `dropped`, `empty` and `bad`."""
-    bad: int = 0
-    """Rows that were left out, as `data.bad_rows` allows."""
-    bad_rows: list[str] = field(default_factory=list)
-    """Problems of the first of them: file, line, reason."""
 
 
 class TokenStore:
@@ -84,36 +50,42 @@ class TokenStore:
     def __init__(self, directory: Path, index: StoreIndex) -> None:
         self.directory = directory
         self.index = index
-        self.offsets: npt.NDArray[np.int64] = np.load(directory / "offsets.npy")
-        self.held_out: npt.NDArray[np.bool_] = np.load(directory / "held_out.npy")
+        path = directory / "offsets.npy"
+        self.offsets: npt.NDArray[np.int64] = _array(path, np.dtype(np.int64), index.documents + 1)
+        if self.offsets[0] != 0 or self.offsets[-1] != index.tokens or (np.diff(self.offsets) < 1).any():
+            raise DamagedStoreError(f"{path} is damaged: it does not rise from 0 to the number of tokens, {index.tokens:,}")
+        path = directory / "held_out.npy"
+        self.held_out: npt.NDArray[np.bool_] = _array(path, np.dtype(np.bool_), index.documents)
+        if self.held_out.sum() != index.eval_documents:
+            raise DamagedStoreError(f"{path} is damaged: it does not mark {index.eval_documents:,} documents")
 
     @classmethod
     def open(cls, directory: str | Path) -> "TokenStore":
         """Open the store that :func:`prepare` wrote; `directory` is its `TokenStore.directory`.
 
+        Sizes, the index and the offsets are checked. The bytes of the tokens are not: :meth:`damage` reads them.
+
         Raises:
-            DataError: there is no store, it has another version, or a file does not have the right length.
+            DataError: there is no store, another version wrote it, or a file is missing or damaged.
         """
         directory = Path(directory)
-        path = directory / "index.json"
-        if not path.is_file():
-            raise DataError(f"{directory}: no token store (no index.json)")
+        if not (directory / INDEX).exists():
+            raise DataError(f"{directory}: no token store (no {INDEX})")
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            version = values["format_version"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}: not the index of a token store ({error})") from error
-        if version != FORMAT_VERSION or set(values) != {column.name for column in fields(StoreIndex)}:
-            raise DataError(f"{directory}: token store of format {version}, this version reads {FORMAT_VERSION}; remove it")
-        index = StoreIndex(**values)
-        sizes = {"tokens.bin": index.tokens * np.dtype(index.token_dtype).itemsize}
-        if index.kind == "chat":
-            sizes["loss_mask.bin"] = index.tokens
-        for name, size in sizes.items():
-            actual = (directory / name).stat().st_size if (directory / name).is_file() else 0
-            if actual != size:
-                raise DataError(f"{directory / name}: has {actual} bytes instead of {size}; remove the store and prepare again")
+            return cls._open(directory)
+        except DamagedStoreError as error:
+            raise DataError(f"{error}; start the run again, which makes damaged tokens again from their sources") from error
+
+    @classmethod
+    def _open(cls, directory: Path) -> "TokenStore":
+        index = read_index(directory)
+        if lines := sizes_differ(directory, index.files):
+            raise DamagedStoreError("; ".join(lines))
         return cls(directory, index)
+
+    def damage(self, *, fast: bool = False) -> tuple[list[str], str]:
+        """Compare the files with their digests: see :func:`meshwright.data.sums.damage`."""
+        return damage(self.directory, self.index.files, fast=fast)
 
     @property
     def fingerprint(self) -> str:
@@ -142,8 +114,29 @@ class TokenStore:
         return np.flatnonzero(self.held_out == (split == "eval"))
 
 
-def prepare(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", directory: str | Path, seed: int) -> TokenStore:
+def _array(path: Path, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
+    """Read an array of numpy. A header that is damaged must not make it allocate what the file does not have."""
+    try:
+        mapped = np.load(path, mmap_mode="r")
+    except Exception as error:  # numpy has no common class for what is wrong with a file
+        raise DamagedStoreError(f"{path} is damaged: {' '.join(str(error).split())}") from error
+    if mapped.dtype != dtype or mapped.shape != (count,):
+        raise DamagedStoreError(f"{path} is damaged: it has {mapped.dtype} {list(mapped.shape)} instead of {dtype} [{count}]")
+    return np.array(mapped)
+
+
+def prepare(
+    config: DataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    directory: str | Path,
+    seed: int,
+    *,
+    fast: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> TokenStore:
     """Tokenize the documents into a store under `directory`, or open the existing one.
+
+    An existing store is read and compared with its digests. One that is damaged, or of another version, is made again.
 
     One process prepares; the others open `TokenStore.directory` of the result. Two processes may prepare at once: each writes
     under a name of its own, and the first to finish wins.
@@ -153,47 +146,63 @@ def prepare(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", directory:
         tokenizer: its ids are stored; texts end with its end-of-sequence token.
         directory: parent of the stores, and of the cache of `datasets`.
         seed: decides which documents are held out.
+        fast: compare only a sample of a large existing store.
+        say: called with a line about each problem of an existing store, and about a sample.
 
     Raises:
         ConfigError: the configuration does not fit the documents or the tokenizer.
-        DataError: documents that cannot be read or used, or none left to train on.
+        DataError: documents that cannot be read or used, or none left to train on; or a store that cannot be read, or is
+            damaged and cannot be made again.
     """
     directory = Path(directory)
     cache_dir = directory / "datasets-cache"
-    fingerprint = _fingerprint(config, tokenizer, source_digest(config, cache_dir), seed)
+    trained, everything = source_digests(config, cache_dir)
+    fingerprint = fingerprint_of(config, tokenizer, everything, seed)
     final = directory / fingerprint[:16]
-    if (final / "index.json").is_file():
-        store = TokenStore.open(final)
-        # The contents of a store do not depend on whether bad rows are allowed. So the bad rows of an existing one are judged
-        # again.
-        judge(config, store.index.rows, store.index.bad, store.index.bad_rows)
-        return store
-    directory.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{fingerprint[:16]}-", dir=directory))
-    try:
-        _write(config, tokenizer, temporary, cache_dir, fingerprint, seed)
-        honour_umask(temporary)  # mkdtemp makes it private; a store is often shared
+    problems: list[str] = []
+    if final.exists():
         try:
-            temporary.rename(final)
-        except OSError:
-            if not (final / "index.json").is_file():
-                raise  # it was not another process that was faster
+            store = TokenStore._open(final)
+            problems, sampled = store.damage(fast=fast)
+        except DamagedStoreError as error:
+            problems, sampled = [str(error)], ""
+        if sampled:
+            say(sampled)
+        if not problems:
+            # The contents of a store do not depend on whether bad rows are allowed. So the bad rows of an existing one are
+            # judged again.
+            judge(config, store.index.rows, store.index.bad, store.index.too_long, store.index.bad_rows)
+            return store
+        for line in problems:
+            say(f"{line}; the tokens are made again")
+    directory.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=directory))
+    try:
+        _write(config, tokenizer, temporary, cache_dir, fingerprint, trained, seed)
+        honour_umask(temporary)  # mkdtemp makes it private; a store is often shared
+        if problems:
+            _exchange(final, temporary)
+        else:
+            try:
+                temporary.rename(final)
+            except OSError:
+                if not (final / INDEX).is_file():
+                    raise  # it was not another process that was faster
+    except DataError as error:
+        if not problems:
+            raise
+        raise DataError([*(f"{line}, and cannot be made again" for line in problems), *error.problems]) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return TokenStore.open(final)
 
 
-def _fingerprint(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", digest: str, seed: int) -> str:
-    # The source itself is included by the digest of its contents. Packing and shuffling happen later.
-    decides = config.model_dump(
-        include={
-            *("kind", "format", "columns", "text_field", "messages_field"),
-            *("sequence_length", "long_documents", "max_documents"),
-        }
-    )
-    decides |= {"held_out": config.held_out, "seed": seed, "digest": digest, "format": FORMAT_VERSION}
-    decides["tokenizer"] = tokenizer_state(tokenizer)
-    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+def _exchange(final: Path, complete: Path) -> None:
+    """Put a complete store in the place of a damaged one, which is removed only then."""
+    aside = Path(tempfile.mkdtemp(prefix=f".{final.name}-damaged-", dir=final.parent)) / final.name
+    final.rename(aside)
+    complete.rename(final)
+    shutil.rmtree(aside.parent, ignore_errors=True)
 
 
 def _write(
@@ -202,6 +211,7 @@ def _write(
     directory: Path,
     cache_dir: Path,
     fingerprint: str,
+    source: str,
     seed: int,
 ) -> None:
     bad = BadRows()
@@ -217,10 +227,11 @@ def _write(
             "legal for chat: 'auto', 'truncate', 'drop', 'error'"
         )
     writer = Writer(directory, tokenizer, kind, policy, config.sequence_length, bad)
-    with writer.tokens_file, writer.mask_file:
+    with writer:
         writer.add_all(chain([first], stream))
-        trainable = len(writer.lengths)
+        trainable, sums = len(writer.lengths), writer.sums
         writer.add_all(_same_kind(eval_documents(config, cache_dir, bad), first))
+    bad.too_long, bad.long_line = len(writer.too_long), writer.long_line(bad.rows)
     bad.judge(config)
     held_out = np.arange(len(writer.lengths)) >= trainable
     if config.held_out and trainable > 1:
@@ -232,30 +243,54 @@ def _write(
             f"data: no document is left to train on: {writer.dropped} dropped as longer than "
             f"sequence_length={config.sequence_length}, {writer.empty} with nothing to learn, {bad.bad} bad rows"
         )
+    lengths, padding = np.array(writer.lengths, dtype=np.int64), _pad_token_id(tokenizer)
+    trained = trained_digest(sums, lengths[:trainable], held_out[:trainable], padding)
     _write_table(
         directory,
-        np.array(writer.lengths, dtype=np.int64),
+        lengths,
         held_out,
+        writer.sums,
+        parts=parts_of(config, tokenizer, source, trained),
         fingerprint=fingerprint,
         kind=kind,
         long_documents=policy,
         sequence_length=config.sequence_length,
         token_dtype=writer.token_dtype,
-        pad_token_id=_pad_token_id(tokenizer),
+        pad_token_id=padding,
         split=writer.split,
         truncated=writer.truncated,
         dropped=writer.dropped,
         empty=writer.empty,
         rows=bad.rows,
         bad=bad.bad,
-        bad_rows=bad.shown,
+        bad_rows=bad.lines,
+        too_long=bad.too_long,
+        given=dict(sorted(writer.given.items())),
+        unwritten=dict(sorted(writer.unwritten.items())),
+        unlearned=writer.unlearned,
+        unread_columns=[_printable(column) for column in bad.unread],
+        unread_keys=[_printable(key) for key in writer.unread_keys],
     )
 
 
-def _write_table(directory: Path, lengths: npt.NDArray[np.int64], held_out: npt.NDArray[np.bool_], **facts: Any) -> None:
+def _printable(name: str) -> str:
+    return name if name.isidentifier() and len(name) <= 40 else f"{name!a:.40}"
+
+
+def _write_table(
+    directory: Path,
+    lengths: npt.NDArray[np.int64],
+    held_out: npt.NDArray[np.bool_],
+    written: Mapping[str, FileSums],
+    **facts: Any,
+) -> None:
     """Write what makes tokens on disk a store: where each document begins, which ones are held out, and the index."""
-    np.save(directory / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
-    np.save(directory / "held_out.npy", held_out)
+    sums = dict(written)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    for name, array in (("offsets.npy", offsets), ("held_out.npy", held_out)):
+        with SummedFile(directory / name) as file:
+            np.save(file, array)
+        sums[name] = file.sums
     index = StoreIndex(
         format_version=FORMAT_VERSION,
         documents=len(lengths),
@@ -264,9 +299,10 @@ def _write_table(directory: Path, lengths: npt.NDArray[np.int64], held_out: npt.
         train_tokens=int(lengths[~held_out].sum()),
         eval_documents=int(held_out.sum()),
         eval_tokens=int(lengths[held_out].sum()),
+        files=sums,
         **facts,
     )
-    (directory / "index.json").write_text(json.dumps(asdict(index), indent=2) + "\n", encoding="utf-8")
+    write_index(directory, index)
 
 
 def write_documents(
@@ -288,15 +324,23 @@ def write_documents(
     """
     directory.mkdir(parents=True, exist_ok=True)
     flat = np.concatenate(list(tokens)).astype(np.uint32)
-    (directory / "tokens.bin").write_bytes(flat.tobytes())
+    content = {"tokens.bin": flat}
     if masks is not None:
-        (directory / "loss_mask.bin").write_bytes(np.concatenate(list(masks)).astype(np.bool_).tobytes())
+        content["loss_mask.bin"] = np.concatenate(list(masks)).astype(np.bool_)
+    sums = {}
+    for name, array in content.items():
+        with SummedFile(directory / name) as file:
+            file.write(array.tobytes())
+        sums[name] = file.sums
     lengths = np.array([len(ids) for ids in tokens], dtype=np.int64)
+    fingerprint = hashlib.sha256(flat.tobytes() + lengths.tobytes()).hexdigest()
     _write_table(
         directory,
         lengths,
         np.zeros(len(lengths), dtype=np.bool_),
-        fingerprint=hashlib.sha256(flat.tobytes() + lengths.tobytes()).hexdigest(),
+        sums,
+        parts={TRAINED: fingerprint},
+        fingerprint=fingerprint,
         kind="text" if masks is None else "chat",
         long_documents="split" if masks is None else "error",
         sequence_length=sequence_length,

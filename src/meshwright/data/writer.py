@@ -1,16 +1,17 @@
 """Writes documents as tokens to disk, and decides what happens to documents that are long, empty or bad."""
 
-import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
 from meshwright.data.bad_rows import BadRows
-from meshwright.data.chat import check_chat_tokenizer, encode_chat
+from meshwright.data.chat import check_chat_tokenizer, encode_chat, unwritten
 from meshwright.data.formats import Document
-from meshwright.errors import ConfigError, DataError
+from meshwright.data.sums import FileSums, SummedFile
+from meshwright.errors import ConfigError, DataError, number_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,6 +21,12 @@ __all__ = ["Writer"]
 # A batch for the tokenizer: enough documents to occupy its threads, few enough characters to bound memory.
 _BATCH_DOCUMENTS = 1024
 _BATCH_CHARACTERS = 4_000_000
+
+TRIES = 8
+"""Chats in which a key of messages is examined, whether the template reads it."""
+
+SHARE = 95
+"""Percent of the documents that a sequence length in a message would keep, besides the one that keeps all."""
 
 
 class Writer:
@@ -41,10 +48,30 @@ class Writer:
         self.tokenizer, self.policy, self.sequence_length, self.bad = tokenizer, policy, sequence_length, bad
         largest = max(tokenizer.get_vocab().values())
         self.token_dtype: Literal["uint16", "uint32"] = "uint16" if largest < 2**16 else "uint32"
-        self.tokens_file = (directory / "tokens.bin").open("wb")
-        self.mask_file = (directory / "loss_mask.bin" if kind == "chat" else Path(os.devnull)).open("wb")
+        names = ("tokens.bin", "loss_mask.bin") if kind == "chat" else ("tokens.bin",)
+        self.files = {name: SummedFile(directory / name) for name in names}
+        self.kind = kind
         self.lengths: list[int] = []
+        self.too_long: list[int] = []  # tokens of each document that the policy refuses
+        self.longest = (0, "")
+        self.given: Counter[str] = Counter()  # chats with an argument of the template, such as tools
+        self.unwritten: Counter[str] = Counter()  # those of which the template writes nothing of it
+        self.unlearned = 0  # answers with weight 0
+        self._tried: Counter[str] = Counter()
+        self.read_keys: set[str] = set()
         self.split = self.truncated = self.dropped = self.empty = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for file in self.files.values():
+            file.close()
+
+    @property
+    def sums(self) -> dict[str, FileSums]:
+        """Digests of what was written so far."""
+        return {name: file.sums for name, file in self.files.items()}
 
     def add_all(self, stream: Iterable[Document]) -> None:
         """Append documents. Documents without anything to learn, dropped ones and bad ones are only counted."""
@@ -52,12 +79,7 @@ class Writer:
         characters = 0
         for document in stream:
             if document.messages is not None:
-                try:
-                    ids, mask = encode_chat(self.tokenizer, document.messages, document.source)
-                except DataError as error:
-                    self.bad.add(error)
-                else:
-                    self._add(document.source, ids, mask)
+                self._add_chat(document, document.messages)
                 continue
             batch.append(document)
             characters += len(document.text or "")
@@ -65,6 +87,28 @@ class Writer:
                 self._add_texts(batch)
                 batch, characters = [], 0
         self._add_texts(batch)
+
+    def _add_chat(self, document: Document, messages: list[dict[str, Any]]) -> None:
+        try:
+            ids, mask = encode_chat(self.tokenizer, messages, document.source, document.arguments)
+        except DataError as error:
+            self.bad.add(error)
+            return
+        keys = {key for message in messages for key in message} - {"role", "content", "weight"}
+        keys = {key for key in keys if key not in self.read_keys and self._tried[key] < TRIES}
+        self._tried.update(keys)
+        if keys or document.arguments:
+            arguments, unread = unwritten(self.tokenizer, messages, document.source, document.arguments, keys)
+            self.given.update(list(document.arguments))
+            self.unwritten.update(arguments)
+            self.read_keys |= keys - set(unread)
+        self.unlearned += sum(message["role"] == "assistant" and message.get("weight") == 0 for message in messages)
+        self._add(document.source, ids, mask)
+
+    @property
+    def unread_keys(self) -> list[str]:
+        """Keys of messages that the chat template makes nothing of."""
+        return sorted(self._tried.keys() - self.read_keys)
 
     def _add_texts(self, batch: list[Document]) -> None:
         if not batch:
@@ -85,13 +129,9 @@ class Writer:
     def _add(self, source: str, ids: list[int], mask: list[bool] | None) -> None:
         long = len(ids) > self.sequence_length
         if long and self.policy == "error":
-            self.bad.add(
-                DataError(
-                    f"{source}: {len(ids)} tokens, more than data.sequence_length={self.sequence_length}, and "
-                    "data.long_documents is 'error'; choose 'truncate' or 'drop'"
-                    f"{'' if mask else ', or (for text only) split'}, or a longer sequence"
-                )
-            )
+            self.bad.bad += 1
+            self.longest = max(self.longest, (len(ids), source), key=lambda item: item[0])
+            self.too_long.append(len(ids))
             return
         if long and self.policy != "split":
             kept = mask[: self.sequence_length] if mask else None
@@ -106,7 +146,28 @@ class Writer:
         if len(ids) < 2 or (mask is not None and not any(mask[1:])):
             self.empty += 1
             return
-        self.tokens_file.write(np.array(ids, dtype=self.token_dtype).tobytes())
+        self.files["tokens.bin"].write(np.array(ids, dtype=self.token_dtype).tobytes())
         if mask is not None:
-            self.mask_file.write(np.array(mask, dtype=np.bool_).tobytes())
+            self.files["loss_mask.bin"].write(np.array(mask, dtype=np.bool_).tobytes())
         self.lengths.append(len(ids))
+
+    def long_line(self, rows: int) -> str:
+        """Return how many documents the policy refuses, and what would keep them; empty if there are none.
+
+        Args:
+            rows: number of rows that were read.
+        """
+        if not self.too_long:
+            return ""
+        every = np.sort(np.array(self.lengths + self.too_long))
+        most = int(every[-(-SHARE * len(every) // 100) - 1])
+        longest, source = self.longest
+        keeps = f"{longest} would keep all"
+        if self.sequence_length < most < longest:
+            keeps = f"{most} would keep {SHARE} % of the documents, {longest} all"
+        count, split = len(self.too_long), ", or 'split'" if self.kind == "text" else ""
+        return (
+            f"data: {count:,} of {number_of(rows, 'row')} {'is' if count == 1 else 'are'} longer than "
+            f"data.sequence_length={self.sequence_length} (the longest, {source}, has {longest:,} tokens); {keeps}; or set "
+            f"data.long_documents to 'truncate' or 'drop'{split}"
+        )

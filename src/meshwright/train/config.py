@@ -269,7 +269,9 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     try:
         config = RunConfig.model_validate(content)
     except ValidationError as error:
-        problems.extend(message(item, RunConfig) for item in error.errors())
+        for item in error.errors():
+            where = f"; {path} does not have it" if item["type"] == "missing" else ""
+            problems.append(message(item, RunConfig) + where)
     if problems:
         raise ConfigError(problems)
     return config

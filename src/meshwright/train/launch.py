@@ -88,6 +88,7 @@ def launch(
     source: Source | None = None,
     prove: Prove | None = None,
     nproc: int | None = None,
+    fast: bool = False,
 ) -> None:
     """Run a configuration to its end.
 
@@ -98,6 +99,7 @@ def launch(
         prove: audits a layout that is not proven before the run starts; ``None``: only print that it is unproven, and start.
         nproc: number of processes that the command asks for; if another launcher started this process, it must have started as
             many on this machine.
+        fast: of tokens that are there already, compare only a sample with their digests.
 
     Raises:
         NotProvenError: the audit failed; nothing was trained.
@@ -117,7 +119,7 @@ def launch(
         def work() -> None:
             kind = device_kind(config, local, launched=True)
             store = assure_on_rank_0(config, source, prove) if prove is not None else None
-            run_worker(config, kind, source=source)
+            run_worker(config, kind, source=source, fast=fast)
             del store
 
         _as_one_of_many(work, debug, config.directory)
@@ -126,7 +128,7 @@ def launch(
     kind = device_kind(config, processes)
     _check_port(config.launch.port)
     with _files_named(config.directory), locked(config):
-        setup, _, store = prepare_run(config, processes)
+        setup, _, store = prepare_run(config, processes, fast=fast)
         introduce(setup, config, store)
         assure(setup, source, prove)
         prepared = (str(store.directory), checkpoint_to_resume(config))

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import sys
 import uuid
 from collections import deque
@@ -11,8 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from meshwright.errors import CheckpointError, number_of
+from meshwright.files import write_whole
 from meshwright.plan.explain import human_bytes
 from meshwright.train.config import RunConfig
 from meshwright.train.setup import Paths
@@ -48,23 +52,33 @@ def memory_in_use(device: "torch.device") -> int:
 class Jsonl:
     """A file with one line for each logged step.
 
-    A run that resumes drops the lines of steps after its checkpoint, because it repeats these steps.
+    A run that resumes drops the lines of steps after its checkpoint, because it repeats these steps. It moves lines that cannot
+    be read to a file beside this one; only a last line that a crash cut off is dropped.
 
     Args:
         path: the file.
         resumed_step: the step of the checkpoint that the run resumes from; 0: start an empty file.
+
+    Attributes:
+        moved: a line about lines that were moved; empty if there are none.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        kept = []
-        if path.exists() and resumed_step:
-            for line in path.read_text().splitlines():
-                try:
-                    if json.loads(line)["step"] <= resumed_step:
-                        kept.append(line)
-                except (ValueError, KeyError, TypeError):
-                    continue  # a line that was cut off by a crash
-        path.write_text("".join(f"{line}\n" for line in kept))
+        kept, broken, self.moved = [], [], ""
+        content = path.read_bytes() if path.exists() and resumed_step else b""
+        for line in content.splitlines(keepends=True):
+            try:
+                if json.loads(line)["step"] <= resumed_step:
+                    kept.append(line.rstrip(b"\r\n") + b"\n")
+            except (ValueError, KeyError, TypeError, RecursionError):
+                broken.append(line)
+        broken = [line for line in broken if line.endswith(b"\n")]
+        if broken:
+            beside = path.with_name(f"{path.name}.broken")
+            with beside.open("ab") as file:
+                file.writelines(broken)
+            self.moved = f"{path}: {number_of(len(broken), 'line')} cannot be read, now in {beside.name}"
+        write_whole(path, b"".join(kept))
         self.file = path.open("a")
 
     def write(self, step: int, values: Values) -> None:
@@ -97,17 +111,29 @@ class _Wandb:
         import wandb
 
         # The id of this run at Weights & Biases is kept in a file, so that a resumed run continues the same record there.
-        name = Path(config.output).expanduser() / "wandb-id"
-        if not name.exists():
-            name.write_text(uuid.uuid4().hex[:12])
+        number = kept_id(Path(config.output).expanduser() / "wandb-id")
         settings = config.model_dump(mode="json")
-        self.run = wandb.init(project=project, id=name.read_text(), dir=config.output, config=settings, resume="allow")
+        self.run = wandb.init(project=project, id=number, dir=config.output, config=settings, resume="allow")
 
     def write(self, step: int, values: Values) -> None:
         self.run.log(dict(values), step=step)
 
     def close(self) -> None:
         self.run.finish()
+
+
+def kept_id(file: Path) -> str:
+    """Return the id in a file, which is written with a new one if it does not exist.
+
+    Raises:
+        CheckpointError: the file has something else; another id would begin another record.
+    """
+    if not file.exists():
+        write_whole(file, uuid.uuid4().hex[:12])
+    content = file.read_bytes()
+    if not re.fullmatch(rb"[0-9a-f]{12}", content):
+        raise CheckpointError(f"{file}: holds {content[:40]!r}, not an id; write the id of the run, or remove the file")
+    return content.decode()
 
 
 class _MLflow:
@@ -169,7 +195,9 @@ class Recorder:
             return
         paths, metrics = Paths(config.directory), config.metrics
         if metrics.jsonl:
-            self.sinks.append(Jsonl(paths.metrics, resumed_step))
+            self.sinks.append(lines := Jsonl(paths.metrics, resumed_step))
+            if lines.moved:
+                self.say(f"[yellow]{escape(lines.moved)}[/yellow]")
         if metrics.tensorboard:
             self.sinks.append(_TensorBoard(paths.tensorboard, resumed_step))
         if metrics.wandb is not None:

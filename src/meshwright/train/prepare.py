@@ -17,12 +17,13 @@ from torch import nn
 from meshwright.checkpoint.directory import complete, latest, read_meta
 from meshwright.checkpoint.manager import check_base, check_same_model, check_writable
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError, number_of
+from meshwright.files import write_whole
 from meshwright.plan.context_parallel import unevenness
 from meshwright.plan.explain import explain
 from meshwright.plan.hardware import load_hardware
 from meshwright.plan.options import NF4
 from meshwright.plan.sharding_plan import bytes_of, itemsize
-from meshwright.train.config import RunConfig, load_config
+from meshwright.train.config import RunConfig
 from meshwright.train.guard import waits
 from meshwright.train.resume import checkpoint_to_resume, pass_over_damaged
 from meshwright.train.setup import Paths, RunSetup, make_setup, plain_config, together
@@ -30,14 +31,22 @@ from meshwright.train.setup import Paths, RunSetup, make_setup, plain_config, to
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from meshwright.data.index import StoreIndex
     from meshwright.data.loader import TrainLoader
     from meshwright.data.store import TokenStore
 
 __all__ = ["describe_data", "describe_sharing", "introduce", "load_run_tokenizer", "locked", "prepare_run", "warn"]
 
 
-def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrainedTokenizerBase, TokenStore]":
+def prepare_run(
+    config: RunConfig, world_size: int, *, fast: bool = False
+) -> "tuple[RunSetup, PreTrainedTokenizerBase, TokenStore]":
     """Check a run, and prepare the files that its workers read.
+
+    Args:
+        config: configuration of the run.
+        world_size: number of ranks.
+        fast: of tokens that are there already, compare only a sample with their digests.
 
     Returns:
         The resolved run, its tokenizer and its tokens. The tokenizer is saved with the run.
@@ -84,7 +93,7 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
     tokenizer = _tokenizer(config, paths)
     setup = make_setup(config, world_size, tokenizer)
     tokenizer.save_pretrained(paths.tokenizer)
-    store = prepare(config.data, tokenizer, paths.tokens, config.training.seed)
+    store = prepare(config.data, tokenizer, paths.tokens, config.training.seed, fast=fast, say=warn)
     if store.index.train_documents == 0:
         raise DataError("data: no documents left to train on")
     loader = _loader(config, store)
@@ -97,8 +106,8 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
         if problem := config.warmup_problem(steps):
             raise ConfigError(problem)
         check_writable(paths.root, _checkpoint_bytes(setup, config, resume, steps))
-    paths.config.write_text(config.to_yaml())
-    paths.source.write_text(json.dumps({**source, "data": store.index.kind}))
+    write_whole(paths.config, config.to_yaml())
+    write_whole(paths.source, json.dumps({**source, "data": store.index.kind}))
     return setup, tokenizer, store
 
 
@@ -137,21 +146,23 @@ def _checked_draft(config: RunConfig, world_size: int) -> RunSetup:
     return draft
 
 
-def load_run_tokenizer(config: RunConfig) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer that :func:`prepare_run` saved with the run."""
+def load_run_tokenizer(config: RunConfig, directory: Path | None = None) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer that :func:`prepare_run` saved with the run, or a copy of it in ``directory``."""
     from meshwright.data.tokenizer import load_tokenizer
 
-    return load_tokenizer(Paths(config.directory).tokenizer, config.model.trust_remote_code)
+    return load_tokenizer(directory or Paths(config.directory).tokenizer, config.model.trust_remote_code)
 
 
 def _tokenizer(config: RunConfig, paths: Paths) -> "PreTrainedTokenizerBase":
-    """Return the run's tokenizer: the saved one if the output directory has a checkpoint, otherwise as configured."""
+    """Return the run's tokenizer: that of its newest checkpoint, if the output directory has one, otherwise as configured."""
     from meshwright.data.tokenizer import build_tokenizer
 
-    resuming = latest(paths.checkpoints) is not None
-    if resuming and (paths.tokenizer / "tokenizer_config.json").is_file():
-        _refuse_another_tokenizer(config, paths)
-        return load_run_tokenizer(config)
+    if (checkpoint := latest(paths.checkpoints)) is not None:
+        # Files of a checkpoint have checksums, which were compared; the one beside it is written anew from it.
+        for directory in (checkpoint / "tokenizer", paths.tokenizer):
+            if (directory / "tokenizer_config.json").is_file():
+                _refuse_another_tokenizer(config, checkpoint)
+                return load_run_tokenizer(config, directory)
     return build_tokenizer(
         config.tokenizer,
         config.data,
@@ -162,15 +173,15 @@ def _tokenizer(config: RunConfig, paths: Paths) -> "PreTrainedTokenizerBase":
     )
 
 
-def _refuse_another_tokenizer(config: RunConfig, paths: Paths) -> None:
+def _refuse_another_tokenizer(config: RunConfig, checkpoint: Path) -> None:
     """Raise an error if a run that resumes, and so keeps its tokenizer, is configured with another one."""
-    if not paths.config.is_file():
-        return
-    earlier = load_config(paths.config).tokenizer
-    if earlier != config.tokenizer:
+    before = read_meta(checkpoint).get("config", {}).get("tokenizer", {})
+    earlier = {key: value for key, value in before.items() if value is not None}
+    now = config.tokenizer.model_dump(mode="json", exclude_none=True)
+    if earlier != now:
         raise CheckpointError(
-            f"tokenizer: the run in {config.output} began with {earlier.model_dump(exclude_none=True)}, but the configuration "
-            f"now has {config.tokenizer.model_dump(exclude_none=True)}; choose another output"
+            f"tokenizer: the run in {config.output} began with {earlier}, but the configuration now has {now}; choose another "
+            "output"
         )
 
 
@@ -230,15 +241,33 @@ def describe_data(config: RunConfig, store: "TokenStore") -> str:
     lines = [
         f"data: {number_of(index.rows, 'row')}, {number_of(index.documents, 'document')} of "
         f"{number_of(index.tokens, 'token')}, {index.eval_documents:,} held "
-        f"out; {index.truncated:,} truncated, {index.dropped:,} dropped, {index.empty:,} empty, {index.bad:,} bad",
+        f"out; {index.truncated:,} truncated, {index.dropped:,} dropped, {index.empty:,} empty, {index.bad:,} bad"
+        f"{_extras(index)}",
         f"{number_of(sequences, f'{packed}sequence')} of {length:,}, {filled:.1%} full; "
         f"{number_of(steps, 'step')} of {batch:,} {'is' if steps == 1 else 'are'} {epochs:.3g} epochs",
     ]
+    lines += [
+        f"data: the chat template writes nothing of the {name} of {number_of(count, 'chat')}, so the model does not see them; "
+        "set tokenizer.chat_template to one that does"
+        for name, count in index.unwritten.items()
+    ]
+    unread = (("columns", index.unread_columns), ("keys of messages", index.unread_keys))
+    if shown := [f"the {what} {_some(names)}" for what, names in unread if names]:
+        lines.append(f"data: not read: {'; '.join(shown)}")
     if index.bad:
-        rest = index.bad - len(index.bad_rows)
         lines += ["left out (data.bad_rows=skip):", *(f"  {row}" for row in index.bad_rows)]
-        lines += [f"  ... and {rest:,} more"] if rest else []
     return "\n".join(lines)
+
+
+def _extras(index: "StoreIndex") -> str:
+    """What else the chats of a store have, as the end of a line."""
+    parts = [f"{number_of(count, 'chat')} with {name}" for name, count in index.given.items()]
+    parts += [f"{number_of(index.unlearned, 'answer')} not learned (weight 0)"] if index.unlearned else []
+    return f"; {', '.join(parts)}" if parts else ""
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
 
 
 def describe_sharing(setup: RunSetup, store: "TokenStore") -> str:

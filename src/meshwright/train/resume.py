@@ -123,7 +123,7 @@ def _set_aside(checkpoint: Path, damages: list[str], say: Say) -> None:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """List the settings that decide updates and differ from the configuration that a checkpoint was written with.
+    """List the settings that decide updates or evaluations, and differ from the configuration of a checkpoint.
 
     Args:
         before: the configuration in the checkpoint, as plain values.
@@ -146,6 +146,7 @@ _DECIDE_UPDATES: dict[str, tuple[str, ...]] = {
     "schedule": (),
     "training": ("objective", "steps", "epochs", "global_batch_size", "clip_norm"),
     "parallel": ("freeze", "param_dtype", "reduce_dtype"),
+    "data": ("eval_files",),
     "moe": ("aux_loss", "bias_update_rate"),
 }
-"""Section to the keys in it that decide how a step changes the parameters; no keys: all keys of the section."""
+"""Section to the keys in it that decide how a step changes the parameters, or what is evaluated; no keys: all keys."""

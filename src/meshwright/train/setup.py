@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import ConfigError, LayoutError, MeshwrightError, PlanError, UnsupportedError
+from meshwright.errors import CheckpointError, ConfigError, LayoutError, MeshwrightError, PlanError, UnsupportedError
 from meshwright.layout import Layout
 from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.plan.spec import ParallelSpec
@@ -305,8 +305,20 @@ def plain_config(model: "PreTrainedModel") -> dict[str, Any]:
 
 
 def source_facts(paths: Paths) -> dict[str, Any]:
-    """Return the facts written when the run was prepared (:func:`meshwright.models.source.facts`), and the kind of data."""
-    return json.loads(paths.source.read_text()) if paths.source.is_file() else {}
+    """Return the facts written when the run was prepared (:func:`meshwright.models.source.facts`), and the kind of data.
+
+    Raises:
+        CheckpointError: the file is not what was written.
+    """
+    if not paths.source.is_file():
+        return {}
+    try:
+        values = json.loads(paths.source.read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError("no mapping")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{paths.source}: cannot be read ({error}); start the run again, which writes it anew") from error
+    return values
 
 
 def together(problems: list[MeshwrightError]) -> MeshwrightError:

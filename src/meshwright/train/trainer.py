@@ -79,7 +79,7 @@ class Trainer:
     ) -> None:
         self.setup, self.config, self.device = setup, setup.config, device
         self.mesh = parts.mesh(self)
-        self.rank = dist.get_rank()
+        self.rank, self._source = dist.get_rank(), source_facts(setup.paths)  # read before there is anything to lose
         self.step = self.skipped = 0
         self._skipped_since_metrics = 0
         self.journal = Journal()
@@ -238,7 +238,7 @@ class Trainer:
         return {
             **summary,
             **self.expectation.metrics(summary["step_seconds"]),
-            "epoch": self.loader.epoch(self.step - 1),
+            "epoch": round(self.loader.epochs(self.step), 6),
             "memory_bytes": memory_in_use(self.device),
             "skipped": skipped,
         }
@@ -364,7 +364,7 @@ class Trainer:
             "unevaluated": self.unevaluated,
             "loader": self.loader.state_dict(self.step),
             "model_config": plain_config(self.setup.model),
-            "source": source_facts(self.setup.paths),
+            "source": self._source,
             "config": self.config.model_dump(mode="json"),
         }
         path = self.checkpoints.save(self.step, tensors, meta)

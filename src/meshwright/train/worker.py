@@ -17,7 +17,7 @@ from rich.markup import escape
 from meshwright.checkpoint.directory import read_meta
 from meshwright.data.store import TokenStore
 from meshwright.distributed.process_group import process_group
-from meshwright.errors import ConfigError, MeshwrightError, StoppedError, WorkerError, described
+from meshwright.errors import ConfigError, DataError, MeshwrightError, StoppedError, WorkerError, described
 from meshwright.models.imports import import_modules
 from meshwright.ranks.hang import is_communication
 from meshwright.ranks.watch import Watch
@@ -44,6 +44,7 @@ def run_worker(
     *,
     source: Source | None = None,
     asked: Path | None = None,
+    fast: bool = False,
 ) -> None:
     """Train as one rank. Collective over all ranks of the job.
 
@@ -54,6 +55,7 @@ def run_worker(
             prepares it.
         source: where the configuration came from, for the line about the layout's proof, which rank 0 prints if it prepares.
         asked: a file that the launcher creates to ask the run to end.
+        fast: of tokens that are there already, compare only a sample with their digests.
 
     Raises:
         StoppedError: a signal ended the run.
@@ -64,7 +66,7 @@ def run_worker(
         agreement = Agreement(config.checkpoint.every_minutes)
         resources.enter_context(Attendant(SIGNALS, agreement.ask_to_end, asked, speaks=dist.get_rank() == 0))
         # One process chooses the checkpoint: on a shared file system ranks may see different ones.
-        store, resume = prepared or _prepare_on_rank_0(config, resources, source)
+        store, resume = prepared or _prepare_on_rank_0(config, resources, source, fast)
         resume = verified(config, resume, warn)
         # Only now: waiting while one rank prepares or reads is no hang.
         watch = resources.enter_context(_watch(config, device_kind))
@@ -118,14 +120,14 @@ def _report(lines: list[str]) -> None:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
-def _prepare_on_rank_0(config: RunConfig, resources: ExitStack, source: Source | None) -> tuple[str, Path | None]:
+def _prepare_on_rank_0(config: RunConfig, resources: ExitStack, source: Source | None, fast: bool) -> tuple[str, Path | None]:
     """Prepare the run on rank 0, and return the token store and the checkpoint on all ranks. If it fails, all ranks fail."""
     outcome: list[Any] = [None]
     mark = Paths(config.directory).root / MARK
     if dist.get_rank() == 0:
         try:
             resources.enter_context(locked(config))
-            setup, _, store = prepare_run(config, dist.get_world_size())
+            setup, _, store = prepare_run(config, dist.get_world_size(), fast=fast)
             introduce(setup, config, store)
             assure(setup, source, None)
             mark.write_text(uuid.uuid4().hex)
@@ -144,6 +146,7 @@ def _prepare_on_rank_0(config: RunConfig, resources: ExitStack, source: Source |
         raise outcome[0]
     *prepared, written, host = outcome[0]
     _check_shared(config, mark, written, host, patient)
+    _check_tokens(prepared[0], fast, patient)
     return tuple(prepared)
 
 
@@ -168,6 +171,31 @@ def _check_shared(config: RunConfig, mark: Path, written: str, host: str, group:
     if dist.get_rank() != 0:
         leave_to_rank_0(error)
     raise error
+
+
+def _check_tokens(store: str, fast: bool, group: Any) -> None:
+    """Compare the tokens with their digests on each machine but that of rank 0, which has done it. Collective.
+
+    Raises:
+        DataError: a machine reads something else. Rank 0 raises it, and the other ranks end silently.
+    """
+    first = dist.get_rank() != 0 and os.environ.get("LOCAL_RANK") == "0"
+    found: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(found, damage_here(store, fast) if first else [], group=group)
+    if lines := [f"rank {rank} {line}" for rank, here in enumerate(found) for line in here]:
+        error = DataError(lines)
+        if dist.get_rank() != 0:
+            leave_to_rank_0(error)
+        raise error
+
+
+def damage_here(store: str, fast: bool) -> list[str]:
+    """Return what is wrong with a token store, as this machine reads it."""
+    try:
+        lines, _ = TokenStore.open(store).damage(fast=fast)
+    except DataError as error:
+        lines = list(error.problems)
+    return [f"on {socket.gethostname()}: {line} (rank 0 reads it well)" for line in lines]
 
 
 def _reads(mark: Path, written: str) -> bool:
