@@ -1,5 +1,6 @@
-"""Files that a run leaves: their permissions are those of the umask, whatever library wrote them."""
+"""Files that a run leaves: their permissions, those of the umask, and how one directory takes the place of another."""
 
+import ctypes
 import os
 import stat
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["honour_umask", "save_tensors"]
+__all__ = ["exchange", "honour_umask", "save_tensors"]
 
 
 def honour_umask(path: Path) -> None:
@@ -35,3 +36,17 @@ def save_tensors(tensors: "Mapping[str, torch.Tensor]", file: Path) -> None:
 
     save_file(dict(tensors), file, metadata={"format": "pt"})
     honour_umask(file)
+
+
+_HERE, _EXCHANGE = -100, 2
+"""AT_FDCWD and RENAME_EXCHANGE of renameat2(2)."""
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange two paths in one step, so that at each moment both exist.
+
+    Returns:
+        ``False`` where this system or the file system cannot; then nothing was changed.
+    """
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    return rename is not None and rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0

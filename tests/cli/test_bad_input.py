@@ -197,6 +197,25 @@ def test_output_that_cannot_be_written(meshwright: Meshwright, config: str, tmp_
         wrong(meshwright, "train", config, f"output={output}", parts=(f"{output}: cannot be written",))
 
 
+def test_files_of_others_are_not_written_over(meshwright: Meshwright, config: str, tmp_path: Path) -> None:
+    parts = ("is the configuration itself; choose another file",)
+    written = Path(config).read_text()
+    wrong(meshwright, "calibrate", config, config, "--overwrite", parts=parts)
+    wrong(meshwright, "audit", config, "--json", config, parts=parts)
+    wrong(meshwright, "plan", config, "layout.pp=2", "-n", 2, "--timeline-svg", config, parts=parts)
+    (tmp_path / "mine.yaml").write_text("name: mine\n")
+    wrong(meshwright, "calibrate", config, tmp_path / "mine.yaml", parts=("exists already; --overwrite replaces it",))
+    out = tmp_path / "out"  # of the run
+    for file, words in (("config.yaml", "is not of a run"), ("export/thesis.txt", "has files that are no export")):
+        (out / file).parent.mkdir(exist_ok=True, parents=True)
+        (out / file).write_text("mine")
+        wrong(meshwright, "train", config, "export=true", parts=(words,))
+        assert (out / file).read_text() == "mine"
+        (out / file).unlink()
+    assert Path(config).read_text() == written
+    assert (tmp_path / "mine.yaml").read_text() == "name: mine\n"
+
+
 def test_full_disk(meshwright: Meshwright, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100_000))

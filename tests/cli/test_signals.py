@@ -120,7 +120,7 @@ def _asked_in_the_export() -> None:
 
     launcher = os.getpid()
 
-    def export_checkpoint(*_: object) -> None:
+    def export_checkpoint(*_: object, **__: object) -> None:
         os.kill(launcher, signal.SIGTERM)
         time.sleep(30)
 

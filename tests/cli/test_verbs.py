@@ -68,6 +68,11 @@ def test_train_export_generate(meshwright: Meshwright, config: str, tmp_path: Pa
     # A run means its newest checkpoint; a checkpoint means itself.
     assert succeeds(meshwright("export", run, tmp_path / "newest")) == f"{run}/checkpoints/step-00000006 -> {tmp_path}/newest\n"
     succeeds(meshwright("export", run / "checkpoints" / "step-00000003", tmp_path / "third", "--dtype", "bfloat16"))
+    third = ("export", run / "checkpoints" / "step-00000003", tmp_path / "third", "--dtype", "bfloat16")
+    again = meshwright(*third)
+    assert (again.code, again.out) == (2, "")
+    assert "already; --overwrite replaces it" in again.error
+    succeeds(meshwright(*third, "--overwrite"))
     weights = [(folder / "model.safetensors").read_bytes() for folder in (run / "export", tmp_path / "newest")]
     assert weights[0] == weights[1]
     assert json.loads((tmp_path / "third" / "config.json").read_text())["dtype"] == "bfloat16"

@@ -154,7 +154,7 @@ def audit(
 
     run = load_config(config, overrides or [])
     if json_file is not None:
-        check_writable("--json", json_file)
+        check_writable("--json", json_file, config)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and temporary files end with this one
     try:
         report = run_audit(run, nproc=nproc, steps=steps, dtype=dtype, full=full, drawn=drawn, patience=timeout, say=typer.echo)
@@ -178,10 +178,15 @@ def calibrate(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file to write, for plan --gpu.", show_default=False)],
     overrides: OverrideArgument = None,
     nproc: Annotated[int | None, typer.Option("--nproc", min=1, help="Processes. Default: as `train` would start.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file, if there is one.")] = False,
     debug: DebugOption = False,
 ) -> None:
     """Measure this machine in a minute, with the shapes of a run, for forecasts."""
-    check_writable("FILE", file)
+    from meshwright.errors import ConfigError
+
+    check_writable("FILE", file, config)
+    if file.exists() and not overwrite:
+        raise ConfigError(f"FILE={file}: exists already; --overwrite replaces it")
     import yaml
 
     from meshwright.train.config import load_config
@@ -209,6 +214,7 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter/--merged", help="Of an adapter: itself, for peft; or merged into its model.")
     ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in the directory.")] = False,
     debug: DebugOption = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face directory: safetensors, config, tokenizer."""
@@ -224,7 +230,7 @@ def export(
     newest = checkpoint if (checkpoint / "meta.json").is_file() else latest(checkpoint / "checkpoints")
     if newest is None:
         raise CheckpointError(f"{checkpoint}: neither a complete checkpoint nor a run that has one")
-    export_checkpoint(newest, directory, dtype, adapter=adapter)
+    export_checkpoint(newest, directory, dtype, adapter=adapter, overwrite=overwrite)
     typer.echo(f"{newest} -> {directory}")
 
 

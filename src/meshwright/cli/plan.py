@@ -113,7 +113,7 @@ def plan(
         if not sharding_plan.stages:
             raise ConfigError("--timeline: the layout has no pipeline; it needs layout.pp > 1")
         if timeline_svg is not None:
-            check_writable("--timeline-svg", timeline_svg)
+            check_writable("--timeline-svg", timeline_svg, config)
             timeline_svg.write_text(pictures.timeline_svg(sharding_plan), encoding="utf-8")
         if timeline:
             console.print(pictures.timeline(sharding_plan, console.width))

@@ -15,6 +15,7 @@ from rich.console import Console
 from torch import nn
 
 from meshwright.checkpoint.directory import complete, latest, read_meta
+from meshwright.checkpoint.export import check_target
 from meshwright.checkpoint.manager import check_base, check_same_model, check_writable
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError, number_of
 from meshwright.plan.context_parallel import unevenness
@@ -60,6 +61,11 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
             warn(line)
     paths = Paths(config.directory)
     check_writable(paths.root)
+    if paths.config.exists() and not paths.source.exists() and latest(paths.checkpoints) is None:
+        words = "is not of a run, and the run would write its own in its place; rename it, or choose another output"
+        raise ConfigError(f"output={config.output}: {paths.config} {words}")
+    if config.export:
+        check_target(paths.export, overwrite=True)  # at the end, in place of that of an earlier part of the run
     pass_over_damaged(config, warn)
     resume = checkpoint_to_resume(config)
     # If the run is given in epochs, its steps are known only after the data are read; until then count a single checkpoint.
@@ -97,8 +103,8 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
         if problem := config.warmup_problem(steps):
             raise ConfigError(problem)
         check_writable(paths.root, _checkpoint_bytes(setup, config, resume, steps))
-    paths.config.write_text(config.to_yaml())
     paths.source.write_text(json.dumps({**source, "data": store.index.kind}))
+    paths.config.write_text(config.to_yaml())
     return setup, tokenizer, store
 
 

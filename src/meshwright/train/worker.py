@@ -193,7 +193,7 @@ def finish_run(config: RunConfig) -> None:
     newest = latest(paths.checkpoints)
     if not config.export or newest is None:
         return
-    export_checkpoint(newest, paths.export)
+    export_checkpoint(newest, paths.export, overwrite=True)  # of this run: nothing else is replaced
     console.print(f"exported {paths.export}", highlight=False, markup=False)
     for prompt in config.sample.prompts:
         text = generate(
