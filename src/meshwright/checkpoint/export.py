@@ -12,7 +12,7 @@ from meshwright.checkpoint.manager import check_base, check_writable
 from meshwright.errors import CheckpointError, ModelError, described
 from meshwright.files import exchange, honour_umask, save_tensors
 from meshwright.models.bars import one_bar
-from meshwright.paths import no_directory
+from meshwright.paths import mistaken, no_directory
 
 __all__ = ["check_target", "export_checkpoint", "generate"]
 
@@ -235,24 +235,29 @@ def generate(
     import torch
     from transformers import AutoConfig, AutoTokenizer
 
+    from meshwright.models.adapter_files import refuse_no_adapter, with_adapter
     from meshwright.models.families import family_named
     from meshwright.models.family import Sampling
 
     if absent := no_directory("DIRECTORY", str(directory), hub=False):
         raise ModelError(absent)
     if not (directory / "config.json").is_file():
-        raise ModelError(f"{directory}: holds no model (no config.json)")
+        instead = mistaken(directory, "model", "DIRECTORY", "--adapter")
+        raise ModelError(f"{directory}: holds no model (no config.json){instead}")
+    if adapter is not None:
+        refuse_no_adapter(adapter)
     try:
         with one_bar("reading weights"):
             config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
             family = family_named(config.model_type)
             model = family.auto_class().from_pretrained(directory, dtype="auto", trust_remote_code=trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelError(f"{directory}: {str(error).splitlines()[0]}") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{directory}: holds no tokenizer that can be read: {str(error).splitlines()[0]}") from error
     if adapter is not None:
-        from meshwright.models.adapter_files import with_adapter
-
         model = with_adapter(model, adapter)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).eval()

@@ -221,7 +221,7 @@ def export(
     from meshwright.checkpoint.directory import latest
     from meshwright.checkpoint.export import export_checkpoint
     from meshwright.errors import CheckpointError, ConfigError
-    from meshwright.paths import no_directory
+    from meshwright.paths import mistaken, no_directory
 
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise ConfigError(f"--dtype={dtype}: legal are float32, bfloat16, float16")
@@ -229,7 +229,8 @@ def export(
         raise CheckpointError(absent)
     newest = checkpoint if (checkpoint / "meta.json").is_file() else latest(checkpoint / "checkpoints")
     if newest is None:
-        raise CheckpointError(f"{checkpoint}: neither a complete checkpoint nor a run that has one")
+        instead = mistaken(checkpoint, "checkpoint")
+        raise CheckpointError(f"{checkpoint}: neither a complete checkpoint nor a run that has one{instead}")
     export_checkpoint(newest, directory, dtype, adapter=adapter, overwrite=overwrite)
     typer.echo(f"{newest} -> {directory}")
 

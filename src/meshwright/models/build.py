@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.distributed.names import class_name
 from meshwright.errors import ConfigError, ModelError, described
 from meshwright.models.config import AdapterConfig, ModelConfig
-from meshwright.paths import no_directory
+from meshwright.paths import mistaken, no_directory
 from meshwright.plan.context_parallel import is_flash
 from meshwright.plan.names import within
 
@@ -112,7 +112,7 @@ def _load_config(config: ModelConfig) -> "PretrainedConfig":
     if absent := no_directory("model.path", config.path):
         raise ModelError(absent)
     if config.local is not None and not (config.local / "config.json").is_file():
-        raise ModelError(f"model.path={config.path!r}: the directory has no config.json")
+        raise ModelError(f"model.path={config.path!r}: the directory has no config.json{mistaken(config.path, 'model')}")
     try:
         return AutoConfig.from_pretrained(config.local or config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
