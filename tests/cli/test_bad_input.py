@@ -266,6 +266,7 @@ def test_port_in_use(meshwright: Meshwright, config: str, taken_port: int) -> No
         (("train", "--world-size", "8"), "No such option: --world-size (Possible options: --nproc)"),
         (("audit", "--gpus", "2"), "(Possible options: --nproc)"),
         (("train", "--learning-rate", "1e-4"), "without dashes: optimizer.lr=VALUE"),
+        (("train", "--rank", "16"), "without dashes: adapter.rank=VALUE"),
         (("train", "--layout.tp", "2"), "without dashes: layout.tp=VALUE"),
         (("train", "--output", "x"), "without dashes: output=VALUE"),
         (("plan", "--worldsize", "2"), "(Possible options: --world-size)"),
