@@ -95,7 +95,7 @@ def test_batch_that_the_ranks_do_not_divide(meshwright: Meshwright, config: str)
         ("data.files=['/nowhere/*.txt']", ("data.files: '/nowhere/*.txt': glob matches no file",)),
         (
             "data.sequence_length=65",
-            ("data.sequence_length=65: model.config has max_position_embeddings=64; legal is 2 to 64",),
+            ("data.sequence_length=65: model.config has max_position_embeddings=64; legal is 2 to 64, or more with",),
         ),
         ("model.config.vocab_size=200", ("model.config.vocab_size=200: the tokenizer has 300 tokens", "300 or more")),
         ("tokenizer.vocab_size=20000", ("tokenizer.vocab_size=20000: the corpus is too small",)),

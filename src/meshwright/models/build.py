@@ -95,11 +95,15 @@ def _filled(values: Mapping[str, Any], defaults: Mapping[str, Any], legal: set[s
     return {**{key: value for key, value in defaults.items() if not legal or key in legal}, **values}
 
 
+_RENAMED = {"rope_scaling": "rope_parameters", "rope_theta": "rope_parameters"}
+"""Keys of earlier releases of transformers, and where their values are now."""
+
+
 def _unknown_keys(values: Mapping[str, Any], legal: set[str], where: str, kind: str) -> list[str]:
     problems = []
     for key in values:
         if legal and key not in legal:
-            near = difflib.get_close_matches(key, sorted(legal), n=1)
+            near = [_RENAMED[key]] if _RENAMED.get(key) in legal else difflib.get_close_matches(key, sorted(legal), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             problems.append(f"{where}.{key}: unknown key of {kind!r}{hint}")
     return problems

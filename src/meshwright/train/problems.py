@@ -100,7 +100,7 @@ FOREIGN = {
     "warmup_steps": "schedule.warmup_steps",
     "weight_decay": "optimizer.weight_decay",
 }
-"""What users of the Hugging Face Trainer, TRL, peft, axolotl and LLaMA-Factory type, and the key that it is here."""
+"""What users of the Hugging Face Trainer, TRL, axolotl and LLaMA-Factory type, and the key that it is here."""
 
 FOREIGN_IN_SECTION = {
     "adapter.type": "adapter.kind",

@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -281,9 +282,33 @@ def _length_problems(config: RunConfig, model: "PreTrainedModel") -> list[Meshwr
     if not isinstance(longest, int) or longest < 1 or length <= longest:  # -1: no limit
         return []
     where = "model.config" if config.model.config is not None else config.model.path
+    longer = _longer(config, getattr(model.config.get_text_config(), "rope_parameters", None), longest)
     return [
-        ConfigError(f"data.sequence_length={length}: {where} has max_position_embeddings={longest}; legal is 2 to {longest}")
+        ConfigError(
+            f"data.sequence_length={length}: {where} has max_position_embeddings={longest}; legal is 2 to {longest}{longer}"
+        )
     ]
+
+
+def _longer(config: RunConfig, rope: dict[str, Any] | None, longest: int) -> str:
+    """Say how a model gets more positions, as the end of a message.
+
+    Args:
+        config: configuration of the run.
+        rope: how transformers computes the model's rotary positions; ``None``: it has none.
+        longest: the positions that it has.
+    """
+    length = config.data.sequence_length
+    if config.model.config is not None:
+        return f", or more with model.config.max_position_embeddings={length}"
+    if not rope:
+        return "; its positions are not rotary, and cannot be scaled"
+    if rope.get("rope_type") != "default":  # scaled already, or each kind of attention has its own
+        return "; for more, its config.json needs other max_position_embeddings and rope_parameters"
+    factor = math.ceil(length / longest)
+    scaled = {**rope, "rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": longest}
+    text = json.dumps({"max_position_embeddings": factor * longest, "rope_parameters": scaled})
+    return f"; for more, scale its rotary positions: write {text[1:-1]} into the config.json of a copy of it"
 
 
 def _vocabulary_problems(config: RunConfig, model: "PreTrainedModel", tokens: int) -> list[MeshwrightError]:
