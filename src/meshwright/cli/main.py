@@ -15,7 +15,7 @@ from meshwright.cli.arguments import ConfigArgument, DebugOption, OverrideArgume
 from meshwright.cli.options import suggest
 from meshwright.cli.plan import plan
 from meshwright.cli.problems import show_problems
-from meshwright.errors import MeshwrightError, StoppedError, WorkerError, described, shortened
+from meshwright.errors import InterruptError, MeshwrightError, StoppedError, WorkerError, described, during, shortened
 from meshwright.quiet import quiet
 
 if TYPE_CHECKING:
@@ -27,16 +27,25 @@ __all__ = ["app", "main"]
 
 class _Verbs(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
-        """Run a subcommand. An unexpected end of file is an error like any other, of which click would print only Aborted; an
-        unknown option is refused with what was meant.
+        """Run a subcommand. Ctrl-C and an unexpected end of file, of which click would print little or nothing, are errors like
+        any other; an unknown option is refused with what was meant.
         """
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise _interrupted(error, ctx.invoked_subcommand) from error
         except EOFError as error:
             raise WorkerError(described(error)) from error
         except Exception as error:
             suggest(error)
             raise
+
+
+def _interrupted(error: KeyboardInterrupt, verb: str | None) -> InterruptError:
+    """The error for an interruption. Training itself takes Ctrl-C as a wish to end, so a run has not begun yet."""
+    notes = getattr(error, "__notes__", ())
+    words = f"interrupted while {notes[0]}" if notes else "interrupted"
+    return InterruptError(f"{words}, before the first step; nothing is lost" if verb == "train" else words)
 
 
 app = typer.Typer(
@@ -96,8 +105,9 @@ def train(
     if print_config:
         typer.echo(run.to_yaml(), nl=False)
         return
-    from meshwright.train.launch import launch
-    from meshwright.train.proof import Source
+    with during("libraries are loaded"):
+        from meshwright.train.launch import launch
+        from meshwright.train.proof import Source
 
     source = Source(str(config), tuple(overrides or ()))
     launch(run, debug=debug, source=source, prove=_prove if audit_first else None, nproc=nproc)
@@ -332,7 +342,9 @@ def main() -> None:
     except MeshwrightError as error:
         if debug:
             traceback.print_exc()
-        show_problems(error.problems, kind="" if isinstance(error, StoppedError) else "error: ", whole=debug)
+        expected = isinstance(error, StoppedError | InterruptError)
+        if not isinstance(error, InterruptError) or os.environ.get("RANK", "0") == "0":  # of many ranks, one says it
+            show_problems(error.problems, kind="" if expected else "error: ", whole=debug)
         _end(error.exit_code)
     except Exception as error:
         if debug:

@@ -17,7 +17,7 @@ from torch import nn
 from meshwright.checkpoint.directory import complete, latest, read_meta
 from meshwright.checkpoint.export import check_target
 from meshwright.checkpoint.manager import check_base, check_same_model, check_writable
-from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError, number_of
+from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError, during, number_of
 from meshwright.plan.context_parallel import unevenness
 from meshwright.plan.explain import explain
 from meshwright.plan.hardware import load_hardware
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["describe_data", "describe_sharing", "introduce", "load_run_tokenizer", "locked", "prepare_run", "warn"]
 
 
+@during("the run is prepared")
 def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrainedTokenizerBase, TokenStore]":
     """Check a run, and prepare the files that its workers read.
 
@@ -87,10 +88,12 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
     else:
         source = {}
 
-    tokenizer = _tokenizer(config, paths)
+    with during("the tokenizer is made"):
+        tokenizer = _tokenizer(config, paths)
     setup = make_setup(config, world_size, tokenizer)
     tokenizer.save_pretrained(paths.tokenizer)
-    store = prepare(config.data, tokenizer, paths.tokens, config.training.seed)
+    with during("the data are read"):
+        store = prepare(config.data, tokenizer, paths.tokens, config.training.seed)
     if store.index.train_documents == 0:
         raise DataError("data: no documents left to train on")
     loader = _loader(config, store)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import ConfigError, LayoutError, MeshwrightError, PlanError, UnsupportedError
+from meshwright.errors import ConfigError, LayoutError, MeshwrightError, PlanError, UnsupportedError, during
 from meshwright.layout import Layout
 from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.plan.spec import ParallelSpec
@@ -126,6 +126,7 @@ def microbatches_per_step(config: RunConfig, layout: Layout) -> int:
     return training.global_batch_size // (training.microbatch_size * ranks)
 
 
+@during("the model and its plan are built")
 def make_setup(
     config: RunConfig, world_size: int, tokenizer: "PreTrainedTokenizerBase | None" = None, *, planning: bool = False
 ) -> RunSetup:

@@ -1,7 +1,9 @@
 """One worker process of a run, whichever launcher started it."""
 
 import os
+import signal
 import socket
+import threading
 import time
 import uuid
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -17,13 +19,13 @@ from rich.markup import escape
 from meshwright.checkpoint.directory import read_meta
 from meshwright.data.store import TokenStore
 from meshwright.distributed.process_group import process_group
-from meshwright.errors import ConfigError, MeshwrightError, StoppedError, WorkerError, described
+from meshwright.errors import ConfigError, InterruptError, MeshwrightError, StoppedError, WorkerError, described
 from meshwright.models.imports import import_modules
 from meshwright.ranks.hang import is_communication
 from meshwright.ranks.watch import Watch
 from meshwright.train.assure import assure
 from meshwright.train.config import RunConfig
-from meshwright.train.ending import SIGNALS, UNEXPORTED, Agreement, Attendant, leave_to_rank_0, tell
+from meshwright.train.ending import SIGNALS, UNEXPORTED, Agreement, Attendant, begin, has_begun, leave_to_rank_0, tell
 from meshwright.train.prepare import introduce, load_run_tokenizer, locked, prepare_run, warn
 from meshwright.train.proof import Source
 from meshwright.train.resume import changes, checkpoint_to_resume, verified
@@ -62,7 +64,16 @@ def run_worker(
     with ExitStack() as resources:
         device = resources.enter_context(process_group(timedelta(minutes=config.launch.timeout_minutes), device_kind))
         agreement = Agreement(config.checkpoint.every_minutes)
-        resources.enter_context(Attendant(SIGNALS, agreement.ask_to_end, asked, speaks=dist.get_rank() == 0))
+        begun = threading.Event()
+
+        def ask(reason: str) -> None:
+            if prepared is not None and reason == signal.SIGINT.name and not (has_begun(asked) if asked else begun.is_set()):
+                if asked is None:  # else the launcher says so
+                    tell("interrupted while the model gets its values, before the first step; nothing is lost")
+                os._exit(InterruptError.exit_code)
+            agreement.ask_to_end(reason)
+
+        resources.enter_context(Attendant(SIGNALS, ask, asked, speaks=dist.get_rank() == 0))
         # One process chooses the checkpoint: on a shared file system ranks may see different ones.
         store, resume = prepared or _prepare_on_rank_0(config, resources, source)
         resume = verified(config, resume, warn)
@@ -81,6 +92,9 @@ def run_worker(
         trainer.agreement = agreement
         if watch is not None:
             trainer.progress = watch.tick
+        begun.set()
+        if asked is not None and trainer.rank == 0:
+            begin(asked)
         try:
             trainer.run()
         except RuntimeError as error:
