@@ -60,6 +60,14 @@ def test_heads_that_do_not_divide(meshwright: Meshwright, config: str, verb: str
     wrong(meshwright, verb, config, "layout.tp=3", *sizes, *ranks, parts=parts, messages=2)
 
 
+@pytest.mark.parametrize("verb", [("train",), ("plan",), ("plan", "--gpu", "h100")])
+def test_key_value_heads_that_no_attention_can_share(meshwright: Meshwright, config: str, verb: tuple[str, ...]) -> None:
+    """A config may leave them out, and its family's default is more than it has heads."""
+    sizes = "model.config={model_type: gpt_oss, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 300}"
+    parts = ("error: model.config: num_key_value_heads=8 does not divide num_attention_heads=4; legal are 1, 2, 4\n",)
+    wrong(meshwright, verb[0], config, sizes, *verb[1:], parts=parts)
+
+
 def test_a_schedule_that_does_not_take_the_microbatches(meshwright: Meshwright, config: str) -> None:
     sizes = ("layout.pp=2", "layout.dp_shard=1", "training.global_batch_size=1", "training.microbatch_size=1")
     parts = ("pipeline_schedule=1f1b: a run has 1 microbatch (", "with pp=2 legal are 2, 3, 4")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import ConfigError, LayoutError, MeshwrightError, PlanError, UnsupportedError, during
-from meshwright.layout import Layout
+from meshwright.layout import Layout, divisors
 from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.plan.spec import ParallelSpec
 from meshwright.train.config import RunConfig
@@ -151,9 +151,16 @@ def make_setup(
     spec, model = describe_model(config, tokenizer, planning=planning)
     problems: list[MeshwrightError] = []
     microbatches = 1
-    layout = config.layout.layout()
+    layout, sizes = config.layout.layout(), model_sizes(spec, model)
+    if sizes.kv_groups and sizes.heads and sizes.kv_heads and sizes.heads % sizes.kv_heads:
+        problems.append(
+            ConfigError(
+                f"{config.model.path or 'model.config'}: {spec.sizes['kv_heads']}={sizes.kv_heads} does not divide "
+                f"{spec.sizes['heads']}={sizes.heads}; legal are {', '.join(map(str, divisors(sizes.heads)))}"
+            )
+        )
     try:
-        layout = layout.resolve(world_size, model_sizes(spec, model))
+        layout = layout.resolve(world_size, sizes)
         microbatches = microbatches_per_step(config, layout)
     except (LayoutError, ConfigError) as error:
         problems.append(error)
