@@ -156,10 +156,9 @@ def audit(
         raise ConfigError("--all and --part: need --matrix")
     if config is None:
         raise ConfigError("CONFIG is missing: give the YAML file of a run, or --matrix")
-    from rich.console import Console
-
     from meshwright.audit.conduct import audit as run_audit
     from meshwright.ranks.hang import HangError
+    from meshwright.terminal import console
     from meshwright.train.config import load_config
 
     run = load_config(config, overrides or [])
@@ -174,7 +173,7 @@ def audit(
             content = {"passed": False, "verdict": f"{kind}: {error.problems[0]}", "problems": list(error.problems)}
             json_file.write_text(json.dumps(content))
         raise
-    Console(width=None if sys.stdout.isatty() else 160).print(report.explain())
+    console().print(report.explain())
     if json_file is not None:
         json_file.write_text(report.to_json())
     typer.echo(report.verdict)
@@ -309,16 +308,15 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 
 def _prove(setup: "RunSetup") -> "AuditReport":
     """Run the audit of `train --audit`, which is that of the command that is printed for an unproven layout."""
-    from rich.console import Console
-
     from meshwright.audit.conduct import audit as run_audit
+    from meshwright.terminal import console
     from meshwright.train.proof import audit_arguments
 
     run, nproc = audit_arguments(setup)
     dtype = "float32" if run.parallel.compile else "float64"
     report = run_audit(run, nproc=nproc, dtype=dtype, say=typer.echo)
     if not report.passed:
-        Console(width=None if sys.stdout.isatty() else 160).print(report.explain())
+        console().print(report.explain())
     return report
 
 

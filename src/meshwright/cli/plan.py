@@ -1,6 +1,5 @@
 """`meshwright plan`."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +14,10 @@ if TYPE_CHECKING:
     from meshwright.train.setup import RunSetup
 
 __all__ = ["plan"]
+
+
+_PICTURE = 160
+"""Characters of a line of a picture, at most."""
 
 
 def plan(
@@ -64,11 +67,10 @@ def plan(
     if print_config:
         typer.echo(run.to_yaml(), nl=False)
         return
-    from rich.console import Console
-
     from meshwright.plan.explain import explain, explain_program
     from meshwright.plan.price import priced_json
     from meshwright.plan.sharding_plan import ShardingPlan
+    from meshwright.terminal import console
     from meshwright.train.assure import assure
     from meshwright.train.guard import waits
     from meshwright.train.launch import planned_processes
@@ -105,7 +107,7 @@ def plan(
             more = {"verdict": verdict.to_dict(), "time": seconds.to_dict()}
         typer.echo(priced_json(sharding_plan, more))
         return
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    page = console()
     if timeline or timeline_svg is not None:
         from meshwright.errors import ConfigError
         from meshwright.plan import timeline as pictures
@@ -116,20 +118,20 @@ def plan(
             check_writable("--timeline-svg", timeline_svg, config)
             timeline_svg.write_text(pictures.timeline_svg(sharding_plan), encoding="utf-8")
         if timeline:
-            console.print(pictures.timeline(sharding_plan, console.width))
+            page.print(pictures.timeline(sharding_plan, min(page.width, _PICTURE)))
     elif program:
-        console.print(explain_program(sharding_plan, full=full))
+        page.print(explain_program(sharding_plan, full=full))
     else:
-        console.print(explain(sharding_plan, full=full))
+        page.print(explain(sharding_plan, full=full))
         if line := waits(run):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            page.print(line, highlight=False, markup=False, soft_wrap=True)
         if hardware is not None:
             from meshwright.trace.show import show_time, show_verdict
 
             verdict, seconds = _forecasts(setup, hardware, load)
-            console.print(show_verdict(verdict, hardware), show_time(seconds, calibrated=hardware.calibrated))
+            page.print(show_verdict(verdict, hardware), show_time(seconds, calibrated=hardware.calibrated))
         else:
-            console.print("Whether it fits, and how long a step takes: --gpu h100 (or another one)", highlight=False)
+            page.print("Whether it fits, and how long a step takes: --gpu h100 (or another one)", highlight=False)
         assure(setup, Source(str(config), tuple(overrides or ())), None)
 
 

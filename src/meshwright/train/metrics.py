@@ -3,17 +3,16 @@
 import json
 import math
 import os
-import sys
 import uuid
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from meshwright.plan.explain import human_bytes
+from meshwright.terminal import console
 from meshwright.train.config import RunConfig
 from meshwright.train.setup import Paths
 
@@ -162,7 +161,7 @@ class Recorder:
         self.steps = steps or config.training.steps or 0
         self.every = config.training.log_every
         self.sinks: list[Sink] = []
-        self.console = Console(file=sys.stdout, quiet=not speaks)
+        self.console = console(quiet=not speaks)
         self._progress: Progress | None = None
         self._times = StepTimes()
         if not speaks:

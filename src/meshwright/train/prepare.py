@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console
 from torch import nn
 
 from meshwright.checkpoint.directory import complete, latest, read_meta
@@ -23,6 +22,7 @@ from meshwright.plan.explain import explain
 from meshwright.plan.hardware import load_hardware
 from meshwright.plan.options import NF4
 from meshwright.plan.sharding_plan import bytes_of, itemsize
+from meshwright.terminal import console
 from meshwright.train.config import RunConfig, load_config
 from meshwright.train.guard import waits
 from meshwright.train.resume import checkpoint_to_resume, pass_over_damaged
@@ -113,7 +113,7 @@ def prepare_run(config: RunConfig, world_size: int) -> "tuple[RunSetup, PreTrain
 
 def warn(line: str) -> None:
     """Print a warning in the terminal; the run goes on."""
-    Console().print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    console().print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
 def _checked_draft(config: RunConfig, world_size: int) -> RunSetup:
@@ -218,10 +218,10 @@ def _loader(config: RunConfig, store: "TokenStore") -> "TrainLoader":
 
 def introduce(setup: RunSetup, config: RunConfig, store: "TokenStore") -> None:
     """Print what a run will do: the plan without its parameters, why the host waits in each step (if it does), and the data."""
-    console = Console()
-    console.print(explain(setup.plan, parameters=False))
+    page = console()
+    page.print(explain(setup.plan, parameters=False))
     for line in filter(None, (waits(config), describe_data(config, store), describe_sharing(setup, store))):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        page.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def describe_data(config: RunConfig, store: "TokenStore") -> str:

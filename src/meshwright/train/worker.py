@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import uuid
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.markup import escape
 
 from meshwright.checkpoint.directory import read_meta
@@ -23,6 +23,7 @@ from meshwright.errors import ConfigError, InterruptError, MeshwrightError, Stop
 from meshwright.models.imports import import_modules
 from meshwright.ranks.hang import is_communication
 from meshwright.ranks.watch import Watch
+from meshwright.terminal import console
 from meshwright.train.assure import assure
 from meshwright.train.config import RunConfig
 from meshwright.train.ending import SIGNALS, UNEXPORTED, Agreement, Attendant, begin, has_begun, leave_to_rank_0, tell
@@ -127,9 +128,9 @@ def _watch(config: RunConfig, device_kind: str) -> AbstractContextManager[Watch 
 
 
 def _report(lines: list[str]) -> None:
-    console = Console(stderr=True)
+    page = console(sys.stderr)
     for line in (*lines, "the run goes on if the ranks do (this report: launch.hang_report_seconds)"):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        page.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def _prepare_on_rank_0(config: RunConfig, resources: ExitStack, source: Source | None) -> tuple[str, Path | None]:
@@ -203,12 +204,12 @@ def finish_run(config: RunConfig) -> None:
     from meshwright.checkpoint.export import export_checkpoint, generate
 
     paths = Paths(config.directory)
-    console = Console()
+    page = console()
     newest = latest(paths.checkpoints)
     if not config.export or newest is None:
         return
     export_checkpoint(newest, paths.export, overwrite=True)  # of this run: nothing else is replaced
-    console.print(f"exported {paths.export}", highlight=False, markup=False)
+    page.print(f"exported {paths.export}", highlight=False, markup=False)
     for prompt in config.sample.prompts:
         text = generate(
             paths.export,
@@ -219,5 +220,5 @@ def finish_run(config: RunConfig) -> None:
             raw=config.sample.raw,
             warn=warn,
         )
-        console.print(prompt, style="bold", end="", highlight=False, markup=False)
-        console.print(text, highlight=False, markup=False)
+        page.print(prompt, style="bold", end="", highlight=False, markup=False)
+        page.print(text, highlight=False, markup=False)
