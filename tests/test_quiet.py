@@ -2,8 +2,11 @@
 
 import sys
 import warnings
+from logging import NOTSET, getLogger
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.utils import logging
 
 from meshwright.quiet import quiet
@@ -35,3 +38,25 @@ def test_transformers_logs_errors_only(monkeypatch: pytest.MonkeyPatch) -> None:
         assert logging.get_verbosity() == logging.ERROR
     finally:
         logging.set_verbosity(before)
+
+
+def test_torch_logs_no_failure_in_a_trace(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    log = getLogger("torch._subclasses.fake_tensor")
+    before = log.level
+    try:
+        for variable, lines in (("+dynamo", 1), (None, 0)):
+            if variable:
+                monkeypatch.setenv("TORCH_LOGS", variable)
+            else:
+                monkeypatch.delenv("TORCH_LOGS")
+            caplog.clear()
+            log.setLevel(NOTSET)
+            with warnings.catch_warnings(), FakeTensorMode():
+                quiet()
+                log.addHandler(caplog.handler)
+                with pytest.raises(RuntimeError, match="reduction dim"):
+                    torch.empty(2, 3) @ torch.empty(4, 5)
+            assert len([item for item in caplog.records if item.name == log.name]) == lines
+    finally:
+        log.removeHandler(caplog.handler)
+        log.setLevel(before)

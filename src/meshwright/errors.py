@@ -5,12 +5,14 @@ of them. The command line prints the problems without a traceback and exits with
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "InterruptError",
     "LayoutError",
     "MeshwrightError",
     "MissingPlanError",
@@ -22,6 +24,7 @@ __all__ = [
     "UnsupportedError",
     "WorkerError",
     "described",
+    "during",
     "number_of",
     "shortened",
 ]
@@ -63,6 +66,20 @@ def described(error: BaseException, near: object = None) -> str:
         return f"{kind}: {text}"
     cause = error.__cause__ or error.__context__
     return f"{kind} without a message" + (f"; after {described(cause)}" if cause is not None else "")
+
+
+@contextmanager
+def during(what: str) -> Iterator[None]:
+    """Inside, an interruption by Ctrl-C gets a note of what it interrupted; the first note is the innermost.
+
+    Args:
+        what: words that can follow "interrupted while", such as "the data are read".
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        error.add_note(what)
+        raise
 
 
 class MeshwrightError(Exception):
@@ -132,6 +149,12 @@ class StoppedError(MeshwrightError, RuntimeError):
 
     exit_code = 75
     """EX_TEMPFAIL of sysexits.h: try again."""
+
+
+class InterruptError(MeshwrightError, RuntimeError):
+    """A command that Ctrl-C ended before it was done."""
+
+    exit_code = 130
 
 
 class WorkerError(MeshwrightError, RuntimeError):

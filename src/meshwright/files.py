@@ -1,6 +1,8 @@
-"""Files that a run leaves: their permissions are those of the umask, whatever library wrote them."""
+"""Files that a run leaves: their permissions, those of the umask, and how one directory takes the place of another."""
 
+import ctypes
 import os
+import shutil
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["honour_umask", "save_tensors", "write_whole"]
+__all__ = ["honour_umask", "put_in_place", "save_tensors", "write_whole"]
 
 
 def honour_umask(path: Path) -> None:
@@ -42,3 +44,36 @@ def save_tensors(tensors: "Mapping[str, torch.Tensor]", file: Path) -> None:
 
     save_file(dict(tensors), file, metadata={"format": "pt"})
     honour_umask(file)
+
+
+_HERE, _EXCHANGE = -100, 2
+"""AT_FDCWD and RENAME_EXCHANGE of renameat2(2)."""
+
+
+def put_in_place(complete: Path, final: Path, aside: Path) -> None:
+    """Rename a complete directory; one that is in its place is removed then.
+
+    Where the system can exchange two paths in one step, one of the two is there at each moment. Elsewhere the old one is put
+    ``aside`` first, and put back if the second step fails. After a kill between the two steps it is there.
+
+    Raises:
+        OSError: from renaming.
+    """
+    if final.exists() and _exchanged(complete, final):
+        shutil.rmtree(complete, ignore_errors=True)
+        return
+    if final.exists():
+        final.rename(aside)
+    try:
+        complete.rename(final)
+    except OSError:
+        if aside.exists():
+            aside.rename(final)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Exchange two paths in one step; ``False`` where this system or the file system cannot."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    return rename is not None and rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0

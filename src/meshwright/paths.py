@@ -1,16 +1,18 @@
-"""Paths that a user writes: which can be one at all, which are directories here, and which are names of the hub."""
+"""Paths that a user writes: which can be one at all, which are directories, of what kind, and which are names of the hub."""
 
 import difflib
+import json
 import re
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
 from meshwright.errors import described
 
-__all__ = ["PathText", "nearby", "no_directory"]
+__all__ = ["PathText", "mistaken", "nearby", "no_directory"]
 
 LONGEST_NAME, LONGEST_PATH = 255, 4096
 """Bytes of a file's name, and of a path: the limits of Linux."""
@@ -85,6 +87,74 @@ def nearby(path: Path) -> str:
         whole = missing.parent / name / rest
         near.append(whole if whole.exists() else missing.parent / name)
     return f"; did you mean {' or '.join(repr(str(one)) for one in near)}?" if near else ""
+
+
+def mistaken(
+    path: str | Path,
+    wanted: Literal["model", "adapter", "checkpoint"],
+    model: str = "model.path",
+    adapter: str = "adapter.path",
+) -> str:
+    """What a directory is, where it is not what a command or key takes, and what to do, as the end of a message.
+
+    Args:
+        path: the directory.
+        wanted: what it should be.
+        model: the argument or key that takes a whole model.
+        adapter: the argument or key that takes an adapter.
+
+    Returns:
+        Empty where it is what is wanted, or of no known kind.
+    """
+    folder = Path(path).expanduser()
+    quoted = shlex.quote(str(path))
+    kind = _kind(folder)
+    if kind in ("", wanted) or (kind, wanted) == ("run", "checkpoint"):
+        return ""
+    if wanted == "checkpoint":
+        if kind == "checkpoints":
+            return f"; it is the directory of all checkpoints of a run: take one of them, or the run, {folder.parent}"
+        return f"; it is {_WORDS[kind]} already, for `meshwright generate`{' --adapter' if kind == 'adapter' else ''}"
+    if kind == "adapter":
+        return f"; it is an adapter: give it as {adapter}, and its model{_base(folder)} as {model}"
+    if kind == "model":
+        return f"; it is a whole model: give it as {model}"
+    source = shlex.quote(str(folder.parent)) if kind == "checkpoints" else quoted
+    made = folder / "export"
+    known = f", or take {made}, its last export" if _kind(made) == wanted else ""
+    option = " --adapter" if wanted == "adapter" else ""
+    return f"; it is {_WORDS[kind]}: `meshwright export {source} OUT{option}` writes the {wanted}{known}"
+
+
+_WORDS = {
+    "run": "the directory of a run",
+    "checkpoints": "the directory of a run's checkpoints",
+    "checkpoint": "a checkpoint of a run",
+    "adapter": "an adapter",
+    "model": "a model",
+}
+
+
+def _kind(folder: Path) -> Literal["run", "checkpoints", "checkpoint", "adapter", "model", ""]:
+    """What a directory is, by its files; empty if unknown."""
+    if (folder / "meta.json").is_file() and (folder / ".metadata").is_file():
+        return "checkpoint"
+    if (folder / "adapter_config.json").is_file():
+        return "adapter"
+    if (folder / "config.json").is_file():
+        return "model"
+    if (folder / "checkpoints").is_dir() or ((folder / "config.yaml").is_file() and (folder / "source.json").is_file()):
+        return "run"
+    return "checkpoints" if any(folder.glob("step-*/meta.json")) else ""
+
+
+def _base(adapter: Path) -> str:
+    """The model that an adapter names, in brackets; empty if it names none."""
+    try:
+        base = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    return f" ({base})" if base else ""
 
 
 def _not_on_hub(name: str) -> str | None:

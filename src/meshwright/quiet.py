@@ -1,5 +1,6 @@
 """Keeps away from users what other libraries say to programmers."""
 
+import logging
 import os
 import sys
 import warnings
@@ -10,9 +11,10 @@ __all__ = ["quiet"]
 def quiet() -> None:
     """Silence warnings that no user can act on, in this process and in those that it forks later.
 
-    These are notes that a name will change, which Python calls FutureWarning, and what transformers and peft say about calls
-    that Meshwright makes. What must be known of them, Meshwright reports in its own words. Whoever sets ``PYTHONWARNINGS`` or
-    ``TRANSFORMERS_VERBOSITY`` decides for himself.
+    These are notes that a name will change, which Python calls FutureWarning, what transformers and peft say about calls that
+    Meshwright makes, and the traceback that torch logs of an operator that fails where a step is traced. What must be known of
+    them, Meshwright reports in its own words. Whoever sets ``PYTHONWARNINGS``, ``TRANSFORMERS_VERBOSITY`` or ``TORCH_LOGS``
+    decides for himself.
     """
     if not sys.warnoptions:
         for kind in (FutureWarning, DeprecationWarning):
@@ -21,6 +23,8 @@ def quiet() -> None:
     if "TRANSFORMERS_VERBOSITY" not in os.environ:
         os.environ["TRANSFORMERS_VERBOSITY"] = "error"
         if "transformers" in sys.modules:
-            from transformers.utils import logging
+            from transformers.utils import logging as of_transformers
 
-            logging.set_verbosity_error()
+            of_transformers.set_verbosity_error()
+    if "TORCH_LOGS" not in os.environ:
+        logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)

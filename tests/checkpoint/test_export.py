@@ -1,6 +1,8 @@
 """Export: a Hugging Face directory that loads with the trained values, and continues a prompt."""
 
+import itertools
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -116,7 +118,14 @@ def test_generate_is_deterministic(exported: Path) -> None:
 def test_directories_that_are_refused_or_replaced(trained: tuple[RunConfig, torch.Tensor], exported: Path) -> None:
     source = checkpoint(trained[0])
     (exported / "old-file").write_text("")
-    export_checkpoint(source, exported)  # an earlier export is replaced whole
+    with pytest.raises(CheckpointError, match=rf"is an export of {source} already; --overwrite"):
+        export_checkpoint(source, exported)
+    assert (exported / "old-file").exists()
+    link = exported.with_name("link")
+    link.symlink_to(exported.name)
+    export_checkpoint(source, link, overwrite=True)  # an earlier export is replaced whole
+    assert link.is_symlink()
+    assert (exported / "config.json").exists()
     assert not (exported / "old-file").exists()
     empty = exported.with_name("empty")
     empty.mkdir()
@@ -132,7 +141,7 @@ def test_directories_that_are_refused_or_replaced(trained: tuple[RunConfig, torc
         else:
             other.write_text("years of work")
         with pytest.raises(CheckpointError, match="has files that are no export"):
-            export_checkpoint(source, other)
+            export_checkpoint(source, other, overwrite=True)
         kept = other / "thesis.txt" if other.is_dir() else other
         assert kept.read_text() == "years of work"
     assert not list(exported.parent.glob(".*.tmp"))
@@ -149,9 +158,49 @@ def test_failure_leaves_the_earlier_export(
     before = (exported / "model.safetensors").read_bytes()
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", no_space)
     with pytest.raises(CheckpointError, match=r"not written: .*No space left"):
-        export_checkpoint(checkpoint(trained[0]), exported)
+        export_checkpoint(checkpoint(trained[0]), exported, overwrite=True)
     assert (exported / "model.safetensors").read_bytes() == before
     assert not list(exported.parent.glob(".*.tmp"))
+
+
+def _killed_at_the_first_rename(source: Path, place: Path, at: int) -> None:
+    rename = Path.rename
+    count = itertools.count(1)
+
+    def dies(path: Path, to: Path) -> Path:
+        if next(count) == at:
+            os._exit(9)
+        return rename(path, to)
+
+    Path.rename = dies
+    export_checkpoint(source, place, overwrite=True)
+    os._exit(0)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("swaps", [True, False])
+def test_a_kill_leaves_the_earlier_export_or_the_new_one(
+    trained: tuple[RunConfig, torch.Tensor], exported: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool
+) -> None:
+    """Where the system exchanges directories, no rename is seen; elsewhere the next export repairs what a kill left."""
+    if not swaps:
+        monkeypatch.setattr("meshwright.checkpoint.export.exchange", lambda *_: False)
+    (exported / "of-the-earlier").write_text("")
+    for at in (1, 2):
+        child = os.fork()
+        if child == 0:
+            _killed_at_the_first_rename(checkpoint(trained[0]), exported, at)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code == (0 if swaps else 9)
+        if swaps:
+            assert not (exported / "of-the-earlier").exists()
+            continue
+        with pytest.raises(CheckpointError, match="--overwrite"):  # and not taken for an absent one
+            export_checkpoint(checkpoint(trained[0]), exported)
+        assert (exported / "of-the-earlier").exists()
+    export_checkpoint(checkpoint(trained[0]), exported, overwrite=True)
+    assert not (exported / "of-the-earlier").exists()
+    assert [path.name for path in exported.parent.iterdir()] == [exported.name]
 
 
 def test_sources_that_are_refused(trained: tuple[RunConfig, torch.Tensor], tmp_path: Path) -> None:

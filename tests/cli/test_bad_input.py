@@ -60,6 +60,14 @@ def test_heads_that_do_not_divide(meshwright: Meshwright, config: str, verb: str
     wrong(meshwright, verb, config, "layout.tp=3", *sizes, *ranks, parts=parts, messages=2)
 
 
+@pytest.mark.parametrize("verb", [("train",), ("plan",), ("plan", "--gpu", "h100")])
+def test_key_value_heads_that_no_attention_can_share(meshwright: Meshwright, config: str, verb: tuple[str, ...]) -> None:
+    """A config may leave them out, and its family's default is more than it has heads."""
+    sizes = "model.config={model_type: gpt_oss, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 300}"
+    parts = ("error: model.config: num_key_value_heads=8 does not divide num_attention_heads=4; legal are 1, 2, 4\n",)
+    wrong(meshwright, verb[0], config, sizes, *verb[1:], parts=parts)
+
+
 def test_a_schedule_that_does_not_take_the_microbatches(meshwright: Meshwright, config: str) -> None:
     sizes = ("layout.pp=2", "layout.dp_shard=1", "training.global_batch_size=1", "training.microbatch_size=1")
     parts = ("pipeline_schedule=1f1b: a run has 1 microbatch (", "with pp=2 legal are 2, 3, 4")
@@ -95,7 +103,7 @@ def test_batch_that_the_ranks_do_not_divide(meshwright: Meshwright, config: str)
         ("data.files=['/nowhere/*.txt']", ("data.files: '/nowhere/*.txt': glob matches no file",)),
         (
             "data.sequence_length=65",
-            ("data.sequence_length=65: model.config has max_position_embeddings=64; legal is 2 to 64",),
+            ("data.sequence_length=65: model.config has max_position_embeddings=64; legal is 2 to 64, or more with",),
         ),
         ("model.config.vocab_size=200", ("model.config.vocab_size=200: the tokenizer has 300 tokens", "300 or more")),
         ("tokenizer.vocab_size=20000", ("tokenizer.vocab_size=20000: the corpus is too small",)),
@@ -197,6 +205,25 @@ def test_output_that_cannot_be_written(meshwright: Meshwright, config: str, tmp_
         wrong(meshwright, "train", config, f"output={output}", parts=(f"{output}: cannot be written",))
 
 
+def test_files_of_others_are_not_written_over(meshwright: Meshwright, config: str, tmp_path: Path) -> None:
+    parts = ("is the configuration itself; choose another file",)
+    written = Path(config).read_text()
+    wrong(meshwright, "calibrate", config, config, "--overwrite", parts=parts)
+    wrong(meshwright, "audit", config, "--json", config, parts=parts)
+    wrong(meshwright, "plan", config, "layout.pp=2", "-n", 2, "--timeline-svg", config, parts=parts)
+    (tmp_path / "mine.yaml").write_text("name: mine\n")
+    wrong(meshwright, "calibrate", config, tmp_path / "mine.yaml", parts=("exists already; --overwrite replaces it",))
+    out = tmp_path / "out"  # of the run
+    for file, words in (("config.yaml", "is not of a run"), ("export/thesis.txt", "has files that are no export")):
+        (out / file).parent.mkdir(exist_ok=True, parents=True)
+        (out / file).write_text("mine")
+        wrong(meshwright, "train", config, "export=true", parts=(words,))
+        assert (out / file).read_text() == "mine"
+        (out / file).unlink()
+    assert Path(config).read_text() == written
+    assert (tmp_path / "mine.yaml").read_text() == "name: mine\n"
+
+
 def test_full_disk(meshwright: Meshwright, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100_000))
@@ -247,6 +274,7 @@ def test_port_in_use(meshwright: Meshwright, config: str, taken_port: int) -> No
         (("train", "--world-size", "8"), "No such option: --world-size (Possible options: --nproc)"),
         (("audit", "--gpus", "2"), "(Possible options: --nproc)"),
         (("train", "--learning-rate", "1e-4"), "without dashes: optimizer.lr=VALUE"),
+        (("train", "--rank", "16"), "without dashes: adapter.rank=VALUE"),
         (("train", "--layout.tp", "2"), "without dashes: layout.tp=VALUE"),
         (("train", "--output", "x"), "without dashes: output=VALUE"),
         (("plan", "--worldsize", "2"), "(Possible options: --world-size)"),

@@ -105,7 +105,11 @@ def test_one_process(meshwright: Meshwright, config: str) -> None:
 @pytest.mark.parametrize(
     ("signal", "code", "message"),
     [
-        ("interrupt", 130, f"SIGINT: {WISH}\n"),
+        (
+            "interrupt",
+            130,
+            f"SIGINT: {WISH}\nSIGINT a second time: ended in the middle of a step; the run has no checkpoint\n",
+        ),
         ("terminate", 1, f"SIGTERM: {WISH}\nerror: ended by SIGTERM\n"),
         ("kill", -9, ""),
     ],

@@ -194,3 +194,18 @@ def test_an_8b_model_at_1024_ranks_plans_within_a_gibibyte() -> None:
     # 128,256 rows of embedding and head are padded to 126 a rank; everything else divides by 1,024.
     padding = 2 * (126 * 1024 - 128256) * 4096
     assert totals["parameter_bytes"] == (8_030_261_248 + padding) * 4 // 1024
+
+
+def test_a_file_has_one_line_for_each_row(tmp_path: Path) -> None:
+    """A terminal breaks lines at its width; a file has none, unless COLUMNS says so."""
+    command = ("plan", QUICKSTART, "-n", "2", "--full", "--gpu", "h100")
+    pages = {}
+    for columns in (None, "60"):
+        result = CliRunner().invoke(app, list(command), env={"COLUMNS": columns}, catch_exceptions=False)
+        pages[columns] = result.output.splitlines()
+    name = "model.layers.1.post_attention_layernorm.weight"
+    (line,) = (line for line in pages[None] if name in line and "Shard" in line)
+    assert not any(name in line for line in pages["60"])
+    assert len(line) > 80
+    table = [row for row in pages[None] if row.startswith(" model.")]
+    assert all(len(row.split()) > 3 for row in table)  # no rest of a cell of the row above

@@ -1,6 +1,7 @@
 """A signal to end: all ranks save after this step or the next; the command ends with 75, and goes on when it is repeated."""
 
 import os
+import pkgutil
 import re
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from meshwright.train.config import load_config
 from meshwright.train.ending import SAME, SIGNALS
-from tests.cli.conftest import Command, Outcome
+from tests.cli.conftest import Command, Outcome, all_gone
 from tests.cli.failing import fail
 from tests.cli.test_launchers import ENVIRONMENT, ROOT, TORCHRUN, both, two_ranks
 from tests.train.runs import checkpoints, eval_losses, losses, tiny_run, train
@@ -120,7 +121,7 @@ def _asked_in_the_export() -> None:
 
     launcher = os.getpid()
 
-    def export_checkpoint(*_: object) -> None:
+    def export_checkpoint(*_: object, **__: object) -> None:
         os.kill(launcher, signal.SIGTERM)
         time.sleep(30)
 
@@ -196,6 +197,53 @@ def test_a_second_signal_ends_at_once(meshwright: Meshwright, config: str) -> No
     assert found.seconds < 20
     found = meshwright("train", config, before=_hang_and_be_ended)
     assert (found.code, found.seconds < 20) == (128 + signal.SIGTERM, True), found
+
+
+def _interrupted_in(name: str, everyone: bool = False) -> Callable[[], None]:
+    """Ctrl-C as a function begins: to the process that calls it or, as from a terminal, to all processes of the command."""
+
+    def patch() -> None:
+        module, _, function = name.rpartition(".")
+
+        def interrupt(*_: object, **__: object) -> None:
+            os.killpg(0, signal.SIGINT) if everyone else os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(30)
+
+        setattr(pkgutil.resolve_name(module), function, interrupt)
+
+    return patch
+
+
+@pytest.mark.parametrize(
+    ("place", "ranks", "what"),
+    [
+        ("meshwright.models.build.build_on_meta", 2, "the model and its plan are built"),
+        ("meshwright.data.tokenizer.build_tokenizer", 2, "the tokenizer is made"),
+        ("meshwright.data.store.prepare", 1, "the data are read"),
+        ("meshwright.train.worker.run_worker", 2, "the workers start"),
+        ("meshwright.train.trainer.Trainer.__init__", 2, "the workers start"),
+        ("meshwright.train.trainer.Trainer.__init__", 1, "the model gets its values"),
+    ],
+)
+def test_an_interruption_before_the_first_step_is_one_line(
+    meshwright: Meshwright, config: str, place: str, ranks: int, what: str
+) -> None:
+    resumes = what == "the data are read"
+    if resumes:
+        assert meshwright("train", config, "training.steps=1").code == 0
+    before = _interrupted_in(place, everyone=what == "the workers start")
+    found = meshwright("train", config, "--nproc", ranks, before=before)
+    assert (found.code, found.error) == (130, f"interrupted while {what}, before the first step; nothing is lost\n"), found
+    assert found.seconds < 20
+    all_gone(found)
+    again = meshwright("train", config, "training.steps=2", "--nproc", ranks)
+    assert (again.code, "resumed from" in again.out) == (0, resumes), again
+
+
+def test_an_interruption_of_another_command_says_so(meshwright: Meshwright, config: str) -> None:
+    before = _interrupted_in("meshwright.models.build.build_on_meta")
+    found = meshwright("plan", config, before=before)
+    assert (found.code, found.error) == (130, "interrupted while the model and its plan are built\n")
 
 
 def _hang_and_be_ended() -> None:

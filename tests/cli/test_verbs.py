@@ -68,6 +68,11 @@ def test_train_export_generate(meshwright: Meshwright, config: str, tmp_path: Pa
     # A run means its newest checkpoint; a checkpoint means itself.
     assert succeeds(meshwright("export", run, tmp_path / "newest")) == f"{run}/checkpoints/step-00000006 -> {tmp_path}/newest\n"
     succeeds(meshwright("export", run / "checkpoints" / "step-00000003", tmp_path / "third", "--dtype", "bfloat16"))
+    third = ("export", run / "checkpoints" / "step-00000003", tmp_path / "third", "--dtype", "bfloat16")
+    again = meshwright(*third)
+    assert (again.code, again.out) == (2, "")
+    assert "already; --overwrite replaces it" in again.error
+    succeeds(meshwright(*third, "--overwrite"))
     weights = [(folder / "model.safetensors").read_bytes() for folder in (run / "export", tmp_path / "newest")]
     assert weights[0] == weights[1]
     assert json.loads((tmp_path / "third" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -110,6 +115,38 @@ def test_export_refusals(meshwright: Meshwright, config: str, tmp_path: Path) ->
         assert part in found.error
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
     assert not (tmp_path / "to").exists()
+
+
+def test_a_directory_of_another_kind_gets_the_way_to_the_right_one(meshwright: Meshwright, config: str, tmp_path: Path) -> None:
+    saved(tmp_path / "base", "llama")
+    base, run, adapter = tmp_path / "base", Path(load_config(config).output), tmp_path / "adapter"
+    tune = (f"model={{path: '{base}'}}", "adapter={rank: 4}")
+    succeeds(meshwright("train", config, *tune, "training.steps=1"))
+    succeeds(meshwright("export", run, adapter, "--adapter"))
+    step = run / "checkpoints" / "step-00000001"
+    again = ("train", config, f"output={tmp_path / 'again'}")
+    for arguments, hint in (
+        (("generate", run, "abc"), f"it is the directory of a run: `meshwright export {run} OUT` writes the model"),
+        (("generate", step, "abc"), f"it is a checkpoint of a run: `meshwright export {step} OUT` writes the model"),
+        (("generate", run / "checkpoints", "abc"), f"`meshwright export {run} OUT` writes the model"),
+        (("generate", adapter, "abc"), f"it is an adapter: give it as --adapter, and its model ({base}) as DIRECTORY"),
+        (("generate", base, "abc", "--adapter", run), f"`meshwright export {run} OUT --adapter` writes the adapter"),
+        (("generate", base, "abc", "--adapter", base), "it is a whole model: give it as DIRECTORY"),
+        (("export", base, tmp_path / "to"), "it is a model already, for `meshwright generate`"),
+        (("export", adapter, tmp_path / "to"), "it is an adapter already, for `meshwright generate` --adapter"),
+        (("export", run / "checkpoints", tmp_path / "to"), f"take one of them, or the run, {run}"),
+        ((*again, f"model={{path: '{run}'}}"), f"`meshwright export {run} OUT` writes the model"),
+        ((*again, f"model={{path: '{adapter}'}}"), f"give it as adapter.path, and its model ({base}) as model.path"),
+        ((*again, *tune, f"adapter.path={base}"), "it is a whole model: give it as model.path"),
+        ((*again, *tune, f"adapter.path={run}"), f"`meshwright export {run} OUT --adapter` writes the adapter"),
+        ((*again, *tune, f"checkpoint.resume={run}"), f"it is a run, whose newest checkpoint is {step}"),
+    ):
+        found = meshwright(*arguments)
+        assert (found.code, found.error.count("\n")) == (2, 1), found
+        assert hint in found.error, found.error
+    (run / "export").mkdir()
+    (run / "export" / "config.json").write_text("{}")
+    assert f", or take {run / 'export'}, its last export" in meshwright("generate", run, "abc").error
 
 
 def test_finished_run_is_left_as_it_is(meshwright: Meshwright, config: str) -> None:

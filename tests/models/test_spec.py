@@ -68,6 +68,8 @@ def test_packed_documents_do_not_see_each_other(family: str, attention: str) -> 
 def test_a_new_models_config_is_checked_key_by_key() -> None:
     with pytest.raises(ConfigError, match=r"model_type='lama': unknown to transformers; near: .*llama"):
         pretrained_config(ModelConfig(config={"model_type": "lama"}))
+    with pytest.raises(ConfigError, match=r"rope_scaling: unknown key of 'llama'; did you mean 'rope_parameters'"):
+        pretrained_config(ModelConfig(config={"model_type": "llama", "rope_scaling": {"rope_type": "linear", "factor": 2.0}}))
     with pytest.raises(ConfigError, match=r"hiden_size: unknown key of 'llama'; did you mean 'hidden_size'"):
         pretrained_config(ModelConfig(config={"model_type": "llama", "hiden_size": 8}))
     with pytest.raises(ConfigError, match="'llama' refuses it"):

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from meshwright.errors import ConfigError
 from meshwright.train.config import RunConfig, load_config
-from meshwright.train.problems import FOREIGN
+from meshwright.train.problems import FOREIGN, FOREIGN_IN_SECTION, sections
 from tests.train.runs import train, write_config
 
 Tiny = Callable[..., RunConfig]
@@ -93,6 +93,23 @@ def test_later_overrides_win_and_the_rest_stays(file: Path) -> None:
         ("learning_rate=1e-4", ("learning_rate: unknown key; here it is optimizer.lr; legal here: output",)),
         ("optimizer.learning-rate=1e-4", ("here it is optimizer.lr",)),
         ("max_seq_length=128", ("here it is data.sequence_length",)),
+        ("adapter.r=16", ("adapter.r: unknown key; here it is adapter.rank; legal here: kind, rank, alpha",)),
+        ("adapter.lora_alpha=16", ("did you mean 'adapter.alpha'?",)),
+        ("adapter.rnak=16", ("did you mean 'adapter.rank'?",)),
+        ("adapter.target_modules=[q_proj]", ("here it is adapter.targets;",)),
+        ("adapter.use_dora=true", ("here it is adapter.kind=dora;",)),
+        ("adapter.modules_to_save=[lm_head]", ("did you mean 'adapter.save_modules'?",)),
+        ("rank=16", ("here it is adapter.rank;",)),
+        ("lora={rank: 16}", ("lora: unknown key; here it is adapter;",)),
+        ("adapter=lora", ("adapter='lora': must be a mapping of keys; legal in it: kind, rank, alpha",)),
+        ("model=gpt2", ("model='gpt2': must be a mapping of keys; legal in it: path, config",)),
+        ("parallel.pipeline=gpipe", ("parallel.pipeline='gpipe': must be a mapping of keys; legal in it: schedule, stages",)),
+        ("parallel.pipeline.stages_per_rnk=2", ("did you mean 'parallel.pipeline.stages_per_rank'?",)),
+        ("parallel.tp=2", ("here it is layout.tp;",)),
+        ("layout.dp=2", ("here it is layout.dp_shard or layout.dp_replicate;",)),
+        ("training.sequence_length=2", ("here it is data.sequence_length;",)),
+        ("schedule.type=cosine", ("here it is schedule.kind;",)),
+        ("optimizer.name=sgd", ("here is no key for it: it is always AdamW;",)),
         ("training.steps=many", ("training.steps='many'", "integer")),
         ("training.steps=2.5", ("training.steps=2.5", "integer")),
         ("training.steps=0", ("training.steps=0", "greater than or equal to 1")),
@@ -125,13 +142,15 @@ def test_one_problem_is_one_message(file: Path, override: str, parts: tuple[str,
 
 
 def test_the_keys_that_stand_for_names_of_other_trainers_exist() -> None:
-    sections = {name: item.annotation for name, item in RunConfig.model_fields.items()}
-    for name, here in FOREIGN.items():
+    known = sections(RunConfig)
+    for name, here in {**FOREIGN, **FOREIGN_IN_SECTION}.items():
         found = re.findall(r"\b(\w+)\.(\w+)", here)
-        assert found or here in sections, name
+        assert found or here.partition(",")[0] in RunConfig.model_fields or here.startswith("no key for it: "), name
         for section, key in found:
-            assert key in sections[section].model_fields, here
-        assert name not in RunConfig.model_fields
+            assert key in known[section].model_fields, here
+        section, _, key = name.rpartition(".")
+        assert key not in (known[section] if section else RunConfig).model_fields
+    assert all(name.partition(".")[0] in known for name in FOREIGN_IN_SECTION)
 
 
 def test_all_problems_in_one_report(file: Path) -> None:

@@ -1,6 +1,7 @@
 """Training from the safetensors of a pretrained model, and files that are not what they should be."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -63,6 +64,30 @@ def test_first_loss_is_that_of_the_plain_model(tiny: Tiny, tmp_path: Path, name:
     found = train(config, 2)
     assert found[0] == pytest.approx(expected, rel=1e-5)
     assert found[1] < found[0]
+
+
+def test_sequences_beyond_its_positions_train_with_what_the_message_says(tiny: Tiny, tmp_path: Path) -> None:
+    model = saved(tmp_path / "model")
+    longer = (*overrides(tmp_path / "model"), "data.sequence_length=150", "training.steps=1")
+    with pytest.raises(ConfigError) as caught:
+        prepare_run(tiny(*longer), 1)
+    said = re.search(r"2 to 64; for more, scale its rotary positions: write (.*) into the config.json of", str(caught.value))
+    assert said is not None
+    values = json.loads(f"{{{said[1]}}}")
+    assert values["max_position_embeddings"] == 192
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **values}))
+    scaled = type(model).from_pretrained(tmp_path / "model")
+    assert not torch.equal(scaled.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
+    config = tiny(*longer)
+    expected = first_loss(scaled, config, prepare_run(config, 1)[2])
+    assert train(config, 1)[0] == pytest.approx(expected, rel=1e-5)
+    # who has scaled it already, and who has no such positions
+    with pytest.raises(ConfigError, match="needs other max_position_embeddings and rope_parameters"):
+        prepare_run(tiny(*longer, "data.sequence_length=999"), 1)
+    saved(tmp_path / "model", "gpt2")
+    with pytest.raises(ConfigError, match="its positions are not rotary, and cannot be scaled"):
+        prepare_run(tiny(*longer), 1)
 
 
 STAGES = ("layout.pp=2", "layout.dp_shard=1")

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from meshwright.checkpoint import checksums
 from meshwright.errors import CheckpointError
+from meshwright.paths import mistaken
 
 __all__ = ["FORMAT", "complete", "damage", "damage_in_brief", "latest", "newest", "read_meta", "set_aside"]
 
@@ -59,7 +60,9 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
     try:
         meta = json.loads((checkpoint / "meta.json").read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{checkpoint}: not a complete checkpoint: {error}") from error
+        last = latest(checkpoint / "checkpoints")
+        instead = mistaken(checkpoint, "checkpoint") if last is None else f"; it is a run, whose newest checkpoint is {last}"
+        raise CheckpointError(f"{checkpoint}: not a complete checkpoint: {error}{instead}") from error
     if not isinstance(meta, dict) or "format" not in meta:
         raise CheckpointError(f"{checkpoint}: not a checkpoint of Meshwright")
     if meta["format"] not in (WITHOUT_SUMS, FORMAT):

@@ -10,34 +10,57 @@ from meshwright.checkpoint import storage
 from meshwright.checkpoint.directory import damage, read_meta
 from meshwright.checkpoint.manager import check_base, check_writable
 from meshwright.errors import CheckpointError, ModelError, described
-from meshwright.files import honour_umask, save_tensors
+from meshwright.files import honour_umask, put_in_place, save_tensors
 from meshwright.models.bars import one_bar
-from meshwright.paths import no_directory
+from meshwright.paths import mistaken, no_directory
 
-__all__ = ["export_checkpoint", "generate"]
+__all__ = ["check_target", "export_checkpoint", "generate"]
 
 MARK = ".meshwright-export"
 """A file in every export, which names its checkpoint. Another export replaces only a directory that has this file."""
 
 
-def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = None, *, adapter: bool = False) -> None:
+def check_target(directory: Path, *, overwrite: bool) -> None:
+    """Refuse a directory that no export may take the place of.
+
+    Args:
+        directory: directory to write. It may be absent or empty.
+        overwrite: whether it may be an earlier export.
+
+    Raises:
+        CheckpointError: it holds something else, or an export that must stay.
+    """
+    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+        return
+    mark = directory / MARK
+    if not mark.is_file():
+        raise CheckpointError(f"{directory}: has files that are no export of Meshwright; choose another directory")
+    if not overwrite:
+        raise CheckpointError(f"{directory}: is an export of {mark.read_text().strip()} already; --overwrite replaces it")
+
+
+def export_checkpoint(
+    checkpoint: Path, directory: Path, dtype: str | None = None, *, adapter: bool = False, overwrite: bool = False
+) -> None:
     """Write a checkpoint as a directory that ``from_pretrained`` of transformers loads.
 
     An adapter is merged: it is added in fp32 to the weights as their files have them, and the sum is rounded once.
 
     The directory has safetensors under the names of the hub, each tied weight once, the config and the tokenizer. This process
-    holds the whole model in memory once. The directory appears when it is complete, and replaces an earlier export.
+    holds the whole model in memory once. The directory appears when it is complete; until then an earlier export
+    stays.
 
     Args:
         checkpoint: a complete checkpoint of a run; it may have been copied elsewhere.
-        directory: directory to write. It must not exist, or be empty or an earlier export of this function.
+        directory: directory to write. It must not exist, or be empty; with ``overwrite`` it may be an earlier export.
         dtype: dtype of the exported weights. ``None``: ``export_dtype`` of the run; if that is not set, the dtype of the files
             that the run began with, for each tensor its own if there were several; for a new model, the dtype of the stored
             parameters.
         adapter: write the adapter alone, as a directory that peft loads.
+        overwrite: replace an earlier export. Other files are never replaced.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is damaged, or the directory holds something else or cannot be written.
+        CheckpointError: there is no such checkpoint, it is damaged, or the directory has files already or cannot be written.
     """
     import torch
 
@@ -53,9 +76,12 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
     meta = read_meta(checkpoint)
     if damages := damage(checkpoint):
         raise CheckpointError([f"{checkpoint}: is damaged: {line}" for line in damages])
-    if directory.exists() and (not directory.is_dir() or (any(directory.iterdir()) and not (directory / MARK).is_file())):
-        raise CheckpointError(f"{directory}: has files that are no export of Meshwright; choose another directory")
-    check_writable(directory.parent)
+    place = directory.resolve()  # what a link names is written, and the link stays
+    temporary, replaced = (place.with_name(f".{place.name}.{kind}") for kind in ("tmp", "old"))
+    if replaced.is_dir() and not place.exists():  # an export was killed between its two renames
+        replaced.rename(place)
+    check_target(directory, overwrite=overwrite)
+    check_writable(place.parent)
     import_modules(meta["config"].get("imports", []))  # the run's imports, which may define the model
     config = ModelConfig.model_validate(meta["config"]["model"])
     section = meta["config"].get("adapter")
@@ -95,10 +121,8 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
         tokenizer.chat_template = None  # it came with a tokenizer that was trained here, and the model has never seen a chat
     if generation is None and learned_chats:
         model.generation_config.eos_token_id = _ends(tokenizer, model.generation_config.eos_token_id)
-    temporary, replaced = (directory.with_name(f".{directory.name}.{kind}") for kind in ("tmp", "old"))
     try:
-        for left in (temporary, replaced):
-            shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         if adapter:
             assert adapted is not None
             temporary.mkdir()
@@ -113,16 +137,11 @@ def export_checkpoint(checkpoint: Path, directory: Path, dtype: str | None = Non
         tokenizer.save_pretrained(temporary)
         (temporary / MARK).write_text(f"{checkpoint.resolve()}\n")
         honour_umask(temporary)
-        if directory.exists():
-            directory.rename(replaced)
-        temporary.rename(directory)
+        put_in_place(temporary, place, replaced)
     except OSError as error:
-        if replaced.exists() and not directory.exists():
-            replaced.rename(directory)
         raise CheckpointError(f"{directory}: not written: {described(error)}") from error
     finally:
-        for left in (temporary, replaced):
-            shutil.rmtree(left, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _cast_files(folder: Path, dtype: str, exceptions: Mapping[str, str]) -> None:
@@ -209,24 +228,29 @@ def generate(
     import torch
     from transformers import AutoConfig, AutoTokenizer
 
+    from meshwright.models.adapter_files import refuse_no_adapter, with_adapter
     from meshwright.models.families import family_named
     from meshwright.models.family import Sampling
 
     if absent := no_directory("DIRECTORY", str(directory), hub=False):
         raise ModelError(absent)
     if not (directory / "config.json").is_file():
-        raise ModelError(f"{directory}: holds no model (no config.json)")
+        instead = mistaken(directory, "model", "DIRECTORY", "--adapter")
+        raise ModelError(f"{directory}: holds no model (no config.json){instead}")
+    if adapter is not None:
+        refuse_no_adapter(adapter)
     try:
         with one_bar("reading weights"):
             config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
             family = family_named(config.model_type)
             model = family.auto_class().from_pretrained(directory, dtype="auto", trust_remote_code=trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ModelError(f"{directory}: {str(error).splitlines()[0]}") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{directory}: holds no tokenizer that can be read: {str(error).splitlines()[0]}") from error
     if adapter is not None:
-        from meshwright.models.adapter_files import with_adapter
-
         model = with_adapter(model, adapter)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).eval()

@@ -19,13 +19,20 @@ OverrideArgument = Annotated[
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
 
-def check_writable(option: str, file: Path) -> None:
-    """Refuse a file that cannot be written, before any work is done.
+def check_writable(option: str, file: Path, config: Path) -> None:
+    """Refuse a file that cannot be written, or must not be, before any work is done.
+
+    Args:
+        option: what names the file.
+        file: the file.
+        config: the configuration that the command reads.
 
     Raises:
-        ConfigError: it is a directory, or its directory does not exist.
+        ConfigError: it is a directory, its directory does not exist, or it is the configuration itself.
     """
     from meshwright.errors import ConfigError
 
     if file.is_dir() or not file.absolute().parent.is_dir():
         raise ConfigError(f"{option}={file}: is a directory, or its directory does not exist")
+    if file.resolve() == config.resolve():
+        raise ConfigError(f"{option}={file}: is the configuration itself; choose another file")

@@ -15,7 +15,7 @@ from meshwright.cli.arguments import ConfigArgument, DebugOption, OverrideArgume
 from meshwright.cli.options import suggest
 from meshwright.cli.plan import plan
 from meshwright.cli.problems import show_problems
-from meshwright.errors import MeshwrightError, StoppedError, WorkerError, described, shortened
+from meshwright.errors import InterruptError, MeshwrightError, StoppedError, WorkerError, described, during, shortened
 from meshwright.quiet import quiet
 
 if TYPE_CHECKING:
@@ -27,16 +27,25 @@ __all__ = ["app", "main"]
 
 class _Verbs(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
-        """Run a subcommand. An unexpected end of file is an error like any other, of which click would print only Aborted; an
-        unknown option is refused with what was meant.
+        """Run a subcommand. Ctrl-C and an unexpected end of file, of which click would print little or nothing, are errors like
+        any other; an unknown option is refused with what was meant.
         """
         try:
             return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise _interrupted(error, ctx.invoked_subcommand) from error
         except EOFError as error:
             raise WorkerError(described(error)) from error
         except Exception as error:
             suggest(error)
             raise
+
+
+def _interrupted(error: KeyboardInterrupt, verb: str | None) -> InterruptError:
+    """The error for an interruption. Training itself takes Ctrl-C as a wish to end, so a run has not begun yet."""
+    notes = getattr(error, "__notes__", ())
+    words = f"interrupted while {notes[0]}" if notes else "interrupted"
+    return InterruptError(f"{words}, before the first step; nothing is lost" if verb == "train" else words)
 
 
 app = typer.Typer(
@@ -99,8 +108,9 @@ def train(
     if print_config:
         typer.echo(run.to_yaml(), nl=False)
         return
-    from meshwright.train.launch import launch
-    from meshwright.train.proof import Source
+    with during("libraries are loaded"):
+        from meshwright.train.launch import launch
+        from meshwright.train.proof import Source
 
     source = Source(str(config), tuple(overrides or ()))
     launch(run, debug=debug, source=source, prove=_prove if audit_first else None, nproc=nproc, fast=fast)
@@ -154,15 +164,14 @@ def audit(
         raise ConfigError("--all, --variants and --part: need --matrix")
     if config is None:
         raise ConfigError("CONFIG is missing: give the YAML file of a run, or --matrix")
-    from rich.console import Console
-
     from meshwright.audit.conduct import audit as run_audit
     from meshwright.ranks.hang import HangError
+    from meshwright.terminal import console
     from meshwright.train.config import load_config
 
     run = load_config(config, overrides or [])
     if json_file is not None:
-        check_writable("--json", json_file)
+        check_writable("--json", json_file, config)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and temporary files end with this one
     try:
         report = run_audit(run, nproc=nproc, steps=steps, dtype=dtype, full=full, drawn=drawn, patience=timeout, say=typer.echo)
@@ -172,7 +181,7 @@ def audit(
             content = {"passed": False, "verdict": f"{kind}: {error.problems[0]}", "problems": list(error.problems)}
             json_file.write_text(json.dumps(content))
         raise
-    Console(width=None if sys.stdout.isatty() else 160).print(report.explain())
+    console().print(report.explain())
     if json_file is not None:
         json_file.write_text(report.to_json())
     typer.echo(report.verdict)
@@ -186,10 +195,15 @@ def calibrate(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file to write, for plan --gpu.", show_default=False)],
     overrides: OverrideArgument = None,
     nproc: Annotated[int | None, typer.Option("--nproc", min=1, help="Processes. Default: as `train` would start.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file, if there is one.")] = False,
     debug: DebugOption = False,
 ) -> None:
     """Measure this machine in a minute, with the shapes of a run, for forecasts."""
-    check_writable("FILE", file)
+    from meshwright.errors import ConfigError
+
+    check_writable("FILE", file, config)
+    if file.exists() and not overwrite:
+        raise ConfigError(f"FILE={file}: exists already; --overwrite replaces it")
     import yaml
 
     from meshwright.train.config import load_config
@@ -217,13 +231,14 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter/--merged", help="Of an adapter: itself, for peft; or merged into its model.")
     ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in the directory.")] = False,
     debug: DebugOption = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face directory: safetensors, config, tokenizer."""
     from meshwright.checkpoint.directory import latest
     from meshwright.checkpoint.export import export_checkpoint
     from meshwright.errors import CheckpointError, ConfigError
-    from meshwright.paths import no_directory
+    from meshwright.paths import mistaken, no_directory
 
     if dtype not in (None, "float32", "bfloat16", "float16"):
         raise ConfigError(f"--dtype={dtype}: legal are float32, bfloat16, float16")
@@ -231,8 +246,9 @@ def export(
         raise CheckpointError(absent)
     newest = checkpoint if (checkpoint / "meta.json").is_file() else latest(checkpoint / "checkpoints")
     if newest is None:
-        raise CheckpointError(f"{checkpoint}: neither a complete checkpoint nor a run that has one")
-    export_checkpoint(newest, directory, dtype, adapter=adapter)
+        instead = mistaken(checkpoint, "checkpoint")
+        raise CheckpointError(f"{checkpoint}: neither a complete checkpoint nor a run that has one{instead}")
+    export_checkpoint(newest, directory, dtype, adapter=adapter, overwrite=overwrite)
     typer.echo(f"{newest} -> {directory}")
 
 
@@ -300,16 +316,15 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 
 def _prove(setup: "RunSetup") -> "AuditReport":
     """Run the audit of `train --audit`, which is that of the command that is printed for an unproven layout."""
-    from rich.console import Console
-
     from meshwright.audit.conduct import audit as run_audit
+    from meshwright.terminal import console
     from meshwright.train.proof import audit_arguments
 
     run, nproc = audit_arguments(setup)
     dtype = "float32" if run.parallel.compile else "float64"
     report = run_audit(run, nproc=nproc, dtype=dtype, say=typer.echo)
     if not report.passed:
-        Console(width=None if sys.stdout.isatty() else 160).print(report.explain())
+        console().print(report.explain())
     return report
 
 
@@ -333,7 +348,9 @@ def main() -> None:
     except MeshwrightError as error:
         if debug:
             traceback.print_exc()
-        show_problems(error.problems, kind="" if isinstance(error, StoppedError) else "error: ", whole=debug)
+        expected = isinstance(error, StoppedError | InterruptError)
+        if not isinstance(error, InterruptError) or os.environ.get("RANK", "0") == "0":  # of many ranks, one says it
+            show_problems(error.problems, kind="" if expected else "error: ", whole=debug)
         _end(error.exit_code)
     except Exception as error:
         if debug:

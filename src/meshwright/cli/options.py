@@ -35,7 +35,7 @@ def suggest(error: Any) -> None:
 def _key(option: str) -> str | None:
     """The key that an option stands for; ``None`` if there is none, or more than one."""
     from meshwright.train.config import RunConfig
-    from meshwright.train.problems import FOREIGN
+    from meshwright.train.problems import FOREIGN, sections
 
     name = option.lstrip("-")
     fields = RunConfig.model_fields
@@ -45,8 +45,7 @@ def _key(option: str) -> str | None:
     if rest and section in fields:
         return name.replace("-", "_")
     name = name.replace("-", "_")
-    sections = {key: getattr(field.annotation, "model_fields", {}) for key, field in fields.items()}
-    found = [f"{section}.{name}" for section, keys in sections.items() if name in keys]
+    found = [f"{section}.{name}" for section, keys in sections(RunConfig).items() if name in keys.model_fields]
     if len(found) == 1:
         return found[0]
     here = FOREIGN.get(name, "")

@@ -1,6 +1,5 @@
 """`meshwright plan`."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +19,10 @@ __all__ = ["plan"]
 
 MOST_FILES = 5
 """Data files that are named, of those that `train` would refuse."""
+
+
+_PICTURE = 160
+"""Characters of a line of a picture, at most."""
 
 
 def plan(
@@ -69,10 +72,9 @@ def plan(
     if print_config:
         typer.echo(run.to_yaml(), nl=False)
         return
-    from rich.console import Console
-
     from meshwright.plan.explain import explain, explain_program
     from meshwright.plan.price import priced_json
+    from meshwright.terminal import console
     from meshwright.train.assure import assure
     from meshwright.train.guard import waits
     from meshwright.train.launch import planned_processes
@@ -109,7 +111,7 @@ def plan(
             more = {"verdict": verdict.to_dict(), "time": seconds.to_dict()}
         typer.echo(priced_json(sharding_plan, more))
         return
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    page = console()
     if timeline or timeline_svg is not None:
         from meshwright.errors import ConfigError
         from meshwright.plan import timeline as pictures
@@ -117,26 +119,26 @@ def plan(
         if not sharding_plan.stages:
             raise ConfigError("--timeline: the layout has no pipeline; it needs layout.pp > 1")
         if timeline_svg is not None:
-            check_writable("--timeline-svg", timeline_svg)
+            check_writable("--timeline-svg", timeline_svg, config)
             timeline_svg.write_text(pictures.timeline_svg(sharding_plan), encoding="utf-8")
         if timeline:
-            console.print(pictures.timeline(sharding_plan, console.width))
+            page.print(pictures.timeline(sharding_plan, min(page.width, _PICTURE)))
     elif program:
-        console.print(explain_program(sharding_plan, full=full))
+        page.print(explain_program(sharding_plan, full=full))
     else:
-        console.print(explain(sharding_plan, full=full))
+        page.print(explain(sharding_plan, full=full))
         if line := waits(run):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            page.print(line, highlight=False, markup=False, soft_wrap=True)
         if hardware is not None:
             from meshwright.trace.show import show_time, show_verdict
 
             verdict, seconds = _forecasts(setup, hardware, load)
-            console.print(show_verdict(verdict, hardware), show_time(seconds, calibrated=hardware.calibrated))
+            page.print(show_verdict(verdict, hardware), show_time(seconds, calibrated=hardware.calibrated))
         else:
-            console.print("Whether it fits, and how long a step takes: --gpu h100 (or another one)", highlight=False)
+            page.print("Whether it fits, and how long a step takes: --gpu h100 (or another one)", highlight=False)
         assure(setup, Source(str(config), tuple(overrides or ())), None)
         for line in _refused_data(run):
-            console.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
+            page.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
 def _refused_data(run: "RunConfig") -> list[str]:

@@ -34,7 +34,7 @@ from meshwright.data.order import stable_hash
 from meshwright.data.sums import FileSums, SummedFile, damage, sizes_differ
 from meshwright.data.writer import Writer
 from meshwright.errors import ConfigError, DataError
-from meshwright.files import honour_umask
+from meshwright.files import honour_umask, put_in_place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -181,7 +181,7 @@ def prepare(
         _write(config, tokenizer, temporary, cache_dir, fingerprint, trained, seed)
         honour_umask(temporary)  # mkdtemp makes it private; a store is often shared
         if problems:
-            _exchange(final, temporary)
+            put_in_place(temporary, final, temporary.with_name(f"{temporary.name}-damaged"))
         else:
             try:
                 temporary.rename(final)
@@ -195,14 +195,6 @@ def prepare(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return TokenStore.open(final)
-
-
-def _exchange(final: Path, complete: Path) -> None:
-    """Put a complete store in the place of a damaged one, which is removed only then."""
-    aside = Path(tempfile.mkdtemp(prefix=f".{final.name}-damaged-", dir=final.parent)) / final.name
-    final.rename(aside)
-    complete.rename(final)
-    shutil.rmtree(aside.parent, ignore_errors=True)
 
 
 def _write(

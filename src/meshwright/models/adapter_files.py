@@ -17,7 +17,7 @@ from meshwright.errors import ConfigError, ModelError, described
 from meshwright.files import save_tensors
 from meshwright.models import expert_adapters
 from meshwright.models.config import AdapterConfig
-from meshwright.paths import no_directory
+from meshwright.paths import mistaken, no_directory
 from meshwright.plan.names import within
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "of_adapter",
     "peft_config",
     "read_adapter",
+    "refuse_no_adapter",
     "with_adapter",
     "wrappers",
     "write_adapter",
@@ -181,7 +182,8 @@ def read_adapter(model: nn.Module, path: str, elsewhere: Collection[str] = ()) -
     try:
         tensors, settings = load_file(folder / WEIGHTS), json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError, SafetensorError) as error:
-        raise ModelError(f"adapter.path={path!r}: is no adapter of peft: {described(error)}") from error
+        why = f"{described(error)}{mistaken(path, 'adapter')}"
+        raise ModelError(f"adapter.path={path!r}: is no adapter of peft: {why}") from error
     entries = {entry.key: entry for entry in file_entries(model)}
     expected = {
         key: tuple(entry.to_files(torch.empty(entry.parameter.shape, device="meta")).shape) for key, entry in entries.items()
@@ -204,6 +206,18 @@ def read_adapter(model: nn.Module, path: str, elsewhere: Collection[str] = ()) -
     return values
 
 
+def refuse_no_adapter(folder: Path) -> None:
+    """Refuse a directory that is no adapter, before a model is read for it.
+
+    Raises:
+        ModelError: says what it is instead.
+    """
+    if absent := no_directory("--adapter", str(folder), hub=False):
+        raise ModelError(absent)
+    if not (folder / SETTINGS).is_file():
+        raise ModelError(f"--adapter={folder}: holds no adapter (no {SETTINGS}){mistaken(folder, 'adapter', 'DIRECTORY')}")
+
+
 def with_adapter(model: nn.Module, folder: Path) -> Any:
     """Return a model with the adapter of a directory of peft beside it: peft would merge it twice into a shared matrix.
 
@@ -212,8 +226,7 @@ def with_adapter(model: nn.Module, folder: Path) -> Any:
         ModelError: the directory has no adapter, or one of another model.
     """
     check_installed()
-    if absent := no_directory("--adapter", str(folder), hub=False):
-        raise ModelError(absent)
+    refuse_no_adapter(folder)
     import peft
 
     try:

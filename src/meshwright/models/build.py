@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.distributed.names import class_name
 from meshwright.errors import ConfigError, ModelError, described
 from meshwright.models.config import AdapterConfig, ModelConfig
-from meshwright.paths import no_directory
+from meshwright.paths import mistaken, no_directory
 from meshwright.plan.context_parallel import is_flash
 from meshwright.plan.names import within
 
@@ -95,11 +95,15 @@ def _filled(values: Mapping[str, Any], defaults: Mapping[str, Any], legal: set[s
     return {**{key: value for key, value in defaults.items() if not legal or key in legal}, **values}
 
 
+_RENAMED = {"rope_scaling": "rope_parameters", "rope_theta": "rope_parameters"}
+"""Keys of earlier releases of transformers, and where their values are now."""
+
+
 def _unknown_keys(values: Mapping[str, Any], legal: set[str], where: str, kind: str) -> list[str]:
     problems = []
     for key in values:
         if legal and key not in legal:
-            near = difflib.get_close_matches(key, sorted(legal), n=1)
+            near = [_RENAMED[key]] if _RENAMED.get(key) in legal else difflib.get_close_matches(key, sorted(legal), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             problems.append(f"{where}.{key}: unknown key of {kind!r}{hint}")
     return problems
@@ -112,7 +116,7 @@ def _load_config(config: ModelConfig) -> "PretrainedConfig":
     if absent := no_directory("model.path", config.path):
         raise ModelError(absent)
     if config.local is not None and not (config.local / "config.json").is_file():
-        raise ModelError(f"model.path={config.path!r}: the directory has no config.json")
+        raise ModelError(f"model.path={config.path!r}: the directory has no config.json{mistaken(config.path, 'model')}")
     try:
         return AutoConfig.from_pretrained(config.local or config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:

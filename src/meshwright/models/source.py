@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.errors import ModelError, described
 from meshwright.models.config import ModelConfig
-from meshwright.paths import no_directory
+from meshwright.paths import mistaken, no_directory
 
 __all__ = ["facts", "fingerprint", "refuse_untrainable"]
 
@@ -69,8 +69,8 @@ def _files_problem(path: str, names: frozenset[str]) -> str | None:
         return None
     if "adapter_config.json" in names:
         return (
-            "holds an adapter (adapter_config.json), no whole model; merge it into its base model with peft's "
-            "merge_and_unload(), save that, and set model.path to it"
+            f"holds an adapter (adapter_config.json), no whole model{mistaken(path, 'model')}; or merge it into its base model "
+            "with peft's merge_and_unload(), save that, and set model.path to it"
         )
     pickled = sorted(name for name in names if _PICKLED.fullmatch(name) and name not in _NO_WEIGHTS)
     if pickled:

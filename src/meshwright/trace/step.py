@@ -5,6 +5,7 @@ so a step of a large model takes seconds on a laptop. Tokens are routed to exper
 """
 
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -92,7 +93,16 @@ def trace_step(setup: RunSetup, *, device: bool = False, load: float = 1.0) -> S
             raise
         except Exception as error:  # whatever a model raises where values are missing
             words = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
-            raise UnsupportedError(f"a step of this model cannot be traced without values ({words})") from error
+            where = _place(error, setup.model)
+            raise UnsupportedError(f"a step of this model cannot be traced without values{where} ({words})") from error
+
+
+def _place(error: Exception, model: nn.Module) -> str:
+    """The innermost module of a model that raised an error, as words; empty if none did."""
+    names = {id(module): name for name, module in model.named_modules() if name}
+    frames = traceback.walk_tb(error.__traceback__)
+    found = [name for frame, _ in frames if (name := names.get(id(frame.f_locals.get("self"))))]
+    return f": it fails in {found[-1]}" if found else ""
 
 
 def run_step(setup: RunSetup, tensors: FakeTensorMode | None) -> StepTrace:

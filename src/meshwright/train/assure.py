@@ -17,12 +17,12 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from rich.console import Console
 from rich.markup import escape
 
 from meshwright import errors
 from meshwright.distributed.process_group import adopt_slurm
 from meshwright.errors import MeshwrightError, NotProvenError, WorkerError
+from meshwright.terminal import console
 from meshwright.train.config import RunConfig
 from meshwright.train.ending import leave_to_rank_0
 from meshwright.train.proof import Source, State, standing_of
@@ -71,11 +71,11 @@ def assure(setup: RunSetup, source: Source | None, prove: Prove | None) -> None:
         NotProvenError: the audit failed.
         MeshwrightError: the audit could not be made.
     """
-    console = Console(soft_wrap=True)  # a command to be copied must stay on one line
+    page = console(soft_wrap=True)  # a command to be copied must stay on one line
 
     def say(line: str, style: str = "") -> None:
         text = escape(line)
-        console.print(f"[{style}]{text}[/]" if style else text, highlight=False)
+        page.print(f"[{style}]{text}[/]" if style else text, highlight=False)
 
     standing = standing_of(setup, source, say)
     say(standing.line, {State.FAILED: "bold red", State.UNPROVEN: "yellow"}.get(standing.state, ""))

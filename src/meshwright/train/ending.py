@@ -21,7 +21,18 @@ import torch.distributed as dist
 from meshwright.distributed import _torch_compat
 from meshwright.errors import MeshwrightError
 
-__all__ = ["SIGNALS", "UNEXPORTED", "WISH", "Agreement", "Attendant", "Decision", "leave_to_rank_0", "tell"]
+__all__ = [
+    "SIGNALS",
+    "UNEXPORTED",
+    "WISH",
+    "Agreement",
+    "Attendant",
+    "Decision",
+    "begin",
+    "has_begun",
+    "leave_to_rank_0",
+    "tell",
+]
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """The signals that Slurm, Kubernetes and spot machines send before they kill a process, and that of Ctrl-C."""
@@ -33,6 +44,24 @@ WISH = "the run ends after this step or the next, with a checkpoint; a second si
 UNEXPORTED = "ended after the last step; its checkpoint is complete, and the same command exports it"
 SAME = 2.0
 """Seconds within which a second signal counts as the first: Ctrl-C reaches a worker from the terminal and from torchrun."""
+
+
+BEGUN = "begun"
+"""Name of the file beside the launcher's file by which rank 0 says that training begins."""
+
+
+def begin(asked: Path) -> None:
+    """Say that training begins, to the launcher and to all its workers.
+
+    Args:
+        asked: the file that the launcher creates to ask the run to end.
+    """
+    asked.with_name(BEGUN).touch()
+
+
+def has_begun(asked: Path) -> bool:
+    """Return whether training has begun."""
+    return asked.with_name(BEGUN).exists()
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,25 @@ from pathlib import Path
 from typing import Any
 
 from meshwright import errors
-from meshwright.errors import ConfigError, MeshwrightError, NonFiniteError, StoppedError, WorkerError, described, number_of
+from meshwright.checkpoint.directory import latest
+from meshwright.errors import (
+    ConfigError,
+    InterruptError,
+    MeshwrightError,
+    NonFiniteError,
+    StoppedError,
+    WorkerError,
+    described,
+    during,
+    number_of,
+)
 from meshwright.layout import AXES
 from meshwright.quiet import quiet
 from meshwright.train.assure import Prove, assure, assure_on_rank_0
 from meshwright.train.config import RunConfig
-from meshwright.train.ending import SAME, SIGNALS, UNEXPORTED, WISH, leave_to_rank_0, tell
+from meshwright.train.ending import SAME, SIGNALS, UNEXPORTED, WISH, has_begun, leave_to_rank_0, tell
 from meshwright.train.proof import Source
+from meshwright.train.setup import Paths
 
 __all__ = ["device_kind", "launch", "local_processes", "planned_processes"]
 
@@ -130,7 +142,8 @@ def launch(
     with _files_named(config.directory), locked(config):
         setup, _, store = prepare_run(config, processes, fast=fast)
         introduce(setup, config, store)
-        assure(setup, source, prove)
+        with during("the layout is audited"):
+            assure(setup, source, prove)
         prepared = (str(store.directory), checkpoint_to_resume(config))
         del setup, store
         if processes == 1:
@@ -138,7 +151,8 @@ def launch(
 
             run_worker(config, kind, prepared)
         else:
-            _launch_local(config, processes, kind, prepared, debug)
+            with during("the workers start"):
+                _launch_local(config, processes, kind, prepared, debug)
 
 
 @contextmanager
@@ -239,26 +253,41 @@ def _launch_local(config: RunConfig, processes: int, kind: str, prepared: tuple[
             local_addr="localhost",
             signals_to_handle="SIGHUP,SIGQUIT",  # the other signals ask the run to end, and are passed on to the workers
         )
+        asked = Path(reports) / ASKED
         try:
-            with _wishes_to_end(Path(reports) / ASKED):
+            with _wishes_to_end(asked):
                 elastic_launch(settings, _worker_entry)(config, kind, prepared, reports, debug, os.getpid())
         except ChildFailedError as error:
             raise _first_failure(Path(reports), error) from None
         except SignalException as error:
-            if error.sigval is signal.SIGINT:
+            if error.sigval is signal.SIGINT and not has_begun(asked):
                 raise KeyboardInterrupt from None
+            if error.sigval is signal.SIGINT:
+                raise InterruptError(_ended_at_once(config)) from None
             raise WorkerError(f"ended by {error.sigval.name}") from None
+
+
+def _ended_at_once(config: RunConfig) -> str:
+    """What a second Ctrl-C leaves of a run."""
+    last = latest(Paths(config.directory).checkpoints)
+    kept = "the run has no checkpoint" if last is None else f"the last complete checkpoint is {last}"
+    return f"SIGINT a second time: ended in the middle of a step; {kept}"
 
 
 @contextmanager
 def _wishes_to_end(asked: Path) -> Iterator[None]:
-    """Pass the first signal that comes inside on to the workers, by a file; a second one ends them at once, as torch does."""
+    """Pass the first signal that comes inside on to the workers, by a file; a second one ends them at once, as torch does.
+
+    Ctrl-C before the first step ends them at once too: there is nothing to save.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     first: list[float] = []
 
     def take(number: int, frame: object) -> None:
         name = signal.Signals(number).name
+        if number == signal.SIGINT and not has_begun(asked):
+            raise SignalException(f"{name} before the first step", sigval=signal.SIGINT)
         if not first:
             first.append(time.monotonic())
             asked.with_suffix(".tmp").write_text(name)

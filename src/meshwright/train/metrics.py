@@ -4,20 +4,19 @@ import json
 import math
 import os
 import re
-import sys
 import uuid
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from meshwright.errors import CheckpointError, number_of
 from meshwright.files import write_whole
 from meshwright.plan.explain import human_bytes
+from meshwright.terminal import console
 from meshwright.train.config import RunConfig
 from meshwright.train.setup import Paths
 
@@ -188,7 +187,7 @@ class Recorder:
         self.steps = steps or config.training.steps or 0
         self.every = config.training.log_every
         self.sinks: list[Sink] = []
-        self.console = Console(file=sys.stdout, quiet=not speaks)
+        self.console = console(quiet=not speaks)
         self._progress: Progress | None = None
         self._times = StepTimes()
         if not speaks:

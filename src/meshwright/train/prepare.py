@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console
 from torch import nn
 
 from meshwright.checkpoint.directory import complete, latest, read_meta
+from meshwright.checkpoint.export import check_target
 from meshwright.checkpoint.manager import check_base, check_same_model, check_writable
-from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError, number_of
+from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError, during, number_of
 from meshwright.files import write_whole
 from meshwright.plan.context_parallel import unevenness
 from meshwright.plan.explain import explain
 from meshwright.plan.hardware import load_hardware
 from meshwright.plan.options import NF4
 from meshwright.plan.sharding_plan import bytes_of, itemsize
+from meshwright.terminal import console
 from meshwright.train.config import RunConfig
 from meshwright.train.guard import waits
 from meshwright.train.resume import checkpoint_to_resume, pass_over_damaged
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["describe_data", "describe_sharing", "introduce", "load_run_tokenizer", "locked", "prepare_run", "warn"]
 
 
+@during("the run is prepared")
 def prepare_run(
     config: RunConfig, world_size: int, *, fast: bool = False
 ) -> "tuple[RunSetup, PreTrainedTokenizerBase, TokenStore]":
@@ -69,6 +71,11 @@ def prepare_run(
             warn(line)
     paths = Paths(config.directory)
     check_writable(paths.root)
+    if paths.config.exists() and not paths.source.exists() and latest(paths.checkpoints) is None:
+        words = "is not of a run, and the run would write its own in its place; rename it, or choose another output"
+        raise ConfigError(f"output={config.output}: {paths.config} {words}")
+    if config.export:
+        check_target(paths.export, overwrite=True)  # at the end, in place of that of an earlier part of the run
     pass_over_damaged(config, warn)
     resume = checkpoint_to_resume(config)
     # If the run is given in epochs, its steps are known only after the data are read; until then count a single checkpoint.
@@ -90,10 +97,12 @@ def prepare_run(
     else:
         source = {}
 
-    tokenizer = _tokenizer(config, paths)
+    with during("the tokenizer is made"):
+        tokenizer = _tokenizer(config, paths)
     setup = make_setup(config, world_size, tokenizer)
     tokenizer.save_pretrained(paths.tokenizer)
-    store = prepare(config.data, tokenizer, paths.tokens, config.training.seed, fast=fast, say=warn)
+    with during("the data are read"):
+        store = prepare(config.data, tokenizer, paths.tokens, config.training.seed, fast=fast, say=warn)
     if store.index.train_documents == 0:
         raise DataError("data: no documents left to train on")
     loader = _loader(config, store)
@@ -106,14 +115,14 @@ def prepare_run(
         if problem := config.warmup_problem(steps):
             raise ConfigError(problem)
         check_writable(paths.root, _checkpoint_bytes(setup, config, resume, steps))
-    write_whole(paths.config, config.to_yaml())
     write_whole(paths.source, json.dumps({**source, "data": store.index.kind}))
+    write_whole(paths.config, config.to_yaml())
     return setup, tokenizer, store
 
 
 def warn(line: str) -> None:
     """Print a warning in the terminal; the run goes on."""
-    Console().print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
+    console().print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
 def _checked_draft(config: RunConfig, world_size: int) -> RunSetup:
@@ -220,10 +229,10 @@ def _loader(config: RunConfig, store: "TokenStore") -> "TrainLoader":
 
 def introduce(setup: RunSetup, config: RunConfig, store: "TokenStore") -> None:
     """Print what a run will do: the plan without its parameters, why the host waits in each step (if it does), and the data."""
-    console = Console()
-    console.print(explain(setup.plan, parameters=False))
+    page = console()
+    page.print(explain(setup.plan, parameters=False))
     for line in filter(None, (waits(config), describe_data(config, store), describe_sharing(setup, store))):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        page.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def describe_data(config: RunConfig, store: "TokenStore") -> str:

@@ -64,6 +64,8 @@ def pass_over_damaged(config: RunConfig, say: Say) -> None:
     resume, directory = config.checkpoint.resume, Paths(config.directory).checkpoints
     if resume != "auto":
         if (path := Path(resume).expanduser()).is_dir():
+            if not (path / ".metadata").is_file():
+                read_meta(path)  # says what it is instead
             _refuse(path, resume, damage_in_brief(path))
         return
     while (last := newest(directory)) is not None and (damages := damage_in_brief(last)):

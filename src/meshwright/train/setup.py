@@ -4,12 +4,13 @@
 """
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import CheckpointError, ConfigError, LayoutError, MeshwrightError, PlanError, UnsupportedError
-from meshwright.layout import Layout
+from meshwright.errors import CheckpointError, ConfigError, LayoutError, MeshwrightError, PlanError, UnsupportedError, during
+from meshwright.layout import Layout, divisors
 from meshwright.plan.sharding_plan import ShardingPlan
 from meshwright.plan.spec import ParallelSpec
 from meshwright.train.config import RunConfig
@@ -125,6 +126,7 @@ def microbatches_per_step(config: RunConfig, layout: Layout) -> int:
     return training.global_batch_size // (training.microbatch_size * ranks)
 
 
+@during("the model and its plan are built")
 def make_setup(
     config: RunConfig, world_size: int, tokenizer: "PreTrainedTokenizerBase | None" = None, *, planning: bool = False
 ) -> RunSetup:
@@ -149,9 +151,16 @@ def make_setup(
     spec, model = describe_model(config, tokenizer, planning=planning)
     problems: list[MeshwrightError] = []
     microbatches = 1
-    layout = config.layout.layout()
+    layout, sizes = config.layout.layout(), model_sizes(spec, model)
+    if sizes.kv_groups and sizes.heads and sizes.kv_heads and sizes.heads % sizes.kv_heads:
+        problems.append(
+            ConfigError(
+                f"{config.model.path or 'model.config'}: {spec.sizes['kv_heads']}={sizes.kv_heads} does not divide "
+                f"{spec.sizes['heads']}={sizes.heads}; legal are {', '.join(map(str, divisors(sizes.heads)))}"
+            )
+        )
     try:
-        layout = layout.resolve(world_size, model_sizes(spec, model))
+        layout = layout.resolve(world_size, sizes)
         microbatches = microbatches_per_step(config, layout)
     except (LayoutError, ConfigError) as error:
         problems.append(error)
@@ -281,9 +290,33 @@ def _length_problems(config: RunConfig, model: "PreTrainedModel") -> list[Meshwr
     if not isinstance(longest, int) or longest < 1 or length <= longest:  # -1: no limit
         return []
     where = "model.config" if config.model.config is not None else config.model.path
+    longer = _longer(config, getattr(model.config.get_text_config(), "rope_parameters", None), longest)
     return [
-        ConfigError(f"data.sequence_length={length}: {where} has max_position_embeddings={longest}; legal is 2 to {longest}")
+        ConfigError(
+            f"data.sequence_length={length}: {where} has max_position_embeddings={longest}; legal is 2 to {longest}{longer}"
+        )
     ]
+
+
+def _longer(config: RunConfig, rope: dict[str, Any] | None, longest: int) -> str:
+    """Say how a model gets more positions, as the end of a message.
+
+    Args:
+        config: configuration of the run.
+        rope: how transformers computes the model's rotary positions; ``None``: it has none.
+        longest: the positions that it has.
+    """
+    length = config.data.sequence_length
+    if config.model.config is not None:
+        return f", or more with model.config.max_position_embeddings={length}"
+    if not rope:
+        return "; its positions are not rotary, and cannot be scaled"
+    if rope.get("rope_type") != "default":  # scaled already, or each kind of attention has its own
+        return "; for more, its config.json needs other max_position_embeddings and rope_parameters"
+    factor = math.ceil(length / longest)
+    scaled = {**rope, "rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": longest}
+    text = json.dumps({"max_position_embeddings": factor * longest, "rope_parameters": scaled})
+    return f"; for more, scale its rotary positions: write {text[1:-1]} into the config.json of a copy of it"
 
 
 def _vocabulary_problems(config: RunConfig, model: "PreTrainedModel", tokens: int) -> list[MeshwrightError]:

@@ -1,7 +1,10 @@
 """One worker process of a run, whichever launcher started it."""
 
 import os
+import signal
 import socket
+import sys
+import threading
 import time
 import uuid
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -11,19 +14,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.markup import escape
 
 from meshwright.checkpoint.directory import read_meta
 from meshwright.data.store import TokenStore
 from meshwright.distributed.process_group import process_group
-from meshwright.errors import ConfigError, DataError, MeshwrightError, StoppedError, WorkerError, described
+from meshwright.errors import ConfigError, DataError, InterruptError, MeshwrightError, StoppedError, WorkerError, described
 from meshwright.models.imports import import_modules
 from meshwright.ranks.hang import is_communication
 from meshwright.ranks.watch import Watch
+from meshwright.terminal import console
 from meshwright.train.assure import assure
 from meshwright.train.config import RunConfig
-from meshwright.train.ending import SIGNALS, UNEXPORTED, Agreement, Attendant, leave_to_rank_0, tell
+from meshwright.train.ending import SIGNALS, UNEXPORTED, Agreement, Attendant, begin, has_begun, leave_to_rank_0, tell
 from meshwright.train.prepare import introduce, load_run_tokenizer, locked, prepare_run, warn
 from meshwright.train.proof import Source
 from meshwright.train.resume import changes, checkpoint_to_resume, verified
@@ -64,7 +67,16 @@ def run_worker(
     with ExitStack() as resources:
         device = resources.enter_context(process_group(timedelta(minutes=config.launch.timeout_minutes), device_kind))
         agreement = Agreement(config.checkpoint.every_minutes)
-        resources.enter_context(Attendant(SIGNALS, agreement.ask_to_end, asked, speaks=dist.get_rank() == 0))
+        begun = threading.Event()
+
+        def ask(reason: str) -> None:
+            if prepared is not None and reason == signal.SIGINT.name and not (has_begun(asked) if asked else begun.is_set()):
+                if asked is None:  # else the launcher says so
+                    tell("interrupted while the model gets its values, before the first step; nothing is lost")
+                os._exit(InterruptError.exit_code)
+            agreement.ask_to_end(reason)
+
+        resources.enter_context(Attendant(SIGNALS, ask, asked, speaks=dist.get_rank() == 0))
         # One process chooses the checkpoint: on a shared file system ranks may see different ones.
         store, resume = prepared or _prepare_on_rank_0(config, resources, source, fast)
         resume = verified(config, resume, warn)
@@ -83,6 +95,9 @@ def run_worker(
         trainer.agreement = agreement
         if watch is not None:
             trainer.progress = watch.tick
+        begun.set()
+        if asked is not None and trainer.rank == 0:
+            begin(asked)
         try:
             trainer.run()
         except RuntimeError as error:
@@ -115,9 +130,9 @@ def _watch(config: RunConfig, device_kind: str) -> AbstractContextManager[Watch 
 
 
 def _report(lines: list[str]) -> None:
-    console = Console(stderr=True)
+    page = console(sys.stderr)
     for line in (*lines, "the run goes on if the ranks do (this report: launch.hang_report_seconds)"):
-        console.print(line, highlight=False, soft_wrap=True, markup=False)
+        page.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def _prepare_on_rank_0(config: RunConfig, resources: ExitStack, source: Source | None, fast: bool) -> tuple[str, Path | None]:
@@ -217,12 +232,12 @@ def finish_run(config: RunConfig) -> None:
     from meshwright.checkpoint.export import export_checkpoint, generate
 
     paths = Paths(config.directory)
-    console = Console()
+    page = console()
     newest = latest(paths.checkpoints)
     if not config.export or newest is None:
         return
-    export_checkpoint(newest, paths.export)
-    console.print(f"exported {paths.export}", highlight=False, markup=False)
+    export_checkpoint(newest, paths.export, overwrite=True)  # of this run: nothing else is replaced
+    page.print(f"exported {paths.export}", highlight=False, markup=False)
     for prompt in config.sample.prompts:
         text = generate(
             paths.export,
@@ -233,5 +248,5 @@ def finish_run(config: RunConfig) -> None:
             raw=config.sample.raw,
             warn=warn,
         )
-        console.print(prompt, style="bold", end="", highlight=False, markup=False)
-        console.print(text, highlight=False, markup=False)
+        page.print(prompt, style="bold", end="", highlight=False, markup=False)
+        page.print(text, highlight=False, markup=False)
