@@ -21,7 +21,7 @@ SOURCE = ROOT / "src" / "meshwright"
 
 FLOORS = (
     {"errors"},
-    {"files", "paths", "quiet"},
+    {"files", "paths", "terminal", "quiet"},
     {"layout"},
     {"plan"},
     {"distributed", "moe", "ranks"},

@@ -17,7 +17,7 @@ STEP = {
 def test_progress_line(tiny, monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
     config = tiny("metrics.jsonl=false")
     shown = io.StringIO()
-    monkeypatch.setattr("meshwright.train.metrics.Console", lambda **_: Console(file=shown, force_terminal=terminal, width=160))
+    monkeypatch.setattr("meshwright.train.metrics.console", lambda **_: Console(file=shown, force_terminal=terminal, width=160))
     config.directory.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(config, speaks=True)
     for step in (1, 2, 3):

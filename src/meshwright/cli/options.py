@@ -5,11 +5,17 @@ from typing import Any
 __all__ = ["suggest"]
 
 _ALIKE = (
-    {"--world-size", "--nproc", "--nproc-per-node", "--num-processes", "--gpus", "--ranks", "--processes", "-n", "-np"},
+    {"--world-size", "--nproc", "--nproc-per-node", "--num-processes", "--gpus", "--num-gpus", "--ranks", "-n", "-np"},
+    {"--world-size", "--nnodes", "--nodes", "--num-machines"},
+    {"--gpu", "--device", "--hardware"},
+    {"--adapter", "--lora", "--peft"},
     {"--overwrite", "--force", "-f"},
     {"--max-new-tokens", "--max-tokens", "--max-length"},
+    {"--directory", "--output", "--output-dir", "--out", "-o"},
 )
 """Names of one thing, of which a command has at most one."""
+
+_LAUNCHED = "torchrun --nnodes NODES --nproc-per-node GPUS ... -m meshwright train CONFIG"
 
 
 def suggest(error: Any) -> None:
@@ -24,9 +30,16 @@ def suggest(error: Any) -> None:
     name = option.replace("_", "-").lower()
     parameters = context.command.params
     legal = {written for parameter in parameters for written in parameter.opts if written.startswith("--")}
-    meant = {other for alike in _ALIKE if name in alike for other in alike & legal}
-    if meant:
+    names = {name}.union(*(alike for alike in _ALIKE if name in alike))
+    arguments = [item for item in parameters if item.param_type_name == "argument" and f"--{item.name}" in names]
+    if meant := names & legal:
         error.possibilities = sorted(meant)
+    elif arguments:
+        error.possibilities = None
+        error.message += f". {arguments[0].name.upper()} is written without an option"
+    elif context.command.name == "train" and "--nnodes" in names:
+        error.possibilities = None
+        error.message += f". On several machines torchrun or Slurm starts the processes: {_LAUNCHED}"
     elif any(parameter.name == "overrides" for parameter in parameters) and (key := _key(name)):
         error.possibilities = None
         error.message += f". A key of the configuration is written without dashes: {key}=VALUE"
