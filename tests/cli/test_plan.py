@@ -21,7 +21,8 @@ QUICKSTART = str(EXAMPLES / "quickstart.yaml")
 
 
 def run(*arguments: str) -> str:
-    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    # Workers of pytest-xdist have the width of their parent's terminal in COLUMNS.
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": None}, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 
