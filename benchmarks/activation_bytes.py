@@ -72,11 +72,11 @@ def measure(mode: str, layers: int) -> tuple[int, int, int]:
     """Bytes held between forward and backward, bytes at the peak without parameter gradients, and matrix products in all."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from meshwright.distributed.activation_checkpointing import recompute
-    from meshwright.plan.inspection import inspect_model
-    from meshwright.plan.options import ActivationCheckpointing
-    from meshwright.plan.recompute import recompute_layer
-    from meshwright.plan.spec import ParallelSpec
+    from meshwright.distributed.memory.activation_checkpointing import recompute
+    from meshwright.plan.given.inspection import inspect_model
+    from meshwright.plan.given.options import ActivationCheckpointing
+    from meshwright.plan.given.spec import ParallelSpec
+    from meshwright.plan.memory.recompute import recompute_layer
 
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**MODEL, num_hidden_layers=layers)).train()

@@ -36,11 +36,11 @@ def measure(device: torch.device, cp: int, method: str, length: int, checkpointi
 
     import meshwright as mw
     from meshwright.distributed.comm_counter import CommCounter
-    from meshwright.distributed.context_parallel import _Context
-    from meshwright.distributed.ring import _Plan
-    from meshwright.distributed.sequences import sequences_of
-    from meshwright.plan.activation_traffic import activation_traffic
-    from meshwright.plan.context_parallel import gathered_bytes
+    from meshwright.distributed.context.attend import _Context
+    from meshwright.distributed.context.ring import _Plan
+    from meshwright.distributed.context.sequences import sequences_of
+    from meshwright.plan.axes.context import gathered_bytes
+    from meshwright.plan.cost.activation_traffic import activation_traffic
 
     torch.manual_seed(0)
     config = dict(MODEL)

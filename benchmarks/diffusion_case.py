@@ -22,16 +22,16 @@ import torch.multiprocessing as mp
 
 from meshwright.distributed._torch_compat.fake import FakeStore, FakeTensorMode, FakeTensors
 from meshwright.distributed.comm_counter import CommCounter
-from meshwright.distributed.grad_sync import GradSync
+from meshwright.distributed.data.grad_sync import GradSync
+from meshwright.distributed.experts.dispatch import static_splits
 from meshwright.distributed.mesh import build_mesh
-from meshwright.models.registry import get_parallelization_strategy
-from meshwright.moe.dispatch import static_splits
-from meshwright.plan.price import Totals, totals
+from meshwright.models.specs.registry import get_parallelization_strategy
+from meshwright.plan.cost.price import Totals, totals
 from meshwright.plan.resolver import resolve
 from meshwright.trace.live import LiveBytes
 from meshwright.train.config import RunConfig
 from meshwright.train.optimizer import build_optimizer
-from meshwright.train.setup import RunSetup, make_setup
+from meshwright.train.start.setup import RunSetup, make_setup
 
 __all__ = ["Case", "Found", "forked", "measure_fake", "measure_gpu", "measure_real", "planned"]
 

@@ -23,8 +23,8 @@ from diffusion_case import Case, Found, forked, measure_fake, measure_gpu, measu
 from report import Bound, Table, publish
 from rounds import say
 
-from meshwright.plan.options import SyncPolicy
-from meshwright.plan.price import Totals, totals
+from meshwright.plan.cost.price import Totals, totals
+from meshwright.plan.given.options import SyncPolicy
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "diffusion_gemma_26b_8gpu.yaml"
 

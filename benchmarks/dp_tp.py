@@ -88,10 +88,10 @@ def run(contenders: list[str], microbatches: list[int], rounds: int, steps: int)
 
 def _due(directory: Path, variant: str, microbatches: int) -> Counter[tuple[str, str]]:
     """What the plan says of (axis, kind): counts, and bytes over dp under ``kind bytes``."""
-    from meshwright.plan.price import totals
-    from meshwright.plan.tp_traffic import tensor_parallel_counts
+    from meshwright.plan.axes.tensor.traffic import tensor_parallel_counts
+    from meshwright.plan.cost.price import totals
     from meshwright.train.config import RunConfig
-    from meshwright.train.setup import make_setup
+    from meshwright.train.start.setup import make_setup
 
     config = RunConfig.model_validate(train_config(directory, directory / "planned", microbatches, variant))
     plan = make_setup(config, RANKS * TP).plan

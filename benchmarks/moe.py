@@ -77,10 +77,10 @@ def run(names: list[str], microbatches: list[int], rounds: int, steps: int) -> t
 
 def _due(directory: Path, variant: str, microbatches: int) -> dict[str, int]:
     """Collectives that the plan says."""
-    from meshwright.plan.expert_parallel import expert_parallel_counts
-    from meshwright.plan.price import totals
+    from meshwright.plan.axes.experts import expert_parallel_counts
+    from meshwright.plan.cost.price import totals
     from meshwright.train.config import RunConfig
-    from meshwright.train.setup import make_setup
+    from meshwright.train.start.setup import make_setup
 
     config = RunConfig.model_validate(train_config(directory, directory / "planned", microbatches, variant))
     plan = make_setup(config, RANKS).plan

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import torch
 
+from meshwright.distributed.experts.dispatch import static_splits
 from meshwright.errors import MeshwrightError
 from meshwright.matrix.cells import LAYOUTS, Place, Variant, family_case
-from meshwright.models.families import TINY_MODELS
-from meshwright.moe.dispatch import static_splits
-from meshwright.plan.options import SyncPolicy
+from meshwright.models.families.listed import TINY_MODELS
+from meshwright.plan.given.options import SyncPolicy
 from meshwright.ranks.pool import Pool
 from meshwright.trace.step import run_step, trace_step
 from meshwright.train.config import RunConfig
-from meshwright.train.setup import make_setup
+from meshwright.train.start.setup import make_setup
 
 SIX = ("shard 2", "replicate 2", "tp 2", "tp 2 seq", "cp 2", "ep 2")
 OPTIONS = Variant(SyncPolicy.RESHARD_EACH, "float32", 2, checkpointing=False, offload=False, loss_parallel=True)

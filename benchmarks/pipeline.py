@@ -69,7 +69,7 @@ def measure(device: torch.device, pp: int, schedule: str, microbatches: int) -> 
     """Run steps under a schedule, and measure the third and the fourth. The job of each rank."""
     import meshwright as mw
     from meshwright.distributed.comm_counter import CommCounter
-    from meshwright.plan.schedule import Phase, Turn
+    from meshwright.plan.axes.pipeline.replay import Phase, Turn
 
     model = of_config()
     plan = plan_of(model, pp, schedule, microbatches)
@@ -131,8 +131,8 @@ def floor(device: torch.device, pp: int, schedule: str, microbatches: int) -> di
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
     from meshwright.distributed.comm_counter import CommCounter
-    from meshwright.distributed.cut import crossing_of, cut_model
-    from meshwright.plan.pipeline import on_stages, stages_of_rank
+    from meshwright.distributed.pipeline.cut import crossing_of, cut_model
+    from meshwright.plan.axes.pipeline.stage_plan import on_stages, stages_of_rank
 
     model = of_config()
     plan = plan_of(model, pp, schedule, microbatches)
@@ -191,9 +191,9 @@ def floor(device: torch.device, pp: int, schedule: str, microbatches: int) -> di
 
 def of_schedule(pp: int, schedule: str, microbatches: int, rounds: int) -> tuple[list[str], list[Bound]]:
     """Measure a schedule, and return its row and bounds."""
-    from meshwright.plan.pipeline import crossing_bytes, pipeline_messages
-    from meshwright.plan.price import totals_of_rank
-    from meshwright.plan.schedule import order_of, receive_buffers, replay, replay_of_plan
+    from meshwright.plan.axes.pipeline.replay import order_of, receive_buffers, replay, replay_of_plan
+    from meshwright.plan.axes.pipeline.stage_plan import crossing_bytes, pipeline_messages
+    from meshwright.plan.cost.price import totals_of_rank
     from meshwright.ranks.pool import Pool
 
     with torch.device("meta"):
@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bound fails")
     parser.add_argument("--markdown", type=Path, help="write the tables there")
     arguments = parser.parse_args()
-    from meshwright.plan.options import PipelineSchedule
+    from meshwright.plan.given.options import PipelineSchedule
 
     columns = (
         "schedule", "idle, equal stages", "idle, planned", "idle, CPU times", "waits", "alive by rank",

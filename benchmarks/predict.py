@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.plan.hardware import Hardware, load_hardware
+from meshwright.plan.cost.hardware import Hardware, load_hardware
 from meshwright.trace.memory import Traces
 from meshwright.trace.time import forecast_time
 from meshwright.trace.verdict import judge
 from meshwright.train.config import RunConfig
-from meshwright.train.setup import make_setup
+from meshwright.train.start.setup import make_setup
 
 SHAPES = Path(__file__).parents[1] / "examples" / "shapes"
 

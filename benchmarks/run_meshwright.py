@@ -9,7 +9,7 @@ from workload import MESHWRIGHT, train_config
 from meshwright.data.store import TokenStore
 from meshwright.distributed.process_group import process_group
 from meshwright.train.config import RunConfig
-from meshwright.train.setup import make_setup
+from meshwright.train.start.setup import make_setup
 from meshwright.train.trainer import Trainer
 
 

@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import nn
 
-from meshwright.distributed.activation_checkpointing import recompute
-from meshwright.plan.inspection import inspect_model
-from meshwright.plan.options import ActivationCheckpointing
-from meshwright.plan.recompute import parts_of_layer, recompute_layer
-from meshwright.plan.spec import ParallelSpec
+from meshwright.distributed.memory.activation_checkpointing import recompute
+from meshwright.plan.given.inspection import inspect_model
+from meshwright.plan.given.options import ActivationCheckpointing
+from meshwright.plan.given.spec import ParallelSpec
+from meshwright.plan.memory.recompute import parts_of_layer, recompute_layer
 
 __all__ = ["checkpoint_layer", "parts_of"]
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from meshwright.models.families import FAMILIES, TINY_MODELS
-from meshwright.models.registry import registered_strategies
+from meshwright.models.families.listed import FAMILIES, TINY_MODELS
+from meshwright.models.specs.registry import registered_strategies
 from meshwright.train.config import RunConfig, TrainingConfig, load_config
-from meshwright.train.reference import reference
+from meshwright.train.schema.config_page import reference
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "meshwright"

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.data.columns import FORMATS
 from meshwright.data.formats import SPEAKERS
-from meshwright.models.imports import import_modules
+from meshwright.models.user_imports import import_modules
 from meshwright.train.config import RunConfig, load_config
 from tests.cli.conftest import meshwright, start, warm
 from tests.harness import run_ranks

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.models.families import TINY_MODELS
-from meshwright.models.registry import spec_of
-from meshwright.plan.spec import ParallelSpec
+from meshwright.models.families.listed import TINY_MODELS
+from meshwright.models.specs.registry import spec_of
+from meshwright.plan.given.spec import ParallelSpec
 from tests.diffusion_gemma import tiny_diffusion_gemma
 
 FAMILIES = {family: tiny.config for family, tiny in TINY_MODELS.items() if family != "diffusion_gemma"}

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from meshwright.plan.options import PipelineSchedule
-from meshwright.plan.schedule import Phase, order_of, replay
-from meshwright.plan.timeline import drawing
+from meshwright.plan.given.options import PipelineSchedule
+from meshwright.plan.axes.pipeline.replay import Phase, order_of, replay
+from meshwright.plan.show.pipeline_picture import drawing
 
 HERE = Path(__file__).parent
 COLOURS = {"shard": "#cfe3f7", "whole": "#1f6fb2", "gradient": "#e8a33d", "line": "#444", "text": "#222", "other": "#f3d9d9"}

@@ -9,26 +9,26 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "GradSync": "distributed.grad_sync",
+    "GradSync": "distributed.data.grad_sync",
     "Layout": "layout",
     "MeshwrightError": "errors",
     "ModelSizes": "layout",
     "ParallelMesh": "distributed.mesh",
-    "ParallelOptions": "plan.options",
-    "ParallelSpec": "plan.spec",
-    "ParallelizationStrategy": "models.strategy",
-    "Pipeline": "models.pipeline",
-    "ShardingPlan": "plan.sharding_plan",
-    "SyncPolicy": "plan.options",
-    "UnitRule": "plan.spec",
+    "ParallelOptions": "plan.given.options",
+    "ParallelSpec": "plan.given.spec",
+    "ParallelizationStrategy": "models.specs.strategy",
+    "Pipeline": "models.pipeline_by_hand",
+    "ShardingPlan": "plan.result.sharding_plan",
+    "SyncPolicy": "plan.given.options",
+    "UnitRule": "plan.given.spec",
     "build_mesh": "distributed.mesh",
     "clip_grad_norm_": "distributed.grad_clip",
-    "context_parallel": "distributed.sequences",
-    "get_parallelization_strategy": "models.registry",
+    "context_parallel": "distributed.context.sequences",
+    "get_parallelization_strategy": "models.specs.registry",
     "parallelize": "distributed.conductor",
-    "register_parallel_strategy": "models.registry",
+    "register_parallel_strategy": "models.specs.registry",
     "resolve": "plan.resolver",
-    "spec_of": "models.registry",
+    "spec_of": "models.specs.registry",
 }
 
 __all__ = ["__version__", *sorted(_HOMES)]

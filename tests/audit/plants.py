@@ -15,12 +15,12 @@ from meshwright.audit.ranks import RankTrainer
 from meshwright.checkpoint.state import initialize_optimizer
 from meshwright.data.packing import IGNORE
 from meshwright.distributed import _torch_compat
-from meshwright.distributed.fsdp import fsdp_units
-from meshwright.distributed.stage_parts import StageParts
-from meshwright.distributed.tensor_parallel import compute_with_slices
-from meshwright.models.loss import count_tokens
-from meshwright.plan.moves import Move
-from meshwright.plan.program import Compute
+from meshwright.distributed.data.fsdp_units import fsdp_units
+from meshwright.distributed.pipeline.stage_parts import StageParts
+from meshwright.distributed.tensor.slicing import compute_with_slices
+from meshwright.models.token_loss import count_tokens
+from meshwright.plan.axes.tensor.move_kinds import Move
+from meshwright.plan.result.program import Compute
 from meshwright.train.optimizer import build_optimizer
 
 UNIT = "model.layers.1"

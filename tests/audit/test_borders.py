@@ -11,11 +11,11 @@ from meshwright.audit.borders import BorderRecorder, BorderRow, Point, border_er
 from meshwright.audit.origin import origin_findings
 from meshwright.audit.result import RankResult
 from meshwright.layout import Layout
-from meshwright.models.registry import spec_of
-from meshwright.plan.borders import Held, Side
-from meshwright.plan.options import ParallelOptions
+from meshwright.models.specs.registry import spec_of
+from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
-from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.plan.result.border_places import Held, Side
+from meshwright.plan.result.sharding_plan import ShardingPlan
 from tests.tiny import tiny_model
 
 

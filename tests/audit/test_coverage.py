@@ -14,11 +14,11 @@ from meshwright.matrix import coverage
 from meshwright.matrix.cells import Cell, Outcome, Place
 from meshwright.matrix.reasons import EXPLAINED, OTHER, reason_of
 from meshwright.matrix.variants import parsed, variants_of
-from meshwright.models.config import ModelConfig
-from meshwright.models.defaults import model_types
+from meshwright.models.families.default_configs import model_types
+from meshwright.models.model_config import ModelConfig
 from meshwright.shrink.run import shrink
-from meshwright.train.proof import COVERAGE
-from meshwright.train.setup import make_setup
+from meshwright.train.proofs.records import COVERAGE
+from meshwright.train.start.setup import make_setup
 
 SHARD, TP = (next(place for place in coverage.COLUMNS if place.label == label) for label in ("shard 2", "tp 2"))
 
@@ -132,7 +132,7 @@ def test_parts() -> None:
 
 def test_the_page_that_is_here() -> None:
     """Every model type is on it, no cell failed, and each refusal has a reason that the page explains."""
-    rows = json.loads(resources.files("meshwright.train").joinpath(COVERAGE).read_text())["cells"]
+    rows = json.loads(resources.files("meshwright.train.proofs").joinpath(COVERAGE).read_text())["cells"]
     assert {row["family"] for row in rows if not parsed(row["family"])[1]} == set(model_types())
     assert len({row["family"] for row in rows if parsed(row["family"])[1]}) > 300
     assert [row["family"] for row in rows if row["outcome"] == "fails"] == []

@@ -11,9 +11,9 @@ from torch import nn
 from meshwright.audit.compare import Row
 from meshwright.audit.gradients import gradient_findings
 from meshwright.layout import Layout
-from meshwright.plan.options import ParallelOptions
+from meshwright.plan.given.options import ParallelOptions
+from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.resolver import resolve
-from meshwright.plan.spec import ParallelSpec
 
 PLAN = resolve(
     ParallelSpec(family="stack", layers=("layers.*",)),

@@ -13,7 +13,7 @@ import pytest
 
 from meshwright.audit.conduct import Auditor
 from meshwright.audit.report import AuditReport
-from meshwright.distributed import kernels
+from meshwright.distributed.context import attention_kernels as kernels
 from meshwright.errors import WorkerError
 from meshwright.layout import AXES
 from meshwright.matrix.cells import (
@@ -29,9 +29,9 @@ from meshwright.matrix.cells import (
     slice_of_matrix,
 )
 from meshwright.matrix.page import write_matrix
-from meshwright.models.families import TINY_MODELS
-from meshwright.plan.options import ContextMethod, SyncPolicy
-from meshwright.train.claim import Claim, versions
+from meshwright.models.families.listed import TINY_MODELS
+from meshwright.plan.given.options import ContextMethod, SyncPolicy
+from meshwright.train.proofs.claim import Claim, versions
 from tests.tiny import SPARSE, UNPACKED
 
 ONE = Place("one process", 1, {"dp_shard": 1})

@@ -15,8 +15,9 @@ from meshwright.audit.conduct import Auditor
 from meshwright.audit.diagnose import Kind
 from meshwright.audit.report import AuditReport
 from meshwright.data import packing
-from meshwright.distributed import nf4
-from meshwright.models import _transformers_compat, adapters
+from meshwright.distributed.memory import nf4
+from meshwright.models import _transformers_compat
+from meshwright.models.adapters import adapt as adapters
 from meshwright.train import engine, trainer
 from tests.audit.test_plants import PLACES, case
 

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, 
 from meshwright.checkpoint.export import export_checkpoint, generate
 from meshwright.errors import CheckpointError, ModelError
 from meshwright.train.config import RunConfig
-from meshwright.train.prepare import prepare_run
-from meshwright.train.setup import Paths
+from meshwright.train.start.prepare import prepare_run
+from meshwright.train.start.setup import Paths
 from tests.harness import run_ranks
 from tests.tiny import tiny_model, whole
 from tests.train.runs import LLAMA, tiny_run, train, trainer_on_rank

@@ -12,9 +12,9 @@ import torch
 from meshwright.checkpoint import storage
 from meshwright.errors import CheckpointError
 from meshwright.train.config import RunConfig
-from meshwright.train.prepare import prepare_run
-from meshwright.train.resume import checkpoint_to_resume
-from meshwright.train.setup import Paths
+from meshwright.train.start.prepare import prepare_run
+from meshwright.train.start.resume import checkpoint_to_resume
+from meshwright.train.start.setup import Paths
 from tests.diffusion_gemma import RUN as DIFFUSION_GEMMA
 from tests.train.runs import GPT2_WITH_DROPOUT, checkpoints, eval_losses, losses, rows, tiny_run, train
 

@@ -14,10 +14,10 @@ from meshwright.checkpoint.export import export_checkpoint
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.train.config import load_config
-from meshwright.train.prepare import locked, prepare_run
-from meshwright.train.resume import checkpoint_to_resume
-from meshwright.train.setup import Paths
-from meshwright.train.worker import damage_here
+from meshwright.train.start.prepare import locked, prepare_run
+from meshwright.train.start.resume import checkpoint_to_resume
+from meshwright.train.start.setup import Paths
+from meshwright.train.start.worker import damage_here
 from tests.harness import run_ranks
 from tests.train.runs import LLAMA, checkpoints, losses, tiny_run, train, trainer_on_rank
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.train.prepare import prepare_run
+from meshwright.train.start.prepare import prepare_run
 from tests.train.conftest import corpus, tiny
 from tests.train.runs import tiny_run, write_config
 
@@ -49,10 +49,6 @@ def config(tmp_path: Path, corpus: Path) -> str:
 def warm(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> None:
     """Import here, once, what every command needs: a fork starts with it."""
     import torch._dynamo  # noqa: F401
-
-    import meshwright.checkpoint.export
-    import meshwright.train.trainer
-    import meshwright.train.worker  # noqa: F401
 
     prepare_run(tiny_run(tmp_path_factory.mktemp("warm"), corpus), 1)
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from meshwright.train.ending import SAME
+from meshwright.train.start.ending import SAME
 
 MESSAGE = "a cat sat on the cable"
 
@@ -37,7 +37,7 @@ def in_the_schedule(rank: int, do: Callable[[], None]) -> Callable[[], None]:
     def patch() -> None:
         import torch.distributed as dist
 
-        from meshwright.distributed.scheduled_stages import _Stage
+        from meshwright.distributed.pipeline.scheduled_stages import _Stage
 
         plain, before = _Stage.backward_one_chunk, []
 

@@ -77,9 +77,6 @@ def _disturb(process: int, how: str, draw: random.Random) -> None:
 
 
 if __name__ == "__main__":
-    import meshwright.train.trainer
-    import meshwright.train.worker  # noqa: F401
-
     with tempfile.TemporaryDirectory(prefix="meshwright-soak-") as place:
         os.environ["XDG_CACHE_HOME"] = place
         for what, times in sorted(soak(Path(place), int(sys.argv[1]), int((sys.argv[2:] or ["0"])[0])).items()):

@@ -248,7 +248,7 @@ def test_an_error_that_says_nothing_is_not_an_empty_line(
     def end(*_: object, **__: object) -> None:
         raise EOFError
 
-    monkeypatch.setattr("meshwright.train.setup.make_setup", end)
+    monkeypatch.setattr("meshwright.train.start.setup.make_setup", end)
     found = meshwright("plan", config)
     assert (found.code, found.error) == (1, "error: EOFError without a message\n")
 

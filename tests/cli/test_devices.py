@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.distributed.process_group import _first_host, adopt_slurm, distributed_environment, process_group
 from meshwright.errors import ConfigError
-from meshwright.train.launch import _local_world_size, device_kind, launch, local_processes, planned_processes
+from meshwright.train.start.launch import _local_world_size, device_kind, launch, local_processes, planned_processes
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.train import worker
 from meshwright.train.config import load_config
-from meshwright.train.worker import MARK
+from meshwright.train.start import worker
+from meshwright.train.start.worker import MARK
 from tests.cli.conftest import Command, Outcome
 from tests.cli.failing import MESSAGE, fail
 from tests.train.runs import checkpoints, losses, train

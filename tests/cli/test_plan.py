@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from meshwright.cli.main import app
 from meshwright.cli.plan import _plan_in
 from meshwright.errors import ConfigError
-from meshwright.plan.activation_traffic import activation_traffic
-from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.plan.cost.activation_traffic import activation_traffic
+from meshwright.plan.result.sharding_plan import ShardingPlan
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUICKSTART = str(EXAMPLES / "quickstart.yaml")

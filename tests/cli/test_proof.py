@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.train import assure, proof
 from meshwright.train.config import load_config
+from meshwright.train.proofs import records as proof
+from meshwright.train.proofs import report_or_audit as assure
 from tests.audit import plants
 from tests.cli.conftest import Command
 from tests.cli.test_audit import plant

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.train.config import load_config
-from meshwright.train.ending import SAME, SIGNALS
+from meshwright.train.start.ending import SAME, SIGNALS
 from tests.cli.conftest import Command, Outcome, all_gone
 from tests.cli.failing import fail
 from tests.cli.test_launchers import ENVIRONMENT, ROOT, TORCHRUN, both, two_ranks
@@ -217,10 +217,10 @@ def _interrupted_in(name: str, everyone: bool = False) -> Callable[[], None]:
 @pytest.mark.parametrize(
     ("place", "ranks", "what"),
     [
-        ("meshwright.models.build.build_on_meta", 2, "the model and its plan are built"),
+        ("meshwright.models.weights.build.build_on_meta", 2, "the model and its plan are built"),
         ("meshwright.data.tokenizer.build_tokenizer", 2, "the tokenizer is made"),
         ("meshwright.data.store.prepare", 1, "the data are read"),
-        ("meshwright.train.worker.run_worker", 2, "the workers start"),
+        ("meshwright.train.start.worker.run_worker", 2, "the workers start"),
         ("meshwright.train.trainer.Trainer.__init__", 2, "the workers start"),
         ("meshwright.train.trainer.Trainer.__init__", 1, "the model gets its values"),
     ],
@@ -241,7 +241,7 @@ def test_an_interruption_before_the_first_step_is_one_line(
 
 
 def test_an_interruption_of_another_command_says_so(meshwright: Meshwright, config: str) -> None:
-    before = _interrupted_in("meshwright.models.build.build_on_meta")
+    before = _interrupted_in("meshwright.models.weights.build.build_on_meta")
     found = meshwright("plan", config, before=before)
     assert (found.code, found.error) == (130, "interrupted while the model and its plan are built\n")
 

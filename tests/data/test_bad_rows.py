@@ -6,8 +6,8 @@ import re
 import pytest
 
 from meshwright.data.bad_rows import EXAMPLES, KINDS, BadRows
-from meshwright.data.config import DataConfig
 from meshwright.data.corpora import documents
+from meshwright.data.data_config import DataConfig
 from meshwright.data.store import prepare
 from meshwright.errors import DataError
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from meshwright.data.config import DataConfig, TokenizerConfig, expand_files
+from meshwright.data.data_config import DataConfig, TokenizerConfig, expand_files
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_files_are_sorted_and_read_once(tmp_path):
 
 def test_importing_the_schema_is_light():
     code = (
-        "import sys, meshwright.data, meshwright.data.config\n"
+        "import sys, meshwright.data, meshwright.data.data_config\n"
         "heavy = {'torch', 'transformers', 'datasets', 'numpy', 'tokenizers'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
         "import meshwright.data as data\n"

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from meshwright.data.chat import encode_chat
-from meshwright.data.config import DataConfig
 from meshwright.data.corpora import documents
+from meshwright.data.data_config import DataConfig
 from meshwright.data.store import prepare
 from meshwright.data.tokenizer import DEFAULT_CHAT_TEMPLATE
 from meshwright.errors import DataError

@@ -5,8 +5,8 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from meshwright.data.config import DataConfig
 from meshwright.data.corpora import documents
+from meshwright.data.data_config import DataConfig
 from meshwright.data.store import prepare
 from meshwright.data.tokenizer import DEFAULT_CHAT_TEMPLATE
 from meshwright.errors import DataError

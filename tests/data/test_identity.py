@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.data.config import DataConfig
+from meshwright.data.data_config import DataConfig
 from meshwright.data.identity import TRAINED
 from meshwright.data.loader import TrainLoader
 from meshwright.data.store import TokenStore, prepare

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.config import DataConfig, TokenizerConfig
 from meshwright.data.corpora import documents
+from meshwright.data.data_config import DataConfig, TokenizerConfig
 from meshwright.data.store import StoreIndex, prepare
 from meshwright.data.tokenizer import build_tokenizer
 from meshwright.errors import DataError, MeshwrightError

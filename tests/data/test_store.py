@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from meshwright.data import sums
-from meshwright.data.config import DataConfig
 from meshwright.data.corpora import documents, eval_documents, training_texts
+from meshwright.data.data_config import DataConfig
 from meshwright.data.index import FORMAT_VERSION, write_index
 from meshwright.data.store import TokenStore, prepare
 from meshwright.errors import ConfigError, DataError

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.config import DataConfig, TokenizerConfig
+from meshwright.data.data_config import DataConfig, TokenizerConfig
 from meshwright.data.tokenizer import build_tokenizer, load_tokenizer, tokenizer_state, train_tokenizer
 from meshwright.errors import ConfigError, DataError
 

@@ -9,10 +9,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.conductor import parallelize
-from meshwright.distributed.fsdp import fsdp_units
+from meshwright.distributed.data.fsdp_units import fsdp_units
 from meshwright.distributed.mesh import build_mesh
 from meshwright.layout import Layout
-from meshwright.plan.options import ParallelOptions
+from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from tests.harness import run_ranks
 from tests.tiny import FAMILIES, SPARSE, make

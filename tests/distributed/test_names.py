@@ -5,7 +5,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from meshwright.distributed import _torch_compat
-from meshwright.distributed.names import class_name
+from meshwright.distributed.class_names import class_name
 from tests.harness import run_ranks
 
 

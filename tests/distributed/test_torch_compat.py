@@ -10,7 +10,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from meshwright.distributed import _torch_compat
-from meshwright.distributed._torch_compat import names as tables
+from meshwright.distributed._torch_compat import private_names as tables
 from meshwright.errors import UnsupportedError
 from meshwright.models import _transformers_compat
 
@@ -156,7 +156,7 @@ def test_a_torch_whose_halves_of_backward_are_wrong_is_refused(monkeypatch: pyte
     from torch.distributed.pipelining import _backward
 
     from meshwright.distributed._torch_compat.pipelines import make_schedule
-    from meshwright.plan.options import PipelineSchedule
+    from meshwright.plan.given.options import PipelineSchedule
 
     monkeypatch.delattr(_backward, "_autograd_grad_for_inputs")
     for schedule in filter(lambda schedule: schedule.splits, PipelineSchedule):

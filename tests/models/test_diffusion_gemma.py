@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from meshwright.errors import ConfigError
+from meshwright.models.diffusion_gemma.block_diffusion import BlockDiffusion
+from meshwright.models.diffusion_gemma.block_diffusion_options import DiffusionConfig
 from meshwright.models.diffusion_gemma.canvas import HIDDEN, lay_out
 from meshwright.models.diffusion_gemma.corruption import Draw, corrupt, draw, one_block
 from meshwright.models.diffusion_gemma.generation import Draft, continue_text
 from meshwright.models.diffusion_gemma.masks import as_additive, block_causal_masks
 from meshwright.models.diffusion_gemma.model import enable
-from meshwright.models.diffusion_gemma.objective import BlockDiffusion
-from meshwright.models.diffusion_gemma.options import DiffusionConfig
-from meshwright.models.loss import IGNORE, token_loss_sum
+from meshwright.models.token_loss import IGNORE, token_loss_sum
 from tests.diffusion_gemma import TOKENS, texts, tiny_diffusion_gemma
 from tests.harness import run_ranks
 

@@ -18,10 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import LlamaForCausalLM
 
 from meshwright.distributed import _torch_compat, parallelizer
-from meshwright.distributed.activation_checkpointing import checkpoint_forward, is_checkpointed
-from meshwright.distributed.fsdp import fsdp_units
+from meshwright.distributed.data.fsdp_units import fsdp_units
 from meshwright.distributed.fsdp2 import FSDP2Manager
-from meshwright.distributed.loss_parallel import cross_entropy_sum
+from meshwright.distributed.memory.activation_checkpointing import checkpoint_forward, is_checkpointed
 from meshwright.distributed.parallelizer import (
     DefaultParallelizationStrategy,
     ParallelizationStrategy,
@@ -32,6 +31,7 @@ from meshwright.distributed.parallelizer import (
     register_parallel_strategy,
     validate_tp_mesh,
 )
+from meshwright.distributed.tensor.loss_parallel import cross_entropy_sum
 from meshwright.errors import LayoutError, MissingPlanError, ModelError, PlanError, UnsupportedError
 from tests.harness import run_ranks
 from tests.tiny import Plain, batches, logits_of, make, summed_loss, tiny_config, whole

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from meshwright.distributed import _torch_compat
-from meshwright.distributed.fsdp import fsdp_units
+from meshwright.distributed.data.fsdp_units import fsdp_units
 from meshwright.distributed.fsdp2 import FSDP2Manager
 from meshwright.distributed.mesh import build_mesh
 from meshwright.errors import UnsupportedError
@@ -20,8 +20,8 @@ from meshwright.models.diffusion_gemma.fsdp import (
     fully_shard_diffusion_gemma,
     register_diffusion_gemma_parallel_strategy,
 )
-from meshwright.models.registry import get_parallelization_strategy
-from meshwright.models.spec import DefaultParallelizationStrategy
+from meshwright.models.specs.derived import DefaultParallelizationStrategy
+from meshwright.models.specs.registry import get_parallelization_strategy
 from tests.diffusion_gemma import tiny_diffusion_gemma
 from tests.harness import run_ranks
 from tests.tiny import tiny_model, whole

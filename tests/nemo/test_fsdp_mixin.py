@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.comm_counter import CommCounter
-from meshwright.distributed.fsdp import fsdp_units
+from meshwright.distributed.data.fsdp_units import fsdp_units
 from meshwright.errors import PlanError
 from meshwright.moe.fsdp_mixin import (
     MoEFSDPSyncMixin,

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from meshwright.distributed.fsdp import fsdp_units
+from meshwright.distributed.data.fsdp_units import fsdp_units
 from meshwright.distributed.fsdp2 import FSDP2Manager
 from meshwright.distributed.parallelizer import (
     DefaultParallelizationStrategy,
@@ -19,8 +19,8 @@ from meshwright.distributed.parallelizer import (
 )
 from meshwright.errors import LayoutError, PlanError, UnsupportedError
 from meshwright.layout import Layout
-from meshwright.models.registry import spec_of
-from meshwright.plan.options import ParallelOptions
+from meshwright.models.specs.registry import spec_of
+from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from tests.harness import run_ranks
 from tests.tiny import Plain, batches, make, summed_loss, whole

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.distributed import parallelizer
-from meshwright.distributed.fsdp import shard_unit
+from meshwright.distributed.data.fsdp_units import shard_unit
 from meshwright.errors import UnsupportedError
 from meshwright.nemo import megatron_fsdp
 from meshwright.nemo.megatron_fsdp import (

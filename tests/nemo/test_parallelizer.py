@@ -14,10 +14,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from meshwright.distributed import parallelizer
 from meshwright.distributed.fsdp2 import FSDP2Manager
-from meshwright.distributed.loss_parallel import cross_entropy_sum
+from meshwright.distributed.tensor.loss_parallel import cross_entropy_sum
 from meshwright.errors import LayoutError, PlanError
-from meshwright.models import nemotron_h, registry, spec, strategy, wan
 from meshwright.models.diffusion_gemma import fsdp
+from meshwright.models.families import nemotron_h, wan
+from meshwright.models.specs import derived as spec
+from meshwright.models.specs import registry, strategy
 from meshwright.moe import fsdp_mixin
 from tests.harness import run_ranks
 from tests.tiny import batches, make, summed_loss, whole

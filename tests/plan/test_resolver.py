@@ -9,13 +9,13 @@ from torch import nn
 
 from meshwright.errors import LayoutError, PlanError
 from meshwright.layout import Layout
-from meshwright.models.registry import spec_of
-from meshwright.plan.names import generalize, match_names
-from meshwright.plan.options import ParallelOptions, SyncPolicy
-from meshwright.plan.price import totals
+from meshwright.models.specs.registry import spec_of
+from meshwright.plan.cost.price import totals
+from meshwright.plan.given.names import generalize, match_names
+from meshwright.plan.given.options import ParallelOptions, SyncPolicy
+from meshwright.plan.given.spec import ExpertsRule, ParallelSpec, UnitRule
 from meshwright.plan.resolver import resolve
-from meshwright.plan.sharding_plan import ShardingPlan
-from meshwright.plan.spec import ExpertsRule, ParallelSpec, UnitRule
+from meshwright.plan.result.sharding_plan import ShardingPlan
 from tests.tiny import FAMILIES, PLAIN_SPEC, make, tiny_model
 
 FP32 = ParallelOptions(param_dtype="float32")

@@ -11,13 +11,13 @@ import yaml
 
 from meshwright.errors import ConfigError, LayoutError, ModelError
 from meshwright.layout import Layout
-from meshwright.models.build import build_on_meta, materialize, pretrained_config
-from meshwright.models.registry import spec_of
-from meshwright.plan.inspection import model_sizes
-from meshwright.plan.names import generalize
+from meshwright.models.specs.registry import spec_of
+from meshwright.models.weights.build import build_on_meta, materialize, pretrained_config
+from meshwright.plan.given.inspection import model_sizes
+from meshwright.plan.given.names import generalize
 from meshwright.shrink.run import SMALL, Change, shrink
 from meshwright.train.config import RunConfig, load_config
-from meshwright.train.setup import make_setup
+from meshwright.train.start.setup import make_setup
 from tests.harness import run_ranks
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -9,8 +9,8 @@ import pytest
 from meshwright.audit.conduct import make_ready
 from meshwright.shrink.run import shrink
 from meshwright.shrink.settle import settle
-from meshwright.train.claim import claim_of, model_digest
-from meshwright.train.setup import make_setup
+from meshwright.train.proofs.claim import claim_of, model_digest
+from meshwright.train.start.setup import make_setup
 from tests.shrink.test_run import FAMILIES, LLAMA, QWEN3_MOE, run_config, with_vocabulary
 
 

@@ -7,10 +7,10 @@ import yaml
 from typer.testing import CliRunner
 
 from meshwright.cli.main import app
-from meshwright.plan.hardware import load_hardware
+from meshwright.plan.cost.hardware import load_hardware
 from meshwright.trace.calibrate import _products, calibrate
 from meshwright.trace.time import forecast_time
-from meshwright.train.setup import make_setup
+from meshwright.train.start.setup import make_setup
 from tests.trace.test_memory import setup_of
 from tests.train.runs import tiny_run, train, write_corpus
 

@@ -10,16 +10,16 @@ from typer.testing import CliRunner
 from meshwright.cli.main import app
 from meshwright.errors import ConfigError, UnsupportedError
 from meshwright.matrix.cells import LAYOUTS
-from meshwright.models.families import TINY_MODELS
-from meshwright.plan.hardware import known_hardware, load_hardware
-from meshwright.plan.price import totals
+from meshwright.models.families.listed import TINY_MODELS
+from meshwright.plan.cost.hardware import known_hardware, load_hardware
+from meshwright.plan.cost.price import totals
 from meshwright.trace.fewer import kinds_of_layers, with_fewer, world_of
 from meshwright.trace.memory import MemoryForecast, Traces, forecast_memory
 from meshwright.trace.step import run_step, trace_step
 from meshwright.trace.time import forecast_time
 from meshwright.trace.verdict import Verdict, judge
 from meshwright.train.config import RunConfig, load_config
-from meshwright.train.setup import RunSetup, make_setup
+from meshwright.train.start.setup import RunSetup, make_setup
 from tests.harness import run_ranks
 
 

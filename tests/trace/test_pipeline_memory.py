@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.distributed.stage_parts import models_of
+from meshwright.distributed.pipeline.stage_parts import models_of
 from meshwright.trace.live import LiveBytes
 from meshwright.trace.memory import MemoryForecast, Traces, forecast_memory
 from meshwright.train.config import RunConfig
-from meshwright.train.prepare import prepare_run
-from meshwright.train.setup import make_setup
+from meshwright.train.start.prepare import prepare_run
+from meshwright.train.start.setup import make_setup
 from tests.harness import run_ranks
 from tests.train.runs import LLAMA, tiny_run, trainer_on_rank, write_corpus
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from meshwright.layout import Layout
-from meshwright.plan.hardware import load_hardware
-from meshwright.plan.links import collective_seconds
+from meshwright.plan.cost.hardware import load_hardware
+from meshwright.plan.cost.links import collective_seconds
 from meshwright.trace.memory import Traces
 from meshwright.trace.step import FORWARD, LOSS, UPDATE, StepTrace, trace_step
 from meshwright.trace.time import SHAPES, TimeForecast, _Work, forecast_time
 from meshwright.trace.work import Work
 from meshwright.train.forecast import operations_of_step
-from meshwright.train.setup import RunSetup
+from meshwright.train.start.setup import RunSetup
 from tests.harness import run_ranks
 from tests.trace.test_memory import setup_of
 

@@ -21,12 +21,12 @@ import yaml
 from rich.console import Console
 
 from meshwright.errors import MeshwrightError
-from meshwright.models.families import TINY_MODELS
-from meshwright.plan.explain import explain
-from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.models.families.listed import TINY_MODELS
+from meshwright.plan.result.sharding_plan import ShardingPlan
+from meshwright.plan.show.explain import explain
 from meshwright.train.config import RunConfig, load_config
-from meshwright.train.launch import planned_processes
-from meshwright.train.setup import make_setup
+from meshwright.train.start.launch import planned_processes
+from meshwright.train.start.setup import make_setup
 from tests.train.runs import LLAMA
 
 SECONDS = 60

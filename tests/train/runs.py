@@ -11,9 +11,9 @@ import yaml
 
 from meshwright.data.store import TokenStore
 from meshwright.train.config import RunConfig, load_config
-from meshwright.train.prepare import load_run_tokenizer, prepare_run
-from meshwright.train.resume import checkpoint_to_resume
-from meshwright.train.setup import Paths, make_setup
+from meshwright.train.start.prepare import load_run_tokenizer, prepare_run
+from meshwright.train.start.resume import checkpoint_to_resume
+from meshwright.train.start.setup import Paths, make_setup
 from meshwright.train.trainer import Trainer
 from tests.harness import run_ranks
 

@@ -16,14 +16,14 @@ from meshwright.checkpoint.directory import latest
 from meshwright.checkpoint.export import export_checkpoint, generate
 from meshwright.checkpoint.storage import contents
 from meshwright.distributed.comm_counter import CommCounter
-from meshwright.distributed.nf4 import quantize
+from meshwright.distributed.memory.nf4 import quantize
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, ModelError
-from meshwright.models import packed
-from meshwright.models.tiny import HEADS
-from meshwright.plan.price import totals
+from meshwright.models.families.tiny import HEADS
+from meshwright.models.weights import packed
+from meshwright.plan.cost.price import totals
 from meshwright.train.config import RunConfig
-from meshwright.train.prepare import prepare_run
-from meshwright.train.setup import make_setup
+from meshwright.train.start.prepare import prepare_run
+from meshwright.train.start.setup import make_setup
 from tests.diffusion_gemma import CONFIG as DIFFUSION
 from tests.harness import run_ranks
 from tests.train.runs import losses, train, trainer_on_rank

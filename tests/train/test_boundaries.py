@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.distributed.grad_sync import GradSync
+from meshwright.distributed.data.grad_sync import GradSync
+from meshwright.distributed.experts.balance import Balance
 from meshwright.errors import ConfigError
 from meshwright.models.objective import NextToken
-from meshwright.moe.balance import Balance
 from meshwright.train.boundaries import check_boundaries
 from meshwright.train.engine import Sequential
 from tests.harness import run_ranks
@@ -57,7 +57,7 @@ def test_families_that_let_documents_through_are_refused(family: str) -> None:
 
 
 def test_the_trainer_checks_before_it_trains(tiny, tmp_path) -> None:
-    from meshwright.train.prepare import prepare_run
+    from meshwright.train.start.prepare import prepare_run
     from tests.train.runs import trainer_on_rank
 
     config = tiny(

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from meshwright.errors import ConfigError
 from meshwright.train.config import RunConfig, load_config
-from meshwright.train.problems import FOREIGN, FOREIGN_IN_SECTION, sections
+from meshwright.train.schema.config_problems import FOREIGN, FOREIGN_IN_SECTION, sections
 from tests.train.runs import train, write_config
 
 Tiny = Callable[..., RunConfig]

@@ -8,11 +8,11 @@ import torch
 from rich.console import Console
 
 from meshwright.errors import MeshwrightError
-from meshwright.plan.hardware import known_hardware, load_hardware, name_of
+from meshwright.plan.cost.hardware import known_hardware, load_hardware, name_of
 from meshwright.train import forecast
 from meshwright.train.config import RunConfig
 from meshwright.train.forecast import NICENESS, Expectation, compared, operations_of_step, part_of
-from meshwright.train.prepare import prepare_run
+from meshwright.train.start.prepare import prepare_run
 from tests.train.runs import rows, train
 
 Tiny = Callable[..., RunConfig]

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.train.config import RunConfig
-from meshwright.train.prepare import prepare_run
+from meshwright.train.start.prepare import prepare_run
 from tests.harness import run_ranks
 from tests.train.runs import eval_losses, losses, train, train_on_rank, trainer_on_rank
 

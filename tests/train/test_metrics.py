@@ -10,8 +10,8 @@ from meshwright.data.loader import TrainLoader
 from meshwright.errors import CheckpointError
 from meshwright.train.config import RunConfig
 from meshwright.train.metrics import Jsonl, kept_id
-from meshwright.train.prepare import describe_data, prepare_run
-from meshwright.train.setup import Paths, source_facts
+from meshwright.train.start.prepare import describe_data, prepare_run
+from meshwright.train.start.setup import Paths, source_facts
 from tests.train.runs import losses, rows, train
 
 Tiny = Callable[..., RunConfig]
@@ -78,7 +78,7 @@ def test_tensorboard_holds_the_losses_once_also_after_resuming(tiny: Tiny) -> No
 
 
 def test_no_sinks(tiny: Tiny) -> None:
-    from meshwright.train.prepare import prepare_run
+    from meshwright.train.start.prepare import prepare_run
     from tests.harness import run_ranks
     from tests.train.runs import train_on_rank
 

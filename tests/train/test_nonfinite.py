@@ -15,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 from meshwright.audit.case import local_part
 from meshwright.checkpoint import state
 from meshwright.errors import NonFiniteError
-from meshwright.models import loss as loss_module
+from meshwright.models import token_loss as loss_module
 from meshwright.train.config import RunConfig
-from meshwright.train.prepare import prepare_run
+from meshwright.train.start.prepare import prepare_run
+from tests.distributed.experts.test_balance import DEEPSEEK
 from tests.harness import run_ranks
-from tests.moe.test_balance import DEEPSEEK
 from tests.train.runs import checkpoints, losses, rows, train, trainer_on_rank
 
 Tiny = Callable[..., RunConfig]

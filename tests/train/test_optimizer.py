@@ -8,10 +8,10 @@ from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
-from meshwright.plan.options import ParallelOptions
+from meshwright.plan.given.options import ParallelOptions
+from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.resolver import resolve
-from meshwright.plan.sharding_plan import ParameterRow
-from meshwright.plan.spec import ParallelSpec
+from meshwright.plan.result.sharding_plan import ParameterRow
 from meshwright.train.config import OptimizerConfig, ScheduleConfig
 from meshwright.train.optimizer import build_optimizer, learning_rate, set_learning_rate
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from meshwright.distributed.fsdp import fsdp_units
+from meshwright.distributed.data.fsdp_units import fsdp_units
 from meshwright.errors import ConfigError, UnsupportedError
 from meshwright.train.config import RunConfig, load_config
-from meshwright.train.prepare import prepare_run
-from meshwright.train.setup import make_setup
+from meshwright.train.start.prepare import prepare_run
+from meshwright.train.start.setup import make_setup
 from tests.harness import run_ranks
 from tests.train.runs import losses, train, trainer_on_rank
 
@@ -20,7 +20,7 @@ Tiny = Callable[..., RunConfig]
 FAMILY = """
 from dataclasses import replace
 import meshwright as mw
-from meshwright.models.spec import derived_spec
+from meshwright.models.specs.derived import derived_spec
 
 carried_out = []
 

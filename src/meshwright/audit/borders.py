@@ -18,11 +18,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.distributed._torch_compat import in_backward
-from meshwright.distributed.activation_checkpointing import unwatched
-from meshwright.distributed.chunked_loss import DeferredLogits
-from meshwright.distributed.cut import runs
-from meshwright.plan.borders import Held, Side, borders
-from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.distributed.memory.activation_checkpointing import unwatched
+from meshwright.distributed.memory.chunked_loss import DeferredLogits
+from meshwright.distributed.pipeline.cut import runs
+from meshwright.plan.result.border_places import Held, Side, borders
+from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = [
     "MOST_BYTES_OF_BORDERS",

@@ -19,16 +19,16 @@ from meshwright.audit.data import UnevenLoader, sequence_digests, unlabelled_mic
 from meshwright.audit.precision import KeepFloat64
 from meshwright.data.loader import TrainLoader
 from meshwright.data.store import TokenStore
+from meshwright.distributed.memory.nf4 import dequantize, is_packed, quantize
 from meshwright.distributed.mesh import ParallelMesh, build_mesh
-from meshwright.distributed.nf4 import dequantize, is_packed, quantize
 from meshwright.layout import Layout
-from meshwright.models.init import derive_seed
-from meshwright.plan.inspection import model_sizes
-from meshwright.plan.options import NF4
+from meshwright.models.weights.initial_values import derive_seed
+from meshwright.plan.given.inspection import model_sizes
+from meshwright.plan.given.options import NF4
 from meshwright.train.config import LayoutConfig, ParallelConfig, RunConfig
 from meshwright.train.engine import Batch, Engine, Sums
 from meshwright.train.parts import Made, Parts, engine_of_plan, fill, train_loader
-from meshwright.train.setup import make_setup
+from meshwright.train.start.setup import make_setup
 from meshwright.train.trainer import Trainer
 
 __all__ = ["AuditTrainer", "Case", "NotingEngine", "digest", "in_dtype", "local_part", "modules_in_evaluation"]

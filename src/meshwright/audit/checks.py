@@ -4,11 +4,11 @@ import math
 from collections.abc import Iterator, Sequence
 
 from meshwright.audit.findings import Finding, Kind
-from meshwright.audit.plain import PlainResult
+from meshwright.audit.plain_libraries import PlainResult
 from meshwright.audit.reference import Reference
 from meshwright.audit.report import Check
 from meshwright.audit.result import RankResult
-from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = ["checks_of", "whole_checks"]
 

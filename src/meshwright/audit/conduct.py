@@ -16,26 +16,26 @@ from meshwright.audit.case import Case, in_dtype
 from meshwright.audit.checks import checks_of, whole_checks
 from meshwright.audit.data import documents_of_run, draw_documents
 from meshwright.audit.diagnose import Kind, diagnose
-from meshwright.audit.files import from_files, unwritten
+from meshwright.audit.model_files import from_files, unwritten
 from meshwright.audit.noise import measure_drift, measure_noise
 from meshwright.audit.origin import in_order
-from meshwright.audit.plain import PlainResult, compare_with_plain, finding_of
+from meshwright.audit.plain_libraries import PlainResult, compare_with_plain, finding_of
 from meshwright.audit.ranks import RankTrainer, audit_on_rank
 from meshwright.audit.reference import Reference, record_reference
 from meshwright.audit.report import AuditReport, row_checks
 from meshwright.audit.result import RankResult
 from meshwright.audit.tolerance import TOLERANCES, Tolerances, comparable_steps
 from meshwright.errors import ConfigError, LayoutError, MeshwrightError, described
-from meshwright.plan.inspection import model_sizes
+from meshwright.plan.given.inspection import model_sizes
 from meshwright.ranks.pool import Pool
 from meshwright.shrink.run import MAX_PROCESSES, shrink
 from meshwright.shrink.settle import settle
 from meshwright.shrink.small_config import Change
-from meshwright.train.claim import claim_of, model_digest
 from meshwright.train.config import CheckpointConfig, LaunchConfig, MetricsConfig, RunConfig, SampleConfig, ScheduleConfig
-from meshwright.train.launch import device_kind
-from meshwright.train.proof import Record, record, today
-from meshwright.train.setup import RunSetup, describe_model, make_setup
+from meshwright.train.proofs.claim import claim_of, model_digest
+from meshwright.train.proofs.records import Record, record, today
+from meshwright.train.start.launch import device_kind
+from meshwright.train.start.setup import RunSetup, describe_model, make_setup
 
 __all__ = ["Auditor", "audit"]
 

@@ -27,8 +27,8 @@ from meshwright.data.store import TokenStore, prepare, write_documents
 from meshwright.data.tokenizer import build_tokenizer
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.models.objective import ROUTED
-from meshwright.plan.context_parallel import positions_of
-from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.plan.axes.context import positions_of
+from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.train.config import RunConfig
 
 __all__ = [

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from meshwright.plan.names import match_names
+from meshwright.plan.given.names import match_names
 from meshwright.train.config import OptimizerConfig
 
 __all__ = ["decayed_by_optimizer", "plain_optimizer", "to_be_decayed"]
@@ -54,7 +54,7 @@ def _scales_each_feature(holder: nn.Module, own: str) -> bool:
     """Return whether a module is a norm and a parameter its scale, by what it computes.
 
     A norm gives the same for twice its input, but for its epsilon. An entry of its scale changes one feature, its own.
-    The plan decides by operators instead (:mod:`meshwright.plan.norms`).
+    The plan decides by operators instead (:mod:`meshwright.plan.given.norms`).
     """
     if any(True for _ in holder.children()) or isinstance(holder, nn.Linear | nn.Embedding):
         return False

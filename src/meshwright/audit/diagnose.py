@@ -19,12 +19,12 @@ from meshwright.audit.timeline import Moment, earliest
 from meshwright.audit.tolerance import TOLERANCES, Tolerances
 from meshwright.errors import number_of
 from meshwright.layout import Layout
-from meshwright.plan.context_parallel import context_counts
-from meshwright.plan.expert_parallel import expert_parallel_counts
-from meshwright.plan.pipeline import on_stages, pipeline_counts, stages_of_rank, stages_with
-from meshwright.plan.price import totals_of_rank
-from meshwright.plan.sharding_plan import ShardingPlan
-from meshwright.plan.tp_traffic import tensor_parallel_counts
+from meshwright.plan.axes.context import context_counts
+from meshwright.plan.axes.experts import expert_parallel_counts
+from meshwright.plan.axes.pipeline.stage_plan import on_stages, pipeline_counts, stages_of_rank, stages_with
+from meshwright.plan.axes.tensor.traffic import tensor_parallel_counts
+from meshwright.plan.cost.price import totals_of_rank
+from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = ["Finding", "Kind", "diagnose"]
 

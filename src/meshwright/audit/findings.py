@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = ["CONSEQUENCES", "Finding", "Kind", "described", "in_ranks", "listed"]
 

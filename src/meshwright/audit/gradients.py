@@ -9,7 +9,7 @@ from meshwright.audit.reference import Reference
 from meshwright.audit.replicas import apart, differing, sharded_over
 from meshwright.audit.result import RankResult
 from meshwright.layout import AXES, FLATTENED, Layout
-from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = ["averages", "gradient_findings"]
 

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from meshwright.audit.borders import BorderRow, Point
 from meshwright.audit.findings import Finding, Kind, in_ranks
 from meshwright.audit.result import RankResult
-from meshwright.plan.borders import Side
-from meshwright.plan.pipeline import stages_with
-from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.plan.axes.pipeline.stage_plan import stages_with
+from meshwright.plan.result.border_places import Side
+from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = ["in_order", "origin_findings"]
 

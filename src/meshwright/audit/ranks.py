@@ -25,14 +25,14 @@ from meshwright.audit.timeline import Moment, divergences, sketch
 from meshwright.audit.tolerance import TOLERANCES, Tolerances
 from meshwright.checkpoint import state
 from meshwright.distributed.comm_counter import CommCounter
+from meshwright.distributed.memory.nf4 import dequantize, is_packed
 from meshwright.distributed.mesh import whole_tensor
-from meshwright.distributed.nf4 import dequantize, is_packed
-from meshwright.distributed.stage_parts import models_of
+from meshwright.distributed.pipeline.stage_parts import models_of
 from meshwright.layout import Layout
-from meshwright.plan.borders import first_microbatch, held
-from meshwright.plan.names import within
-from meshwright.plan.pipeline import elsewhere, on_stages, stages_of_rank
-from meshwright.plan.sharding_plan import ParameterRow
+from meshwright.plan.axes.pipeline.stage_plan import elsewhere, on_stages, stages_of_rank
+from meshwright.plan.given.names import within
+from meshwright.plan.result.border_places import first_microbatch, held
+from meshwright.plan.result.sharding_plan import ParameterRow
 from meshwright.train.engine import Batch, Sums
 from meshwright.train.parts import clip
 

@@ -19,17 +19,17 @@ from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, BorderRecorder
 from meshwright.audit.case import AuditTrainer, Case, NotingEngine, modules_in_evaluation
 from meshwright.audit.data import UnevenLoader
 from meshwright.audit.decay import plain_optimizer, to_be_decayed
-from meshwright.audit.files import write_files
+from meshwright.audit.model_files import write_files
 from meshwright.audit.timeline import Moment, Sketch, sketch
 from meshwright.checkpoint import state
 from meshwright.distributed.conductor import PERFORMERS
+from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.distributed.grad_clip import total_grad_norm
-from meshwright.distributed.grad_sync import GradSync
-from meshwright.models.loss import count_tokens
-from meshwright.plan.borders import borders
-from meshwright.plan.context_parallel import attention_program
-from meshwright.plan.inspection import model_sizes
-from meshwright.plan.sharding_plan import ShardingPlan, UnitRow
+from meshwright.models.token_loss import count_tokens
+from meshwright.plan.axes.context import attention_program
+from meshwright.plan.given.inspection import model_sizes
+from meshwright.plan.result.border_places import borders
+from meshwright.plan.result.sharding_plan import ShardingPlan, UnitRow
 from meshwright.train.engine import Batch, Sums
 from meshwright.train.parts import Made, clip
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from meshwright.audit.findings import Finding, Kind, described
 from meshwright.audit.result import RankResult
 from meshwright.layout import AXES, Layout
-from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = ["apart", "differing", "replica_findings", "sharded_over"]
 

@@ -11,7 +11,7 @@ from meshwright.audit.compare import Row
 from meshwright.audit.diagnose import Finding
 from meshwright.errors import number_of
 from meshwright.shrink.small_config import Change
-from meshwright.train.claim import Claim
+from meshwright.train.proofs.claim import Claim
 
 if TYPE_CHECKING:
     from rich.console import Group

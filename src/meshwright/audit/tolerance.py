@@ -15,8 +15,8 @@ in bfloat16 if each microbatch is computed exactly as in one process.
 import torch
 
 from meshwright.audit.reference import LOSS, Reference
-from meshwright.plan.names import within
-from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.plan.given.names import within
+from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = ["TOLERANCES", "Tolerances", "comparable_steps"]
 

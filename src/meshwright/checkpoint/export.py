@@ -11,7 +11,7 @@ from meshwright.checkpoint.directory import damage, read_meta
 from meshwright.checkpoint.manager import check_base, check_writable
 from meshwright.errors import CheckpointError, ModelError, described
 from meshwright.files import honour_umask, put_in_place, save_tensors
-from meshwright.models.bars import one_bar
+from meshwright.models.weights.bars import one_bar
 from meshwright.paths import mistaken, no_directory
 
 __all__ = ["check_target", "export_checkpoint", "generate"]
@@ -66,12 +66,12 @@ def export_checkpoint(
 
     from meshwright.checkpoint.state import model_tensors
     from meshwright.data.tokenizer import DEFAULT_CHAT_TEMPLATE, load_tokenizer
-    from meshwright.models.adapter_files import write_adapter
-    from meshwright.models.adapters import bare, initialize_adapters, merge
-    from meshwright.models.build import build_on_meta, materialize, pretrained_config, weight_files
-    from meshwright.models.config import AdapterConfig, ModelConfig
-    from meshwright.models.imports import import_modules
-    from meshwright.models.init import initialize_buffers
+    from meshwright.models.adapters.adapt import bare, initialize_adapters, merge
+    from meshwright.models.adapters.adapter_files import write_adapter
+    from meshwright.models.model_config import AdapterConfig, ModelConfig
+    from meshwright.models.user_imports import import_modules
+    from meshwright.models.weights.build import build_on_meta, materialize, pretrained_config, weight_files
+    from meshwright.models.weights.initial_values import initialize_buffers
 
     meta = read_meta(checkpoint)
     if damages := damage(checkpoint):
@@ -228,9 +228,9 @@ def generate(
     import torch
     from transformers import AutoConfig, AutoTokenizer
 
-    from meshwright.models.adapter_files import refuse_no_adapter, with_adapter
-    from meshwright.models.families import family_named
-    from meshwright.models.family import Sampling
+    from meshwright.models.adapters.adapter_files import refuse_no_adapter, with_adapter
+    from meshwright.models.families.family import Sampling
+    from meshwright.models.families.listed import family_named
 
     if absent := no_directory("DIRECTORY", str(directory), hub=False):
         raise ModelError(absent)

@@ -42,7 +42,7 @@ def check_base(checkpoint: Path, source: Mapping[str, Any], files: Sequence[Path
     Raises:
         CheckpointError: they are not those that the run began with.
     """
-    from meshwright.models.source import fingerprint
+    from meshwright.models.weights.source import fingerprint
 
     if source.get("base") != fingerprint(list(files)):
         raise CheckpointError(

@@ -12,15 +12,15 @@ import typer
 from typer.core import TyperGroup
 
 from meshwright.cli.arguments import ConfigArgument, DebugOption, OverrideArgument, check_writable
-from meshwright.cli.options import suggest
 from meshwright.cli.plan import plan
 from meshwright.cli.problems import show_problems
+from meshwright.cli.unknown_option import suggest
 from meshwright.errors import InterruptError, MeshwrightError, StoppedError, WorkerError, described, during, shortened
 from meshwright.quiet import quiet
 
 if TYPE_CHECKING:
     from meshwright.audit.report import AuditReport
-    from meshwright.train.setup import RunSetup
+    from meshwright.train.start.setup import RunSetup
 
 __all__ = ["app", "main"]
 
@@ -109,8 +109,8 @@ def train(
         typer.echo(run.to_yaml(), nl=False)
         return
     with during("libraries are loaded"):
-        from meshwright.train.launch import launch
-        from meshwright.train.proof import Source
+        from meshwright.train.proofs.records import Source
+        from meshwright.train.start.launch import launch
 
     source = Source(str(config), tuple(overrides or ()))
     launch(run, debug=debug, source=source, prove=_prove if audit_first else None, nproc=nproc, fast=fast)
@@ -207,8 +207,8 @@ def calibrate(
     import yaml
 
     from meshwright.train.config import load_config
-    from meshwright.train.launch import planned_processes
-    from meshwright.train.setup import make_setup
+    from meshwright.train.start.launch import planned_processes
+    from meshwright.train.start.setup import make_setup
 
     run = load_config(config, overrides or [])
     processes = nproc or planned_processes(run)
@@ -318,7 +318,7 @@ def _prove(setup: "RunSetup") -> "AuditReport":
     """Run the audit of `train --audit`, which is that of the command that is printed for an unproven layout."""
     from meshwright.audit.conduct import audit as run_audit
     from meshwright.terminal import console
-    from meshwright.train.proof import audit_arguments
+    from meshwright.train.proofs.records import audit_arguments
 
     run, nproc = audit_arguments(setup)
     dtype = "float32" if run.parallel.compile else "float64"

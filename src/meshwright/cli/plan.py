@@ -8,12 +8,12 @@ import typer
 from meshwright.cli.arguments import ConfigArgument, DebugOption, OverrideArgument, check_writable
 
 if TYPE_CHECKING:
-    from meshwright.plan.hardware import Hardware
-    from meshwright.plan.sharding_plan import ShardingPlan
+    from meshwright.plan.cost.hardware import Hardware
+    from meshwright.plan.result.sharding_plan import ShardingPlan
     from meshwright.trace.time import TimeForecast
     from meshwright.trace.verdict import Verdict
     from meshwright.train.config import RunConfig
-    from meshwright.train.setup import RunSetup
+    from meshwright.train.start.setup import RunSetup
 
 __all__ = ["plan"]
 
@@ -72,14 +72,14 @@ def plan(
     if print_config:
         typer.echo(run.to_yaml(), nl=False)
         return
-    from meshwright.plan.explain import explain, explain_program
-    from meshwright.plan.price import priced_json
+    from meshwright.plan.cost.price import priced_json
+    from meshwright.plan.show.explain import explain, explain_program
     from meshwright.terminal import console
-    from meshwright.train.assure import assure
     from meshwright.train.guard import waits
-    from meshwright.train.launch import planned_processes
-    from meshwright.train.proof import Source
-    from meshwright.train.setup import make_setup
+    from meshwright.train.proofs.records import Source
+    from meshwright.train.proofs.report_or_audit import assure
+    from meshwright.train.start.launch import planned_processes
+    from meshwright.train.start.setup import make_setup
 
     ways = {"--json": as_json, "--diff": against is not None, "--program": program}
     ways["--timeline"] = timeline or timeline_svg is not None
@@ -95,7 +95,7 @@ def plan(
         from meshwright.errors import ConfigError
 
         raise ConfigError(f"--expert-load={load:g}: is for forecasts; add --gpu")
-    from meshwright.plan.hardware import load_hardware
+    from meshwright.plan.cost.hardware import load_hardware
 
     hardware = load_hardware(gpu) if gpu is not None else None  # a wrong name is refused before any work
     setup = make_setup(run, world_size or planned_processes(run), planning=True)
@@ -114,7 +114,7 @@ def plan(
     page = console()
     if timeline or timeline_svg is not None:
         from meshwright.errors import ConfigError
-        from meshwright.plan import timeline as pictures
+        from meshwright.plan.show import pipeline_picture as pictures
 
         if not sharding_plan.stages:
             raise ConfigError("--timeline: the layout has no pipeline; it needs layout.pp > 1")
@@ -159,7 +159,7 @@ def _forecasts(setup: "RunSetup", hardware: "Hardware", load: float | None) -> "
 
 def _plan_in(path: Path) -> "ShardingPlan":
     from meshwright.errors import ConfigError, MeshwrightError, described
-    from meshwright.plan.sharding_plan import ShardingPlan
+    from meshwright.plan.result.sharding_plan import ShardingPlan
 
     try:
         return ShardingPlan.from_json(path.read_text())

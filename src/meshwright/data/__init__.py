@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.data.chat import encode_chat
-    from meshwright.data.config import DataConfig, TokenizerConfig
     from meshwright.data.corpora import documents, eval_documents, training_texts
+    from meshwright.data.data_config import DataConfig, TokenizerConfig
     from meshwright.data.formats import Document
     from meshwright.data.index import StoreIndex
     from meshwright.data.loader import EvalLoader, TrainLoader, check_batch_sizes

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from meshwright.data.config import DataConfig
+from meshwright.data.data_config import DataConfig
 from meshwright.errors import DataError, number_of
 
 __all__ = ["BadRows", "judge"]

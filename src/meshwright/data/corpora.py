@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.data.bad_rows import BadRows
-from meshwright.data.config import TEXT_EXTENSIONS, DataConfig, expand_files, saved
+from meshwright.data.data_config import TEXT_EXTENSIONS, DataConfig, expand_files, saved
 from meshwright.data.formats import Document, RowReader, check_columns
-from meshwright.data.rows import Row, file_rows, library_rows, load_saved, open_file
+from meshwright.data.row_files import Row, file_rows, library_rows, load_saved, open_file
 from meshwright.errors import DataError
 
 if TYPE_CHECKING:

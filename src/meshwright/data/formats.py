@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.data.columns import FORMATS
-from meshwright.data.config import DataConfig
+from meshwright.data.data_config import DataConfig
 from meshwright.data.extras import template_arguments, weight_of
-from meshwright.data.rows import DuplicateKeys, Row
+from meshwright.data.row_files import DuplicateKeys, Row
 from meshwright.errors import DataError
 
 __all__ = ["SPEAKERS", "Document", "RowReader", "check_columns"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.data.config import DataConfig
+from meshwright.data.data_config import DataConfig
 from meshwright.data.sums import FileSums
 from meshwright.data.tokenizer import tokenizer_state
 

@@ -135,7 +135,7 @@ class SequenceDataset:
         store: tokenized documents.
         split: the documents to train on, or those held out.
         sequence_length: number of slots in a sequence.
-        packing: "pack" or "pad", see :class:`~meshwright.data.config.DataConfig`.
+        packing: "pack" or "pad", see :class:`~meshwright.data.data_config.DataConfig`.
         seed: decides the order, together with `epoch`.
         epoch: counted from 0.
         shuffle: shuffle the documents, then the sequences packed from them.

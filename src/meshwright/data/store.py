@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.data.bad_rows import BadRows, judge
-from meshwright.data.config import DataConfig
 from meshwright.data.corpora import documents, eval_documents, source_digests
+from meshwright.data.data_config import DataConfig
 from meshwright.data.formats import Document
 from meshwright.data.identity import TRAINED, fingerprint_of, parts_of, trained_digest
 from meshwright.data.index import FORMAT_VERSION, INDEX, DamagedStoreError, StoreIndex, read_index, write_index

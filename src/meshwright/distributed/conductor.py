@@ -13,20 +13,20 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.distributed import _torch_compat
-from meshwright.distributed.activation_checkpointing import find_operators, recompute
-from meshwright.distributed.chunked_loss import chunk_loss
-from meshwright.distributed.compilation import compile_module
-from meshwright.distributed.context_parallel import attend_over_ranks
-from meshwright.distributed.cut import cut_model
-from meshwright.distributed.expert_parallel import dispatch_tokens
-from meshwright.distributed.fsdp import prefetch, wrap
+from meshwright.distributed.context.attend import attend_over_ranks
+from meshwright.distributed.data.fsdp_units import prefetch, wrap
+from meshwright.distributed.data.twin_units import join_twins, part_twins
+from meshwright.distributed.experts.placement import dispatch_tokens
+from meshwright.distributed.memory.activation_checkpointing import find_operators, recompute
+from meshwright.distributed.memory.chunked_loss import chunk_loss
+from meshwright.distributed.memory.compile_layers import compile_module
+from meshwright.distributed.memory.nf4 import pack
 from meshwright.distributed.mesh import ParallelMesh
-from meshwright.distributed.nf4 import pack
+from meshwright.distributed.pipeline.cut import cut_model
 from meshwright.distributed.slices import assign, freeze, slice_parameter
-from meshwright.distributed.tensor_parallel import compute_with_slices
-from meshwright.distributed.twins import join_twins, part_twins
+from meshwright.distributed.tensor.slicing import compute_with_slices
 from meshwright.errors import PlanError
-from meshwright.plan.program import (
+from meshwright.plan.result.program import (
     Action,
     Assign,
     Attend,
@@ -44,7 +44,7 @@ from meshwright.plan.program import (
     Slice,
     Wrap,
 )
-from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = ["PERFORMERS", "parallelize"]
 

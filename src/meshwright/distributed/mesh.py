@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from meshwright.distributed import _torch_compat
 from meshwright.errors import LayoutError
 from meshwright.layout import AXES, EXPERT_AXES, FLATTENED, Layout
-from meshwright.plan.sharding_plan import LAYER, unit_axes
+from meshwright.plan.result.sharding_plan import LAYER, unit_axes
 
 __all__ = ["ParallelMesh", "adopt_mesh", "build_mesh", "mesh_of", "whole_tensor"]
 

@@ -1,18 +1,16 @@
 """A façade: the names that NeMo AutoModel has here (docs/from-automodel.md). Nothing else in Meshwright imports it."""
 
 from meshwright.distributed.conductor import parallelize
-from meshwright.models.nemotron_h import NemotronHParallelizationStrategy
-from meshwright.models.registry import PARALLELIZATION_STRATEGIES, get_parallelization_strategy, register_parallel_strategy
-from meshwright.models.spec import DefaultParallelizationStrategy
-from meshwright.models.strategy import ParallelizationStrategy
-from meshwright.models.wan import WanParallelizationStrategy
-from meshwright.nemo.megatron_fsdp import (
-    HAVE_MEGATRON_FSDP,
-    HAVE_NVFSDP,
-    megatron_fsdp_strategy_parallelize,
-    nvfsdp_strategy_parallelize,
+from meshwright.models.families.nemotron_h import NemotronHParallelizationStrategy
+from meshwright.models.families.wan import WanParallelizationStrategy
+from meshwright.models.specs.derived import DefaultParallelizationStrategy
+from meshwright.models.specs.registry import (
+    PARALLELIZATION_STRATEGIES,
+    get_parallelization_strategy,
+    register_parallel_strategy,
 )
-from meshwright.nemo.parallelizer import (
+from meshwright.models.specs.strategy import ParallelizationStrategy
+from meshwright.nemo.functions import (
     _get_parallel_plan,
     apply_fsdp2_sharding_recursively,
     fsdp2_strategy_parallelize,
@@ -23,6 +21,12 @@ from meshwright.nemo.parallelizer import (
     translate_to_torch_parallel_style,
     unshard_fsdp2_model,
     validate_tp_mesh,
+)
+from meshwright.nemo.megatron_fsdp import (
+    HAVE_MEGATRON_FSDP,
+    HAVE_NVFSDP,
+    megatron_fsdp_strategy_parallelize,
+    nvfsdp_strategy_parallelize,
 )
 
 __all__ = [

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Placement, Shard, distribute_tensor
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.mesh import ParallelMesh
-from meshwright.plan.program import Assign, Freeze, Slice
+from meshwright.plan.result.program import Assign, Freeze, Slice
 
 __all__ = ["assign", "freeze", "replace_parameter", "slice_parameter"]
 

@@ -12,10 +12,10 @@ from meshwright.audit.conduct import Auditor, make_ready
 from meshwright.audit.data import draw_documents
 from meshwright.audit.report import AuditReport
 from meshwright.errors import ConfigError, MeshwrightError, UnsupportedError
-from meshwright.models.families import TINY_MODELS
-from meshwright.plan.options import ContextBalance, ContextMethod, PipelineSchedule, SyncPolicy
-from meshwright.train.claim import Claim
+from meshwright.models.families.listed import TINY_MODELS
+from meshwright.plan.given.options import ContextBalance, ContextMethod, PipelineSchedule, SyncPolicy
 from meshwright.train.config import RunConfig
+from meshwright.train.proofs.claim import Claim
 
 __all__ = [
     "LAYOUTS",
@@ -220,7 +220,7 @@ def family_case(
     """Return the case of a family, on random documents.
 
     Args:
-        family: name of the family in :data:`~meshwright.models.families.TINY_MODELS`, which is its ``model_type``.
+        family: name of the family in :data:`~meshwright.models.families.listed.TINY_MODELS`, which is its ``model_type``.
         place: the layout.
         variant: the options.
         folder: where the documents are written.

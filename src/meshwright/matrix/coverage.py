@@ -24,11 +24,11 @@ from meshwright.matrix.cells import LAYOUTS, SEQUENCE_LENGTH, STEPS, Cell, Outco
 from meshwright.matrix.page import write_matrix
 from meshwright.matrix.reasons import EXPLAINED, reason_of
 from meshwright.matrix.variants import flipped, parsed, variants_of, written
-from meshwright.models.defaults import ODD, model_types
+from meshwright.models.families.default_configs import ODD, model_types
 from meshwright.shrink.run import shrink
-from meshwright.train.claim import versions
 from meshwright.train.config import RunConfig
-from meshwright.train.proof import COVERAGE, MATRIX, CellProof, cell_data, today
+from meshwright.train.proofs.claim import versions
+from meshwright.train.proofs.records import COVERAGE, MATRIX, CellProof, cell_data, today
 
 __all__ = ["COLUMNS", "part_of", "run_of", "write_coverage", "write_pages"]
 
@@ -164,7 +164,7 @@ def write_pages(
     Raises:
         ConfigError: it is no such part.
     """
-    package = Path("src/meshwright/train")
+    package = Path("src/meshwright/train/proofs")
     if part is None:
         return write_matrix(page or Path("docs/support-matrix.md"), say, data=data or package / MATRIX)
     types = part_of(model_types(), part)

@@ -11,9 +11,9 @@ from typing import Any
 
 from meshwright.audit.conduct import Auditor
 from meshwright.matrix.cells import LAYOUTS, ON_EIGHT, VARIANTS, Cell, Outcome, Place, Variant, run_cell
-from meshwright.models.families import TINY_MODELS
-from meshwright.train.claim import Claim, versions
-from meshwright.train.proof import CellProof, matrix_data
+from meshwright.models.families.listed import TINY_MODELS
+from meshwright.train.proofs.claim import Claim, versions
+from meshwright.train.proofs.records import CellProof, matrix_data
 
 __all__ = ["write_matrix"]
 
@@ -38,7 +38,7 @@ def write_matrix(
         families: the rows.
         places: the columns.
         variants: the options that each cell is audited with.
-        data: path of the data, JSON, see :func:`~meshwright.train.proof.matrix_data`.
+        data: path of the data, JSON, see :func:`~meshwright.train.proofs.records.matrix_data`.
 
     Returns:
         Whether no cell failed. A refusal is no failure.

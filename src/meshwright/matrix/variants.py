@@ -14,12 +14,19 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.models.attention import trace_attentions
-from meshwright.models.build import build_on_meta, pretrained_config
-from meshwright.models.config import ModelConfig
-from meshwright.models.registry import spec_of
-from meshwright.models.tracing import call_on_meta, first_that_runs, meta_positions, meta_tensors, no_attention, prime_length
-from meshwright.plan.attentions import AttentionFacts
+from meshwright.models.model_config import ModelConfig
+from meshwright.models.reading.context import trace_attentions
+from meshwright.models.reading.tracing import (
+    call_on_meta,
+    first_that_runs,
+    meta_positions,
+    meta_tensors,
+    no_attention,
+    prime_length,
+)
+from meshwright.models.specs.registry import spec_of
+from meshwright.models.weights.build import build_on_meta, pretrained_config
+from meshwright.plan.given.attentions import AttentionFacts
 
 __all__ = ["flipped", "parsed", "variants_of", "written"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.distributed._torch_compat import own_memory
 from meshwright.errors import UnsupportedError
-from meshwright.models.bars import one_bar
+from meshwright.models.weights.bars import one_bar
 
 if TYPE_CHECKING:
     import torch

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from meshwright.models.loss import IGNORE, count_tokens, forward_loss
-from meshwright.plan.options import ActivationCheckpointing
+from meshwright.models.token_loss import IGNORE, count_tokens, forward_loss
+from meshwright.plan.given.options import ActivationCheckpointing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,9 +59,10 @@ class Objective(ABC):
         perplexity: whether the exponential of the loss is a perplexity.
         uncounted: why :meth:`routed` does not say which tokens count, as a message if a balance loss is asked for; empty: it
             does.
-        pipelines: whether it calls the model once for a batch, as :func:`~meshwright.models.loss.forward_logits` does, so that
-            the stages of a pipeline can share the call.
-        chunks: whether its loss is :func:`~meshwright.models.loss.forward_loss`, which can be computed in chunks of tokens.
+        pipelines: whether it calls the model once for a batch, as :func:`~meshwright.models.token_loss.forward_logits` does,
+            so that the stages of a pipeline can share the call.
+        chunks: whether its loss is :func:`~meshwright.models.token_loss.forward_loss`, which can be computed in chunks of
+            tokens.
         frozen: patterns of parameters that are not trained, in addition to those of ``parallel.freeze``.
     """
 

@@ -1,6 +1,6 @@
 """A façade: the names that NeMo AutoModel has here (docs/from-automodel.md). Nothing else in Meshwright imports it."""
 
-from meshwright.nemo.fsdp_mixin import (
+from meshwright.nemo.sync_mixin import (
     MoEFSDPSyncMixin,
     _configure_fsdp_module,
     _disable_fsdp_for_moe_module,

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from meshwright.distributed.fsdp import fsdp_units
-from meshwright.distributed.grad_sync import GradSync
-from meshwright.plan.options import SyncPolicy
-from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.distributed.data.fsdp_units import fsdp_units
+from meshwright.distributed.data.grad_sync import GradSync
+from meshwright.plan.given.options import SyncPolicy
+from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = ["NoSync", "give_no_sync"]
 
@@ -29,7 +29,7 @@ class NoSync:
 
     Args:
         model: the model, with its units. Without units there is nothing to sync.
-        exchange_use: see :class:`~meshwright.distributed.grad_sync.GradSync`.
+        exchange_use: see :class:`~meshwright.distributed.data.grad_sync.GradSync`.
     """
 
     def __init__(self, model: nn.Module, exchange_use: bool) -> None:

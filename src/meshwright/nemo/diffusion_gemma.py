@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshwright.distributed import _torch_compat
-from meshwright.distributed.fsdp import fsdp_units
-from meshwright.distributed.names import class_name
-from meshwright.distributed.twins import shard_as_twin
+from meshwright.distributed.class_names import class_name
+from meshwright.distributed.data.fsdp_units import fsdp_units
+from meshwright.distributed.data.twin_units import shard_as_twin
 from meshwright.errors import UnsupportedError
-from meshwright.models.diffusion_gemma.strategy import EXPERTS, DiffusionGemmaParallelizationStrategy
-from meshwright.models.registry import get_parallelization_strategy, register_parallel_strategy
-from meshwright.models.spec import is_transformers
-from meshwright.models.strategy import Request, requested
+from meshwright.models.diffusion_gemma.shared_stack import EXPERTS, DiffusionGemmaParallelizationStrategy
+from meshwright.models.specs.derived import is_transformers
+from meshwright.models.specs.registry import get_parallelization_strategy, register_parallel_strategy
+from meshwright.models.specs.strategy import Request, requested
 
 __all__ = [
     "_fully_shard_once",

@@ -76,7 +76,7 @@ def nvfsdp_strategy_parallelize(
         optimizer: optimizer of the model's parameters, without state. It holds their shards afterwards, in the same groups.
         nvfsdp_unit_modules: class names, or dotted paths of classes, whose instances are gathered as a unit. ``None``: the
             layers that the model declares.
-        tp_shard_plan: legal is ``None``; :class:`~meshwright.nemo.fsdp2.FSDP2Manager` supports tensor parallel.
+        tp_shard_plan: legal is ``None``; :class:`~meshwright.nemo.fsdp2_manager.FSDP2Manager` supports tensor parallel.
         data_parallel_sharding_strategy: what is sharded: ``no_shard``, ``optim``, ``optim_grads`` or ``optim_grads_params``.
         init_nvfsdp_with_meta_device: materialize the model's meta parameters unit by unit, by each module's own
             ``reset_parameters()``. Every rank generates its own values, so the seeds of all ranks must be equal.

@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from meshwright.distributed.names import class_name
+from meshwright.distributed.class_names import class_name
 from meshwright.errors import ModelError, PlanError
-from meshwright.nemo.parallelizer import get_lm_ac_layers
-from meshwright.plan.given_styles import import_object
-from meshwright.plan.names import inside
+from meshwright.nemo.functions import get_lm_ac_layers
+from meshwright.plan.axes.tensor.given_styles import import_object
+from meshwright.plan.given.names import inside
 
 __all__ = ["model_problems", "parameter_groups", "unit_classes"]
 

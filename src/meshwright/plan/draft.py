@@ -6,19 +6,20 @@ from functools import cached_property
 
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
-from meshwright.plan.inspection import Inspection, ParameterFacts
-from meshwright.plan.names import generalize, match_names, without_repetition
-from meshwright.plan.options import ParallelOptions, SyncPolicy
-from meshwright.plan.pairs import Pairs
-from meshwright.plan.sharding_plan import EXPERTS, LAYER, ParameterRow, shard_axis
-from meshwright.plan.spec import ParallelSpec
+from meshwright.plan.given.inspection import Inspection, ParameterFacts
+from meshwright.plan.given.names import generalize, match_names, without_repetition
+from meshwright.plan.given.options import ParallelOptions, SyncPolicy
+from meshwright.plan.given.sliceable_pairs import Pairs
+from meshwright.plan.given.spec import ParallelSpec
+from meshwright.plan.result.sharding_plan import EXPERTS, LAYER, ParameterRow, shard_axis
 
 __all__ = ["Draft", "UnitDraft"]
 
 
 @dataclass
 class UnitDraft:
-    """A unit in the draft: the fields of its row (:class:`~meshwright.plan.sharding_plan.UnitRow`), and the rule that made it.
+    """A unit in the draft: the fields of its row (:class:`~meshwright.plan.result.sharding_plan.UnitRow`), and the rule that
+    made it.
 
     ``sync`` is ``None`` if neither options nor spec choose it. It is then decided when the bytes are known.
     """
@@ -123,7 +124,7 @@ class Draft:
 
         Args:
             rule: rule or option that the pattern belongs to, for the message.
-            pattern: see :func:`~meshwright.plan.names.match_names`.
+            pattern: see :func:`~meshwright.plan.given.names.match_names`.
             names: names to match.
             kind: what the names belong to (modules, units, parameters), for the message.
         """

@@ -10,24 +10,24 @@ from torch import nn
 
 from meshwright.errors import LayoutError
 from meshwright.layout import Layout
-from meshwright.plan.borders import tokens_of_units
-from meshwright.plan.compilation import compile_actions
-from meshwright.plan.context_parallel import attention_actions, resolve_attentions
-from meshwright.plan.decay import choose_decayed
+from meshwright.plan.axes.context import attention_actions, resolve_attentions
+from meshwright.plan.axes.data.parameters import assign_units, choose_trained, freeze_actions, pack_actions, parameter_rows
+from meshwright.plan.axes.data.prefetch import check_prefetch, prefetch_actions
+from meshwright.plan.axes.data.twin_stacks import choose_twins, pair_units
+from meshwright.plan.axes.data.units import assign_sync, draft_units, unit_actions, unit_rows
+from meshwright.plan.axes.experts import expert_parallel_actions, resolve_experts
+from meshwright.plan.axes.pipeline.stage_plan import resolve_stages
+from meshwright.plan.axes.tensor.choose import resolve_tensor_parallel, tensor_parallel_actions
 from meshwright.plan.draft import Draft
-from meshwright.plan.expert_parallel import expert_parallel_actions, resolve_experts
-from meshwright.plan.inspection import Inspection, inspect_model
-from meshwright.plan.loss import loss_actions, resolve_loss
-from meshwright.plan.options import ParallelOptions
-from meshwright.plan.parameters import assign_units, choose_trained, freeze_actions, pack_actions, parameter_rows
-from meshwright.plan.pipeline import resolve_stages
-from meshwright.plan.prefetch import check_prefetch, prefetch_actions
-from meshwright.plan.recompute import checkpointing_modes, recompute_actions
-from meshwright.plan.sharding_plan import ShardingPlan
-from meshwright.plan.spec import ParallelSpec
-from meshwright.plan.tensor_parallel import resolve_tensor_parallel, tensor_parallel_actions
-from meshwright.plan.twins import choose_twins, pair_units
-from meshwright.plan.units import assign_sync, draft_units, unit_actions, unit_rows
+from meshwright.plan.given.inspection import Inspection, inspect_model
+from meshwright.plan.given.options import ParallelOptions
+from meshwright.plan.given.spec import ParallelSpec
+from meshwright.plan.memory.compiled_layers import compile_actions
+from meshwright.plan.memory.loss_chunks import loss_actions, resolve_loss
+from meshwright.plan.memory.recompute import checkpointing_modes, recompute_actions
+from meshwright.plan.result.border_places import tokens_of_units
+from meshwright.plan.result.sharding_plan import ShardingPlan
+from meshwright.plan.update.weight_decay import choose_decayed
 
 __all__ = ["resolve"]
 
@@ -44,8 +44,8 @@ def resolve(
 
     Args:
         spec: what the family declares.
-        model: the model, or its facts (:func:`~meshwright.plan.inspection.inspect_model`). A model on the meta device needs no
-            memory; only names, shapes, dtypes, ties, ``requires_grad``, code and configs are read.
+        model: the model, or its facts (:func:`~meshwright.plan.given.inspection.inspect_model`). A model on the meta device
+            needs no memory; only names, shapes, dtypes, ties, ``requires_grad``, code and configs are read.
         layout: sizes; unresolved ones are inferred from ``world_size``.
         options: the choices; ``None``: the defaults.
         world_size: number of ranks; required if the layout is not resolved.

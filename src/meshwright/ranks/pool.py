@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from meshwright.distributed.process_group import end_openmp_threads
 from meshwright.errors import ConfigError, MeshwrightError, UnsupportedError, WorkerError
+from meshwright.ranks.forked import BEAT, Ending, Seat, work
 from meshwright.ranks.hang import HangError, RankState, describe, mismatch, stack_of_text
-from meshwright.ranks.worker import BEAT, Ending, Seat, work
 
 __all__ = ["Pool"]
 

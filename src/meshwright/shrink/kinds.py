@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from meshwright.models.registry import spec_of
-from meshwright.plan.names import generalize, holder_of, inside, match_names
-from meshwright.plan.spec import ParallelSpec
+from meshwright.models.specs.registry import spec_of
+from meshwright.plan.given.names import generalize, holder_of, inside, match_names
+from meshwright.plan.given.spec import ParallelSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -26,20 +26,20 @@ from torch import nn
 from meshwright.data.loader import check_batch_sizes
 from meshwright.errors import ConfigError, LayoutError, MeshwrightError, ModelError
 from meshwright.layout import AXES, Layout, ModelSizes, divisors
-from meshwright.models.build import build_on_meta, pretrained_config
-from meshwright.models.config import ModelConfig
-from meshwright.models.imports import import_modules
-from meshwright.models.registry import spec_of
-from meshwright.plan.inspection import model_sizes
-from meshwright.plan.loss import chunks_of
-from meshwright.plan.names import match_names
-from meshwright.plan.options import NF4_BLOCK
-from meshwright.plan.spec import ParallelSpec
+from meshwright.models.model_config import ModelConfig
+from meshwright.models.specs.registry import spec_of
+from meshwright.models.user_imports import import_modules
+from meshwright.models.weights.build import build_on_meta, pretrained_config
+from meshwright.plan.given.inspection import model_sizes
+from meshwright.plan.given.names import match_names
+from meshwright.plan.given.options import NF4_BLOCK
+from meshwright.plan.given.spec import ParallelSpec
+from meshwright.plan.memory.loss_chunks import chunks_of
 from meshwright.shrink.kinds import kinds_of, layers_of, lists_of, lost_between, second_of_ties
 from meshwright.shrink.small_config import ALWAYS, RULES, Change, Needs, small_config
 from meshwright.train.config import RunConfig
-from meshwright.train.objective import make_objective
-from meshwright.train.setup import microbatches_per_step, vocabulary_defaults
+from meshwright.train.run_objective import make_objective
+from meshwright.train.start.setup import microbatches_per_step, vocabulary_defaults
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -10,13 +10,13 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.layout import AXES
-from meshwright.plan.inspection import model_sizes
+from meshwright.plan.given.inspection import model_sizes
 from meshwright.plan.resolver import resolve
-from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.shrink.small_config import Change
-from meshwright.train.claim import axes_above_1
 from meshwright.train.config import RunConfig
-from meshwright.train.setup import RunSetup, describe_model
+from meshwright.train.proofs.claim import axes_above_1
+from meshwright.train.start.setup import RunSetup, describe_model
 
 __all__ = ["settle"]
 

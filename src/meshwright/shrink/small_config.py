@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from meshwright.models.build import legal_keys
-from meshwright.models.config import ModelConfig
+from meshwright.models.model_config import ModelConfig
+from meshwright.models.weights.build import legal_keys
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

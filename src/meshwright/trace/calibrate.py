@@ -1,4 +1,4 @@
-"""Measures, on this machine, what a :class:`~meshwright.plan.hardware.Hardware` says of a device."""
+"""Measures, on this machine, what a :class:`~meshwright.plan.cost.hardware.Hardware` says of a device."""
 
 import platform
 import time
@@ -13,16 +13,16 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.distributed import _torch_compat
-from meshwright.plan.hardware import Hardware
-from meshwright.plan.links import REACHED
-from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.plan.cost.hardware import Hardware
+from meshwright.plan.cost.links import REACHED
+from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.ranks.pool import Pool
 from meshwright.trace.fewer import layers_of_config, with_fewer
 from meshwright.trace.memory import forecast_memory
 from meshwright.trace.step import time_step
 from meshwright.trace.time import MEMORY_REACHED, forecast_time
 from meshwright.trace.work import Work, WorkCounter
-from meshwright.train.setup import RunSetup
+from meshwright.train.start.setup import RunSetup
 
 __all__ = ["calibrate"]
 

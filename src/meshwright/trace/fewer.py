@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from meshwright.layout import Layout
-from meshwright.models.build import build_on_meta
-from meshwright.models.registry import get_parallelization_strategy
-from meshwright.plan.names import inside
-from meshwright.plan.options import PipelineSchedule
+from meshwright.models.specs.registry import get_parallelization_strategy
+from meshwright.models.weights.build import build_on_meta
+from meshwright.plan.given.names import inside
+from meshwright.plan.given.options import PipelineSchedule
 from meshwright.plan.resolver import resolve
-from meshwright.plan.sharding_plan import ROOT, ShardingPlan
-from meshwright.train.objective import make_objective
-from meshwright.train.setup import RunSetup
+from meshwright.plan.result.sharding_plan import ROOT, ShardingPlan
+from meshwright.train.run_objective import make_objective
+from meshwright.train.start.setup import RunSetup
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.distributed import kernels
-from meshwright.distributed.kernels import AttentionRule
+from meshwright.distributed.context import attention_kernels as kernels
+from meshwright.distributed.context.attention_kernels import AttentionRule
 from meshwright.models import _transformers_compat
 
 __all__ = ["device_kernels", "report_attention"]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from meshwright.distributed import _torch_compat
-from meshwright.distributed.fsdp import fsdp_units
+from meshwright.distributed.data.fsdp_units import fsdp_units
 
 __all__ = ["Kind", "LiveBytes"]
 

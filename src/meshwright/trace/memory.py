@@ -6,7 +6,7 @@ traces of a few layers give the bytes of all of them. Shards (of parameters, gra
 number of ranks, and come from the plan.
 
 With a pipeline, a rank holds the activations of several microbatches. Their number comes from the replay of the schedule
-(:mod:`meshwright.plan.schedule`), and the rest from the plan.
+(:mod:`meshwright.plan.axes.pipeline.replay`), and the rest from the plan.
 """
 
 from collections import Counter
@@ -14,14 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from meshwright.plan.pipeline import on_stages, stages_of_rank
-from meshwright.plan.price import Totals, totals, totals_of_rank
-from meshwright.plan.schedule import replay_of_plan
-from meshwright.plan.sharding_plan import ShardingPlan
+from meshwright.plan.axes.pipeline.replay import replay_of_plan
+from meshwright.plan.axes.pipeline.stage_plan import on_stages, stages_of_rank
+from meshwright.plan.cost.price import Totals, totals, totals_of_rank
+from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.trace.fewer import kinds_of_layers, layers_of_config, with_fewer
 from meshwright.trace.live import Kind
 from meshwright.trace.step import LOSS, UPDATE, StepTrace, trace_step
-from meshwright.train.setup import RunSetup
+from meshwright.train.start.setup import RunSetup
 
 __all__ = ["MemoryForecast", "Traces", "forecast_memory"]
 

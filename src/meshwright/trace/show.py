@@ -4,8 +4,8 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from meshwright.plan.explain import human_bytes
-from meshwright.plan.hardware import Hardware
+from meshwright.plan.cost.hardware import Hardware
+from meshwright.plan.show.explain import human_bytes
 from meshwright.trace.time import TimeForecast
 from meshwright.trace.verdict import Verdict
 

@@ -17,22 +17,22 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.distributed._torch_compat.fake import FakeStore, FakeTensorMode, FakeTensors, forget_meshes
-from meshwright.distributed.grad_sync import GradSync
+from meshwright.distributed.context.sequences import share_batch
+from meshwright.distributed.data.grad_sync import GradSync
+from meshwright.distributed.experts.dispatch import static_splits
 from meshwright.distributed.mesh import build_mesh
-from meshwright.distributed.sequences import share_batch
 from meshwright.errors import MeshwrightError, UnsupportedError
 from meshwright.models._transformers_compat import attention_of
-from meshwright.models.loss import IGNORE
 from meshwright.models.objective import Batch
-from meshwright.models.registry import get_parallelization_strategy
-from meshwright.models.tracing import hooked
-from meshwright.moe.dispatch import static_splits
-from meshwright.plan.moves import Move
+from meshwright.models.reading.tracing import hooked
+from meshwright.models.specs.registry import get_parallelization_strategy
+from meshwright.models.token_loss import IGNORE
+from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.trace.kernels import device_kernels, report_attention
 from meshwright.trace.live import Kind, LiveBytes
 from meshwright.trace.work import Work, WorkCounter
 from meshwright.train.optimizer import build_optimizer
-from meshwright.train.setup import RunSetup
+from meshwright.train.start.setup import RunSetup
 
 __all__ = ["StepTrace", "run_step", "time_step", "trace_step"]
 

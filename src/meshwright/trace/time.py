@@ -11,19 +11,19 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from meshwright.plan.activation_traffic import activation_traffic
-from meshwright.plan.hardware import Hardware
-from meshwright.plan.links import collective_seconds
-from meshwright.plan.pipeline import on_stages, stages_of_rank
-from meshwright.plan.price import totals_of_rank
-from meshwright.plan.schedule import replay_of_plan
-from meshwright.plan.sharding_plan import ShardingPlan, shard_axis
-from meshwright.plan.unit_traffic import unit_traffic
+from meshwright.plan.axes.data.unit_traffic import unit_traffic
+from meshwright.plan.axes.pipeline.replay import replay_of_plan
+from meshwright.plan.axes.pipeline.stage_plan import on_stages, stages_of_rank
+from meshwright.plan.cost.activation_traffic import activation_traffic
+from meshwright.plan.cost.hardware import Hardware
+from meshwright.plan.cost.links import collective_seconds
+from meshwright.plan.cost.price import totals_of_rank
+from meshwright.plan.result.sharding_plan import ShardingPlan, shard_axis
 from meshwright.trace.memory import Traces
 from meshwright.trace.step import FORWARD, LOSS, UPDATE, StepTrace
 from meshwright.trace.work import Work
 from meshwright.train.forecast import operations_of_step
-from meshwright.train.setup import RunSetup
+from meshwright.train.start.setup import RunSetup
 
 __all__ = ["TimeForecast", "forecast_time"]
 

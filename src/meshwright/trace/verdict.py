@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.plan.hardware import Hardware
-from meshwright.plan.options import ActivationCheckpointing, SyncPolicy
+from meshwright.plan.cost.hardware import Hardware
+from meshwright.plan.given.options import ActivationCheckpointing, SyncPolicy
 from meshwright.trace.memory import MemoryForecast, Traces, forecast_memory
 from meshwright.train.config import RunConfig
-from meshwright.train.setup import RunSetup, make_setup
+from meshwright.train.start.setup import RunSetup, make_setup
 
 __all__ = ["Change", "Verdict", "judge"]
 

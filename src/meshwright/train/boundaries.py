@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.distributed.names import class_name
+from meshwright.distributed.class_names import class_name
 from meshwright.errors import ConfigError
 from meshwright.models.objective import Batch
 

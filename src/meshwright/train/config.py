@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from meshwright.data.config import DataConfig, TokenizerConfig
+from meshwright.data.data_config import DataConfig, TokenizerConfig
 from meshwright.errors import ConfigError
-from meshwright.models.config import AdapterConfig, DiffusionConfig, ModelConfig
+from meshwright.models.model_config import AdapterConfig, DiffusionConfig, ModelConfig
 from meshwright.paths import PathText, nearby
-from meshwright.train.parallel_config import LayoutConfig, ParallelConfig, Section
-from meshwright.train.plain_yaml import Dumper, Loader
-from meshwright.train.problems import message
+from meshwright.train.schema.config_problems import message
+from meshwright.train.schema.parallel_config import LayoutConfig, ParallelConfig, Section
+from meshwright.train.schema.plain_yaml import Dumper, Loader
 
 __all__ = ["LayoutConfig", "ParallelConfig", "RunConfig", "load_config"]
 

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from meshwright.distributed.data.grad_sync import GradSync
+from meshwright.distributed.experts.balance import Balance
 from meshwright.distributed.grad_clip import clip_grad_norm_
-from meshwright.distributed.grad_sync import GradSync
 from meshwright.distributed.mesh import ParallelMesh
-from meshwright.models.loss import forward_logits
 from meshwright.models.objective import Batch, Objective
-from meshwright.moe.balance import Balance
+from meshwright.models.token_loss import forward_logits
 
 __all__ = ["Batch", "Engine", "Sequential", "Sums"]
 

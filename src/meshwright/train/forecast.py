@@ -20,10 +20,10 @@ from rich.table import Table
 from torch.autograd import DeviceType
 from torch.autograd.profiler import profile
 
-from meshwright.plan.hardware import load_hardware, name_of
-from meshwright.plan.inspection import inspect_model
-from meshwright.plan.operations import operations_of_token
-from meshwright.train.setup import RunSetup
+from meshwright.plan.cost.hardware import load_hardware, name_of
+from meshwright.plan.cost.operations import operations_of_token
+from meshwright.plan.given.inspection import inspect_model
+from meshwright.train.start.setup import RunSetup
 
 __all__ = ["COMPUTED", "Expectation", "compared", "operations_of_step", "part_of"]
 

@@ -15,10 +15,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from meshwright.errors import CheckpointError, number_of
 from meshwright.files import write_whole
-from meshwright.plan.explain import human_bytes
+from meshwright.plan.show.explain import human_bytes
 from meshwright.terminal import console
 from meshwright.train.config import RunConfig
-from meshwright.train.setup import Paths
+from meshwright.train.start.setup import Paths
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.plan.sharding_plan import ParameterRow
+from meshwright.plan.result.sharding_plan import ParameterRow
 from meshwright.train.config import OptimizerConfig, ScheduleConfig
 
 __all__ = ["build_optimizer", "learning_rate", "set_learning_rate"]

@@ -10,18 +10,18 @@ from torch import nn
 
 from meshwright.data.loader import TrainLoader
 from meshwright.data.store import TokenStore
-from meshwright.distributed.grad_sync import GradSync
+from meshwright.distributed.data.grad_sync import GradSync
+from meshwright.distributed.experts.balance import Balance
 from meshwright.distributed.mesh import ParallelMesh, build_mesh
-from meshwright.distributed.stage_parts import StageParts, make_parts, models_of
-from meshwright.models.build import materialize
+from meshwright.distributed.pipeline.stage_parts import StageParts, make_parts, models_of
 from meshwright.models.objective import Objective
-from meshwright.models.registry import get_parallelization_strategy
-from meshwright.moe.balance import Balance
-from meshwright.plan.pipeline import crossing_shape, elsewhere, on_stages, stages_of_rank
+from meshwright.models.specs.registry import get_parallelization_strategy
+from meshwright.models.weights.build import materialize
+from meshwright.plan.axes.pipeline.stage_plan import crossing_shape, elsewhere, on_stages, stages_of_rank
 from meshwright.train.config import RunConfig
 from meshwright.train.engine import Engine, Sequential
 from meshwright.train.optimizer import build_optimizer
-from meshwright.train.setup import RunSetup
+from meshwright.train.start.setup import RunSetup
 
 Loader = TypeVar("Loader", bound=TrainLoader)
 
@@ -129,7 +129,7 @@ def engine_of_plan(trainer: Made) -> Engine:
     if not setup.plan.stages:
         assert trainer.sync is not None
         return Sequential(trainer.model, trainer.objective, trainer.sync, trainer.balance, progress)
-    from meshwright.distributed.scheduled_stages import ScheduledStages
+    from meshwright.distributed.pipeline.scheduled_stages import ScheduledStages
     from meshwright.train.pipelined import Pipelined
 
     assert isinstance(trainer.model, StageParts)

@@ -6,11 +6,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from meshwright.distributed.scheduled_stages import ScheduledStages, Work
-from meshwright.models.loss import forward_arguments, forward_logits
+from meshwright.distributed.experts.balance import Balance
+from meshwright.distributed.pipeline.scheduled_stages import ScheduledStages, Work
 from meshwright.models.objective import Batch, Objective
-from meshwright.moe.balance import Balance
-from meshwright.plan.pipeline import crossing_shape
+from meshwright.models.token_loss import forward_arguments, forward_logits
+from meshwright.plan.axes.pipeline.stage_plan import crossing_shape
 from meshwright.train.engine import LOSS, Engine, Sums
 
 __all__ = ["Pipelined"]

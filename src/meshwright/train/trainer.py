@@ -18,16 +18,15 @@ from meshwright.checkpoint.manager import CheckpointManager, check_same_model
 from meshwright.data.loader import EvalLoader
 from meshwright.data.packing import SequenceDataset
 from meshwright.data.store import TokenStore
-from meshwright.distributed.fsdp import move_buffers
-from meshwright.distributed.sequences import follow, share_batch
-from meshwright.distributed.stage_parts import models_of
+from meshwright.distributed.context.sequences import follow, share_batch
+from meshwright.distributed.data.fsdp_units import move_buffers
+from meshwright.distributed.pipeline.stage_parts import models_of
 from meshwright.errors import CheckpointError, NonFiniteError, StoppedError, number_of
 from meshwright.files import save_tensors
-from meshwright.models.init import derive_seed, initialize_buffers
 from meshwright.models.objective import ROUTED
-from meshwright.plan.inspection import model_sizes
+from meshwright.models.weights.initial_values import derive_seed, initialize_buffers
+from meshwright.plan.given.inspection import model_sizes
 from meshwright.train.boundaries import check_boundaries
-from meshwright.train.ending import Agreement
 from meshwright.train.engine import Batch
 from meshwright.train.forecast import Expectation
 from meshwright.train.guard import Guard, is_finite
@@ -35,7 +34,8 @@ from meshwright.train.journal import Journal
 from meshwright.train.metrics import Recorder, memory_in_use
 from meshwright.train.optimizer import learning_rate, set_learning_rate
 from meshwright.train.parts import PARTS, Parts, balance_of_plan
-from meshwright.train.setup import RunSetup, plain_config, source_facts
+from meshwright.train.start.ending import Agreement
+from meshwright.train.start.setup import RunSetup, plain_config, source_facts
 
 __all__ = ["Trainer"]
 

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.distributed._torch_compat.units import param_groups
+from meshwright.distributed._torch_compat.unit_state import param_groups
 from meshwright.errors import UnsupportedError
-from meshwright.plan.options import PipelineSchedule
-from meshwright.plan.schedule import TORCH_SCHEDULES
+from meshwright.plan.axes.pipeline.replay import TORCH_SCHEDULES
+from meshwright.plan.given.options import PipelineSchedule
 
 __all__ = ["backward_of_stage", "detachable", "make_schedule", "own_backward_of_stage", "run_schedule"]
 

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from meshwright.distributed._torch_compat.tensors import in_backward
-from meshwright.distributed._torch_compat.units import fsdp_state, is_set_up, param_groups, settle
+from meshwright.distributed._torch_compat.unit_state import fsdp_state, is_set_up, param_groups, settle
 
 __all__ = [
     "Event",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.models.loss import IGNORE
+from meshwright.models.token_loss import IGNORE
 
 __all__ = ["HIDDEN", "Canvas", "lay_out"]
 

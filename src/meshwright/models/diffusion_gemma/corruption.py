@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.models.diffusion_gemma.canvas import HIDDEN, Canvas
-from meshwright.models.init import derive_seed
-from meshwright.models.loss import IGNORE
+from meshwright.models.token_loss import IGNORE
+from meshwright.models.weights.initial_values import derive_seed
 
 __all__ = ["EVALUATION_RATES", "Draw", "Noised", "corrupt", "draw", "one_block"]
 

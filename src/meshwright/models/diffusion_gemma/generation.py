@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from meshwright.errors import ConfigError
-from meshwright.models.family import Sampling
+from meshwright.models.families.family import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -126,7 +126,7 @@ def continue_text(
 
 
 def denoise(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", prompt: torch.Tensor, sampling: Sampling) -> str:
-    """Continue a prompt, see :meth:`~meshwright.models.family.Family.generate`.
+    """Continue a prompt, see :meth:`~meshwright.models.families.family.Family.generate`.
 
     Raises:
         ConfigError: the temperature is not above 0, or ``top_p`` is not 1.

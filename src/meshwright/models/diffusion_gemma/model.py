@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from meshwright.distributed._torch_compat import in_backward
-from meshwright.distributed.activation_checkpointing import is_checkpointed
+from meshwright.distributed.memory.activation_checkpointing import is_checkpointed
 from meshwright.errors import PlanError, UnsupportedError
 from meshwright.models._transformers_compat import attention_of
 from meshwright.models.diffusion_gemma.masks import as_additive, block_causal_masks

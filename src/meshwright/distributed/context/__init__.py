@@ -1,0 +1,1 @@
+"""Context parallel: attention over sequences that ranks share."""

@@ -1,0 +1,243 @@
+"""Context parallel: attention over sequences that the ranks of `cp` share.
+
+A rank has the tokens of its positions (:func:`~meshwright.plan.axes.context.positions_of`), and so its queries, keys and
+values ``[batch, heads, positions of this rank, head size]``. The models of transformers call one function between the
+projections of an attention and its output; :func:`attend` is this function here. It brings keys and values together by the
+method of the plan, and computes with the kernel that the model would have used.
+
+What it must know of the whole sequences comes with ``position_ids`` (:mod:`~meshwright.distributed.context.sequences`).
+
+Keys and values are put into the order of the sequence first. Then a kernel computes
+(:mod:`~meshwright.distributed.context.attention_kernels`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.distributed import _torch_compat
+from meshwright.distributed.context.attention_kernels import AttentionRule, attention
+from meshwright.distributed.context.ring import ring_attention
+from meshwright.distributed.context.sequences import Sequences, sequences_of
+from meshwright.distributed.mesh import ParallelMesh
+from meshwright.errors import UnsupportedError
+from meshwright.plan.axes.context import FUNCTION, positions_of
+from meshwright.plan.given.attentions import unknown_argument
+from meshwright.plan.given.options import ContextMethod
+from meshwright.plan.result.program import Attend
+
+__all__ = ["attend_over_ranks"]
+
+_CONTEXT = "_meshwright_context"
+
+Group = dist.ProcessGroup
+
+
+# -- the attention of a rank -----------------------------------------------------------------------------------------------
+
+
+def attend_over_ranks(model: nn.Module, action: Attend, mesh: ParallelMesh) -> None:
+    """Let an attention work on this rank's part of each sequence. The model calls :func:`attend` from now on."""
+    from transformers import AttentionInterface
+
+    # A compiled layer breaks its graph here: what the attention needs to know is no tensor.
+    AttentionInterface.register(FUNCTION, torch.compiler.disable(attend))
+    group = mesh[action.axis].get_group()
+    context = _Context(action, group, dist.get_world_size(group), dist.get_rank(group))
+    vars(model.get_submodule(action.module))[_CONTEXT] = context
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of transformers, for a part of each sequence.
+
+    Args:
+        module: the attention.
+        query: [batch, heads, positions, key size].
+        key: [batch, key/value heads, positions, key size].
+        value: [batch, key/value heads, positions, value size].
+        attention_mask: must be ``None``: the mask follows from the microbatch.
+        dropout: must be 0.
+        scaling: factor of the scores; ``None``: one over the root of the key size.
+        softcap: scores are at most this large, by a tanh; ``None``: they are not limited.
+        s_aux: [heads], the sinks.
+        position_ids: [batch, positions], those of the shard that :func:`share_batch` made.
+        others: what changes nothing, or is in the plan (the window).
+
+    Returns:
+        The output [batch, positions, heads, value size], and no weights.
+
+    Raises:
+        UnsupportedError: the microbatch is unknown; or there is a mask, dropout or an argument that is not known.
+    """
+    sequences = sequences_of(position_ids)
+    name = type(module).__name__
+    if sequences is None:
+        raise UnsupportedError(
+            f"{name}: the position_ids of this forward are not those of a shard; call the model inside "
+            "`with context_parallel(plan, mesh, batch) as shard`, with shard['position_ids'] itself"
+        )
+    if attention_mask is not None or dropout:
+        raise UnsupportedError(f"{name}: context parallel knows no {'dropout' if dropout else 'attention_mask'} of attention")
+    if unknown := unknown_argument({**others, "scaling": scaling, "softcap": softcap}):
+        raise UnsupportedError(f"{name}: context parallel does not know the argument {unknown!r} of an attention; leave it out")
+    context: _Context = vars(module)[_CONTEXT]
+    action = context.action
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rule = AttentionRule(action.kernel, action.causal, action.window, scaling, softcap)
+    output = context(rule, sequences, query, key, value, s_aux)
+    return output.transpose(1, 2).contiguous(), None
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What one attention does with its part of each sequence."""
+
+    action: Attend
+    group: Group
+    ranks: int
+    rank: int
+
+    def __call__(
+        self,
+        rule: AttentionRule,
+        sequences: Sequences,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the output [batch, heads, positions, value size]."""
+        run = {ContextMethod.GATHER: self._gather, ContextMethod.ULYSSES: self._ulysses, ContextMethod.RING: self._ring}
+        method = run[self.action.method]
+        if self.action.recompute and self.action.method is not ContextMethod.RING and torch.is_grad_enabled():
+            return checkpoint(method, rule, sequences, query, key, value, sinks, use_reentrant=False, preserve_rng_state=False)
+        return method(rule, sequences, query, key, value, sinks)
+
+    def _pieces(self, length: int) -> list[tuple[range, ...]]:
+        return [positions_of(length, self.ranks, self.action.balance, rank) for rank in range(self.ranks)]
+
+    def _gather(
+        self, rule: AttentionRule, sequences: Sequences, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any
+    ) -> torch.Tensor:
+        pieces = self._pieces(sequences.length)
+        if self.ranks == 1:
+            return attention(rule, sequences, pieces[0], query, key, value, sinks)
+        both = _Gather.apply(torch.cat([key, value], dim=-1), pieces, self.group)
+        key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+        return attention(rule, sequences, pieces[self.rank], query, key, value, sinks)
+
+    def _ulysses(
+        self, rule: AttentionRule, sequences: Sequences, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any
+    ) -> torch.Tensor:
+        pieces = self._pieces(sequences.length)
+        both = torch.cat([key, value], dim=-1)
+        if both.shape[1] < self.ranks:  # several ranks need one head; its gradients are added up by the backward of this
+            both = both.repeat_interleave(self.ranks // both.shape[1], dim=1)
+        query, both = (_Exchange.apply(item, pieces, self.group, False) for item in (query, both))
+        of_keys, of_values = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+        own = None if sinks is None else sinks.chunk(self.ranks)[self.rank]
+        output = attention(rule, sequences, (range(sequences.length),), query, of_keys, of_values, own)
+        return _Exchange.apply(output, pieces, self.group, True)
+
+    def _ring(
+        self, rule: AttentionRule, sequences: Sequences, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any
+    ) -> torch.Tensor:
+        def visible(queries: range, keys: range) -> range:
+            seen = sequences.keys(queries, rule.causal, rule.window)
+            return range(max(seen.start, keys.start), min(seen.stop, keys.stop))
+
+        def mask(queries: range, keys: range) -> torch.Tensor | None:
+            return sequences.mask(queries, keys, rule.causal, rule.window, query.device)
+
+        pieces = self._pieces(sequences.length)
+        return ring_attention(query, key, value, sinks, pieces, visible, mask, rule.scaling, rule.softcap, self.group)
+
+
+# -- collectives -----------------------------------------------------------------------------------------------------------
+
+
+def _in_order(by_rank: torch.Tensor, pieces: Sequence[tuple[range, ...]]) -> torch.Tensor:
+    """Put the positions of all ranks, rank after rank in the first dimension, into the order of the sequence."""
+    sizes = [len(piece) for own in pieces for piece in own]
+    parts = by_rank.split(sizes)
+    starts = [piece.start for own in pieces for piece in own]
+    return torch.cat([parts[index] for index in sorted(range(len(parts)), key=starts.__getitem__)])
+
+
+def _by_rank(ordered: torch.Tensor, pieces: Sequence[tuple[range, ...]]) -> torch.Tensor:
+    """The inverse of :func:`_in_order`."""
+    return torch.cat([ordered[piece.start : piece.stop] for own in pieces for piece in own])
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather [batch, heads, positions, size] over the positions, in the order of the sequence; backward: reduce-scatter."""
+
+    @staticmethod
+    def forward(context: Any, part: torch.Tensor, pieces: Sequence[tuple[range, ...]], group: Group) -> torch.Tensor:
+        context.pieces, context.group = pieces, group
+        own = part.movedim(2, 0).contiguous()
+        gathered = own.new_empty((len(pieces) * own.shape[0], *own.shape[1:]))
+        _torch_compat.all_gather_single(gathered, own, group=group)
+        return _in_order(gathered, pieces).movedim(0, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        by_rank = _by_rank(gradient.movedim(2, 0), context.pieces).contiguous()
+        own = by_rank.new_empty((by_rank.shape[0] // len(context.pieces), *by_rank.shape[1:]))
+        _torch_compat.reduce_scatter_single(own, by_rank, group=context.group)
+        return own.movedim(0, 2), None, None
+
+
+class _Exchange(torch.autograd.Function):
+    """Exchange [batch, heads, positions of this rank, size] for [batch, heads of this rank, positions, size], or ``back``."""
+
+    @staticmethod
+    def forward(
+        context: Any, tensor: torch.Tensor, pieces: Sequence[tuple[range, ...]], group: Group, back: bool
+    ) -> torch.Tensor:
+        context.pieces, context.group, context.back = pieces, group, back
+        return (_to_positions if back else _to_heads)(tensor, pieces, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        undo: Callable[..., torch.Tensor] = _to_heads if context.back else _to_positions
+        return undo(gradient, context.pieces, context.group), None, None, None
+
+
+def _to_heads(part: torch.Tensor, pieces: Sequence[tuple[range, ...]], group: Group) -> torch.Tensor:
+    batch, heads, positions, size = part.shape
+    ranks = len(pieces)
+    sent = part.reshape(batch, ranks, heads // ranks, positions, size).permute(1, 3, 0, 2, 4).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return _in_order(received.flatten(0, 1), pieces).movedim(0, 2)
+
+
+def _to_positions(part: torch.Tensor, pieces: Sequence[tuple[range, ...]], group: Group) -> torch.Tensor:
+    batch, heads, length, size = part.shape
+    ranks = len(pieces)
+    sent = _by_rank(part.movedim(2, 0), pieces).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    by_head = received.reshape(ranks, length // ranks, batch, heads, size).permute(2, 0, 3, 1, 4)
+    return by_head.reshape(batch, ranks * heads, length // ranks, size)

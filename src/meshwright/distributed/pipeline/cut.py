@@ -1,0 +1,177 @@
+"""A pipeline stage, made of a model in place: the layers of other stages become modules that pass the hidden state on.
+
+Names, numbers and types of layers stay, and the model's own forward computes masks and rotary embeddings for each stage. So
+specs, plans, checkpoints and files hold unchanged.
+
+What crosses a cut is what the last layer before it returns. Whatever the model does before its first layer (embeddings,
+multipliers, learned positions) is the first stage's: on a later stage, what was received replaces what the forward made of
+zeros. Whatever it does after its last layer (norm, head, soft caps) is the last stage's: other stages call only the module
+around the layers, and take the hidden state where their last layer returns it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from meshwright.errors import PlanError
+from meshwright.plan.given.hidden_argument import HIDDEN, Argument, value_of
+from meshwright.plan.given.names import within
+from meshwright.plan.result.program import Cut
+
+__all__ = ["Crossing", "crossing_of", "cut_model", "runs"]
+
+_CROSSING, _CUT = "_meshwright_crossing", "_meshwright_cut"
+
+
+class Crossing:
+    """What enters and leaves a stage in a forward.
+
+    Attributes:
+        received: the hidden state [batch, positions, hidden] that the stage before sent; ``None`` on the first stage.
+        sent: what the last layer of the stage made of it; ``None`` on the last stage.
+    """
+
+    def __init__(self) -> None:
+        self.received: torch.Tensor | None = None
+        self.sent: torch.Tensor | None = None
+
+
+class _Passage(nn.Module):
+    """Stands for a layer of another stage. Before the stage's layers it returns what was received; after them, its input."""
+
+    def __init__(self, layer: nn.Module, crossing: Crossing, argument: Argument, returned: int, *, before: bool) -> None:
+        super().__init__()
+        for name, value in vars(layer).items():  # such as the type of the layer, which the model's forward reads
+            if not name.startswith("_") and isinstance(value, str | int | float | bool | None):
+                setattr(self, name, value)
+        vars(self)["_facts"] = (crossing, argument, returned, before)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a hidden state in the form in which the layer would."""
+        crossing, argument, returned, before = vars(self)["_facts"]
+        hidden = value_of(argument, args, kwargs, "of another stage")
+        if before:
+            hidden = crossing.received
+        else:
+            crossing.sent = hidden
+        return (hidden, *[None] * (returned - 1)) if returned else hidden
+
+
+class _Empty(nn.Module):
+    """Stands for a module before the first layer, on later stages: zeros of the right shape, which no layer reads."""
+
+    def __init__(self, crossing: Crossing, features: int, lookup: bool) -> None:
+        super().__init__()
+        vars(self)["_facts"] = (crossing, _zeros(crossing, features, lookup))
+
+    @property
+    def weight(self) -> torch.Tensor | None:
+        """A tensor on the device of the stage, for models that ask an embedding for its device."""
+        crossing: Crossing = vars(self)["_facts"][0]
+        return crossing.received
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return zeros [..., features] for [...] (an embedding) or [..., width]."""
+        zeros: torch.Tensor = vars(self)["_facts"][1](*args, **kwargs)
+        return zeros
+
+
+def _zeros(crossing: Crossing, features: int, lookup: bool) -> Callable[..., torch.Tensor]:
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        given = next((item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)), None)
+        if given is None:
+            raise PlanError("a module before the first layer is called without a tensor; a later stage cannot do without it")
+        assert crossing.received is not None
+        return crossing.received.new_zeros((*(given.shape if lookup else given.shape[:-1]), features))
+
+    return forward
+
+
+class _Same(nn.Module):
+    """Stands for a module after the last layer, on earlier stages: it returns its input."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the input."""
+        given: torch.Tensor = value_of((0, HIDDEN), args, kwargs, "of another stage")
+        return given
+
+
+def cut_model(model: nn.Module, action: Cut, mesh: object = None) -> None:
+    """Make a stage of a model, in place.
+
+    Args:
+        model: the whole model, on the meta device: what belongs to other stages is dropped.
+        action: where it is cut.
+        mesh: not used.
+
+    Raises:
+        PlanError: the action is that of the plan of the whole model.
+    """
+    if action.end - action.begin == len(action.order):
+        raise PlanError(
+            "the plan is that of a whole model with stages; parallelize each stage with its part of the plan "
+            "(meshwright.distributed.pipeline.stage_parts.make_parts)"
+        )
+    crossing = Crossing()
+    first, last = action.begin == 0, action.end == len(action.order)
+    for index, (name, position, argument, returned) in enumerate(action.order):
+        if not action.begin <= index < action.end:
+            layer, before = model.get_submodule(name), index < action.begin
+            _replace(model, name, _Passage(layer, crossing, (position, argument), returned, before=before))
+    for name, features, lookup in action.leading if not first else ():
+        if last and name in action.held:
+            model.get_submodule(name).forward = _zeros(crossing, features, lookup)
+        else:
+            _replace(model, name, _Empty(crossing, features, lookup))
+    for name in action.trailing if not last else ():
+        _replace(model, name, _Same())
+    if not last:
+        _call_body(model, action.body, crossing)
+    vars(model)[_CROSSING], vars(model)[_CUT] = crossing, action
+
+
+def runs(model: nn.Module, name: str) -> bool:
+    """Return whether a module of a model, which may be a stage, computes what it does in the whole model.
+
+    Before its first layer, a later stage computes with zeros.
+    """
+    cut: Cut | None = vars(model).get(_CUT)
+    if cut is None:
+        return True
+    if isinstance(model.get_submodule(name), _Passage | _Empty | _Same):
+        return False
+    if cut.end < len(cut.order) and _is_plain_norm(model.get_submodule(name)):
+        return False  # the norm after the layers runs on this stage too, and what it returns is not used
+    own = [layer for layer, *_ in cut.order[cut.begin : cut.end]]
+    return cut.begin == 0 or within(name, [*own, *cut.trailing])
+
+
+def _is_plain_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower() and not any(True for _ in module.parameters())
+
+
+def crossing_of(model: nn.Module) -> Crossing:
+    """Return what enters and leaves a stage, for a model that was cut."""
+    crossing: Crossing = vars(model)[_CROSSING]
+    return crossing
+
+
+def _call_body(model: nn.Module, body: str, crossing: Crossing) -> None:
+    """Let the model call only the module around its layers, and return the hidden state that leaves the stage."""
+    inner = model.get_submodule(body) if body else model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        inner(*args, **kwargs)
+        sent, crossing.sent = crossing.sent, None
+        assert sent is not None
+        return sent
+
+    model.forward = forward
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    holder, _, own = name.rpartition(".")
+    model.get_submodule(holder).add_module(own, module)

@@ -1,0 +1,371 @@
+"""The stages of a rank, run by one of torch's schedules.
+
+torch's schedule decides the order of forwards and backwards, and sends hidden states and their gradients. What is ours:
+
+- A stage is a model that was cut in place (:mod:`~meshwright.distributed.pipeline.cut`). Every rank of `pp` has the whole
+  microbatch, so that only hidden states travel. Their shape and dtype are known beforehand.
+- The units of a stage gather and reduce by their sync policies (:mod:`~meshwright.distributed.pipeline.stage`), not once a
+  schedule.
+- torch's stage drops gradients when it is initialised anew, which it is between training and evaluation. Ours does not.
+- Evaluation has an order of its own, since torch's schedules in the form of a V cannot run without backward.
+- A weight that two stages hold (a tied embedding and head) gets the sum of both gradients on both.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+
+from meshwright.distributed import _torch_compat
+from meshwright.distributed.data.grad_sync import GradSync
+from meshwright.distributed.grad_clip import clip_grad_norm_
+from meshwright.distributed.mesh import ParallelMesh
+from meshwright.distributed.pipeline.cut import crossing_of
+from meshwright.distributed.pipeline.stage import scale_gradients, stage_backward
+from meshwright.distributed.pipeline.stage_parts import StageParts
+from meshwright.errors import PlanError, UnsupportedError
+from meshwright.plan.axes.pipeline.stage_plan import crossing_dtype, first_trained, on_stages, stages_of_rank
+from meshwright.plan.result.sharding_plan import ShardingPlan
+
+__all__ = ["ScheduledStages", "Work"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a microbatch needs on the stages.
+
+    Attributes:
+        run: calls the model of an inner stage.
+        loss: calls that of the last stage, and returns a scalar.
+        around: what every forward and backward of the microbatch runs in.
+    """
+
+    run: Callable[[nn.Module], torch.Tensor]
+    loss: Callable[[nn.Module], torch.Tensor]
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+class _NoGradient(torch.autograd.Function):
+    """Returns the first tensor. The gradient of the second one is zero, and costs nothing."""
+
+    @staticmethod
+    def forward(context: Any, output: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        context.zeros = received.detach().new_zeros(()).expand(received.shape)
+        context.mark_dirty(output)  # a view could not be detached in place, as torch does after a half of backward
+        return output
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient, context.zeros.contiguous()
+
+
+class _Runner(nn.Module):
+    """The module that torch's stage calls: one forward of a stage for one microbatch.
+
+    Args:
+        part: the model of the stage.
+        last: whether it is the last stage.
+        hidden: what crosses a cut, on the meta device.
+        name: of the stage.
+        needless: whether no stage before has a trained parameter, so that no gradient of what was received is needed.
+    """
+
+    def __init__(self, part: nn.Module, last: bool, hidden: torch.Tensor, name: str, needless: bool) -> None:
+        super().__init__()
+        self.part = part
+        self.last, self.hidden, self.name, self.needless = last, hidden, name, needless
+
+    def forward(self, *received: torch.Tensor, work: Work) -> torch.Tensor:
+        """Return the hidden state for the next stage, or the loss."""
+        if not self.needless:
+            return self._forward(*received, work=work)
+        output = self._forward(*(tensor.detach() for tensor in received), work=work)
+        if received:  # torch sends a gradient over each cut
+            output = _NoGradient.apply(output, *received)
+        return output if output.requires_grad else output.requires_grad_()
+
+    def _forward(self, *received: torch.Tensor, work: Work) -> torch.Tensor:
+        crossing = crossing_of(self.part)
+        crossing.received = received[0] if received else None
+        try:
+            if self.last:
+                return work.loss(self.part)
+            sent = work.run(self.part)
+        finally:
+            crossing.received = None
+        sent = _torch_compat.detachable(sent)
+        _check_sent(sent, self.hidden.shape, self.hidden.dtype, self.name)
+        return sent
+
+
+def _check_sent(sent: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, name: str) -> None:
+    """Refuse to send what the receiving rank does not expect: it would end without a word."""
+    if tuple(sent.shape) != tuple(shape) or sent.dtype != dtype:
+        raise UnsupportedError(f"{name}: sends {sent.dtype} {tuple(sent.shape)}, and the plan has {dtype} {tuple(shape)}")
+
+
+class _Stage(PipelineStage):
+    """A stage of torch whose units follow their sync policies, and which keeps its gradients when it is initialised anew."""
+
+    def __init__(self, runner: _Runner, sync: GradSync, report: Callable[[str], None], *args: Any, **kwargs: Any) -> None:
+        super().__init__(runner, *args, **kwargs)
+        self.sync, self.report = sync, report
+        self.work: Sequence[Work] = ()
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.report(f"stage {self.stage_index}, forward of microbatch {fwd_chunk_id + 1}")
+        with self.work[fwd_chunk_id].around():
+            try:
+                return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+            except RuntimeError as error:  # torch wraps the cause, and prints the batch
+                raise error.__cause__ or error from None
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.report(f"stage {self.stage_index}, backward of microbatch {bwd_chunk_id + 1}")
+        with self.work[bwd_chunk_id].around():
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.report(f"stage {self.stage_index}, backward for weights of microbatch {bwd_chunk_id + 1}")
+        with self.work[bwd_chunk_id].around():
+            try:
+                return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+            except RuntimeError as error:
+                if "not allocated" not in str(error):
+                    raise
+                raise UnsupportedError(
+                    f"stage {self.stage_index}: an operator reads a weight in the half of backward for weights, when it is not "
+                    "gathered; set parallel.sync=defer, or a schedule that does not split backward"
+                ) from error
+
+    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
+        return stage_backward(self, self.sync, backward_type, bwd_kwargs, last_backward)
+
+    perform_reduce_grad = scale_gradients
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        """Nothing: torch 2.11 would refuse a loss that is not in fp32; hidden states are checked before they are sent."""
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Keep the gradients: shapes are given, so no forward ran that could have left any."""
+
+
+class ScheduledStages:
+    """Runs microbatches through the stages of all ranks of `pp`. All ranks call every method.
+
+    Args:
+        parts: the models of this rank's stages.
+        plan: the plan of the whole model.
+        mesh: the mesh of its layout.
+        device: the device of this rank.
+        report: called before each forward and backward with words such as ``stage 1, forward of microbatch 3``.
+    """
+
+    def __init__(
+        self,
+        parts: StageParts,
+        plan: ShardingPlan,
+        mesh: ParallelMesh,
+        device: torch.device,
+        report: Callable[[str], None] = lambda words: None,
+    ) -> None:
+        self.parts, self.plan, self.device, self.report = parts, plan, device, report
+        self.dtype: torch.dtype = getattr(torch, crossing_dtype(plan))
+        self.group, self.rank = mesh["pp"].get_group(), mesh.rank("pp")
+        self.count, self.runs = len(plan.stages), plan.options.runs_per_step
+        self.own = stages_of_rank(plan, self.rank)
+        self.syncs = {stage: GradSync.from_plan(parts[stage], on_stages(plan, [stage])) for stage in self.own}
+        self.copies = _copies(parts, plan, self.own)
+        # The norm counts a parameter of two ranks on that of the first stage.
+        self.counted_elsewhere = [copy.mine[0] for copy in self.copies if copy.other is not None and not copy.first]
+
+    def prepare(self, shape: Sequence[int]) -> None:
+        """Make the connections and the buffers for training, before its first step.
+
+        Args:
+            shape: of what crosses a cut: [rows, positions of a rank, hidden].
+        """
+        options = self.plan.options
+        hidden = torch.empty(*shape, dtype=self.dtype, device="meta")
+        self.stages = [self._stage(stage, hidden) for stage in self.own]
+        self.schedule = _torch_compat.make_schedule(options.pipeline_schedule, self.stages, options.microbatches // self.runs)
+
+    def _stage(self, index: int, hidden: torch.Tensor) -> _Stage:
+        last = index == self.count - 1
+        runner = _Runner(self.parts[index], last, hidden, f"stage {index}", index <= first_trained(self.plan))
+        crossing = hidden.detach().clone().requires_grad_()
+        stage = _Stage(
+            runner,
+            self.syncs[index],
+            self.report,
+            index,
+            self.count,
+            self.device,
+            input_args=() if index == 0 else (crossing,),
+            output_args=(torch.empty((), device="meta", requires_grad=True),) if last else (crossing,),
+            group=self.group,
+        )
+        stage.has_backward = True  # torch 2.11 reads it when buffers are made
+        return stage
+
+    def forward_backward(self, work: Sequence[Work]) -> None:
+        """Run the microbatches of an optimizer step, after :meth:`prepare`. The gradients are reduced when it returns.
+
+        Raises:
+            PlanError: there are not as many as in the plan.
+        """
+        if len(work) != (planned := self.plan.options.microbatches):
+            raise PlanError(f"pipeline: {len(work)} microbatches, and the plan has {planned}")
+        if any(parameter.grad is not None for copy in self.copies for parameter in copy.mine):
+            raise PlanError(
+                "pipeline: there are gradients of an earlier step; call optimizer.zero_grad(set_to_none=True) first. Several "
+                "runs of the schedule in one step are runs_per_step"
+            )
+        each = len(work) // self.runs
+        self._refresh()
+        for sync in self.syncs.values():
+            sync.begin_step()
+        try:
+            for run in range(self.runs):
+                self._run(work[run * each : (run + 1) * each], last=run == self.runs - 1)
+        except BaseException:
+            for sync in self.syncs.values():
+                sync.abandon()
+            for copy in self.copies:
+                for parameter in copy.mine:
+                    parameter.grad = None
+            raise
+        for copy in self.copies:
+            copy.add_gradients(self.group)
+
+    def clip(self, limit: float | None) -> torch.Tensor:
+        """Clip the gradient of the whole model, and return its norm before; ``None`` only measures."""
+        return clip_grad_norm_(self.parts.parameters(), limit, group=self.group, counted_elsewhere=self.counted_elsewhere)
+
+    @torch.no_grad()
+    def _refresh(self) -> None:
+        """Give second copies on this rank the values of the first ones, which the optimizer or a checkpoint has changed."""
+        for name, copy in self.parts.copied.items():
+            _local(copy.data).copy_(_local(self.parts.get_parameter(name).data))
+
+    def _run(self, work: Sequence[Work], *, last: bool) -> None:
+        for stage in self.stages:
+            stage.sync.ends_step = last
+            stage.sync.begin_microbatch(last=False)
+            stage.work, stage.has_backward = work, True
+            stage.clear_runtime_states()
+        try:
+            _torch_compat.run_schedule(self.schedule, [{"work": item} for item in work])
+        finally:
+            for stage in self.stages:
+                stage.work = ()
+
+    @torch.no_grad()
+    def evaluate(self, work: Iterable[tuple[Work, tuple[int, ...]]]) -> Iterator[torch.Tensor]:
+        """Run forwards in evaluation mode; yield what ``loss`` returned for each microbatch, on the rank of the last stage.
+
+        A rank runs a microbatch through all its stages before it takes the next one. So no two ranks wait for each other.
+
+        Args:
+            work: the microbatches, each with the shape of what crosses a cut.
+        """
+        training = self.parts.training
+        self.parts.eval()
+        try:
+            with ExitStack() as stack:
+                for sync in self.syncs.values():
+                    stack.enter_context(sync.forward_only())
+                self._refresh()
+                yield from self._forwards(work)
+        finally:
+            self.parts.train(training)
+
+    def _forwards(self, work: Iterable[tuple[Work, tuple[int, ...]]]) -> Iterator[torch.Tensor]:
+        sends: list[tuple[Any, torch.Tensor]] = []
+        for number, (item, shape) in enumerate(work):
+            kept: torch.Tensor | None = None
+            while len(sends) > self.count:
+                sends.pop(0)[0].wait()
+            for stage in self.own:
+                self.report(f"stage {stage}, forward of microbatch {number + 1}")
+                part, crossing = self.parts[stage], crossing_of(self.parts[stage])
+                if stage == 0:
+                    crossing.received = None
+                elif (source := self.plan.stages[stage - 1].rank) == self.rank:
+                    crossing.received = kept
+                else:
+                    crossing.received = torch.empty(shape, dtype=self.dtype, device=self.device)
+                    dist.recv(crossing.received, group=self.group, group_src=source)
+                with item.around():
+                    if stage == self.count - 1:
+                        yield item.loss(part)
+                    else:
+                        kept = item.run(part).contiguous()
+                        _check_sent(kept, shape, self.dtype, f"stage {stage}")
+                        target = self.plan.stages[stage + 1].rank
+                        if target != self.rank:
+                            sends.append((dist.isend(kept, group=self.group, group_dst=target), kept))
+                crossing.received = None
+        for send, _ in sends:
+            send.wait()
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A parameter that two stages hold, on this rank.
+
+    Attributes:
+        mine: this rank's parameters, one or both, that of the first stage first.
+        other: index on `pp` of the rank that has the other; ``None``: this rank has both.
+        first: whether this rank has that of the first stage.
+    """
+
+    mine: tuple[nn.Parameter, ...]
+    other: int | None
+    first: bool
+
+    @torch.no_grad()
+    def add_gradients(self, group: dist.ProcessGroup) -> None:
+        """Give both the sum of both gradients, added in the same order on both sides; on one rank, only the first."""
+        if self.other is None:
+            first, second = self.mine
+            if first.grad is None:
+                first.grad = second.grad
+            elif second.grad is not None:
+                _local(first.grad).add_(_local(second.grad))
+            second.grad = None
+            return
+        (parameter,) = self.mine
+        if parameter.grad is None:  # the other rank may have one, and waits
+            parameter.grad = torch.zeros_like(parameter)
+        gradient = _local(parameter.grad)
+        own = gradient.contiguous()
+        received = torch.empty_like(own)
+        operations = [
+            dist.P2POp(dist.isend, own, group=group, group_peer=self.other),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=self.other),
+        ]
+        for request in dist.batch_isend_irecv(operations):
+            request.wait()
+        gradient.copy_(own + received if self.first else received + own)
+
+
+def _copies(parts: StageParts, plan: ShardingPlan, own: Sequence[int]) -> list[_Copy]:
+    copies = []
+    for row in plan.parameters:
+        here = [stage for stage in row.stages if stage in own]
+        if row.copies and row.trainable and here:
+            mine = tuple(dict(parts[stage].named_parameters())[row.name] for stage in here)
+            other = next((plan.stages[stage].rank for stage in row.stages if stage not in own), None)
+            copies.append(_Copy(mine, other, row.stage in own))
+    return copies
+
+
+def _local(tensor: torch.Tensor | None) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,57 @@
+"""The backward of a pipeline stage, in place of torch's: its units reduce when their sync policies say, not once a schedule.
+
+torch's own stage reduces at the end of every ``schedule.step()`` if its module is a unit itself, and in every microbatch if it
+is not. Its split backward looks for the parameters that are registered when it runs, and those of units that were resharded
+are not in the graph: they get no gradient, often without an error. Here it gets those that are.
+"""
+
+from typing import Any
+
+import torch
+
+from meshwright.distributed import _torch_compat
+from meshwright.distributed.data.grad_sync import GradSync
+
+__all__ = ["scale_gradients", "stage_backward"]
+
+_KINDS = ("full", "input", "weight")
+
+
+def stage_backward(
+    stage: Any, sync: GradSync | None, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool
+) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
+    """The backward of one microbatch, in place of the stage's ``backward_maybe_with_nosync``.
+
+    Args:
+        stage: of ``torch.distributed.pipelining``.
+        sync: the machine of the stage's module; ``None``: torch's own backward.
+        backward_type: ``full``; or ``input`` and later ``weight``, the halves of a split backward.
+        bwd_kwargs: ``stage_output``, ``output_grads`` and ``input_values``, or for ``weight`` ``param_groups``.
+        last_backward: whether it is the last of this schedule on this stage.
+
+    Returns:
+        Gradients of the inputs, and for ``input`` what ``weight`` goes on from.
+
+    Raises:
+        RuntimeError: another kind of backward.
+    """
+    if backward_type not in _KINDS:
+        raise RuntimeError(f"Unknown backward type: {backward_type}")
+    if sync is None:
+        own_gradients: Any = _torch_compat.own_backward_of_stage(backward_type, stage, bwd_kwargs, last=last_backward)
+        return own_gradients
+    last = last_backward and sync.ends_step
+    sync.begin_backward(last=last, splits=backward_type != "full")
+    gradients, groups = _torch_compat.backward_of_stage(backward_type, stage, bwd_kwargs)
+    if last or backward_type == "weight":
+        sync.end_backward(last=last)
+    return gradients, groups
+
+
+def scale_gradients(stage: Any, grad_scale_factor: int) -> None:
+    """Scale the gradients of the stage; it replaces the stage's ``perform_reduce_grad``, and does not reduce.
+
+    It need not: either :func:`stage_backward` has reduced already, or the optimizer step is not over.
+    """
+    if grad_scale_factor != 1:
+        stage.scale_grads(grad_scale_factor)

@@ -1,0 +1,1 @@
+"""Adapters of peft: where they are put, and how they are read and written."""

@@ -1,0 +1,1 @@
+"""The families of models that differ from a causal language model of transformers."""

@@ -1,0 +1,126 @@
+"""The model of a run and the options of its family, as a schema. It is light to import: pydantic only."""
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from meshwright.models.diffusion_gemma.block_diffusion_options import DiffusionConfig
+from meshwright.paths import PathText
+
+__all__ = ["AdapterConfig", "DiffusionConfig", "ModelConfig"]
+
+
+def _is_config(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+
+
+class AdapterConfig(BaseModel):
+    """Small trained matrices beside frozen ones (needs the extra [adapters])."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["lora", "dora"] = Field(
+        default="lora", description="'lora': W + s B A. 'dora': its rows scaled to trained norms."
+    )
+    rank: int = Field(default=16, ge=1, description="Rows of A, columns of B.")
+    alpha: int = Field(default=32, ge=1, description="The adapter is multiplied by s = alpha / rank.")
+    scaling: Literal["standard", "rs"] = Field(
+        default="standard", description="'rs': s = alpha / sqrt(rank) (rank-stabilised, arXiv 2312.03732)."
+    )
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout of the input of A.")
+    targets: Literal["all-linear"] | list[str] = Field(
+        default="all-linear",
+        description="Matrices with an adapter: last components of their names, as in [q_proj, v_proj], or patterns. "
+        "'all-linear': all linear layers inside the model's layers, but routers and parts that text does not run.",
+    )
+    experts: bool = Field(
+        default=False, description="Also give each fused expert of a mixture its own A and B (lora, without dropout)."
+    )
+    reduce: Literal["unit", "once"] = Field(
+        default="unit",
+        description="'unit': adapters are gathered and reduced with their layer. 'once': all together, once a step, and they "
+        "stay gathered in it. Those of experts stay with their experts.",
+    )
+    base: Literal["nf4"] | None = Field(
+        default=None,
+        description="'nf4': store and gather the frozen matrices of linear layers and experts inside the model's layers in 4 "
+        "bits, 4.5 with scales (QLoRA, arXiv 2305.14314).",
+    )
+    save_modules: list[str] = Field(
+        default=[],
+        description="Modules that are trained whole and saved with the adapter, as in [lm_head]. Tied ones together.",
+    )
+    path: PathText | None = Field(
+        default=None, description="A directory of peft to start from, of the same kind, rank and targets."
+    )
+
+    @property
+    def scale(self) -> float:
+        """The factor of the adapter."""
+        return self.alpha / (math.sqrt(self.rank) if self.scaling == "rs" else self.rank)
+
+    @model_validator(mode="after")
+    def _of_experts(self) -> "AdapterConfig":
+        wrong = "kind: dora" if self.kind == "dora" else f"dropout: {self.dropout}" if self.dropout else ""
+        if self.experts and wrong:
+            raise ValueError(f"adapter.experts: {wrong} is not for experts, and peft has no such adapters of them")
+        return self
+
+
+class ModelConfig(BaseModel):
+    """A pretrained model, or the config of a new one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: PathText | None = Field(
+        default=None, description="Pretrained model: a local directory of transformers (safetensors), or a hub name."
+    )
+    config: dict[str, Any] | None = Field(
+        default=None,
+        description="A new model with random weights: a config of transformers, with its model_type, such as "
+        "{model_type: llama, hidden_size: 256}. Keys that are left out take the family's defaults; vocab_size and special "
+        "tokens take the tokenizer's.",
+    )
+    dtype: Literal["float32", "bfloat16", "float64"] = Field(
+        default="float32",
+        description="What parameters are stored and optimized in; computing has parallel.param_dtype. bfloat16 halves "
+        "memory, and small updates are lost; float64 is for proofs.",
+    )
+    attn_implementation: str | None = Field(
+        default=None, description="Attention of transformers: eager, sdpa, flash_attention_2, ... Default: the model's."
+    )
+    experts_implementation: str | None = Field(
+        default=None,
+        description="Matrix products of experts in transformers: eager, batched_mm, grouped_mm, ... Default: the model's.",
+    )
+    trust_remote_code: bool = Field(
+        default=False,
+        description="Run model code that comes with a pretrained model. Only for code that you have read.",
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "ModelConfig":
+        if (self.path is None) == (self.config is None):
+            raise ValueError("model: exactly one of path and config must be given")
+        if self.config is not None and not isinstance(self.config.get("model_type"), str):
+            raise ValueError("model.config: model_type is missing; it names the family, such as llama, qwen3 or gemma3_text")
+        for key, value in (self.config or {}).items():
+            if key.endswith("_config") and value is not None and not _is_config(value):
+                raise ValueError(f"model.config.{key}={value!r}: must be a mapping of keys, the config of a part of the model")
+        return self
+
+    @property
+    def local(self) -> Path | None:
+        """The directory of a local pretrained model; ``None`` if the model is not local."""
+        if self.path is None:
+            return None
+        path = Path(self.path).expanduser()
+        return path if path.is_dir() else None
+
+    def said(self, key: str) -> Any:
+        """Return the value of a key in the config of a new model, else in its ``text_config``; ``None`` if neither has it."""
+        values = self.config or {}
+        inner = values.get("text_config") or {}
+        return inner.get(key) if values.get(key) is None else values[key]

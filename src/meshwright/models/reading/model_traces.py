@@ -1,0 +1,64 @@
+"""The traces of a causal language model of transformers: each question has a module of its own beside this one."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from meshwright.models.reading.context import trace_attentions
+from meshwright.models.reading.output_layer import trace_head
+from meshwright.models.reading.pipeline import trace_stages
+from meshwright.models.reading.tensor.pairs import trace_pairs
+from meshwright.models.reading.tensor.regions import trace_regions
+from meshwright.models.reading.tracing import count_runs
+from meshwright.plan.given.attentions import Attentions
+from meshwright.plan.given.cut_points import StageFacts
+from meshwright.plan.given.output_head import HeadFacts
+from meshwright.plan.given.sequence_regions import RegionFacts
+from meshwright.plan.given.sliceable_pairs import Pairs
+from meshwright.plan.given.spec import ExpertsRule
+from meshwright.plan.given.traces import Traces
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["ModelTraces"]
+
+
+class ModelTraces(Traces):
+    """Calls a model without values, once for each question that is asked. The model is not changed.
+
+    Args:
+        model: the model, on any device; it may be inside a ``PeftModel``.
+        experts: its mixtures, which are not called, because what they do depends on values.
+        counts_runs: whether modules may run several times or not at all. The structure of a known family says that they do not.
+    """
+
+    def __init__(self, model: "PreTrainedModel", experts: Sequence[ExpertsRule] = (), *, counts_runs: bool = True) -> None:
+        self.model, self.experts, self.counts_runs = model, experts, counts_runs
+
+    @cached_property
+    def attentions(self) -> Attentions:
+        """See :func:`~meshwright.models.reading.context.trace_attentions`."""
+        return trace_attentions(self.model, self.experts)
+
+    @cached_property
+    def head(self) -> HeadFacts:
+        """See :func:`~meshwright.models.reading.output_layer.trace_head`."""
+        return trace_head(self.model, self.experts)
+
+    @cached_property
+    def runs(self) -> Mapping[str, tuple[int, int]]:
+        """See :func:`~meshwright.models.reading.tracing.count_runs`."""
+        return count_runs(self.model, self.experts) if self.counts_runs else {}
+
+    def stages(self, layers: Sequence[str]) -> StageFacts:
+        """See :func:`~meshwright.models.reading.pipeline.trace_stages`."""
+        return trace_stages(self.model, layers, self.experts)
+
+    def regions(self, layers: Sequence[str]) -> RegionFacts:
+        """See :func:`~meshwright.models.reading.tensor.regions.trace_regions`."""
+        return trace_regions(self.model, layers, self.experts)
+
+    def pairs(self, layers: Sequence[str]) -> Pairs:
+        """See :func:`~meshwright.models.reading.tensor.pairs.trace_pairs`."""
+        return trace_pairs(self.model, layers, self.experts)

@@ -1,0 +1,1 @@
+"""Models are built, and get their values: at random, or from files."""

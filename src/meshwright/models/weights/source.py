@@ -1,0 +1,216 @@
+"""The source of a model: whether the model can be trained here, and what an export must restore from it."""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import ModelError, described
+from meshwright.models.model_config import ModelConfig
+from meshwright.paths import mistaken, no_directory
+
+__all__ = ["facts", "fingerprint", "refuse_untrainable"]
+
+ENDS = 2**20
+"""Bytes of each end of a file that :func:`fingerprint` reads."""
+
+_WHOLE = ("model.safetensors", "model.safetensors.index.json")
+_PICKLED = re.compile(r".*\.(bin|pt|pth|ckpt|h5|msgpack|gguf|npz)")
+_NO_WEIGHTS = {"training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"}
+_SAFETENSORS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+_CONVERT = (
+    "write it anew as safetensors: AutoModelForCausalLM.from_pretrained({path!r}).save_pretrained(another directory), and set "
+    "model.path to that"
+)
+
+
+def refuse_untrainable(config: ModelConfig) -> None:
+    """Refuse a run whose model cannot be trained, before anything is built or read. This is the only place that decides it.
+
+    Args:
+        config: from the run's configuration: a directory, a name on the hub (its files are listed if the hub can be reached),
+            or the config of a new model.
+
+    Raises:
+        ModelError: there is no such directory, and no such name on the hub; or what the model is instead, and what to do.
+    """
+    if config.path is not None and (absent := no_directory("model.path", config.path)):
+        raise ModelError(absent)
+    where = "model.config" if config.path is None else f"model.path={config.path!r}"
+    problem = None if config.path is None else _files_problem(config.path, _files(config))
+    problem = problem or _quantized_problem(_declared(config))
+    problem = problem or _kind_problem(_declared(config), config.trust_remote_code, new=config.path is None)
+    if problem:
+        raise ModelError(f"{where}: {problem}")
+
+
+def _files(config: ModelConfig) -> frozenset[str]:
+    """Return the names of the files at the top of a model's directory; empty if they are unknown."""
+    if config.local is not None:
+        return frozenset(path.name for path in config.local.iterdir())
+    assert config.path is not None
+    from huggingface_hub import list_repo_files, snapshot_download
+
+    try:
+        return frozenset(list_repo_files(config.path))
+    except Exception:  # no network, no such name, or no access: the code that reads the config says which
+        try:
+            cached = Path(snapshot_download(config.path, local_files_only=True))
+            return frozenset(path.name for path in cached.iterdir())
+        except Exception:
+            return frozenset()
+
+
+def _files_problem(path: str, names: frozenset[str]) -> str | None:
+    if names.intersection(_WHOLE):
+        return None
+    if "adapter_config.json" in names:
+        return (
+            f"holds an adapter (adapter_config.json), no whole model{mistaken(path, 'model')}; or merge it into its base model "
+            "with peft's merge_and_unload(), save that, and set model.path to it"
+        )
+    pickled = sorted(name for name in names if _PICKLED.fullmatch(name) and name not in _NO_WEIGHTS)
+    if pickled:
+        shown = ", ".join(pickled[:3]) + (", ..." if len(pickled) > 3 else "")
+        return f"its weights are in {shown}, and only safetensors are read (no pickles are read: they can run code); " + (
+            _CONVERT.format(path=path)
+        )
+    return None
+
+
+def _declared(config: ModelConfig) -> dict[str, Any]:
+    """Return the config as it is written; empty if it cannot be read. The code that loads it reports that."""
+    if config.config is not None:
+        return config.config
+    from transformers import PretrainedConfig
+
+    try:
+        values, _ = PretrainedConfig.get_config_dict(str(config.local or config.path))
+    except Exception:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _quantized_problem(declared: dict[str, Any]) -> str | None:
+    """Return why quantized weights cannot be trained on; ``None`` if a config declares none."""
+    declaration = declared.get("quantization_config")
+    if not declaration:
+        return None
+    method = str(declaration.get("quant_method", "unknown")) if isinstance(declaration, dict) else "unknown"
+    why = "are not read"
+    if method == "bitsandbytes":  # github.com/bitsandbytes-foundation/bitsandbytes issue 1945
+        why = "lose their scales and some of their bytes under FSDP2, without an error"
+    return (
+        f"its weights are quantized ({method}), and {why}; take the model that they were made of, and for frozen weights in 4 "
+        "bits set adapter.base: nf4"
+    )
+
+
+_GENERATES = ("CausalLM", "ConditionalGeneration", "BlockDiffusion")
+
+
+def _kind_problem(declared: dict[str, Any], trust_remote_code: bool, *, new: bool) -> str | None:
+    """Return why a config does not describe a model that predicts the next token or denoises text; ``None`` if it does."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING as MASKED
+
+    from meshwright.models.families.listed import FAMILIES
+
+    kind, architectures = declared.get("model_type"), declared.get("architectures")
+    named = architectures[0] if isinstance(architectures, list) and architectures else None
+    task = re.search(r"For([A-Z]\w+)$", named) if isinstance(named, str) else None
+    if task is not None and not task.group(1).startswith(_GENERATES):
+        return (
+            f"is {_article(str(named))}, which has the head of another task; Meshwright trains models that generate text: take "
+            "the base model that it was made of, or another model for causal language modeling"
+        )
+    custom = trust_remote_code and "AutoModelForCausalLM" in (declared.get("auto_map") or {})
+    known = {family.name for family in FAMILIES}
+    if not isinstance(kind, str) or custom or kind in known or kind not in CONFIG_MAPPING:
+        return None
+    of = CONFIG_MAPPING[kind]
+    if declared.get("is_encoder_decoder", getattr(of, "is_encoder_decoder", False)):
+        return (
+            f"is an encoder-decoder ({kind}); Meshwright trains models that continue a text: take a decoder, such as one of "
+            "llama, qwen3 or gemma3_text"
+        )
+    if of not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return (
+            f"is a model of images and text ({kind}); Meshwright trains on text alone: save its language model with its own "
+            "config (the text_config), and take that"
+            if of in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+            else f"is of a kind ({kind}) that has no head to generate text; take a model for causal language modeling"
+        )
+    if of in MASKED and not declared.get("is_decoder", getattr(of, "is_decoder", True)):
+        remedy = "set is_decoder: true for a new model with causal attention" if new else "take a decoder"
+        return f"is an encoder ({kind}), whose attention sees the tokens that it would have to predict; {remedy}"
+    return None
+
+
+def _article(name: str) -> str:
+    return f"{'an' if name[:1] in 'AEIO' else 'a'} {name}"
+
+
+# -- what an export restores --------------------------------------------------------------------------------------------------
+
+
+def facts(files: list[Path]) -> dict[str, Any]:
+    """Return what training does not keep of a pretrained model: its generation config, and the dtypes of its files.
+
+    Args:
+        files: its safetensors files, whose headers are read. Its generation_config.json is in the same directory.
+
+    Returns:
+        Plain values for JSON: ``generation_config`` as it is written, or ``None``; ``dtype``, that of most elements; and
+            ``other_dtypes``, name to dtype of the tensors with another one.
+
+    Raises:
+        ModelError: generation_config.json cannot be read, or is no mapping.
+    """
+    from safetensors import safe_open
+
+    dtypes: dict[str, str] = {}
+    elements: Counter[str] = Counter()
+    for file in files:
+        with safe_open(file, framework="pt") as content:
+            for name in content.keys():  # noqa: SIM118 (not a dict)
+                part = content.get_slice(name)
+                dtype = _SAFETENSORS.get(part.get_dtype())
+                if dtype is not None:
+                    size = 1
+                    for length in part.get_shape():
+                        size *= length
+                    dtypes[name] = dtype
+                    elements[dtype] += size
+    most = elements.most_common(1)[0][0] if elements else None
+    others = {name: dtype for name, dtype in dtypes.items() if dtype != most}
+    return {"generation_config": _generation(files[0].parent), "dtype": most, "other_dtypes": others}
+
+
+def fingerprint(files: list[Path]) -> str:
+    """Return a digest of weights: of the names, sizes and both ends of their files, so that large ones take no time."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as content:
+            digest.update(content.read(ENDS))
+            content.seek(max(0, size - ENDS))
+            digest.update(content.read(ENDS))
+    return digest.hexdigest()[:32]
+
+
+def _generation(folder: Path) -> dict[str, Any] | None:
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read: {described(error)}") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path}: must be a mapping, found {type(values).__name__}")
+    return values

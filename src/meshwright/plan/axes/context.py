@@ -1,0 +1,279 @@
+"""How the ranks of `cp` share each sequence, and what their attentions send.
+
+Each rank has ``1 / cp`` of the positions of every sequence, from the tokens to the loss. What processes a token alone needs no
+change. An attention needs the keys and values of the other ranks, which it gets by one of three methods:
+
+gather: all-gather keys and values; reduce-scatter their gradients. Any mask and any number of heads.
+ulysses: exchange (all-to-all) sequence for heads: each rank attends over whole sequences with ``1 / cp`` of the heads, and
+    exchanges the output back (DeepSpeed Ulysses, arXiv 2309.14509).
+ring: pass keys and values from rank to rank, and attend to one part after another (Ring Attention, arXiv 2310.01889).
+
+Under a causal mask late positions attend to more keys than early ones. So the sequence is cut into ``2 cp`` chunks, of which
+rank `i` gets the chunks `i` and ``2 cp - 1 - i`` (zigzag; Llama 3, arXiv 2407.21783, section 3.3.2).
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from meshwright.errors import number_of
+from meshwright.layout import divisors
+from meshwright.plan.draft import Draft
+from meshwright.plan.given.names import holder_of, without_repetition
+from meshwright.plan.given.options import ContextBalance, ContextMethod, ParallelOptions
+from meshwright.plan.result.program import Action, Assign, Attend
+from meshwright.plan.result.sharding_plan import AttentionRow, ShardingPlan, itemsize
+
+__all__ = [
+    "FUNCTION",
+    "attention_actions",
+    "attention_program",
+    "context_bytes",
+    "context_counts",
+    "gathered_bytes",
+    "is_flash",
+    "positions_of",
+    "resolve_attentions",
+    "unevenness",
+]
+
+FUNCTION = "meshwright_context_parallel"
+"""Name of the attention function of context parallel in transformers. No mask has this name, so models make none."""
+
+KERNELS = ("sdpa", "eager", "flex_attention")
+"""The values of ``model.attn_implementation`` that attentions over `cp` can compute with, beside those of flash."""
+
+
+def positions_of(length: int, ranks: int, balance: ContextBalance, rank: int) -> tuple[range, ...]:
+    """Return the positions of a sequence that a rank of `cp` has, piece by piece, in its order.
+
+    Args:
+        length: length of the padded sequence, a multiple of the number of ranks, and of twice that number for zigzag.
+        ranks: number of ranks of `cp`.
+        balance: how the sequence is cut.
+        rank: index of the rank on `cp`.
+    """
+    if ranks == 1 or balance is ContextBalance.CONTIGUOUS:
+        width = length // ranks
+        return (range(rank * width, (rank + 1) * width),)
+    width = length // (2 * ranks)
+    return tuple(range(chunk * width, (chunk + 1) * width) for chunk in (rank, 2 * ranks - 1 - rank))
+
+
+def is_flash(kernel: str) -> bool:
+    """Return whether a value of ``attn_implementation`` names a flash kernel: of a package, or one of the hub."""
+    return kernel.startswith("flash_attention_") or "/flash-attn" in kernel or "/vllm-flash-attn" in kernel
+
+
+def unevenness(work: Sequence[float], ranks: int, balance: ContextBalance) -> float:
+    """Return the work of the rank that has the most, over the mean of all ranks.
+
+    Args:
+        work: the work of each position of a sequence; under a causal mask, the number of keys up to it in its document.
+        ranks: number of ranks of `cp`.
+        balance: how the sequence is cut.
+    """
+    shares = [
+        sum(sum(work[piece.start : piece.stop]) for piece in positions_of(len(work), ranks, balance, rank))
+        for rank in range(ranks)
+    ]
+    return max(shares) * ranks / sum(shares)
+
+
+def resolve_attentions(draft: Draft) -> tuple[AttentionRow, ...]:
+    """Return a row for each attention, in the order in which they run.
+
+    There are none if `cp` is 1, except for packed documents of a family whose own masks let them see each other.
+    """
+    options, cp, problems = draft.options, draft.layout.size("cp"), draft.problems
+    if cp == 1:
+        default = ParallelOptions()
+        for name in ("context_parallel", "context_balance", "context_recompute"):
+            if (chosen := getattr(options, name)) != (legal := getattr(default, name)):
+                problems.append(f"{name}={chosen}: needs cp > 1; the legal value is {legal}")
+        leaks = draft.spec.structure is not None and draft.spec.structure.leaks_documents
+        if not options.packed or not leaks or _refusals(draft):
+            return ()  # refused later by the check of boundaries, if documents see each other
+        return _rows(draft)
+    if draft.spec.twins:
+        problems.append(
+            f"cp={cp}: {draft.spec.family} has a stack of layers that runs twice, with attention from one pass to the other, "
+            "which context parallel does not support; the legal value is 1"
+        )
+        return ()
+    if refused := _refusals(draft):
+        problems.extend(f"cp={cp}: {text}; the legal value of cp is 1" for text in without_repetition(refused))
+        return ()
+    rows = _rows(draft)
+    if options.context_parallel is ContextMethod.ULYSSES:
+        _check_heads(draft, rows)
+    return rows
+
+
+def _refusals(draft: Draft) -> list[str]:
+    """Return why the attentions of a model cannot be computed with the function of context parallel."""
+    attentions = draft.model.traces.attentions
+    if attentions is None:
+        return [f"the attentions of {draft.spec.family} are unknown (attentions of its ParallelSpec)"]
+    refused = [f"{draft.spec.family}: {problem}" for problem in attentions.problems]
+    refused += [f"attention {facts.module!r} {facts.problem}" for facts in attentions.rows if facts.problem]
+    refused += [
+        f"attention {facts.module!r} drops attention weights with probability {facts.dropout:g}; set attention_dropout of the "
+        "model's config to 0"
+        for facts in attentions.rows
+        if facts.dropout
+    ]
+    if is_flash(attentions.kernel):
+        refused += [
+            f"attention {facts.module!r} has sinks, which {attentions.kernel} does not know under cp; legal values of "
+            f"attn_implementation are {', '.join(KERNELS)}"
+            for facts in attentions.rows
+            if facts.sinks
+        ]
+        dtype = draft.options.param_dtype
+        dtypes = {dtype} if dtype else {parameter.dtype for parameter in draft.model.parameters}
+        if wide := sorted(dtypes - {"bfloat16", "float16"}):
+            refused.append(f"{attentions.kernel} computes in 16 bits, not in {wide[0]}; set param_dtype=bfloat16")
+    elif attentions.kernel not in KERNELS:
+        legal = ", ".join(KERNELS)
+        refused.append(f"attn_implementation={attentions.kernel!r} is not supported; legal are {legal} and flash_attention_2")
+    if not attentions.rows and not refused:
+        refused.append(f"{draft.spec.family} has no attention")
+    return refused
+
+
+def _rows(draft: Draft) -> tuple[AttentionRow, ...]:
+    tp, alone, attentions = draft.layout.size("tp"), draft.layout.size("cp") == 1, draft.model.traces.attentions
+    assert attentions is not None
+    return tuple(
+        AttentionRow(
+            module=facts.module,
+            method=ContextMethod.GATHER if alone else draft.options.context_parallel,
+            kernel=attentions.kernel,
+            heads=facts.heads // tp,
+            kv_heads=max(1, facts.kv_heads // tp),
+            key_size=facts.key_size,
+            value_size=facts.value_size,
+            causal=facts.causal,
+            window=facts.window,
+            sinks=facts.sinks,
+            recompute=bool(draft.options.context_recompute),
+        )
+        for facts in attentions.rows
+    )
+
+
+def _check_heads(draft: Draft, rows: Sequence[AttentionRow]) -> None:
+    cp = draft.layout.size("cp")
+    for heads, kv_heads in dict.fromkeys((row.heads, row.kv_heads) for row in rows):
+        legal = [size for size in divisors(heads) if kv_heads % size == 0 or size % kv_heads == 0]
+        if cp not in legal:
+            draft.problems.append(
+                f"cp={cp}, context_parallel=ulysses: {number_of(heads, 'head')} and "
+                f"{number_of(kv_heads, 'key/value head')} of a rank can be exchanged "
+                f"over {', '.join(map(str, legal))} ranks; or use context_parallel=gather or ring"
+            )
+
+
+def attention_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action]:
+    """Yield the actions that let attentions work on a part of each sequence, and make the model call them."""
+    around = {""}
+    for row in plan.attentions:
+        name = row.module
+        while name:  # the config that masks are made by is that of a module around it, and may be another
+            around.add(name)
+            name = holder_of(name)
+    for name, module in draft.model.modules.items():
+        if plan.attentions and name in around and module.has_config:
+            yield Assign(name, (("config._attn_implementation", FUNCTION),))
+    for row in plan.attentions:
+        yield Attend(
+            row.module,
+            method=row.method,
+            kernel=row.kernel,
+            balance=plan.options.context_balance,
+            causal=row.causal,
+            window=row.window,
+            recompute=row.recompute,
+        )
+
+
+def attention_program(plan: ShardingPlan) -> list[Action]:
+    """Return those actions of a plan that :func:`attention_actions` yielded."""
+    return [
+        action
+        for action in plan.program
+        if isinstance(action, Attend) or (isinstance(action, Assign) and FUNCTION in dict(action.values).values())
+    ]
+
+
+_COUNTS = {
+    ContextMethod.GATHER: {"all_gather": (1, 0), "reduce_scatter": (0, 1)},
+    ContextMethod.ULYSSES: {"all_to_all": (3, 3)},
+}
+"""Method to the collectives of one attention in forward and in backward, by kind."""
+
+
+def context_counts(plan: ShardingPlan) -> Counter[str]:
+    """Return the collectives over `cp` of one optimizer step on one rank, by kind.
+
+    The counts assume that everything is trained and no layer is recomputed.
+    """
+    counts: Counter[str] = Counter()
+    cp = plan.layout.size("cp")
+    if cp == 1:
+        return counts
+    if plan.options.balance_loss:  # loads of the whole sequence
+        counts["all_reduce"] += sum(1 for row in plan.experts if row.router)
+    for row in plan.attentions:
+        forwards, backwards = plan.runs(row.module)
+        if row.method is ContextMethod.RING:
+            # Keys and values visit each other rank once; in backward their gradients travel with them, and home at the end.
+            counts["send"] += (cp - 1) * forwards + (2 * cp - 1) * backwards
+            continue
+        for kind, (forward, backward) in _COUNTS[row.method].items():
+            counts[kind] += forward * forwards + backward * backwards
+        if row.recompute and row.method is ContextMethod.GATHER:
+            counts["all_gather"] += backwards
+        if row.recompute and row.method is ContextMethod.ULYSSES:
+            counts["all_to_all"] += 2 * backwards
+    return Counter({kind: count * plan.options.microbatches for kind, count in counts.items() if count})
+
+
+def context_bytes(plan: ShardingPlan, tokens: int) -> Counter[str]:
+    """Return the bytes of these collectives: of the larger buffer of each call.
+
+    Args:
+        plan: the plan.
+        tokens: number of tokens of a microbatch that a rank has.
+    """
+    cp, sizes = plan.layout.size("cp"), Counter[str]()
+    for row in plan.attentions:
+        (forwards, backwards), item = plan.runs(row.module), _itemsize(plan)
+        keys = tokens * row.kv_heads * (row.key_size + row.value_size) * item
+        if row.method is ContextMethod.GATHER:
+            sizes["all_gather"] += (forwards + backwards * row.recompute) * keys * cp
+            sizes["reduce_scatter"] += backwards * keys * cp
+        elif row.method is ContextMethod.ULYSSES:
+            repeated = keys * max(1, cp // row.kv_heads)
+            queries = tokens * row.heads * row.key_size * item
+            outputs = tokens * row.heads * row.value_size * item
+            sizes["all_to_all"] += (forwards + backwards) * (queries + repeated + outputs)
+            sizes["all_to_all"] += backwards * row.recompute * (queries + repeated)
+        else:
+            gradients = keys // item * max(item, itemsize("float32"))  # added up in fp32 or better on their way
+            sizes["send"] += (cp - 1) * (forwards + backwards) * keys + backwards * cp * gradients
+    if plan.options.balance_loss and cp > 1:  # for each sequence the loads of experts, and its tokens
+        numbers = sum(row.experts + 1 for row in plan.experts if row.router)
+        sizes["all_reduce"] += plan.options.balance_loss * numbers * itemsize("float32")
+    return Counter({kind: size * plan.options.microbatches for kind, size in sizes.items()})
+
+
+def gathered_bytes(plan: ShardingPlan, tokens: int) -> int:
+    """Return the bytes of the gathered keys and values of the largest attention, for ``tokens`` of a microbatch on a rank."""
+    cp, item = plan.layout.size("cp"), _itemsize(plan)
+    sizes = [tokens * cp * row.kv_heads * (row.key_size + row.value_size) * item for row in plan.attentions]
+    return max(sizes, default=0) if plan.options.context_parallel is ContextMethod.GATHER else 0
+
+
+def _itemsize(plan: ShardingPlan) -> int:
+    return itemsize(plan.options.param_dtype or next((row.dtype for row in plan.parameters), "float32"))

@@ -1,0 +1,160 @@
+"""How each parameter is stored: its unit, whether it is trained, its placements and bytes."""
+
+from collections.abc import Iterator
+from math import ceil, prod
+
+from meshwright.plan.axes.tensor.styles import STYLES, canonical, tp_dim, tp_placement
+from meshwright.plan.draft import Draft
+from meshwright.plan.given.inspection import ParameterFacts
+from meshwright.plan.given.names import nearest
+from meshwright.plan.given.options import NF4, NF4_BLOCK
+from meshwright.plan.result.program import Freeze, Pack
+from meshwright.plan.result.rows import DECAYED
+from meshwright.plan.result.sharding_plan import EXPERTS, ParameterRow, ShardingPlan, bytes_of, itemsize, shard_axis
+
+__all__ = ["assign_units", "choose_trained", "freeze_actions", "pack_actions", "parameter_rows"]
+
+
+def assign_units(draft: Draft) -> None:
+    """Assign each parameter to the innermost unit around it. All names of a tied parameter must be in one unit, or in twins."""
+    _leave_out(draft)
+    for parameter in draft.parameters:
+        units = [nearest(draft.model.home(name), draft.units) for name in parameter.names]
+        owners = [_owner(draft, unit) for unit in units]
+        if len(set(owners)) > 1:
+            shown = " and ".join(
+                f"{name!r} in unit {unit or '(root)'!r}" for name, unit in zip(parameter.names, units, strict=True)
+            )
+            draft.problems.append(
+                f"tied parameter is claimed twice: {shown}; let one unit hold both, or leave them to the root"
+            )
+        if not parameter.shape:
+            draft.problems.append(
+                f"parameter {parameter.name!r} is a scalar, which FSDP cannot shard; make it a tensor of shape (1,)"
+            )
+        draft.unit_of[parameter.name] = owners[0]
+    together = [set(map(canonical, parameter.names)) for parameter in draft.parameters]
+    for group in draft.spec.tied:
+        if not any(set(group) <= names for names in together):
+            draft.problems.append(f"the spec ties {' and '.join(group)}, but in the model they are not one parameter")
+
+
+def _owner(draft: Draft, unit: str) -> str:
+    """Return the unit that holds the parameters of a unit."""
+    return draft.units[unit].part_of or draft.twins.get(unit, unit)
+
+
+def _leave_out(draft: Draft) -> None:
+    """Leave out the smaller of two units that hold one tied parameter, if it is one that FSDP can do without.
+
+    An embedding in a unit of its own and a head in the root are an example. A layer, or a unit with a dtype of its own, stays.
+    """
+    for parameter in draft.parameters:
+        while True:
+            owners = dict.fromkeys(nearest(draft.model.home(name), draft.units) for name in parameter.names)
+            if len({_owner(draft, owner) for owner in owners}) == 1:
+                break
+            sizes = {
+                owner: sum(map(prod, draft.model.parameters_inside(owner).values()))
+                for owner in owners if draft.units[owner].kind == "unit"
+            }  # fmt: skip
+            if not sizes:
+                break
+            least = min(sizes, key=lambda owner: sizes[owner])
+            del draft.units[least]
+            draft.remarks.append(
+                f"unit {least!r}: left out, because {' and '.join(map(repr, parameter.names))} are one parameter, which one "
+                "unit must hold"
+            )
+
+
+def choose_trained(draft: Draft) -> None:
+    """Choose the trained parameters: those that require a gradient in the model and that the options do not freeze."""
+    frozen: set[str] = set()
+    first = {name: parameter.name for parameter in draft.parameters for name in parameter.names}
+    for pattern in draft.options.freeze:
+        frozen.update(first[name] for name in draft.match("freeze", pattern, first, "parameter"))
+    draft.trained = {parameter.name for parameter in draft.parameters if parameter.requires_grad} - frozen
+    if frozen and not draft.trained:
+        draft.problems.append(f"freeze={list(draft.options.freeze)}: leaves no parameter to train")
+
+
+def parameter_rows(draft: Draft) -> None:
+    """Make the row of each parameter."""
+    draft.rows = tuple(_row(draft, parameter, draft.stages_of.get(parameter.name, (0,))) for parameter in draft.parameters)
+
+
+def _row(draft: Draft, parameter: ParameterFacts, stages: tuple[int, ...]) -> ParameterRow:
+    layout, unit = draft.layout, draft.units[draft.unit_of[parameter.name]]
+    trainable, style = parameter.name in draft.trained, draft.tp_styles.get(parameter.name)
+    local = list(parameter.shape)
+    whole = [1] * len(local)  # what is cut in no dimension
+    if parameter.dtype == NF4:
+        whole[-1] = NF4_BLOCK * (STYLES[style].pieces if style in STYLES else 1)
+    placements: list[tuple[str, str]] = []
+    by_fsdp = 0  # the dimension that FSDP shards
+    tp_cut: int | None = None
+    axis, shards = shard_axis(layout, unit.kind), draft.shards(unit)
+    if by_ep := axis == "ep_shard":
+        local[0] = ceil(local[0] / layout.ep)
+    elif (tp_cut := tp_dim(style, parameter.shape)) is not None:
+        local[tp_cut] = ceil(local[tp_cut] / layout.size("tp"))
+        placements.append(("tp", tp_placement(style, tp_cut)))
+        # Packed rows are several matrices. If FSDP sharded the rows too, torch could no longer tell the matrices apart.
+        by_fsdp = int(shards > 1 and tp_cut == 0 and STYLES[style or ""].pieces > 1)
+    if unit.kind == EXPERTS and local[0] % shards:
+        # 128 experts over 1,024 ranks would be padded to eight times their size; other dimensions divide evenly.
+        even = (dim for dim in range(1, len(local)) if dim != tp_cut and local[dim] % (shards * whole[dim]) == 0)
+        by_fsdp = next(even, by_fsdp)
+    # FSDP shards the slice that the other axes leave, and pads it to a multiple of the number of shards.
+    local[by_fsdp] = ceil(local[by_fsdp] / shards) * shards
+    gathered = prod(local)
+    local[by_fsdp] //= shards
+    if shards > 1:
+        placements.insert(0, ("dp_shard" if layout.size("cp") == 1 and not by_ep else axis, f"Shard({by_fsdp})"))
+    if by_ep:
+        placements.append(("ep", "Shard(0)"))
+    if layout.size("dp_replicate") > 1:
+        placements.insert(0, ("dp_replicate", "Replicate()"))
+    if not prod(parameter.shape):
+        draft.problems.append(
+            f"{parameter.name!r} has the shape {list(parameter.shape)}: torch's FSDP stores a parameter without entries in "
+            "another shape; legal is a model without it"
+        )
+    if local and local[-1] % whole[-1]:
+        draft.problems.append(
+            f"adapter.base=nf4: {parameter.name!r} has {local[-1]} numbers in a row on each rank; legal are layouts and sizes "
+            f"that give multiples of {whole[-1]}, because blocks have {NF4_BLOCK}"
+        )
+    compute = NF4 if parameter.dtype == NF4 else unit.param_dtype or parameter.dtype
+    reduce = unit.reduce_dtype or compute
+    return ParameterRow(
+        name=parameter.name,
+        aliases=parameter.aliases,
+        shape=parameter.shape,
+        dtype=parameter.dtype,
+        unit=unit.name,
+        placements=tuple(placements),
+        local_shape=tuple(local),
+        bytes_per_rank=bytes_of(prod(local), parameter.dtype),
+        gathered_bytes=bytes_of(gathered, compute),
+        reduced_bytes=gathered * itemsize(reduce) if trainable else 0,
+        trainable=trainable,
+        stage=stages[0],
+        tp_style=style,
+        decayed=trainable and draft.decay_rules[parameter.name] in DECAYED,
+        decay_rule=draft.decay_rules[parameter.name],
+        copies=stages[1:],
+    )
+
+
+def pack_actions(plan: ShardingPlan) -> Iterator[Pack]:
+    """Yield the actions that store frozen matrices in 4 bits."""
+    for row in plan.parameters:
+        if row.dtype == NF4:
+            yield Pack((row.name, *row.aliases))
+
+
+def freeze_actions(plan: ShardingPlan) -> Iterator[Freeze]:
+    """Yield the action that freezes the parameters without a gradient."""
+    yield Freeze(tuple(row.name for row in plan.parameters if not row.trainable))

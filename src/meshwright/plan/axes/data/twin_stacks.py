@@ -1,0 +1,75 @@
+"""Stacks that run twice: two lists of layers that share their parameters, such as an encoder and a decoder.
+
+FSDP2 allows two ways to shard them.
+
+- *Shared unit*: both layers are one unit. It has one gathered copy and one gradient, which autograd completes when both passes
+  have ended. The unit reduces once, and until then the gradients of the whole stack are held.
+- *Twin units*: each layer is a unit, and the two share one sharded parameter. Each gathers and reduces in its own pass, so that
+  only one layer is held at once, and twice as much is communicated.
+"""
+
+from meshwright.plan.draft import Draft
+from meshwright.plan.given.names import match_names, nearest, within
+from meshwright.plan.result.sharding_plan import ShardingPlan
+
+__all__ = ["choose_twins", "pair_units", "twin_parameters"]
+
+
+def pair_units(draft: Draft) -> None:
+    """Find, for each unit of a second stack, its twin in the first."""
+    names = list(draft.units)
+    for pair in draft.spec.twins:
+        firsts, seconds = match_names(pair.first, names), match_names(pair.second, names)
+        if not firsts or len(firsts) != len(seconds):
+            draft.problems.append(
+                f"twins {pair.first!r} and {pair.second!r}: {len(firsts)} and {len(seconds)} layers, which cannot be paired"
+            )
+            continue
+        for first, second in zip(firsts, seconds, strict=True):
+            for name in names:
+                if not within(name, [second]):
+                    continue
+                if (twin := first + name.removeprefix(second)) in draft.units:
+                    draft.twins[name] = twin
+                    draft.units[name].forwards = pair.forwards
+                else:
+                    draft.problems.append(f"twins {pair.first!r} and {pair.second!r}: unit {name!r} has no twin {twin!r}")
+
+
+def choose_twins(draft: Draft) -> None:
+    """Make the units of each pair twins, or one unit. The bytes of the parameters must be known."""
+    options = draft.options
+    if options.twin_units is not None and not draft.twins:
+        draft.problems.append(
+            f"twin_units={options.twin_units}: no two layers of {draft.spec.family} share parameters; leave it out"
+        )
+    gathered_bytes = sum(row.gathered_bytes for row in draft.rows if row.trainable and row.unit in draft.twins.values())
+    twin = gathered_bytes > options.sync_budget if options.twin_units is None else options.twin_units
+    twin = twin or bool(options.sharded_by)  # a function of the user is called for each layer
+    for name, first in draft.twins.items():
+        unit, partner = draft.units[name], draft.units[first]
+        if twin:
+            unit.twin_of = first
+            # Backward does not begin in the first stack, so its last layer need not stay gathered after forward.
+            partner.reshard_after_forward = partner.reshard_after_forward or options.reshard_after_forward is None
+        else:
+            unit.part_of = first
+            if unit.sync is not partner.sync:
+                draft.problems.append(
+                    f"sync_units: {name!r} and {first!r} are one unit, but have the policies {unit.sync} and {partner.sync}; "
+                    "give both the same, or set twin_units=True"
+                )
+
+
+def twin_parameters(plan: ShardingPlan) -> tuple[tuple[str, str], ...]:
+    """Return the two names of each parameter of twin units: that in the first unit and that in the second."""
+    first = {unit.name: unit.twin_of for unit in plan.units if unit.twin_of}
+    units = {unit.name for unit in plan.units}
+    pairs = []
+    for row in plan.parameters:
+        for name in (row.name, *row.aliases):
+            unit = nearest(name, units)
+            ours = f"{first.get(unit, '')}{name.removeprefix(unit)}"
+            if unit in first and ours in (row.name, *row.aliases):
+                pairs.append((ours, name))
+    return tuple(pairs)

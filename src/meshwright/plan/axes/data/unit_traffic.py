@@ -1,0 +1,114 @@
+"""What data parallel costs: the collectives and bytes of each unit, and the gradients that wait to be reduced."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.plan.axes.data.prefetch import turns
+from meshwright.plan.given.options import SyncPolicy
+from meshwright.plan.result.sharding_plan import ParameterRow, ShardingPlan, UnitRow, shard_axis
+
+__all__ = ["UnitTraffic", "gradient_peak", "unit_bytes", "unit_traffic", "use_traffic"]
+
+
+@dataclass(frozen=True)
+class UnitTraffic:
+    """The collectives of one unit in one optimizer step, on one rank. Bytes are of the larger buffer of each call."""
+
+    all_gathers: int = 0
+    all_gather_bytes: int = 0
+    reduce_scatters: int = 0
+    reduce_scatter_bytes: int = 0
+    all_reduces: int = 0
+    all_reduce_bytes: int = 0
+
+
+def unit_traffic(plan: ShardingPlan, unit: UnitRow) -> UnitTraffic:
+    """Return the collectives of a unit in one optimizer step."""
+    layout, microbatches = plan.layout, plan.options.microbatches
+    if unit.part_of:
+        return UnitTraffic()
+    shards, replicas = layout.size(shard_axis(layout, unit.kind)), layout.size("dp_replicate")
+    gathered, reduced = unit_bytes(plan, unit)
+    gathers = 0
+    if shards > 1 and gathered:
+        once = unit.sync is SyncPolicy.DEFER
+        if not unit.reshard_after_forward and not any(row.trainable for row in plan.parameters):
+            once = True  # a stage without a backward, after which it would be resharded
+        parts = plan.parts(unit)
+        forwards = sum(part.forwards * part.places for part in parts)
+        backwards = sum(part.places for part in parts) if unit.gathers_in_backward else 0
+        if len(parts) > 1 and not _gets_gradient(plan, unit):  # it stays gathered from one part's backward to the next
+            backwards = min(backwards, 1)
+        # If it stays gathered after forward, its first backward does not gather it again.
+        once = once and forwards > 0
+        again = 0 if not forwards else forwards + backwards if unit.reshard_after_forward else 1 + max(0, backwards - 1)
+        gathers = 1 if once else microbatches * again
+    runs = any(part.forwards for part in plan.parts(unit))
+    reductions = (microbatches if unit.sync is SyncPolicy.REDUCE_EACH else 1) if reduced and runs else 0
+    scatters = reductions if shards > 1 else 0
+    all_reduces = 0
+    if replicas > 1:
+        all_reduces = min(reductions, 1) if plan.options.all_reduce_once else reductions
+    return UnitTraffic(gathers, gathers * gathered, scatters, scatters * reduced, all_reduces, all_reduces * reduced // shards)
+
+
+def _gets_gradient(plan: ShardingPlan, unit: UnitRow) -> bool:
+    """Return whether the input of a unit has a gradient, so that FSDP2 reshards it after its backward.
+
+    It has one if something before it is trained. The root has what comes before every stack of layers.
+    """
+    first = next((index for index, row in enumerate(plan.parameters) if row.unit == unit.name), 0)
+    return any(row.trainable and (index < first or not row.unit) for index, row in enumerate(plan.parameters))
+
+
+def use_traffic(plan: ShardingPlan) -> UnitTraffic:
+    """Return the traffic of the flags of use: one all-reduce at the end of a step.
+
+    It tells which trainable parameters were used: a number of eight bytes for each, and two for the order in which units ran.
+    """
+    if not plan.flags_of_use:
+        return UnitTraffic()
+    trainable = sum(row.trainable for row in plan.parameters)
+    return UnitTraffic(all_reduces=1, all_reduce_bytes=8 * (trainable + 2))
+
+
+def gradient_peak(plan: ShardingPlan, rows: Sequence[ParameterRow]) -> int:
+    """Return the peak bytes of unsharded gradients that are computed and not reduced yet.
+
+    It is what waits through all of backward, and the largest of what exists for a moment on top of it.
+    """
+    trained = [row for row in rows if row.trainable]
+    parts = turns(plan)
+    units = {unit.name: unit for unit in plan.fsdp_units}
+    first_layer = next((index for index, row in enumerate(trained) if units[row.unit].kind == "layer"), 0)
+    waiting = 0  # held through all of backward
+    last = 0  # computed after all others, and reduced together with `waiting`
+    doubled = 0  # computed in several parts: the sum, the next part and their new sum exist at once
+    written: dict[str, int] = {}  # by unit, for units that reduce right after their own backward
+    for index, row in enumerate(trained):
+        around = units[row.unit] in parts.around
+        shared = len(plan.parts(units[row.unit])) > 1
+        if row.aliases and not any(unit.twin_of and unit.twin_of == row.unit for unit in plan.units):
+            doubled = max(doubled, 2 * row.gathered_bytes)
+        copies = [unit for unit in plan.fsdp_units if (unit.twin_of or unit.name) == row.unit and unit.forwards]
+        for unit in copies:
+            accumulated = plan.options.microbatches > 1 and unit.sync is not SyncPolicy.REDUCE_EACH
+            waiting += row.reduced_bytes if accumulated else 0  # in the dtype of reduction
+            if shared:  # one gradient, which is complete after both passes
+                waiting += row.gathered_bytes
+            elif accumulated and row.reduced_bytes == row.gathered_bytes:  # added to those of earlier microbatches at once
+                doubled = max(doubled, row.gathered_bytes)
+            elif around and index < first_layer and not row.aliases:
+                last += row.gathered_bytes
+            elif around:  # reduced at the end of backward
+                waiting += row.gathered_bytes
+            else:
+                written[unit.name] = written.get(unit.name, 0) + row.gathered_bytes
+    of_turns = max((sum(written.get(unit.name, 0) for unit in turn) for turn in parts.turns), default=0)
+    return waiting + max(last, doubled, of_turns)
+
+
+def unit_bytes(plan: ShardingPlan, unit: UnitRow) -> tuple[int, int]:
+    """Return the gathered and the reduced bytes of a unit."""
+    rows = plan.rows(unit)
+    return sum(row.gathered_bytes for row in rows), sum(row.reduced_bytes for row in rows)

@@ -1,0 +1,237 @@
+"""The order of a pipeline schedule, replayed in time: how long ranks wait, and how many microbatches are alive.
+
+Orders are those of torch's schedules. torch gives none for ``gpipe``, and for ``1f1b`` one that its own code does not follow on
+the last rank, so these two are written out as ``torch.distributed.pipelining.schedules`` runs them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+from meshwright.errors import UnsupportedError
+from meshwright.plan.axes.pipeline.stage_plan import first_trained
+from meshwright.plan.given.options import ActivationCheckpointing, PipelineSchedule
+from meshwright.plan.result.sharding_plan import ShardingPlan
+
+__all__ = ["TORCH_SCHEDULES", "Phase", "Replay", "Span", "Turn", "order_of", "receive_buffers", "replay", "replay_of_plan"]
+
+TORCH_SCHEDULES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipe_v": "ScheduleDualPipeV",
+}
+"""The class of each schedule in ``torch.distributed.pipelining.schedules``."""
+
+
+class Phase(StrEnum):
+    """What a stage does with a microbatch. The values are those of torch."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """Both halves of backward at once."""
+    INPUT = "I"
+    """The half of backward for inputs, which the stage before waits for."""
+    WEIGHT = "W"
+    """The half of backward for weights."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One forward, backward, or half of a backward, of one microbatch on one stage."""
+
+    phase: Phase
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """A turn in time. The unit of time is a forward through the whole model."""
+
+    turn: Turn
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A run of a schedule in time, without messages.
+
+    Attributes:
+        spans: for each rank of `pp`, its turns in order.
+        length: duration of the run, in forwards through the whole model.
+        idle: for each rank, the share of the run in which it waits.
+        alive: for each rank, the most microbatches whose activations it holds at once, as if each went through all of its
+            stages: one of two stages counts a half.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    length: float
+    idle: tuple[float, ...]
+    alive: tuple[float, ...]
+
+    @property
+    def bubble(self) -> float:
+        """The mean share of the run in which ranks wait."""
+        return sum(self.idle) / len(self.idle)
+
+
+@cache
+def order_of(schedule: PipelineSchedule, pp: int, each: int, microbatches: int) -> tuple[tuple[Turn, ...], ...]:
+    """Return the turns of every rank.
+
+    Args:
+        schedule: the schedule.
+        pp: number of ranks.
+        each: number of stages on a rank.
+        microbatches: number of microbatches in a run.
+
+    Raises:
+        UnsupportedError: this torch does not have the schedule.
+    """
+    if schedule.single:
+        warmup = [microbatches if schedule is PipelineSchedule.GPIPE else min(microbatches, pp - rank) for rank in range(pp)]
+        return tuple(_filled_and_drained(rank, ahead, microbatches) for rank, ahead in enumerate(warmup))
+    from torch import nn
+    from torch.distributed.pipelining import schedules
+
+    kind = getattr(schedules, TORCH_SCHEDULES[schedule], None)
+    if kind is None:
+        raise UnsupportedError(f"pipeline_schedule={schedule}: this torch has no {TORCH_SCHEDULES[schedule]}")
+    count = pp * each
+    own = (0, count - 1) if schedule.turns else range(0, count, pp)
+    stages = [
+        SimpleNamespace(
+            stage_index=index,
+            num_stages=count,
+            group_size=pp,
+            group_rank=0,
+            is_first=index == 0,
+            is_last=index == count - 1,
+            submod=nn.Identity(),
+        )
+        for index in own
+    ]
+    order: Mapping[int, Sequence[Any]] = kind(stages, microbatches, loss_fn=lambda loss, target: loss).pipeline_order
+    return tuple(
+        tuple(
+            Turn(Phase(action.computation_type.value), action.stage_index, action.microbatch_index)
+            for slot in order[rank]
+            if slot is not None
+            for action in (slot.sub_actions or (slot,))  # dualpipe_v pairs a forward with a backward; torch runs them in turn
+        )
+        for rank in range(pp)
+    )
+
+
+def _filled_and_drained(rank: int, ahead: int, microbatches: int) -> tuple[Turn, ...]:
+    """Some forwards, then a backward and a forward in turn, then the other backwards."""
+    turns = [Turn(Phase.FORWARD, rank, index) for index in range(ahead)]
+    for index in range(microbatches):
+        turns.append(Turn(Phase.BACKWARD, rank, index))
+        if index + ahead < microbatches:
+            turns.append(Turn(Phase.FORWARD, rank, index + ahead))
+    return tuple(turns)
+
+
+def replay(order: Sequence[Sequence[Turn]], cost: Callable[[Turn], float]) -> Replay:
+    """Run the turns of every rank as early as its own order and the other stages allow.
+
+    Args:
+        order: the turns of each rank.
+        cost: duration of a turn.
+
+    Raises:
+        ValueError: the ranks wait for each other.
+    """
+    last = max(turn.stage for turns in order for turn in turns)
+    done: dict[Turn, float] = {}
+    spans: list[list[Span]] = [[] for _ in order]
+    moved = True
+    while moved:
+        moved = False
+        for turns, made in zip(order, spans, strict=True):
+            while len(made) < len(turns):
+                turn = turns[len(made)]
+                awaited = _awaited(turn, last)
+                if any(other not in done for other in awaited):
+                    break
+                begin = max([made[-1].end if made else 0.0, *(done[other] for other in awaited)])
+                made.append(Span(turn, begin, begin + cost(turn)))
+                # What follows waits for a gradient of inputs, whether or not those of weights are made with it.
+                key = Turn(Phase.INPUT, turn.stage, turn.microbatch) if turn.phase is Phase.BACKWARD else turn
+                done[key] = made[-1].end
+                moved = True
+    if any(len(made) < len(turns) for turns, made in zip(order, spans, strict=True)):
+        raise ValueError("the ranks wait for each other")
+    length = max(made[-1].end for made in spans)
+    return Replay(
+        tuple(map(tuple, spans)),
+        length,
+        tuple(1 - sum(span.end - span.begin for span in made) / length for made in spans),
+        tuple(_most_alive(turns) / len({turn.stage for turn in turns}) for turns in order),
+    )
+
+
+def _most_alive(turns: Sequence[Turn]) -> int:
+    return max(accumulate({Phase.FORWARD: 1, Phase.INPUT: 0}.get(turn.phase, -1) for turn in turns))
+
+
+def _awaited(turn: Turn, last: int) -> list[Turn]:
+    stage, microbatch = turn.stage, turn.microbatch
+    if turn.phase is Phase.FORWARD:
+        return [Turn(Phase.FORWARD, stage - 1, microbatch)] if stage else []
+    if turn.phase is Phase.WEIGHT:
+        return [Turn(Phase.INPUT, stage, microbatch)]
+    return [
+        Turn(Phase.FORWARD, stage, microbatch),
+        *([Turn(Phase.INPUT, stage + 1, microbatch)] if stage < last else []),
+    ]
+
+
+def replay_of_plan(plan: ShardingPlan, *, even: bool = False) -> Replay:
+    """Replay one run of the plan's schedule, without messages.
+
+    Each half of backward takes as long as forward. Full activation checkpointing adds a forward to the backward. No gradient
+    flows into stages before the first one with a trained parameter. That stage, and stage 0, have no half for inputs: torch
+    runs their whole backward in the turn for weights.
+
+    Args:
+        plan: a plan with stages.
+        even: let all stages take equal time, instead of the work that the plan gives them.
+    """
+    options, stages = plan.options, len(plan.stages)
+    pp = plan.layout.size("pp")
+    again = sum(unit.activation_checkpointing is ActivationCheckpointing.FULL for unit in plan.units if unit.kind == "layer")
+    recomputed = again / max(1, len(plan.layers))
+    parts = {Phase.FORWARD: 1.0, Phase.BACKWARD: 2 + recomputed, Phase.INPUT: 1.0, Phase.WEIGHT: 1.0}
+    costs = [1 / stages if even else row.cost for row in plan.stages]
+    first = first_trained(plan)
+
+    def cost(turn: Turn) -> float:
+        part = parts[turn.phase]
+        if turn.phase is not Phase.FORWARD and turn.stage < first:
+            part = 0.0
+        elif turn.stage == first and turn.phase in (Phase.INPUT, Phase.WEIGHT):
+            part = 0.0 if turn.phase is Phase.INPUT else parts[Phase.BACKWARD]
+        return part * costs[turn.stage]
+
+    order = order_of(options.pipeline_schedule, pp, stages // pp, options.microbatches // options.runs_per_step)
+    return replay(order, cost)
+
+
+def receive_buffers(plan: ShardingPlan, rank: int) -> int:
+    """Return the number of hidden states that torch's stages of a rank of `pp` have room for, all through the run.
+
+    A stage has one for each microbatch of a run from the stage before, and one for each gradient from the stage after.
+    """
+    last = len(plan.stages) - 1
+    sides = sum((row.index > 0) + (row.index < last) for row in plan.stages if row.rank == rank)
+    return sides * (plan.options.microbatches // plan.options.runs_per_step)

@@ -1,0 +1,335 @@
+"""Pipeline stages: where a model is cut, which rank has which stage, and what of a plan each stage has.
+
+The plan is made for the whole model. :func:`on_stages` then keeps what belongs to some stages, so that everything that stages
+must agree on (slices of the sequence at a cut, tied weights, dtypes, decay) is decided once.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import accumulate
+from math import inf, prod
+
+from meshwright.errors import number_of
+from meshwright.plan.axes.data.prefetch import prefetch_actions
+from meshwright.plan.axes.data.units import gathered_in_backward
+from meshwright.plan.draft import Draft
+from meshwright.plan.given.cut_points import StageFacts
+from meshwright.plan.given.names import within
+from meshwright.plan.given.options import ActivationCheckpointing, ParallelOptions, PipelineSchedule
+from meshwright.plan.result.program import Action, Cut, Freeze, Pack, Prefetch, Slice, Wrap
+from meshwright.plan.result.rows import ExpertsRow, StageRow
+from meshwright.plan.result.sharding_plan import ROOT, ShardingPlan, UnitRow, itemsize
+
+__all__ = [
+    "crossing_bytes",
+    "crossing_dtype",
+    "crossing_shape",
+    "elsewhere",
+    "first_trained",
+    "on_stages",
+    "pipeline_counts",
+    "pipeline_messages",
+    "resolve_stages",
+    "stages_of_rank",
+    "stages_with",
+]
+
+
+def cut_of(facts: StageFacts, begin: int, end: int) -> Cut:
+    """Return the action that makes a stage of the layers from ``begin`` to ``end`` of a model."""
+    tied = [name for name, sides in facts.used.items() if len(sides) > 1]
+    return Cut(
+        facts.body,
+        tuple((layer.name, *layer.argument, layer.returned) for layer in facts.layers),
+        begin,
+        end,
+        tuple((module.name, module.features, module.lookup) for module in facts.leading),
+        tuple(module.name for module in facts.leading if any(within(name, [module.name]) for name in tied)),
+        facts.trailing,
+        facts.hidden,
+    )
+
+
+def resolve_stages(draft: Draft, experts: Sequence[ExpertsRow]) -> tuple[tuple[StageRow, ...], Cut | None]:
+    """Return the stages in the order of the model, and the action that cuts it; nothing if `pp` is 1."""
+    options, pp, problems = draft.options, draft.layout.size("pp"), draft.problems
+    if pp == 1:
+        default = ParallelOptions()
+        for name in ("pipeline_schedule", "stages_per_rank", "pipeline_cuts", "runs_per_step"):
+            if (chosen := getattr(options, name)) != (legal := getattr(default, name)):
+                problems.append(f"{name}={chosen}: needs pp > 1; the legal value is {legal or 'none'}")
+        return (), None
+    if draft.spec.twins:
+        problems.append(f"pp={pp}: {draft.spec.family} has a stack of layers that runs twice; the legal value is 1")
+        return (), None
+    facts = draft.model.traces.stages(draft.layers)
+    if facts is None:
+        problems.append(f"pp={pp}: where {draft.spec.family} can be cut is unknown (traces of its ParallelSpec)")
+        return (), None
+    if facts.problems:
+        problems.extend(f"pp={pp}: {draft.spec.family}: {problem}; the legal value of pp is 1" for problem in facts.problems)
+        return (), None
+    schedule = options.pipeline_schedule
+    each = options.stages_per_rank or (1 if schedule.single else 2)
+    count, layers = pp * each, [layer.name for layer in facts.layers]
+    problems.extend(_schedule_problems(options, pp, each))
+    if count > len(layers):
+        problems.append(
+            f"pp={pp}, stages_per_rank={each}: {number_of(count, 'stage')}, but {number_of(len(layers), 'layer')} make at most "
+            f"{number_of(len(layers), 'stage')}"
+        )
+    cuts = options.pipeline_cuts
+    if cuts and (len(cuts) != count - 1 or list(cuts) != sorted({*cuts} & {*range(1, len(layers))})):
+        problems.append(
+            f"pipeline_cuts={list(cuts)}: {count} stages need {count - 1} ascending numbers from 1 to {len(layers) - 1}"
+        )
+    if problems:
+        return (), None
+    costs, sizes = _costs(draft, layers, facts.used, {row.module: row.experts for row in experts})
+    begins = (0, *(cuts or _least(costs, sizes, count)))
+    total = sum(costs)
+    rows = tuple(
+        StageRow(index, _rank_of(index, pp, schedule), tuple(layers[begin:end]), sum(costs[begin:end]) / total)
+        for index, (begin, end) in enumerate(zip(begins, (*begins[1:], len(layers)), strict=True))
+    )
+    cut = cut_of(facts, 0, len(layers))
+    last = {layer: row.index for row in rows for layer in row.layers}
+    for parameter in draft.parameters:
+        sides = facts.used.get(parameter.name)
+        if sides is not None:
+            places = [0 if side == "first" else count - 1 for side in sides]
+        else:
+            places = [next(index for layer, index in last.items() if within(parameter.name, [layer]))]
+        draft.stages_of[parameter.name] = tuple(places)
+    return rows, cut
+
+
+def _rank_of(stage: int, pp: int, schedule: PipelineSchedule) -> int:
+    return 2 * pp - 1 - stage if schedule.turns and stage >= pp else stage % pp
+
+
+def _schedule_problems(options: ParallelOptions, pp: int, each: int) -> list[str]:
+    schedule, runs, microbatches = options.pipeline_schedule, options.runs_per_step, options.microbatches
+    problems = []
+    single = schedule.single
+    if each != (1 if single else 2) and (single or schedule.turns):
+        problems.append(f"stages_per_rank={each}: pipeline_schedule={schedule} has {1 if single else 2} on each rank")
+    elif not single and each < 2:
+        problems.append(f"stages_per_rank={each}: pipeline_schedule={schedule} needs at least 2")
+    if runs < 1 or microbatches % runs:
+        legal = ", ".join(str(number) for number in range(1, microbatches + 1) if microbatches % number == 0)
+        problems.append(
+            f"runs_per_step={runs}: {number_of(microbatches, 'microbatch')} cannot be divided by {runs}; legal are {legal}"
+        )
+    elif not schedule.takes(pp, microbatches // runs):
+        numbers = [str(number) for number in range(1, 4 * pp * each + 1) if schedule.takes(pp, number)]
+        problems.append(
+            f"pipeline_schedule={schedule}: a run has {number_of(microbatches // runs, 'microbatch')} (global_batch_size over "
+            f"microbatch_size, data ranks and runs_per_step); with pp={pp} legal are {', '.join(numbers[:8])}, ..."
+        )
+    if schedule.splits and options.compile:
+        problems.append(
+            f"compile=True: pipeline_schedule={schedule} splits backward, which torch cannot do with compiled layers"
+        )
+    modes = {options.activation_checkpointing, *options.activation_checkpointing_layers.values()}
+    if schedule.splits and modes != {ActivationCheckpointing.NONE}:
+        problems.append(
+            f"activation_checkpointing: pipeline_schedule={schedule} splits backward, and each half would recompute; legal are "
+            "activation_checkpointing=none, and gpipe, 1f1b, interleaved_1f1b"
+        )
+    return problems
+
+
+# -- where to cut ------------------------------------------------------------------------------------------------------------
+
+
+def _costs(
+    draft: Draft, layers: Sequence[str], used: Mapping[str, tuple[str, ...]], mixtures: Mapping[str, int]
+) -> tuple[list[float], list[int]]:
+    """Return for each layer the multiply-adds of a token and the elements; embedding and head count for first and last."""
+    costs, sizes = [0.0] * len(layers), [0] * len(layers)
+    place = {name: index for index, name in enumerate(layers)}
+    for row in draft.parameters:
+        inside = next((index for name, index in place.items() if within(row.name, [name])), None)
+        elements = prod(row.shape)
+        active = float(elements if len(row.shape) > 1 else 0)
+        for module, experts in mixtures.items():
+            if within(row.name, [module]) and draft.options.experts_of_token:
+                active *= min(1.0, draft.options.experts_of_token / experts)
+        if inside is not None:
+            costs[inside] += active
+            sizes[inside] += elements
+            continue
+        if "first" in used[row.name]:
+            sizes[0] += elements
+        if "last" in used[row.name]:
+            costs[-1] += active
+            sizes[-1] += elements
+    return costs, sizes
+
+
+def _least(costs: Sequence[float], sizes: Sequence[int], stages: int) -> tuple[int, ...]:
+    """Return the first layer of each stage but the first: the largest stage has the least cost, then the fewest elements."""
+    count = len(costs)
+    cost_before, size_before = list(accumulate(costs, initial=0.0)), list(accumulate(sizes, initial=0))
+
+    @cache
+    def best(begin: int, left: int) -> tuple[tuple[float, int], tuple[int, ...]]:
+        if left == 1:
+            return (cost_before[-1] - cost_before[begin], size_before[-1] - size_before[begin]), ()
+        options = []
+        for end in range(begin + 1, count - left + 2):
+            (cost, size), cuts = best(end, left - 1)
+            own = cost_before[end] - cost_before[begin], size_before[end] - size_before[begin]
+            largest = (max(cost, own[0]), max(size, own[1]))
+            options.append((largest, (end, *cuts)))
+        return min(options, default=((inf, 0), ()))
+
+    return best(0, stages)[1]
+
+
+# -- what a stage has --------------------------------------------------------------------------------------------------------
+
+
+def crossing_bytes(plan: ShardingPlan) -> int:
+    """Return the bytes that a rank sends at a cut, in a microbatch of ``options.tokens`` tokens."""
+    tokens = (plan.options.tokens or 0) * plan.layout.size("cp")
+    return prod(crossing_shape(plan, 1, tokens)) * itemsize(crossing_dtype(plan))
+
+
+def crossing_dtype(plan: ShardingPlan) -> str:
+    """Return the dtype of the hidden state that is sent at a cut: that of compute."""
+    return plan.options.param_dtype or next(row.dtype for row in plan.parameters)
+
+
+def elsewhere(plan: ShardingPlan, stages: Collection[int]) -> tuple[str, ...]:
+    """Return the names of the layers, and of the modules before and after them, that some stages do not run."""
+    cut = next((action for action in plan.program if isinstance(action, Cut)), None)
+    if cut is None:
+        return ()
+    last = len(plan.stages) - 1
+    names = [layer for row in plan.stages if row.index not in stages for layer in row.layers]
+    names += [name for name, *_ in cut.leading if 0 not in stages]
+    return (*names, *(cut.trailing if last not in stages else ()))
+
+
+def first_trained(plan: ShardingPlan) -> int:
+    """Return the first stage with a trained parameter; the number of stages if there is none."""
+    return min((min(row.stages) for row in plan.parameters if row.trainable), default=len(plan.stages))
+
+
+def stages_with(plan: ShardingPlan, name: str) -> tuple[int, ...]:
+    """Return the stages that have a module or a parameter; none if the plan has no stages, or every stage has it."""
+    if not plan.stages:
+        return ()
+    for parameter in plan.parameters:
+        if name in (parameter.name, *parameter.aliases):
+            return parameter.stages
+    cut = next(action for action in plan.program if isinstance(action, Cut))
+    last = len(plan.stages) - 1
+    leading, trailing = within(name, [module for module, *_ in cut.leading]), within(name, cut.trailing)
+    inside = [row.index for row in plan.stages if within(name, row.layers)]
+    return tuple(dict.fromkeys([*([0] if leading else []), *inside, *([last] if trailing else [])]))
+
+
+def pipeline_messages(plan: ShardingPlan, rank: int) -> tuple[int, int | None]:
+    """Return the number of messages that a rank of `pp` sends in an optimizer step, and their bytes (``None``: unknown)."""
+    if not plan.stages:
+        return 0, 0
+    owner, own = [row.rank for row in plan.stages], stages_of_rank(plan, rank)
+    crossings = sum(owner[stage] != owner[stage + 1] for stage in own if stage + 1 < len(owner))
+    crossings = plan.options.microbatches * (crossings + sum(owner[stage] != owner[stage - 1] for stage in own if stage > 0))
+    # Of a tied weight on two ranks, each sends its gradient to the other.
+    tied = [row for row in plan.parameters if row.copies and row.trainable and len({stage in own for stage in row.stages}) > 1]
+    size = None if plan.options.tokens is None else crossings * crossing_bytes(plan) + sum(row.bytes_per_rank for row in tied)
+    return crossings + len(tied), size
+
+
+def pipeline_counts(plan: ShardingPlan, rank: int) -> Counter[str]:
+    """Return the messages and collectives over `pp` of one optimizer step on a rank of `pp`, by kind."""
+    return Counter({"send": pipeline_messages(plan, rank)[0], "all_reduce": 1} if plan.stages else {})
+
+
+def stages_of_rank(plan: ShardingPlan, rank: int) -> tuple[int, ...]:
+    """Return the stages of a rank of `pp`; without a pipeline, the one that is the whole model."""
+    return tuple(row.index for row in plan.stages if row.rank == rank) or (0,)
+
+
+def crossing_shape(plan: ShardingPlan, rows: int, length: int) -> tuple[int, int, int]:
+    """Return the shape of the hidden state that a rank sends at a cut, for some rows of whole sequences.
+
+    With sequence parallel, each rank of `tp` sends its slice of the sequence.
+    """
+    cut = next(action for action in plan.program if isinstance(action, Cut))
+    slices = plan.layout.size("cp") * (plan.layout.size("tp") if plan.options.sequence_parallel else 1)
+    return (rows, length // slices, cut.features)
+
+
+def _gathered_in_backward(plan: ShardingPlan, stage: int, units: Sequence[UnitRow]) -> Collection[str]:
+    """Return the units of a stage whose parameters its backward needs. Stages without one before them begin as a model does."""
+    if (first := first_trained(plan)) != stage:
+        return {unit.name for unit in units} if first < stage else ()
+    rows = [row for row in plan.parameters if stage in row.stages]
+    return gathered_in_backward([unit.name for unit in units], rows, implicit=False)
+
+
+def on_stages(plan: ShardingPlan, stages: Collection[int]) -> ShardingPlan:
+    """Return the part of a plan that some stages have. The program of a single stage begins with cutting the model."""
+    if not plan.stages:
+        return plan
+    cut = next(action for action in plan.program if isinstance(action, Cut))
+    others = elsewhere(plan, stages)
+
+    def here(module: str) -> bool:
+        return not within(module, others)
+
+    parameters = tuple(row for row in plan.parameters if set(row.stages) & set(stages))
+    names = {name for row in parameters for name in (row.name, *row.aliases)}
+    units = tuple(
+        replace(unit, parameters=tuple(name for name in unit.parameters if name in names))
+        for unit in plan.units
+        if unit.name == ROOT or here(unit.name) or any(name in names for name in unit.parameters)
+    )
+    in_backward = {name for stage in stages for name in _gathered_in_backward(plan, stage, units)}
+    units = tuple(replace(unit, gathers_in_backward=unit.name in in_backward) for unit in units)
+    inner = len(plan.stages) - 1 not in stages  # its outputs are hidden states, and not those of the model
+    units = tuple(replace(unit, output_dtype=None) if inner and unit.name == ROOT else unit for unit in units)
+    kept = {unit.name for unit in units}
+
+    def of(action: Action) -> Iterable[Action]:
+        if isinstance(action, Cut):
+            if len(stages) == 1:
+                own = plan.stages[next(iter(stages))].layers
+                begin = [name for name, *_ in cut.order].index(own[0])
+                yield replace(cut, begin=begin, end=begin + len(own))
+        elif isinstance(action, Slice | Pack):
+            if set(action.names) & names:
+                yield action
+        elif isinstance(action, Freeze):
+            yield replace(action, parameters=tuple(name for name in action.parameters if name in names))
+        elif isinstance(action, Wrap):
+            if action.unit in kept:
+                output = None if inner and action.unit == ROOT else action.output_dtype
+                yield replace(action, dims=tuple(pair for pair in action.dims if pair[0] in names), output_dtype=output)
+        elif here(getattr(action, "module", "")):
+            yield action
+
+    part = replace(
+        plan,
+        layers=tuple(name for name in plan.layers if here(name)),
+        parameters=parameters,
+        units=units,
+        tensor_parallel=tuple(row for row in plan.tensor_parallel if here(row.module)),
+        experts=tuple(row for row in plan.experts if here(row.module)),
+        attentions=tuple(row for row in plan.attentions if here(row.module)),
+        program=(),
+    )
+    of_units = [index for index, action in enumerate(plan.program) if isinstance(action, Prefetch)]
+    begin, end = (of_units[0], of_units[-1] + 1) if of_units else (len(plan.program),) * 2
+    before, after = (
+        tuple(kept_action for action in actions for kept_action in of(action))
+        for actions in (plan.program[:begin], plan.program[end:])
+    )
+    return replace(part, program=(*before, *prefetch_actions(part), *after))

@@ -1,0 +1,146 @@
+"""Tensor parallel styles: what each slices, and its moves where no region overrides them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from meshwright.plan.axes.tensor.move_kinds import Move
+from meshwright.plan.given.inspection import Inspection, ParameterFacts
+from meshwright.plan.given.names import holder_of, match_names
+from meshwright.plan.given.sliceable_pairs import Pair
+
+__all__ = [
+    "DERIVED",
+    "FIRST",
+    "HEAD",
+    "PARTIAL",
+    "SECOND",
+    "STYLES",
+    "Style",
+    "canonical",
+    "styles_of_norms",
+    "styles_of_parameters",
+    "tp_dim",
+    "tp_placement",
+]
+
+
+class Style(NamedTuple):
+    """What a style does where no region overrides it.
+
+    Attributes:
+        dim: dimension of the weight that is sliced; ``None``: each rank stores it whole. A bias, which has one dimension, is
+            sliced if the style slices rows.
+        entry: move of the input.
+        exit: move of the output.
+        pieces: number of matrices that are concatenated in the weight (gate and up); each of them is sliced.
+        transposed: whether the weight is [in, out], as in the ``Conv1D`` of transformers. A bias is then sliced if the style
+            slices columns.
+    """
+
+    dim: int | None
+    entry: Move = Move.NONE
+    exit: Move = Move.NONE
+    pieces: int = 1
+    transposed: bool = False
+
+
+STYLES: dict[str, Style] = {
+    "colwise": Style(-2, Move.ENTER),
+    "colwise_gather_output": Style(-2, Move.ENTER, Move.GATHER_FEATURES),
+    "colwise_rep": Style(-2, Move.ENTER, Move.GATHER_FEATURES),
+    "packed_colwise": Style(-2, Move.ENTER, pieces=2),
+    "fused_colwise": Style(-2, Move.ENTER, Move.EXCHANGE_FEATURES),
+    "rowwise": Style(-1, exit=Move.LEAVE),
+    "rowwise_split_input": Style(-1, Move.SPLIT_FEATURES, Move.LEAVE),
+    "rowwise_rep": Style(-1, Move.SPLIT_FEATURES, Move.LEAVE),
+    "colwise_transposed": Style(-1, Move.ENTER, transposed=True),
+    "rowwise_transposed": Style(-2, exit=Move.LEAVE, transposed=True),
+    "embedding_rowwise": Style(-2, exit=Move.LEAVE),
+    "embedding_colwise": Style(-1, exit=Move.GATHER_FEATURES),
+    "packed_rowwise": Style(-1, pieces=2),
+    "mla_kv_a_proj": Style(None, exit=Move.ENTER_LAST),
+    "local_params": Style(None),
+    "replicated_with_grad_allreduce": Style(None),
+    "moe_tp_experts": Style(None, Move.ENTER, Move.LEAVE),
+    "replicate": Style(None),
+}
+"""The tensor parallel styles that are carried out."""
+
+DERIVED: dict[str, Style] = {
+    "grouped_colwise": Style(None, Move.ENTER),
+    "router": Style(None, exit=Move.COUNT_ONCE),
+    "whole_on_parts": Style(None),
+}
+"""Styles that the resolver derives from others."""
+
+FIRST = {"colwise", "colwise_transposed", "packed_colwise", "fused_colwise", "grouped_colwise"}
+"""Styles that begin a region that is split over heads or features."""
+
+SECOND = {"rowwise", "rowwise_transposed"}
+"""Styles that end such a region."""
+
+PARTIAL = {*SECOND, "rowwise_split_input", "rowwise_rep", "whole_on_parts"}
+"""Styles whose output is a partial sum on each rank."""
+
+HEAD = {"colwise", "colwise_gather_output", "colwise_rep"}
+"""Styles of an output head whose logits can stay sharded."""
+
+
+def tp_dim(style: str | None, shape: Sequence[int]) -> int | None:
+    """Return the dimension of a parameter that a style slices; ``None``: it slices none."""
+    dim = STYLES[style].dim if style in STYLES else None
+    if dim is None:
+        return None
+    if len(shape) == 1:
+        return 0 if (dim == -2) != STYLES[style or ""].transposed else None
+    return dim % len(shape)
+
+
+def tp_placement(style: str | None, dim: int) -> str:
+    """Return the placement over `tp`, as the plan writes it."""
+    pieces = STYLES[style].pieces if style in STYLES else 1
+    return f"StridedShard({dim}, {pieces})" if pieces > 1 else f"Shard({dim})"
+
+
+def styles_of_parameters(
+    where: str, patterns: Mapping[str, str], parameters: Sequence[ParameterFacts]
+) -> tuple[dict[str, str], list[str]]:
+    """Return parameter name to style, and a message for each pattern that matches nothing.
+
+    A pattern names modules or parameters. A pattern of parameters wins over a pattern of modules; otherwise the first one wins.
+    """
+    problems = []
+    styles: dict[str, str] = {}
+    names = {canonical(name): parameter.name for parameter in parameters for name in parameter.names}
+    of_modules: dict[str, str] = {}
+    for pattern, style in patterns.items():
+        exactly = [own for name, own in names.items() if match_names(pattern, [name])]
+        inside = [own for name, own in names.items() if match_names(pattern, [holder_of(name)])]
+        if not exactly and not inside and style in STYLES:  # an unknown style is refused by itself, where tp > 1
+            problems.append(f"{where} pattern {pattern!r} matches no parameter")
+        for name in exactly:
+            styles.setdefault(name, style)
+        for name in inside:
+            of_modules.setdefault(name, style)
+    return {**of_modules, **styles}, problems
+
+
+def styles_of_norms(pairs: Iterable[Pair], styles: Mapping[str, str], model: Inspection) -> dict[str, str]:
+    """Return the style of each norm of heads that has none, in regions whose matrices are sliced, by name of the module.
+
+    Some models leave them out, because they have them only under some of their settings. A trace shows that such a norm treats
+    each head alike, so that each rank has a part of its gradient.
+    """
+    found = {}
+    for pair in pairs:
+        if all(styles.get(name) in FIRST for name in pair.firsts):
+            for name in dict.fromkeys(map(holder_of, pair.beside)):
+                own = {f"{name}.{item}" for item in model.modules[name].parameters}
+                if name not in styles and own <= set(pair.beside):
+                    found[name] = "replicated_with_grad_allreduce"
+    return found
+
+
+def canonical(name: str) -> str:
+    """Return the name of a module or parameter as it was before peft put an adapter around the module."""
+    return name.replace(".base_layer", "")

@@ -1,0 +1,68 @@
+"""What the activations of a plan cost to communicate: collectives and bytes over `pp`, `tp`, `cp` and `ep`, in closed form."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from meshwright.plan.axes.context import context_bytes, context_counts
+from meshwright.plan.axes.experts import expert_parallel_bytes, expert_parallel_counts
+from meshwright.plan.axes.pipeline.stage_plan import on_stages, pipeline_messages, stages_of_rank
+from meshwright.plan.axes.tensor.traffic import tensor_parallel_bytes, tensor_parallel_counts
+from meshwright.plan.cost.price import fullest_rank
+from meshwright.plan.given.options import NF4
+from meshwright.plan.result.sharding_plan import ShardingPlan, itemsize
+
+__all__ = ["AxisTraffic", "activation_traffic"]
+
+
+@dataclass(frozen=True)
+class AxisTraffic:
+    """The collectives of one kind over one axis in one optimizer step, on one rank.
+
+    Attributes:
+        axis: ``pp``, ``tp``, ``cp`` or ``ep``.
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``send``.
+        calls: number of calls.
+        size: bytes of the larger buffer of each call, added up; ``None`` if the plan does not know the batch. If tokens are
+            routed, the load is assumed to be balanced.
+    """
+
+    axis: str
+    kind: str
+    calls: int
+    size: int | None
+
+
+def activation_traffic(plan: ShardingPlan) -> list[AxisTraffic]:
+    """Return the collectives of activations, and of gradients that are summed over ``tp``; empty if none of the axes is used.
+
+    With stages, they are those of the rank of ``pp`` that stores the most.
+
+    The numbers assume that everything is trained, nothing is recomputed, and every module computes in ``param_dtype``.
+    """
+    rank = fullest_rank(plan)
+    sent, bytes_sent = pipeline_messages(plan, rank)
+    messages = [AxisTraffic("pp", "send", sent, bytes_sent)] if sent else []
+    plan = on_stages(plan, stages_of_rank(plan, rank))
+    calls: dict[str, Counter[str]] = {}
+    if plan.tensor_parallel:
+        calls["tp"] = tensor_parallel_counts(plan)
+    for axis, of in expert_parallel_counts(plan).items():
+        calls.setdefault(axis, Counter()).update(of)
+    if plan.layout.size("cp") > 1:
+        calls["cp"] = context_counts(plan)
+    sizes = None if plan.options.tokens is None else _sizes(plan, plan.options.tokens)
+    return messages + [
+        AxisTraffic(axis, kind, count, None if sizes is None else sizes.get(axis, Counter())[kind])
+        for axis, of in calls.items()
+        for kind, count in sorted(of.items())
+    ]
+
+
+def _sizes(plan: ShardingPlan, tokens: int) -> dict[str, Counter[str]]:
+    options = plan.options
+    compute = itemsize(options.param_dtype or next((row.dtype for row in plan.parameters if row.dtype != NF4), "float32"))
+    sizes = {"tp": tensor_parallel_bytes(plan, tokens, compute)}
+    for axis, of in expert_parallel_bytes(plan, tokens, compute).items():
+        sizes.setdefault(axis, Counter()).update(of)
+    scaled = {axis: Counter({kind: options.microbatches * size for kind, size in of.items()}) for axis, of in sizes.items()}
+    return {**scaled, "cp": context_bytes(plan, tokens)}

@@ -1,0 +1,108 @@
+"""What a plan costs a rank: stored bytes, and collectives and bytes of one optimizer step. Plain arithmetic over its rows."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshwright.plan.axes.data.prefetch import gathered_peak
+from meshwright.plan.axes.data.unit_traffic import UnitTraffic, gradient_peak, unit_bytes, unit_traffic, use_traffic
+from meshwright.plan.axes.pipeline.replay import receive_buffers
+from meshwright.plan.axes.pipeline.stage_plan import crossing_bytes, on_stages, stages_of_rank
+from meshwright.plan.result.sharding_plan import ShardingPlan
+
+__all__ = [
+    "Totals",
+    "fullest_rank",
+    "priced_json",
+    "totals",
+    "totals_of_rank",
+]
+
+ADAMW_STATES = 2
+"""Number of tensors that AdamW keeps for a parameter (both moments), in the dtype and placement of the parameter."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the rank that stores the most stores and communicates. All sizes are in bytes unless stated otherwise.
+
+    Attributes:
+        parameters: number of elements of the whole model; a tied parameter counts once.
+        trainable: number of those that have a gradient.
+        parameter_bytes: its shards of the parameters, as stored.
+        gradient_bytes: its shards of the gradients.
+        optimizer_bytes: its shards of AdamW's state.
+        largest_unit: name of the unit with the most gathered bytes.
+        largest_unit_bytes: gathered bytes of that unit.
+        gathered_peak_bytes: gathered parameters held at once at the peak (see :mod:`meshwright.plan.axes.data.prefetch`).
+        unsharded_gradient_peak_bytes: unsharded gradients held at the peak.
+        receive_buffer_bytes: buffers for hidden states and gradients of other stages, of all microbatches of a run; 0 if the
+            number of tokens is unknown.
+        traffic: collectives over the data axes in one optimizer step, under the sync policies of the units.
+    """
+
+    parameters: int
+    trainable: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    largest_unit: str
+    largest_unit_bytes: int
+    gathered_peak_bytes: int
+    unsharded_gradient_peak_bytes: int
+    receive_buffer_bytes: int
+    traffic: UnitTraffic
+
+
+def totals(plan: ShardingPlan) -> Totals:
+    """Add up a plan, for the rank of `pp` that stores the most."""
+    return totals_of_rank(plan, fullest_rank(plan))
+
+
+def fullest_rank(plan: ShardingPlan) -> int:
+    """Return the rank of `pp` that stores the most."""
+
+    def stored(rank: int) -> int:
+        own = set(stages_of_rank(plan, rank))
+        tensors = {True: 2 + ADAMW_STATES, False: 1}  # a trained parameter has a gradient and a state
+        return sum(tensors[row.trainable] * row.bytes_per_rank * len(own & set(row.stages)) for row in plan.parameters)
+
+    return max(range(plan.layout.size("pp")), key=stored)
+
+
+def priced_json(plan: ShardingPlan, more: Mapping[str, Any] | None = None) -> str:
+    """Return the whole plan, its totals, and what else is known of the run, as JSON text."""
+    return json.dumps({**plan.to_dict(), "totals": asdict(totals(plan)), **(more or {})}, indent=1)
+
+
+def totals_of_rank(plan: ShardingPlan, rank: int) -> Totals:
+    """Add up the stages of a rank of `pp`."""
+    stages = [on_stages(plan, [stage]) for stage in stages_of_rank(plan, rank)]
+    rows = [row for stage in stages for row in stage.parameters]
+    gathered = [
+        {unit.name: 0 if unit.part_of or not unit.forwards else unit_bytes(stage, unit)[0] for unit in stage.units}
+        for stage in stages
+    ]
+    largest, index = max((max(sizes.values()), -index) for index, sizes in enumerate(gathered))
+    name = next(name for name, size in gathered[-index].items() if size == largest)
+    traffic = [unit_traffic(stage, unit) for stage in stages for unit in stage.units]
+    return Totals(
+        parameters=sum(row.numel for row in plan.parameters),
+        trainable=sum(row.numel for row in plan.parameters if row.trainable),
+        parameter_bytes=sum(row.bytes_per_rank for row in rows),
+        gradient_bytes=sum(row.bytes_per_rank for row in rows if row.trainable),
+        optimizer_bytes=ADAMW_STATES * sum(row.bytes_per_rank for row in rows if row.trainable),
+        largest_unit=stages[-index].unit(name).label,
+        largest_unit_bytes=largest,
+        gathered_peak_bytes=sum(gathered_peak(stage, sizes) for stage, sizes in zip(stages, gathered, strict=True)),
+        unsharded_gradient_peak_bytes=sum(gradient_peak(stage, stage.parameters) for stage in stages),
+        receive_buffer_bytes=receive_buffers(plan, rank) * crossing_bytes(plan) if plan.stages else 0,
+        traffic=UnitTraffic(
+            *(_total([*traffic, *map(use_traffic, stages)], name) for name in UnitTraffic.__dataclass_fields__)
+        ),
+    )
+
+
+def _total(traffic: Iterable[UnitTraffic], name: str) -> int:
+    return sum(getattr(item, name) for item in traffic)

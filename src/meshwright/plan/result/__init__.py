@@ -1,0 +1,1 @@
+"""The plan itself: rows, the program, and the differences of two plans."""

@@ -1,0 +1,141 @@
+"""The borders of modules, and which part of a batch a rank has there. The plan determines both.
+
+A *border* is where the input enters a module, or its output leaves it. Without tensor parallel, a rank has all tokens of its
+microbatches at every border. Under sequence parallel, it has its slice of the positions from the first layer on to the last
+norm. Inside the regions of tensor parallel (:mod:`meshwright.plan.axes.tensor.modules`) it has slices of features and partial
+sums, which are the tokens of no process.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from torch import nn
+
+from meshwright.layout import AXES
+from meshwright.plan.axes.context import positions_of
+from meshwright.plan.axes.tensor.move_kinds import Move
+from meshwright.plan.given.names import holder_of, inside, within
+from meshwright.plan.result.sharding_plan import ShardingPlan, UnitRow
+
+__all__ = ["Held", "Side", "borders", "first_microbatch", "held", "tokens_of_units"]
+
+
+class Side(StrEnum):
+    """A side of a module."""
+
+    INPUT = "input"
+    OUTPUT = "output"
+
+
+@dataclass(frozen=True)
+class Held:
+    """The part of a tensor [rows, positions, ...] that a rank has.
+
+    Attributes:
+        rows: rows of the microbatch.
+        positions: ranges of positions that it has of each of these rows, piece by piece.
+        words: range of the last dimension; ``None``: all of it.
+    """
+
+    rows: range
+    positions: tuple[range, ...]
+    words: range | None = None
+
+
+def borders(plan: ShardingPlan, model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the modules whose borders an audit records, in model order.
+
+    These are units, layers and their direct children, regions of tensor parallel, mixtures and their routers; and, outside of
+    the layers, every module without children: embeddings, the last norm, the head.
+    """
+    layers = set(plan.layers)
+    wanted = layers | {unit.name for unit in plan.units}
+    wanted |= {row.module for row in plan.tensor_parallel if row.style == "region"}
+    wanted |= {name for row in plan.experts for name in (row.module, row.router)}
+    names = []
+    for name, module in model.named_modules():
+        parent, inner = holder_of(name), any(inside(name, layer) for layer in layers)
+        leaf = not inner and next(module.children(), None) is None
+        if name and (name in wanted or parent in layers or leaf) and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            names.append(name)
+    return tuple(names)
+
+
+def tokens_of_units(plan: ShardingPlan) -> tuple[UnitRow, ...]:
+    """Return the units of a plan, each with the tokens of its microbatch that enter it on a rank."""
+    mixtures = {row.module for row in plan.experts} if plan.layout.ep > 1 else set()
+    first = dict.fromkeys(AXES, 0)
+    tp, cp = plan.layout.size("tp"), plan.layout.size("cp")
+    length = plan.sequence_multiple
+
+    def tokens(unit: UnitRow) -> str:
+        if unit.name in mixtures:
+            return "routed over ep"
+        at_input = held(plan, unit.name, Side.INPUT, first, 1, length)
+        part = at_input is not None and sum(map(len, at_input.positions)) < length // cp
+        axes = [axis for axis, shared in (("cp", cp > 1), ("tp", part)) if shared]
+        share = (tp if part else 1) * cp
+        return f"1/{share} of each sequence ({', '.join(axes)})" if axes else "all"
+
+    return tuple(replace(unit, tokens=tokens(unit)) for unit in plan.units)
+
+
+def first_microbatch(plan: ShardingPlan, coordinates: Mapping[str, int]) -> int:
+    """Return the index of a rank's first microbatch, among the microbatches of a step over all data ranks."""
+    reader = coordinates["dp_replicate"] * plan.layout.size("dp_shard") + coordinates["dp_shard"]
+    return reader * plan.options.microbatches
+
+
+def held(
+    plan: ShardingPlan, module: str, side: Side, coordinates: Mapping[str, int], rows: int, length: int, features: int = 0
+) -> Held | None:
+    """Return which part of the hidden state of a microbatch a rank has at a border.
+
+    Args:
+        plan: the plan, with its layout.
+        module: name of the module.
+        side: side of the module.
+        coordinates: axis to the position of the rank on it.
+        rows: number of sequences in a microbatch.
+        length: number of tokens in each sequence, including the padding for ``plan.sequence_multiple``.
+        features: size of the last dimension; needed if logits stay sharded over the vocabulary.
+
+    Returns:
+        The part; ``None`` if the rank has slices of features or a partial sum, to which no tokens of a single process are
+            equal.
+    """
+    balance, cp = plan.options.context_balance, plan.layout.size("cp")
+    everything = Held(range(rows), positions_of(length, cp, balance, coordinates["cp"]))
+    ranks = plan.layout.size("tp")
+    if ranks == 1:
+        return everything
+    own = next((row for row in plan.tensor_parallel if row.module == module), None)
+    around = next((row for row in plan.tensor_parallel if row.style == "region" and inside(module, row.module)), None)
+    if around is not None:
+        return everything if around.entry is Move.GATHER_SEQUENCE_WHOLE else None
+    if own is not None and side is Side.OUTPUT and own.exit is Move.VOCABULARY:
+        width = -(-features // ranks)
+        begin = min(coordinates["tp"] * width, features)
+        return replace(everything, words=range(begin, min(begin + width, features)))
+    if not plan.options.sequence_parallel:
+        return everything
+    # The residual stream is split where it enters the first layer, and all-gathered where it leaves the last norm.
+    cut = own is not None and side is Side.INPUT and own.entry is Move.SPLIT_SEQUENCE
+    joined = own is not None and side is Side.OUTPUT and own.exit is Move.GATHER_SEQUENCE_WHOLE
+    in_layers = within(module, plan.layers)
+    if cut or joined or not (in_layers or (own is not None and own.style == "sequence_parallel")):
+        return everything
+    share = length // cp // ranks
+    return Held(range(rows), _slice(everything.positions, coordinates["tp"] * share, share))
+
+
+def _slice(pieces: tuple[range, ...], begin: int, count: int) -> tuple[range, ...]:
+    """Return the positions with the numbers ``begin`` to ``begin + count - 1`` among those of some pieces."""
+    slices = []
+    for piece in pieces:
+        part = piece[max(0, begin) : max(0, begin + count)]
+        if part:
+            slices.append(part)
+        begin -= len(piece)
+    return tuple(slices)

@@ -1,0 +1,388 @@
+"""The program of a plan: the actions that are performed on a model, in order.
+
+Rows (:mod:`meshwright.plan.result.sharding_plan`) tell people what becomes of each parameter and unit. Actions say what
+:mod:`meshwright.distributed` has to do to get there. They name the modules, the parameters and the attributes that are set, so
+that nothing is left to decide. ``meshwright plan --program`` prints them.
+"""
+
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any
+
+from meshwright.plan.axes.tensor.move_kinds import Move
+from meshwright.plan.given.options import ContextBalance, ContextMethod, SyncPolicy
+
+__all__ = [
+    "ACTIONS",
+    "Action",
+    "Assign",
+    "Attend",
+    "Bias",
+    "ChunkLoss",
+    "Compile",
+    "Compute",
+    "Cut",
+    "Dispatch",
+    "Engine",
+    "Freeze",
+    "JoinTwins",
+    "Kernel",
+    "Pack",
+    "PartTwins",
+    "Prefetch",
+    "Recompute",
+    "Slice",
+    "Wrap",
+    "describe",
+]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Make a pipeline stage of the model: replace the layers of other stages by modules that pass the hidden state on.
+
+    Attributes:
+        body: the module that runs all layers; stages but the last call only it.
+        order: the layers of the whole model, in the order in which they run: the name of each, position and name of the hidden
+            state among its arguments, and the number of items that it returns (0: the hidden state itself).
+        begin: index of the first layer of the stage.
+        end: index after its last layer.
+        leading: each module that runs before the first layer: its name, the features of its output, and whether it looks rows
+            up. Later stages get zeros instead.
+        held: those of them that stay on the last stage, where another module uses their parameters.
+        trailing: modules that run after the last layer. Earlier stages pass their input on.
+        features: size of the last dimension of the hidden state.
+    """
+
+    body: str
+    order: tuple[tuple[str, int, str, int], ...]
+    begin: int
+    end: int
+    leading: tuple[tuple[str, int, bool], ...] = ()
+    held: tuple[str, ...] = ()
+    trailing: tuple[str, ...] = ()
+    features: int = 0
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Make a parameter a DTensor, of which each rank of an axis stores a slice.
+
+    Attributes:
+        names: all names of the parameter; a tied one has several, and is sliced once.
+        axis: mesh axis.
+        dim: dimension that is sliced.
+        pieces: number of tensors that are concatenated along this dimension; each of them is sliced.
+    """
+
+    names: tuple[str, ...]
+    axis: str
+    dim: int
+    pieces: int = 1
+
+
+@dataclass(frozen=True)
+class Assign:
+    """Set attributes of a module.
+
+    Attributes:
+        module: name of the module.
+        values: (dotted attribute, value) pairs.
+        own: attributes that are copied for this module first, because other modules share them.
+    """
+
+    module: str
+    values: tuple[tuple[str, int | str], ...]
+    own: tuple[str, ...] = ()
+
+
+class Kernel(StrEnum):
+    """What a module computes with its slices."""
+
+    OWN = "own"
+    """The module's own forward."""
+
+    VOCABULARY_ROWS = "vocabulary_rows"
+    """An embedding that stores the rows of some words: it looks these up, and returns zeros for all others."""
+
+    ONE_HEAD = "one_head"
+    """A matrix of several heads: it computes only the head that the queries of this rank need."""
+
+    DORA_ROWS = "dora_rows"
+    """The magnitudes of an adapter, which read the slices of its matrix: this rank has whole rows."""
+
+    DORA_COLUMNS = "dora_columns"
+    """The same: this rank has some columns, so squares of the norms of rows are summed over the axis."""
+
+
+class Bias(StrEnum):
+    """Which ranks add the bias of a module whose output may be a sum over ranks, and when."""
+
+    EACH = "each"
+    """Each rank adds what it stores of the bias, a slice or all of it, in the module's forward; or there is no bias."""
+
+    LATE = "late"
+    """Each rank adds it after the move at the exit of the module."""
+
+    FIRST = "first"
+    """The first rank of the axis adds it in the module's forward. The outputs are summed elsewhere."""
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Let a module compute with slices of its parameters, between a move of its input and a move of its output.
+
+    Attributes:
+        module: name of the module.
+        kernel: what it computes.
+        entry: move of the input.
+        exit: move of the output; if that is a tuple, of its first element.
+        argument: position and name of the argument that ``entry`` moves; ``None``: all floating-point tensors.
+        sums: its own parameters whose gradients are summed over the axis.
+        parts: sizes into which a move or a kernel splits a tensor.
+        features: width of the whole output, if the move needs it.
+        bias: which ranks add the bias.
+        padding: row of an embedding that gets no gradient.
+        axis: mesh axis.
+    """
+
+    module: str
+    kernel: Kernel = Kernel.OWN
+    entry: Move = Move.NONE
+    exit: Move = Move.NONE
+    argument: tuple[int, str] | None = None
+    sums: tuple[str, ...] = ()
+    parts: tuple[int, ...] = ()
+    features: int = 0
+    bias: Bias = Bias.EACH
+    padding: int | None = None
+    axis: str = "tp"
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Send the tokens of a mixture to the ranks that store their experts, and the results back.
+
+    Attributes:
+        module: name of the mixture.
+        experts: number of its experts, over all ranks.
+        axis: mesh axis whose ranks store them.
+        token_axis: axis whose ranks have the same tokens, so that each sends only its share; empty: there is none.
+    """
+
+    module: str
+    experts: int
+    axis: str = "ep"
+    token_axis: str = ""
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Let an attention work on this rank's part of each sequence, with the keys and values of the other ranks of `cp`.
+
+    Attributes:
+        module: name of the attention.
+        method: how it gets keys and values of the other ranks.
+        kernel: what it computes with, a value of ``attn_implementation``.
+        balance: which positions each rank has.
+        causal: whether a query sees no later key.
+        window: number of keys up to its own that a query sees; ``None``: all.
+        recompute: get keys and values again in backward, instead of keeping them.
+        axis: mesh axis.
+    """
+
+    module: str
+    method: ContextMethod
+    kernel: str
+    balance: ContextBalance
+    causal: bool = True
+    window: int | None = None
+    recompute: bool = False
+    axis: str = "cp"
+
+
+@dataclass(frozen=True)
+class ChunkLoss:
+    """Let the forward of the model return its loss, which is computed in chunks of tokens, if it is given labels.
+
+    Attributes:
+        module: name of the output head.
+        chunks: number of chunks.
+        vocabulary: number of words.
+    """
+
+    module: str
+    chunks: int
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Recompute a module in backward instead of keeping its activations.
+
+    Attributes:
+        module: name of the module.
+        selective: keep the results of operators that are expensive to repeat, or of ``operators`` if any are named.
+        operators: names, each ``namespace.operator.overload``.
+        routing: keep the choice of experts, whatever else is recomputed.
+    """
+
+    module: str
+    selective: bool = False
+    operators: tuple[str, ...] = ()
+    routing: bool = False
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """Freeze parameters; all others are trained.
+
+    Attributes:
+        parameters: first names of all parameters without a gradient; the others have one.
+    """
+
+    parameters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Store a frozen matrix in 4 bits, and gather it so.
+
+    Attributes:
+        names: all its names.
+    """
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PartTwins:
+    """Give the second modules of twin units parameters of their own while units are wrapped.
+
+    FSDP2 refuses a parameter that is in two units.
+
+    Attributes:
+        parameters: (name in the first unit, name in the second unit) pairs.
+    """
+
+    parameters: tuple[tuple[str, str], ...]
+
+
+class Engine(StrEnum):
+    """The torch function that makes a unit."""
+
+    SHARD = "fully_shard"
+    REPLICATE = "replicate"
+    """The same engine with whole parameters: one all-reduce for each unit."""
+
+
+@dataclass(frozen=True)
+class Wrap:
+    """Make modules one unit, which gathers and reduces the parameters in them that are in no unit yet.
+
+    Attributes:
+        unit: name of the unit, which is that of its first module.
+        modules: names of its modules; usually one.
+        engine: torch function that makes it.
+        axes: mesh axes that its parameters are replicated and sharded over.
+        param_dtype: dtype of compute; ``None``: the stored dtype.
+        reduce_dtype: dtype of gradient reduction; ``None``: the dtype of the gradient.
+        reshard_after_forward: whether gathered parameters are freed after forward.
+        sync: what the unit does between microbatches.
+        divisor: number that the sum of the gradients is divided by; ``None``: the number of ranks that reduce, as in torch.
+        output_dtype: dtype that outputs are cast to; ``None``: no cast.
+        plain_sum: reduce with a plain sum and divide afterwards, on every backend.
+        experts: whether the axes are those of the expert mesh.
+        dims: (parameter, dimension) pairs, for parameters that are not sharded along their first dimension.
+        offload: keep shards in host memory, which is pinned if the device is an accelerator.
+        each_run: gather and reshard around each run of each module, because the modules run at different times.
+        around: with ``each_run``, the modules around whose runs it is gathered instead: layers, which are fewer.
+        no_grad_runs: whether modules also run without gradient. Such runs are kept out of the order in which backward
+            prefetches.
+        sharded_by: name of the user's function that makes the unit; empty: torch's ``fully_shard`` does.
+    """
+
+    unit: str
+    modules: tuple[str, ...]
+    engine: Engine
+    axes: tuple[str, ...]
+    param_dtype: str | None
+    reduce_dtype: str | None
+    reshard_after_forward: bool
+    sync: SyncPolicy
+    divisor: float | None
+    output_dtype: str | None = None
+    plain_sum: bool = False
+    experts: bool = False
+    dims: tuple[tuple[str, int], ...] = ()
+    offload: bool = False
+    each_run: bool = False
+    around: tuple[str, ...] = ()
+    no_grad_runs: bool = False
+    sharded_by: str = ""
+
+
+@dataclass(frozen=True)
+class JoinTwins:
+    """Make the parameters of twin units the same again: as attributes now, and as shards before each forward of the root.
+
+    Attributes:
+        parameters: as in :class:`PartTwins`.
+        units: (first unit, second unit) pairs.
+    """
+
+    parameters: tuple[tuple[str, str], ...]
+    units: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """Make a unit start the all-gathers of other units, in this order.
+
+    Attributes:
+        unit: name of the unit.
+        forward: units whose all-gathers it starts in forward; empty: FSDP2's default.
+        backward: the same in backward.
+    """
+
+    unit: str
+    forward: tuple[str, ...] = ()
+    backward: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Compile:
+    """Compile the forward of a module, as one graph or as many as it takes.
+
+    Attributes:
+        module: name of the module.
+        backend: backend of ``torch.compile``.
+    """
+
+    module: str
+    backend: str
+
+
+Action = (
+    Cut | Slice | Assign | Compute | Dispatch | Attend | ChunkLoss | Recompute | Freeze | Pack | PartTwins | Wrap | JoinTwins
+    | Prefetch | Compile
+)  # fmt: skip
+
+ACTIONS: dict[str, type[Action]] = {kind.__name__: kind for kind in Action.__args__}
+"""The kinds of actions by name."""
+
+
+def describe(action: Action) -> tuple[str, str]:
+    """Return what an action is applied to (its first attribute), and how (the other attributes that are not defaults)."""
+    first, *others = fields(action)
+    chosen = {item.name: getattr(action, item.name) for item in others}
+    shown = (f"{item.name} {_text(chosen[item.name])}" for item in others if chosen[item.name] not in (item.default, ()))
+    return _text(getattr(action, first.name)), "; ".join(shown)
+
+
+def _text(value: Any) -> str:
+    if value == ():
+        return "none"
+    if isinstance(value, tuple):
+        return ", ".join(f"({_text(item)})" if isinstance(item, tuple) else _text(item) for item in value)
+    return "(root)" if value == "" else str(value)

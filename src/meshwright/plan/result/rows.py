@@ -1,0 +1,269 @@
+"""The rows of a plan: what becomes of each parameter, unit, module under tensor parallel, mixture, attention and stage."""
+
+from dataclasses import dataclass
+
+from meshwright.plan.axes.tensor.move_kinds import Move
+from meshwright.plan.given.options import ActivationCheckpointing, ContextMethod, SyncPolicy
+
+__all__ = ["DECAYED", "AttentionRow", "ExpertsRow", "ParameterRow", "StageRow", "TensorParallelRow", "UnitRow"]
+
+DECAYED = ("matrix", "decay")
+"""The rules of :attr:`ParameterRow.decay_rule` that decay."""
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """How one parameter is sharded and stored.
+
+    Attributes:
+        name: first name of the parameter in the model.
+        aliases: the other names of a tied parameter.
+        shape: global shape.
+        dtype: dtype in which it is stored.
+        unit: name of the unit that gathers it and reduces its gradient.
+        placements: (axis, placement) pairs, only for axes larger than 1.
+        local_shape: shape on rank 0 of each axis, which stores the most.
+        bytes_per_rank: stored bytes on that rank, including the padding of uneven shards.
+        gathered_bytes: bytes of the gathered parameter in the dtype of compute, padding included.
+        reduced_bytes: bytes of its gradient in the buffer that the unit reduces, padding included; 0 if it is frozen.
+        trainable: whether it has a gradient.
+        stage: pipeline stage that it is in.
+        copies: later stages that hold a copy of it: that of the head, for an embedding that is tied to it.
+        tp_style: declared tensor parallel style; ``None``: replicated over ``tp``.
+        decayed: whether weight decay pulls it towards zero, as it does trained matrices, but not biases and norms
+            (:mod:`meshwright.plan.update.weight_decay`).
+        decay_rule: why: ``matrix``, ``decay`` (a pattern of the user). Why not: ``vector``, ``bias``, ``norm``, ``no_decay``.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    unit: str
+    placements: tuple[tuple[str, str], ...]
+    local_shape: tuple[int, ...]
+    bytes_per_rank: int
+    gathered_bytes: int
+    reduced_bytes: int
+    trainable: bool
+    stage: int = 0
+    tp_style: str | None = None
+    decayed: bool = False
+    copies: tuple[int, ...] = ()
+    decay_rule: str = ""
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The pipeline stages that hold it."""
+        return (self.stage, *self.copies)
+
+    @property
+    def fsdp_dim(self) -> int:
+        """The dimension that FSDP shards; 0 if it shards none."""
+        sharded = (placement for axis, placement in self.placements if axis in ("dp_shard", "dp_shard_cp", "ep_shard"))
+        return int(next(sharded, "Shard(0)").removeprefix("Shard(").removesuffix(")"))
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the whole parameter."""
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+
+@dataclass(frozen=True)
+class UnitRow:
+    """How one unit gathers, computes and reduces.
+
+    Attributes:
+        name: module name; that of the root is the empty string.
+        kind: ``root``, ``layer``, ``experts``, ``unit`` (declared) or ``fp32`` (computes in fp32).
+        parameters: names of its parameters.
+        reshard_after_forward: whether its gathered parameters are freed after forward.
+        param_dtype: dtype of compute. ``None``: the stored dtype.
+        reduce_dtype: dtype of gradient reduction. ``None``: the dtype of the gradient.
+        output_dtype: dtype that its outputs are cast to. ``None``: no cast.
+        sync: what it does between microbatches.
+        activation_checkpointing: which of its activations are recomputed in backward. Only layers have a mode.
+        compile: whether it is compiled.
+        gathers_in_backward: whether backward needs its gathered parameters, because a gradient flows through it or FSDP2
+            prefetches it. If they are gathered still (no reshard, or ``defer``), backward does not gather them again.
+        forwards: forward runs of the module in a microbatch, of which only the last has a backward; 0: it is idle.
+        places: number of places in the model where the module stands, such as a block that every sixth layer uses. It runs in
+            each of them, with a backward.
+        twin_of: for the second of two twin units, the first one, whose sharded parameters it gathers and reduces too; otherwise
+            empty.
+        part_of: for a module of a shared unit that is not its first, the unit; otherwise empty. Such a module is no unit
+            itself.
+        together: whether its modules have parameters of their own, and not the same.
+        tokens: which tokens of its microbatch enter it on a rank: ``all``, a slice of each sequence, or those that are routed
+            to it.
+    """
+
+    name: str
+    kind: str
+    parameters: tuple[str, ...]
+    reshard_after_forward: bool
+    param_dtype: str | None
+    reduce_dtype: str | None
+    output_dtype: str | None
+    sync: SyncPolicy
+    activation_checkpointing: ActivationCheckpointing
+    compile: bool
+    gathers_in_backward: bool
+    forwards: int = 1
+    places: int = 1
+    twin_of: str = ""
+    part_of: str = ""
+    tokens: str = "all"
+    together: bool = False
+
+    @property
+    def label(self) -> str:
+        """The name to show to people."""
+        return self.name or "(root)"
+
+
+@dataclass(frozen=True)
+class TensorParallelRow:
+    """How one module computes under tensor parallel.
+
+    Attributes:
+        module: name of the module.
+        style: a style of transformers, or one that the resolver derives (:data:`~meshwright.plan.axes.tensor.styles.DERIVED`),
+            or one of four that have no slices of their own: ``region``, ``adapted`` (around a matrix and its adapter),
+            ``stack`` (the first layer, and layers with parameters of their own) and ``sequence_parallel``.
+        entry: move of its input.
+        exit: move of its output.
+        sums: its own parameters that every rank stores whole and uses in part, so that their gradients are summed over ``tp``.
+        parts: sizes of the matrices in a fused one (``fused_colwise``, ``adapted``), the number of all key/value heads
+            (``grouped_colwise``), or the numbers of query heads and key/value heads on a rank (``region``).
+        features: number of features that enter, and of those that leave, over all ranks.
+    """
+
+    module: str
+    style: str
+    entry: Move = Move.NONE
+    exit: Move = Move.NONE
+    sums: tuple[str, ...] = ()
+    parts: tuple[int, ...] = ()
+    features: tuple[int, int] = (0, 0)
+
+    @property
+    def name(self) -> str:
+        """The name of the module."""
+        return self.module
+
+
+@dataclass(frozen=True)
+class ExpertsRow:
+    """How one mixture of experts is distributed, and which tokens it gets.
+
+    Attributes:
+        module: name of the mixture.
+        router: name of the module that chooses experts; empty: unknown.
+        scores: what the first output of the router is (:class:`~meshwright.plan.given.spec.Scores`).
+        bias: name of the buffer that balances the load; empty: none is known.
+        experts: number of routed experts of the layer.
+        local: number of experts on each rank of `ep`.
+        token_axis: axis whose ranks have the same tokens, so that each sends only its share; empty: there is none.
+        features: number of features of a token that enters it.
+    """
+
+    module: str
+    router: str
+    scores: str
+    bias: str
+    experts: int
+    local: int
+    token_axis: str = ""
+    features: int = 0
+
+    @property
+    def name(self) -> str:
+        """The name of the module."""
+        return self.module
+
+
+@dataclass(frozen=True)
+class AttentionRow:
+    """How one attention works on a part of each sequence, with context parallel.
+
+    Attributes:
+        module: name of the attention.
+        method: how it gets the keys and values of the other ranks of `cp`.
+        kernel: what it computes with, a value of ``attn_implementation``.
+        heads: number of heads of queries on a rank of `tp`.
+        kv_heads: number of heads of keys and values on a rank of `tp`.
+        key_size: size of a head of queries and keys.
+        value_size: size of a head of values.
+        causal: whether a query sees no later key.
+        window: number of keys up to its own that a query sees; ``None``: all.
+        sinks: whether each head has a sink, one more logit without a value.
+        recompute: whether backward gets keys and values again, instead of keeping them.
+    """
+
+    module: str
+    method: ContextMethod
+    kernel: str
+    heads: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+    causal: bool
+    window: int | None
+    sinks: bool
+    recompute: bool
+
+    @property
+    def name(self) -> str:
+        """The name of the module."""
+        return self.module
+
+    @property
+    def mask(self) -> str:
+        """The mask within a document, in words."""
+        return f"window of {self.window}" if self.window is not None else "causal" if self.causal else "whole document"
+
+
+@dataclass(frozen=True)
+class LossRow:
+    """A loss that is computed in chunks of tokens.
+
+    Attributes:
+        module: name of the output head.
+        vocabulary: number of words.
+        chunks: number of chunks of a microbatch.
+    """
+
+    module: str
+    vocabulary: int
+    chunks: int
+
+    @property
+    def name(self) -> str:
+        """The name of the head."""
+        return self.module
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One pipeline stage.
+
+    Attributes:
+        index: its place in the model: 0 has the embedding.
+        rank: index on `pp` of the rank that has it.
+        layers: names of its layers.
+        cost: multiply-adds of a token in forward, over those of the whole model.
+    """
+
+    index: int
+    rank: int
+    layers: tuple[str, ...]
+    cost: float
+
+    @property
+    def name(self) -> str:
+        """The number of the stage, in words."""
+        return f"stage {self.index}"

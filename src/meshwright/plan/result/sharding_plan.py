@@ -1,0 +1,255 @@
+"""ShardingPlan: a frozen plan with one row for each parameter and each unit. It can be printed, compared and saved as JSON."""
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, get_type_hints
+
+from meshwright.layout import Layout
+from meshwright.plan.axes.tensor.move_kinds import Move
+from meshwright.plan.given.names import within
+from meshwright.plan.given.options import (
+    DTYPES,
+    NF4,
+    NF4_BLOCK,
+    ActivationCheckpointing,
+    ContextBalance,
+    ContextMethod,
+    ParallelOptions,
+    SyncPolicy,
+)
+from meshwright.plan.result.differences import PlanDifference, field_differences, row_differences
+from meshwright.plan.result.program import ACTIONS, Action, Bias, Engine, Kernel, describe
+from meshwright.plan.result.rows import AttentionRow, ExpertsRow, LossRow, ParameterRow, StageRow, TensorParallelRow, UnitRow
+
+__all__ = [
+    "EXPERTS",
+    "LAYER",
+    "ROOT",
+    "AttentionRow",
+    "ExpertsRow",
+    "ParameterRow",
+    "ShardingPlan",
+    "StageRow",
+    "TensorParallelRow",
+    "UnitRow",
+    "bytes_of",
+    "itemsize",
+    "nothing_is_sharded",
+    "shard_axis",
+    "unit_axes",
+]
+
+ROOT = ""
+"""Name of the root unit, which is the model itself."""
+
+LAYER = "layer"
+"""Kind of the units that are layers."""
+
+EXPERTS = "experts"
+"""Kind of the units that are mixtures of experts."""
+
+
+@dataclass(frozen=True)
+class ShardingPlan:
+    """The result of resolving spec x model x layout x options.
+
+    Attributes:
+        family: name of the spec.
+        layout: resolved sizes.
+        options: the choices that the plan was made with.
+        layers: names of the layers, in forward order.
+        parameters: one row for each parameter, in model order.
+        units: one row for each unit, in model order; the root is first. A module that is part of a shared unit has a row too.
+        tensor_parallel: one row for each module that computes with slices or has a move; empty if ``tp`` is 1.
+        experts: one row for each mixture of experts.
+        attentions: one row for each attention that uses the attention function of context parallel; empty: none does.
+        stages: one row for each pipeline stage, in the order of the model; empty if ``pp`` is 1.
+        loss: the loss, if it is computed in chunks; ``None``: from all logits at once.
+        tp_level: where the tensor parallel styles come from: ``given``, ``family``, ``model``, ``generic`` or ``derived``.
+        tp_passed_over: (level, reason) for each level above it, and (module, reason) for each module that is kept whole despite
+            its style.
+        flags_of_use: whether data ranks exchange, at the end of a step, which parameters they used.
+        remarks: what was assumed, and which units of the spec were left out, a sentence each.
+        program: the actions that are performed on the model, in this order.
+    """
+
+    family: str
+    layout: Layout
+    options: ParallelOptions
+    layers: tuple[str, ...]
+    parameters: tuple[ParameterRow, ...]
+    units: tuple[UnitRow, ...]
+    tensor_parallel: tuple[TensorParallelRow, ...] = ()
+    experts: tuple[ExpertsRow, ...] = ()
+    attentions: tuple[AttentionRow, ...] = ()
+    stages: tuple[StageRow, ...] = ()
+    loss: LossRow | None = None
+    tp_level: str = ""
+    tp_passed_over: tuple[tuple[str, str], ...] = ()
+    flags_of_use: bool = False
+    remarks: tuple[str, ...] = ()
+    program: tuple[Action, ...] = ()
+
+    @property
+    def fsdp_units(self) -> tuple[UnitRow, ...]:
+        """The rows of modules that are FSDP units."""
+        return tuple(unit for unit in self.units if not unit.part_of)
+
+    @cached_property
+    def _rows_of_units(self) -> dict[str, list[ParameterRow]]:
+        rows: dict[str, list[ParameterRow]] = {}
+        for row in self.parameters:
+            rows.setdefault(row.unit, []).append(row)
+        return rows
+
+    def rows(self, unit: UnitRow) -> list[ParameterRow]:
+        """Return the rows of the parameters that a unit gathers. The second of two twin units gathers those of the first."""
+        return self._rows_of_units.get(unit.twin_of or unit.name, [])
+
+    def parts(self, unit: UnitRow) -> tuple[UnitRow, ...]:
+        """Return the rows of the modules of a unit: its own row, and those of modules that were wrapped together with it."""
+        return (unit, *(other for other in self.units if other.part_of == unit.name and unit.name))
+
+    def runs(self, module: str) -> tuple[int, int]:
+        """Return the forwards and the backwards of a module in a microbatch: those of the innermost unit around it."""
+        around = [unit for unit in self.units if within(module, (unit.name,))]
+        unit = max(around, key=lambda unit: len(unit.name))
+        return unit.forwards * unit.places, unit.places
+
+    @property
+    def sequence_multiple(self) -> int:
+        """The number that must divide the sequence length of a batch."""
+        return self.options.sequence_multiple(self.layout)
+
+    def unit(self, name: str) -> UnitRow:
+        """Return the row of a unit by name."""
+        return next(unit for unit in self.units if unit.name == name)
+
+    def parameter(self, name: str) -> ParameterRow:
+        """Return the row of a parameter by name or alias."""
+        return next(row for row in self.parameters if name == row.name or name in row.aliases)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the whole plan as values that JSON can hold."""
+        return {
+            "family": self.family,
+            "world_size": self.layout.world_size,
+            "layout": asdict(self.layout),
+            "options": self.options.to_dict(),
+            "layers": list(self.layers),
+            "parameters": [asdict(row) for row in self.parameters],
+            "units": [asdict(row) for row in self.units],
+            "tensor_parallel": [asdict(row) for row in self.tensor_parallel],
+            "experts": [asdict(row) for row in self.experts],
+            "attentions": [asdict(row) for row in self.attentions],
+            "stages": [asdict(row) for row in self.stages],
+            "loss": None if self.loss is None else asdict(self.loss),
+            "tp_level": self.tp_level,
+            "tp_passed_over": [list(pair) for pair in self.tp_passed_over],
+            "flags_of_use": self.flags_of_use,
+            "remarks": list(self.remarks),
+            "program": [{"action": type(action).__name__, **asdict(action)} for action in self.program],
+        }
+
+    def to_json(self) -> str:
+        """Return the whole plan as JSON text; :func:`~meshwright.plan.cost.price.priced_json` adds its totals."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "ShardingPlan":
+        """Return the plan that :meth:`to_json` or :func:`~meshwright.plan.cost.price.priced_json` wrote."""
+        content = json.loads(text)
+
+        def tuples(value: Any) -> Any:
+            return tuple(tuples(item) for item in value) if isinstance(value, list) else value
+
+        def row(kind: type[Any], item: dict[str, Any]) -> Any:
+            types = get_type_hints(kind)
+            values = {name: tuples(value) for name, value in item.items()}
+            choices = (SyncPolicy, ActivationCheckpointing, ContextMethod, ContextBalance, Move, Kernel, Bias, Engine)
+            return kind(**{name: types[name](value) if types[name] in choices else value for name, value in values.items()})
+
+        def action(item: dict[str, Any]) -> Action:
+            return row(ACTIONS[item["action"]], {name: value for name, value in item.items() if name != "action"})
+
+        return cls(
+            family=content["family"],
+            layout=Layout(**content["layout"]),
+            options=ParallelOptions(**content["options"]),
+            layers=tuple(content["layers"]),
+            parameters=tuple(row(ParameterRow, {**_decayed_then(item), **item}) for item in content["parameters"]),
+            units=tuple(row(UnitRow, item) for item in content["units"]),
+            tensor_parallel=tuple(row(TensorParallelRow, item) for item in content.get("tensor_parallel", [])),
+            experts=tuple(row(ExpertsRow, item) for item in content.get("experts", [])),
+            attentions=tuple(row(AttentionRow, item) for item in content.get("attentions", [])),
+            stages=tuple(row(StageRow, item) for item in content.get("stages", [])),
+            loss=row(LossRow, content["loss"]) if content.get("loss") else None,
+            tp_level=content.get("tp_level", ""),
+            tp_passed_over=tuples(content.get("tp_passed_over", [])),
+            flags_of_use=content.get("flags_of_use", False),
+            remarks=tuple(content.get("remarks", [])),
+            program=tuple(action(item) for item in content.get("program", [])),
+        )
+
+    def diff(self, other: "ShardingPlan") -> list[PlanDifference]:
+        """Return what differs in ``other``: row by row and, if all rows are equal, action by action."""
+        differences = [
+            *field_differences("layout", self.layout, other.layout),
+            *field_differences("options", self.options, other.options),
+            *row_differences("parameter", self.parameters, other.parameters),
+            *row_differences("unit", self.units, other.units),
+            *row_differences("tensor parallel", self.tensor_parallel, other.tensor_parallel),
+            *row_differences("experts", self.experts, other.experts),
+            *row_differences("attention", self.attentions, other.attentions),
+            *row_differences("pipeline", self.stages, other.stages),
+            *row_differences("loss", *([plan.loss] if plan.loss else [] for plan in (self, other))),
+        ]
+        if not differences and self.program and other.program:  # plans of earlier versions have no program
+            ours, theirs = (dict.fromkeys(map(_line, plan.program)) for plan in (self, other))
+            differences += [PlanDifference(f"action {line}", "", line, None) for line in ours if line not in theirs]
+            differences += [PlanDifference(f"action {line}", "", None, line) for line in theirs if line not in ours]
+        return differences
+
+
+def _decayed_then(parameter: dict[str, Any]) -> dict[str, Any]:
+    """Return ``decayed`` for a row of an earlier version, which decayed all trained parameters of two or more dimensions."""
+    return {"decayed": parameter["trainable"] and len(parameter["shape"]) >= 2}
+
+
+def _line(action: Action) -> str:
+    return f"{type(action).__name__} {': '.join(describe(action))}"
+
+
+def shard_axis(layout: Layout, kind: str) -> str:
+    """Return the axis (or flattened submesh) that units of a kind shard and gather their parameters over."""
+    return "ep_shard" if kind == EXPERTS and layout.ep > 1 else "dp_shard_cp"
+
+
+def nothing_is_sharded(layout: Layout) -> bool:
+    """Return whether all units use ``replicate``: parameters are whole apart from slices of `tp` and `ep`, and have replicas.
+
+    If experts are sharded over `ep_shard` (which includes ranks of `tp`), all units use ``fully_shard``, dense ones over one
+    shard: a root made by torch's ``replicate`` does not treat units of ``fully_shard`` as its own.
+    """
+    return layout.size("dp_shard_cp") == 1 and layout.size("dp_replicate") > 1 and (layout.ep == 1 or layout.ep_shard == 1)
+
+
+def unit_axes(layout: Layout, kind: str) -> tuple[str, ...]:
+    """Return the axes that units of a kind are replicated and sharded over; the axis of replicas, if any, comes first."""
+    if nothing_is_sharded(layout):
+        return ("dp_replicate",)
+    axis = shard_axis(layout, kind)
+    native = "dp_shard" if axis == "dp_shard_cp" and layout.size("cp") == 1 else axis
+    return ("dp_replicate", native) if layout.size("dp_replicate") > 1 else (native,)
+
+
+def bytes_of(numel: int, dtype: str) -> int:
+    """Return the bytes of some elements."""
+    return numel // NF4_BLOCK * (NF4_BLOCK // 2 + 4) if dtype == NF4 else numel * itemsize(dtype)
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes of one element."""
+    sizes = {**DTYPES, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1, "int64": 8, "int32": 4, "bool": 1}
+    return sizes[dtype]

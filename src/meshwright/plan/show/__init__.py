@@ -1,0 +1,1 @@
+"""A plan for people: tables and pictures."""

@@ -1,0 +1,316 @@
+"""Finds out whether a run's layout is proven: by the support matrix, which comes with the package, or by the user's own audit.
+
+Records of audits are files in the user's cache directory, one for each claim and arithmetic; the last audit counts. No run
+depends on a record: if one cannot be read or written, a line says so, and the run goes on.
+"""
+
+import json
+import os
+import shlex
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime
+from enum import StrEnum
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from meshwright.layout import AXES
+from meshwright.train.config import RunConfig
+from meshwright.train.proofs.claim import Claim, claim_of, versions
+from meshwright.train.start.setup import RunSetup
+
+__all__ = [
+    "COVERAGE",
+    "MATRIX",
+    "CellProof",
+    "Record",
+    "Source",
+    "Standing",
+    "State",
+    "audit_arguments",
+    "cell_data",
+    "matrix_data",
+    "read_records",
+    "record",
+    "standing_of",
+    "today",
+]
+
+MATRIX, COVERAGE = "matrix.json", "coverage.json"
+"""Names of the files, in this file's directory, with the support matrix and the coverage page as data. `meshwright audit
+--matrix` writes the first together with docs/support-matrix.md, and with `--all` the second together with docs/coverage.md."""
+
+MOST_PROCESSES = 8
+"""An audit uses as many processes as the run if the run has at most this many; otherwise the audit chooses the number."""
+
+ARITHMETICS = ("float64", "float32", "bfloat16")
+
+
+class State(StrEnum):
+    """What is known about a layout."""
+
+    ALONE = "one process"
+    PROVEN = "proven"
+    UNPROVEN = "unproven"
+    FAILED = "FAIL"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What is known about a layout, and the words that say it."""
+
+    state: State
+    words: str
+
+    @property
+    def line(self) -> str:
+        """The line that is printed."""
+        return f"{self.state}: {self.words}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a configuration came from (a file and overrides), for the command that audits it."""
+
+    path: str
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Record:
+    """The outcome of an audit.
+
+    Attributes:
+        passed: whether the layout computes what one process does.
+        verdict: last line of the audit's report.
+        date: the day, as ``YYYY-MM-DD``.
+        dtype: dtype of the arithmetic.
+        layout: the layout that was audited, in words, with ``world_size`` processes.
+        world_size: number of processes.
+        steps: number of optimizer steps that were compared.
+        worst: largest error of a gradient, relative to the gradient's largest entry; ``None``: no error was a number.
+    """
+
+    passed: bool
+    verdict: str
+    date: str
+    dtype: str
+    layout: str
+    world_size: int
+    steps: int
+    worst: float | None
+
+    @property
+    def extent(self) -> str:
+        """What was audited, in words: dtype, steps and layout."""
+        return f"{self.dtype}, {self.steps} step{'s' if self.steps > 1 else ''}, {self.layout}"
+
+
+def today() -> str:
+    """Return today's date in the format of records."""
+    return f"{datetime.now():%Y-%m-%d}"
+
+
+# -- the records of a user ----------------------------------------------------------------------------------------------------
+
+
+def _directory() -> Path:
+    """The directory of records in the user's cache directory.
+
+    By the XDG Base Directory Specification (freedesktop.org), ``XDG_CACHE_HOME`` counts only if it is an absolute path.
+    """
+    directory = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(directory) if directory.startswith("/") else Path.home() / ".cache") / "meshwright" / "audits"
+
+
+def record(claim: Claim, entry: Record, say: Callable[[str], None]) -> None:
+    """Write the outcome of an audit. It replaces an earlier record of the same claim and arithmetic.
+
+    Args:
+        claim: the claim that was audited.
+        entry: the outcome.
+        say: called with a line if the record cannot be written.
+    """
+    content = json.dumps({**asdict(entry), "claim": asdict(claim)}, indent=1)
+    try:
+        directory = _directory()
+        directory.mkdir(parents=True, exist_ok=True)
+        # Written to a unique file and renamed: of two audits that end at the same time, one record remains, complete.
+        temporary = directory / f"{uuid.uuid4().hex}.tmp"
+        try:
+            temporary.write_text(content)
+            temporary.replace(directory / f"{claim.key}-{entry.dtype}.json")
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home directory
+        say(f"the verdict of the audit could not be recorded: {getattr(error, 'filename', None) or 'cache'}: {error}")
+
+
+_KINDS: dict[str, Any] = {
+    "passed": bool, "verdict": str, "date": str, "dtype": str, "layout": str, "steps": int, "worst": float | int | None,
+}  # fmt: skip
+"""Types of the values of a record that are used."""
+
+
+def read_records(claim: Claim, say: Callable[[str], None]) -> list[Record]:
+    """Return the records of audits of a claim, at most one for each arithmetic.
+
+    Args:
+        claim: the claim.
+        say: called with a line for each record that cannot be read or is damaged.
+    """
+    records = []
+    names = {item.name for item in fields(Record)}
+    for dtype in ARITHMETICS:
+        try:
+            path = _directory() / f"{claim.key}-{dtype}.json"
+            content = json.loads(path.read_text())
+            entry = Record(**{name: content[name] for name in names})
+            if wrong := [name for name, kind in _KINDS.items() if not isinstance(getattr(entry, name), kind)]:
+                raise ValueError(f"{wrong[0]} is of another type")
+            records.append(entry)
+        except FileNotFoundError:
+            continue
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
+            say(f"a recorded audit is ignored: {path}: {type(error).__name__}: {error}")
+    return records
+
+
+# -- the matrix ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CellProof:
+    """A cell of the support matrix.
+
+    Attributes:
+        family: name of the family in the matrix.
+        layout: name of the layout in the matrix.
+        failed: the verdict if the audit failed, otherwise empty.
+        claims: the claims that were audited, at least one; they differ in their choices.
+    """
+
+    family: str
+    layout: str
+    failed: str
+    claims: tuple[Claim, ...]
+
+
+def matrix_data(cells: Sequence[CellProof]) -> str:
+    """Return the matrix as JSON: date, versions, and a line for each cell with its model, axes and values of each choice."""
+    lines = [json.dumps(cell_data(cell)) for cell in cells]
+    head = json.dumps({"date": today(), "versions": versions()})
+    return head[:-1] + ', "cells": [\n' + ",\n".join(lines) + "\n]}\n"
+
+
+def cell_data(cell: CellProof) -> dict[str, Any]:
+    """Return a cell as values of JSON: the model, axes, and values of each choice of its claims, if it has claims."""
+    named: dict[str, Any] = {"family": cell.family, "layout": cell.layout, "failed": cell.failed}
+    if cell.claims:
+        first = cell.claims[0]
+        choices = {name: sorted({claim.choices[name] for claim in cell.claims}) for name in first.choices}
+        named |= {"model": first.model, "axes": list(first.axes), "choices": choices}
+    return named
+
+
+@cache
+def _matrix() -> Mapping[str, Any]:
+    """Return the support matrix, with the cells of the coverage page behind its own."""
+    matrix, coverage = (
+        json.loads(resources.files("meshwright.train.proofs").joinpath(name).read_text()) for name in (MATRIX, COVERAGE)
+    )
+    same = matrix["versions"] == coverage["versions"]
+    page = {"page": f"coverage page of {coverage['date']}"}
+    more = [{**cell, **page} for cell in coverage["cells"] if cell.get("model")] if same else []
+    return {**matrix, "cells": [*matrix["cells"], *more]}
+
+
+def _in_matrix(claim: Claim, matrix: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the cell of the matrix that covers a claim; if there are several, one that failed.
+
+    The cell has the same model and axes, and each of the claim's choices was audited in it. Below eight processes, the audits
+    of a cell have every pair of values of two options, but not every combination of all options. On eight processes they only
+    have every value of every option, so a pair of choices may never have been audited together.
+    """
+    if dict(claim.versions) != matrix["versions"]:
+        return None
+    for cell in sorted(matrix["cells"], key=lambda cell: not cell["failed"]):
+        same = cell["model"] == claim.model and cell["axes"] == list(claim.axes)
+        if same and all(value in cell["choices"].get(name, ()) for name, value in claim.choices.items()):
+            return dict(cell)
+    return None
+
+
+# -- the standing -------------------------------------------------------------------------------------------------------------
+
+
+def standing_of(setup: RunSetup, source: Source | None, say: Callable[[str], None]) -> Standing:
+    """Return what is known about the layout of a run.
+
+    Args:
+        setup: the resolved run.
+        source: where its configuration came from, for the command that would audit it.
+        say: called with a line for each record, or matrix, that cannot be read and is ignored.
+    """
+    if setup.layout.world_size == 1:
+        return Standing(State.ALONE, "nothing to prove")
+    claim = claim_of(setup)
+    where = f"{claim.family} on {' x '.join(claim.axes)}"
+    command = _command(setup, source)
+    own = read_records(claim, say)
+    if failed := next((entry for entry in own if not entry.passed), None):
+        verdict = failed.verdict.removeprefix("FAIL: ")
+        words = f"your audit of {failed.date} ({failed.extent}) found {where} wrong: {verdict}; audit it again: {command}"
+        return Standing(State.FAILED, words)
+    passed = own or [entry for entry in read_records(claim.with_several_microbatches, say) if entry.passed]
+    if passed:
+        best = passed[0]
+        worst = "" if best.worst is None else f", the worst gradient off by {best.worst:.1e}"
+        return Standing(State.PROVEN, f"{where}, by your audit of {best.date} ({best.extent}{worst})")
+    try:
+        cell = _in_matrix(claim, _matrix())
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        say(f"the support matrix is ignored: {type(error).__name__}: {error}")
+        cell = None
+    if cell is None:
+        return Standing(State.UNPROVEN, f"no audit on record of {where} with these options and versions; prove it: {command}")
+    page = cell.get("page", f"support matrix of {_matrix().get('date')}")
+    if cell["failed"]:
+        return Standing(State.FAILED, f"the {page} found {where} wrong: {cell['failed']}; audit it: {command}")
+    return Standing(State.PROVEN, f"{where}, by the {page} ({cell['family']}, {cell['layout']})")
+
+
+def audit_arguments(setup: RunSetup) -> tuple[RunConfig, int | None]:
+    """Return the configuration and the number of processes with which an audit has the same axes above 1 as a run.
+
+    The number is ``None`` where the audit chooses it. Then an axis that the run infers to be 1 is set to 1, so that it is not
+    inferred again from another number of processes.
+    """
+    config, world_size = setup.config, setup.layout.world_size
+    if world_size <= MOST_PROCESSES:
+        nproc, layout = world_size, config.layout
+    else:
+        sizes = setup.layout.sizes()
+        inferred = {axis: 1 for axis in AXES if getattr(config.layout, axis) in (None, -1) and sizes[axis] == 1}
+        nproc, layout = None, config.layout.model_copy(update=inferred)
+    device = "cpu" if config.launch.device == "cpu" else "auto"  # there may be fewer GPUs here than an audit has processes
+    launch = config.launch.model_copy(update={"nproc": None, "device": device})
+    return config.model_copy(update={"layout": layout, "launch": launch}), nproc
+
+
+def _command(setup: RunSetup, source: Source | None) -> str:
+    before = setup.config
+    config, nproc = audit_arguments(setup)
+    parts = ["meshwright", "audit", source.path if source else "CONFIG", *(source.overrides if source else ())]
+    if nproc is None:
+        parts += [f"layout.{axis}=1" for axis in AXES if getattr(before.layout, axis) != getattr(config.layout, axis)]
+        parts += ["launch.nproc=null"] if before.launch.nproc is not None else []
+    parts += ["--nproc", str(nproc)] if nproc else []
+    parts += ["--dtype", "float32"] if setup.plan.options.compile else []  # an audit in float64 compiles nothing
+    return shlex.join(parts)

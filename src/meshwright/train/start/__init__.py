@@ -1,0 +1,1 @@
+"""How a run begins and ends: setup, preparation, launchers, workers, and signals."""

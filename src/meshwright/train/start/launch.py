@@ -1,0 +1,365 @@
+"""Starts a run: local workers through torch's elastic launcher, or this process as a worker that torchrun or Slurm started."""
+
+import json
+import logging
+import math
+import os
+import re
+import signal
+import socket
+import tempfile
+import time
+import traceback
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from meshwright import errors
+from meshwright.checkpoint.directory import latest
+from meshwright.errors import (
+    ConfigError,
+    InterruptError,
+    MeshwrightError,
+    NonFiniteError,
+    StoppedError,
+    WorkerError,
+    described,
+    during,
+    number_of,
+)
+from meshwright.layout import AXES
+from meshwright.quiet import quiet
+from meshwright.train.config import RunConfig
+from meshwright.train.proofs.records import Source
+from meshwright.train.proofs.report_or_audit import Prove, assure, assure_on_rank_0
+from meshwright.train.start.ending import SAME, SIGNALS, UNEXPORTED, WISH, has_begun, leave_to_rank_0, tell
+from meshwright.train.start.setup import Paths
+
+__all__ = ["device_kind", "launch", "local_processes", "planned_processes"]
+
+ASKED = "asked-to-end"
+"""Name of the file that asks local workers to end; it holds the name of the signal."""
+MONITOR_SECONDS = 0.1
+"""Seconds between two checks of the launcher on its workers."""
+
+
+def planned_processes(config: RunConfig) -> int:
+    """Return the number of ranks that a configuration describes.
+
+    That is the product of its layout's sizes, if it gives all of them and they fill one or several machines of ``launch.nproc``
+    processes. Otherwise it is the number of workers that ``train`` would start here.
+    """
+    sizes = [getattr(config.layout, axis) for axis in AXES]
+    product = math.prod(size or 0 for size in sizes)
+    known = all(size is not None and size > 0 for size in sizes) and product % (config.launch.nproc or 1) == 0
+    return product if known else local_processes(config)
+
+
+def local_processes(config: RunConfig) -> int:
+    """Return the number of workers to start on this machine: as configured, otherwise one per GPU, or one on the CPU."""
+    return config.launch.nproc or (1 if config.launch.device == "cpu" else max(1, _gpus()))
+
+
+def device_kind(config: RunConfig, processes: int, *, launched: bool = False) -> str:
+    """Return the device of the workers on this machine: ``cuda`` or ``cpu``.
+
+    Args:
+        config: configuration of the run.
+        processes: number of workers on this machine.
+        launched: whether another launcher started them. It may have given each worker one GPU, the only one that it sees.
+
+    Raises:
+        ConfigError: there are fewer GPUs than processes, and GPUs are asked for or another launcher started the workers.
+    """
+    device, gpus = config.launch.device, _gpus()
+    if device == "cpu" or (device == "auto" and gpus == 0):
+        return "cpu"
+    if gpus >= processes or (launched and gpus == 1):
+        return "cuda"
+    if device == "auto" and not launched:
+        return "cpu"
+    legal = f"legal launch.nproc: 1 to {gpus}" if gpus else "there is no GPU on this machine"
+    raise ConfigError(
+        f"launch.device={device}: {number_of(processes, 'process')} and {number_of(gpus, 'GPU')} here; {legal}, or "
+        "launch.device=cpu"
+    )
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def launch(
+    config: RunConfig,
+    *,
+    debug: bool = False,
+    source: Source | None = None,
+    prove: Prove | None = None,
+    nproc: int | None = None,
+    fast: bool = False,
+) -> None:
+    """Run a configuration to its end.
+
+    Args:
+        config: configuration of the run.
+        debug: whether to show tracebacks and torch's own reports.
+        source: where the configuration came from, for the command that audits it.
+        prove: audits a layout that is not proven before the run starts; ``None``: only print that it is unproven, and start.
+        nproc: number of processes that the command asks for; if another launcher started this process, it must have started as
+            many on this machine.
+        fast: of tokens that are there already, compare only a sample with their digests.
+
+    Raises:
+        NotProvenError: the audit failed; nothing was trained.
+        MeshwrightError: what the run failed with. An error on one rank stops all ranks, and names the rank.
+    """
+    from meshwright.distributed.process_group import distributed_environment
+    from meshwright.train.start.prepare import introduce, locked, prepare_run
+    from meshwright.train.start.resume import checkpoint_to_resume
+
+    if distributed_environment():
+        from meshwright.train.start.worker import run_worker
+
+        local = _local_world_size(config)
+        if nproc not in (None, local):
+            raise ConfigError(f"--nproc={nproc}: the launcher started {number_of(local, 'process')} here; leave it out")
+
+        def work() -> None:
+            kind = device_kind(config, local, launched=True)
+            store = assure_on_rank_0(config, source, prove) if prove is not None else None
+            run_worker(config, kind, source=source, fast=fast)
+            del store
+
+        _as_one_of_many(work, debug, config.directory)
+        return
+    processes = local_processes(config)
+    kind = device_kind(config, processes)
+    _check_port(config.launch.port)
+    with _files_named(config.directory), locked(config):
+        setup, _, store = prepare_run(config, processes, fast=fast)
+        introduce(setup, config, store)
+        with during("the layout is audited"):
+            assure(setup, source, prove)
+        prepared = (str(store.directory), checkpoint_to_resume(config))
+        del setup, store
+        if processes == 1:
+            from meshwright.train.start.worker import run_worker
+
+            run_worker(config, kind, prepared)
+        else:
+            with during("the workers start"):
+                _launch_local(config, processes, kind, prepared, debug)
+
+
+@contextmanager
+def _files_named(near: Path) -> Iterator[None]:
+    """Add the directory ``near`` to operating system errors inside that name no file, such as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.strerror is None or error.filename is not None:
+            raise
+        raise WorkerError(described(error, near)) from error
+
+
+def _local_world_size(config: RunConfig) -> int:
+    """Return the number of workers that another launcher started on this machine, from its environment variables.
+
+    ``launch.nproc``, which is for local workers, is used only if the launcher does not give the number.
+
+    Raises:
+        ConfigError: a variable of the launcher is not a number.
+    """
+    from meshwright.distributed.process_group import whole_number
+
+    if os.environ.get("LOCAL_WORLD_SIZE"):
+        return whole_number("LOCAL_WORLD_SIZE", least=1)
+    slurm = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as 8(x2),4
+    if not slurm:
+        return config.launch.nproc or 1
+    first = re.match(r"[1-9]\d*(?=$|[(,])", slurm)
+    if first is None:
+        raise ConfigError(f"the environment variable SLURM_STEP_TASKS_PER_NODE={slurm!r}: must be of the form 8(x2),4")
+    return int(first.group())
+
+
+def _check_port(port: int) -> None:
+    if port == 0:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ConfigError(
+                f"launch.port={port}: {(error.strerror or str(error)).lower()}; choose another, or 0 for any that is free"
+            ) from error
+
+
+def _as_one_of_many(work: Any, debug: bool, near: Path) -> None:
+    """Run ``work`` as a worker of another launcher, and add the rank to the error of this rank."""
+    try:
+        work()
+    except MeshwrightError as error:
+        rank = os.environ.get("RANK", "0")
+        if rank == "0":
+            raise
+        if isinstance(error, NonFiniteError | StoppedError):  # all ranks have this error, and rank 0 reports it
+            leave_to_rank_0(error)
+        raise type(error)([f"rank {rank}: {line}" for line in error.problems]) from error
+    except Exception as error:
+        if debug:
+            raise
+        raise WorkerError(f"rank {os.environ.get('RANK', '0')}: {described(error, near)}") from error
+
+
+def _launch_local(config: RunConfig, processes: int, kind: str, prepared: tuple[str, Path | None], debug: bool) -> None:
+    import torch
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from meshwright.distributed.process_group import end_openmp_threads
+
+    if not debug:
+        for name in (
+            "torch.distributed.elastic",
+            "torch.distributed.launcher",
+            "torch.distributed.elastic.multiprocessing",
+        ):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the threads of tokenizers do not survive a fork
+    if kind == "cpu":
+        import torch._dynamo  # noqa: F401 (FSDP's hooks need it; imported before the fork, every worker has it)
+
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+        end_openmp_threads()
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as reports:
+        settings = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=processes,
+            run_id=uuid.uuid4().hex,
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"localhost:{config.launch.port}",
+            max_restarts=0,
+            monitor_interval=MONITOR_SECONDS,
+            # Forked workers start with everything imported. CUDA does not survive a fork, so with GPUs workers are spawned.
+            start_method="fork" if kind == "cpu" else "spawn",
+            local_addr="localhost",
+            signals_to_handle="SIGHUP,SIGQUIT",  # the other signals ask the run to end, and are passed on to the workers
+        )
+        asked = Path(reports) / ASKED
+        try:
+            with _wishes_to_end(asked):
+                elastic_launch(settings, _worker_entry)(config, kind, prepared, reports, debug, os.getpid())
+        except ChildFailedError as error:
+            raise _first_failure(Path(reports), error) from None
+        except SignalException as error:
+            if error.sigval is signal.SIGINT and not has_begun(asked):
+                raise KeyboardInterrupt from None
+            if error.sigval is signal.SIGINT:
+                raise InterruptError(_ended_at_once(config)) from None
+            raise WorkerError(f"ended by {error.sigval.name}") from None
+
+
+def _ended_at_once(config: RunConfig) -> str:
+    """What a second Ctrl-C leaves of a run."""
+    last = latest(Paths(config.directory).checkpoints)
+    kept = "the run has no checkpoint" if last is None else f"the last complete checkpoint is {last}"
+    return f"SIGINT a second time: ended in the middle of a step; {kept}"
+
+
+@contextmanager
+def _wishes_to_end(asked: Path) -> Iterator[None]:
+    """Pass the first signal that comes inside on to the workers, by a file; a second one ends them at once, as torch does.
+
+    Ctrl-C before the first step ends them at once too: there is nothing to save.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    first: list[float] = []
+
+    def take(number: int, frame: object) -> None:
+        name = signal.Signals(number).name
+        if number == signal.SIGINT and not has_begun(asked):
+            raise SignalException(f"{name} before the first step", sigval=signal.SIGINT)
+        if not first:
+            first.append(time.monotonic())
+            asked.with_suffix(".tmp").write_text(name)
+            asked.with_suffix(".tmp").rename(asked)
+            tell(f"{name}: {WISH}")
+        elif time.monotonic() > first[0] + SAME:
+            raise SignalException(f"{name} a second time", sigval=signal.Signals(number))
+
+    before = {number: signal.signal(number, take) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _worker_entry(
+    config: RunConfig, kind: str, prepared: tuple[str, Path | None], reports: str, debug: bool, launcher: int
+) -> None:
+    """Run a local worker, and write its failure to a file for the launcher, which reports for all workers."""
+    # A forked worker has inherited the launcher's handlers.
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    # torch lets the kernel send SIGINT to a worker whose launcher dies. One before this line may have had no effect.
+    if os.getppid() != launcher:
+        os._exit(1)
+    if not debug:
+        quiet()  # a spawned worker has not inherited it
+    import torch
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    from meshwright.train.start.worker import run_worker
+
+    try:
+        run_worker(config, kind, prepared, asked=Path(reports) / ASKED)
+    except BaseException as error:
+        problems = list(error.problems) if isinstance(error, MeshwrightError) else [described(error, config.directory)]
+        report = {
+            "time": time.time(),
+            "type": type(error).__name__,
+            "problems": problems,
+        }
+        path = Path(reports, f"rank-{os.environ['RANK']}.json")
+        path.with_suffix(".tmp").write_text(json.dumps(report))
+        path.with_suffix(".tmp").rename(path)
+        if debug:
+            traceback.print_exc()
+        # If a peer was killed, this failure only follows from that. The launcher sees one dead worker at a time, so wait here
+        # until it has seen the peer.
+        time.sleep(10 * MONITOR_SECONDS)
+        # Exit without cleaning up, which could wait for peers that are in a collective.
+        os._exit(error.exit_code if isinstance(error, StoppedError) else 1)
+
+
+def _first_failure(reports: Path, failed: Any) -> MeshwrightError:
+    """Return the failure that came first, with its rank. Later failures are mostly peers that lost a connection."""
+    failures = {int(path.stem.removeprefix("rank-")): json.loads(path.read_text()) for path in reports.glob("rank-*.json")}
+    silent = {rank: failure for rank, failure in failed.failures.items() if rank not in failures}
+    if not failures and any(failure.exitcode == StoppedError.exit_code for failure in silent.values()):
+        return StoppedError(UNEXPORTED)
+    killed = {rank: failure for rank, failure in silent.items() if failure.exitcode not in (0, -signal.SIGTERM)}
+    if killed:
+        rank, failure = min(killed.items(), key=lambda item: item[1].timestamp)
+        name = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+        hint = " (the system kills with SIGKILL when memory runs out)" if name == "SIGKILL" else ""
+        first = min((report["time"] for report in failures.values()), default=float("inf"))
+        if failure.timestamp <= first + 1:
+            return WorkerError(f"rank {rank} ended with {name}{hint}")
+    if not failures:
+        return WorkerError(str(failed))
+    rank, report = min(failures.items(), key=lambda item: item[1]["time"])
+    kind = getattr(errors, report["type"], WorkerError)
+    alike = [other for other, item in failures.items() if item["problems"] == report["problems"]]
+    prefix = "" if len(alike) > 1 else f"rank {rank}: "
+    return kind([f"{prefix}{line}" for line in report["problems"]])

@@ -1,0 +1,320 @@
+"""The preparation of a run by one process: it checks all that can be checked, then makes the tokenizer and the tokens.
+
+The launcher does it before it starts workers; under torchrun or Slurm rank 0 does it.
+"""
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from meshwright.checkpoint.directory import complete, latest, read_meta
+from meshwright.checkpoint.export import check_target
+from meshwright.checkpoint.manager import check_base, check_same_model, check_writable
+from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError, during, number_of
+from meshwright.files import write_whole
+from meshwright.plan.axes.context import unevenness
+from meshwright.plan.cost.hardware import load_hardware
+from meshwright.plan.given.options import NF4
+from meshwright.plan.result.sharding_plan import bytes_of, itemsize
+from meshwright.plan.show.explain import explain
+from meshwright.terminal import console
+from meshwright.train.config import RunConfig
+from meshwright.train.guard import waits
+from meshwright.train.start.resume import checkpoint_to_resume, pass_over_damaged
+from meshwright.train.start.setup import Paths, RunSetup, make_setup, plain_config, together
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from meshwright.data.index import StoreIndex
+    from meshwright.data.loader import TrainLoader
+    from meshwright.data.store import TokenStore
+
+__all__ = ["describe_data", "describe_sharing", "introduce", "load_run_tokenizer", "locked", "prepare_run", "warn"]
+
+
+@during("the run is prepared")
+def prepare_run(
+    config: RunConfig, world_size: int, *, fast: bool = False
+) -> "tuple[RunSetup, PreTrainedTokenizerBase, TokenStore]":
+    """Check a run, and prepare the files that its workers read.
+
+    Args:
+        config: configuration of the run.
+        world_size: number of ranks.
+        fast: of tokens that are there already, compare only a sample with their digests.
+
+    Returns:
+        The resolved run, its tokenizer and its tokens. The tokenizer is saved with the run.
+
+    Raises:
+        MeshwrightError: something would fail later, as far as this can be known now.
+    """
+    from meshwright.data.store import prepare
+    from meshwright.distributed import _torch_compat
+    from meshwright.models import _transformers_compat
+    from meshwright.models.adapters.adapt import bare
+    from meshwright.models.adapters.adapter_files import check_adapter
+    from meshwright.models.weights.build import check_files, weight_files
+    from meshwright.models.weights.source import facts, fingerprint
+
+    # Layout, model and plan are quicker to check than the tokenizer, and need only the size of its vocabulary: they come first.
+    draft = _checked_draft(config, world_size)
+    for line in (_torch_compat.untested(), _transformers_compat.untested()):
+        if line:
+            warn(line)
+    paths = Paths(config.directory)
+    check_writable(paths.root)
+    if paths.config.exists() and not paths.source.exists() and latest(paths.checkpoints) is None:
+        words = "is not of a run, and the run would write its own in its place; rename it, or choose another output"
+        raise ConfigError(f"output={config.output}: {paths.config} {words}")
+    if config.export:
+        check_target(paths.export, overwrite=True)  # at the end, in place of that of an earlier part of the run
+    pass_over_damaged(config, warn)
+    resume = checkpoint_to_resume(config)
+    # If the run is given in epochs, its steps are known only after the data are read; until then count a single checkpoint.
+    check_writable(paths.root, _checkpoint_bytes(draft, config, resume, config.training.steps))
+    if resume is None and config.adapter is not None and config.adapter.path is not None:
+        check_adapter(draft.model, config.adapter.path)
+    if resume is not None:
+        check_same_model(resume, draft.stored)
+        source = read_meta(resume).get("source", {})
+        if config.saves_trained_only:
+            check_base(resume, source, weight_files(config.model))
+    elif config.model.path is not None:
+        files = weight_files(config.model)
+        with bare(draft.model):
+            check_files(files, draft.model)
+        source = facts(files)
+        if config.adapter is not None:
+            source["base"] = fingerprint(files)
+    else:
+        source = {}
+
+    with during("the tokenizer is made"):
+        tokenizer = _tokenizer(config, paths)
+    setup = make_setup(config, world_size, tokenizer)
+    tokenizer.save_pretrained(paths.tokenizer)
+    with during("the data are read"):
+        store = prepare(config.data, tokenizer, paths.tokens, config.training.seed, fast=fast, say=warn)
+    if store.index.train_documents == 0:
+        raise DataError("data: no documents left to train on")
+    loader = _loader(config, store)
+    if resume is not None:
+        # The checks that every rank will make again; here they fail before ranks are started.
+        check_same_model(resume, setup.stored, plain_config(setup.model))
+        loader.check_state(read_meta(resume)["loader"])
+    if config.training.epochs is not None:
+        steps = loader.steps(config.training.epochs)
+        if problem := config.warmup_problem(steps):
+            raise ConfigError(problem)
+        check_writable(paths.root, _checkpoint_bytes(setup, config, resume, steps))
+    write_whole(paths.source, json.dumps({**source, "data": store.index.kind}))
+    write_whole(paths.config, config.to_yaml())
+    return setup, tokenizer, store
+
+
+def warn(line: str) -> None:
+    """Print a warning in the terminal; the run goes on."""
+    console().print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+
+def _checked_draft(config: RunConfig, world_size: int) -> RunSetup:
+    """Check data files, extras, layout, model and plan, and return the resolved run; raise all problems as one error."""
+    from importlib.util import find_spec
+
+    errors: list[MeshwrightError] = []
+    if problems := config.data.problems():
+        errors.append(DataError(problems))
+    if problems := [
+        f"metrics.{name}={getattr(config.metrics, name)!r}: needs `pip install 'meshwright[{name}]'`"
+        for name in ("wandb", "mlflow")
+        if getattr(config.metrics, name) is not None and find_spec(name) is None
+    ]:
+        errors.append(ConfigError(problems))
+    if config.metrics.gpu is not None:
+        try:
+            load_hardware(config.metrics.gpu, "metrics.gpu")
+        except ConfigError as error:
+            errors.append(error)
+    if config.adapter is not None and config.adapter.base is not None and config.model.path is None:
+        errors.append(ConfigError(f"adapter.base={config.adapter.base}: is for weights that are in files; set model.path"))
+    draft = None
+    try:
+        draft = make_setup(config, world_size)
+    except MeshwrightError as error:
+        errors.append(error)
+    if draft is None or errors:
+        raise together(errors)
+    return draft
+
+
+def load_run_tokenizer(config: RunConfig, directory: Path | None = None) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer that :func:`prepare_run` saved with the run, or a copy of it in ``directory``."""
+    from meshwright.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(directory or Paths(config.directory).tokenizer, config.model.trust_remote_code)
+
+
+def _tokenizer(config: RunConfig, paths: Paths) -> "PreTrainedTokenizerBase":
+    """Return the run's tokenizer: that of its newest checkpoint, if the output directory has one, otherwise as configured."""
+    from meshwright.data.tokenizer import build_tokenizer
+
+    if (checkpoint := latest(paths.checkpoints)) is not None:
+        # Files of a checkpoint have checksums, which were compared; the one beside it is written anew from it.
+        for directory in (checkpoint / "tokenizer", paths.tokenizer):
+            if (directory / "tokenizer_config.json").is_file():
+                _refuse_another_tokenizer(config, checkpoint)
+                return load_run_tokenizer(config, directory)
+    return build_tokenizer(
+        config.tokenizer,
+        config.data,
+        model_path=config.model.local or config.model.path,
+        default_vocab_size=config.model.said("vocab_size"),
+        trust_remote_code=config.model.trust_remote_code,
+        cache_dir=paths.tokens / "datasets-cache",
+    )
+
+
+def _refuse_another_tokenizer(config: RunConfig, checkpoint: Path) -> None:
+    """Raise an error if a run that resumes, and so keeps its tokenizer, is configured with another one."""
+    before = read_meta(checkpoint).get("config", {}).get("tokenizer", {})
+    earlier = {key: value for key, value in before.items() if value is not None}
+    now = config.tokenizer.model_dump(mode="json", exclude_none=True)
+    if earlier != now:
+        raise CheckpointError(
+            f"tokenizer: the run in {config.output} began with {earlier}, but the configuration now has {now}; choose another "
+            "output"
+        )
+
+
+@contextmanager
+def locked(config: RunConfig) -> Iterator[None]:
+    """Inside, hold the lock of the output directory for this run; workers that are forked inside hold it too.
+
+    Raises:
+        CheckpointError: another run holds the lock.
+    """
+    directory = config.directory
+    check_writable(directory)
+    with open(directory / ".lock", "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"output={config.output}: another run is writing there; wait, or choose another") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+
+
+def _loader(config: RunConfig, store: "TokenStore") -> "TrainLoader":
+    from meshwright.data.loader import TrainLoader
+
+    return TrainLoader(
+        store,
+        sequence_length=config.data.sequence_length,
+        global_batch_size=config.training.global_batch_size,
+        microbatch_size=1,
+        seed=config.training.seed,
+        packing=config.data.packing,
+        shuffle=config.data.shuffle,
+    )
+
+
+def introduce(setup: RunSetup, config: RunConfig, store: "TokenStore") -> None:
+    """Print what a run will do: the plan without its parameters, why the host waits in each step (if it does), and the data."""
+    page = console()
+    page.print(explain(setup.plan, parameters=False))
+    for line in filter(None, (waits(config), describe_data(config, store), describe_sharing(setup, store))):
+        page.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def describe_data(config: RunConfig, store: "TokenStore") -> str:
+    """Describe in a few lines what became of the data, and how many epochs a run trains on them.
+
+    Args:
+        config: configuration of the run.
+        store: its tokens.
+    """
+    index, loader = store.index, _loader(config, store)
+    length, batch, sequences = config.data.sequence_length, config.training.global_batch_size, loader.sequences(1)
+    steps = config.training.steps or loader.steps(config.training.epochs or 0)
+    epochs, filled = steps * batch / sequences, index.train_tokens / (sequences * length)
+    packed = "packed " if config.data.packing == "pack" else ""
+    lines = [
+        f"data: {number_of(index.rows, 'row')}, {number_of(index.documents, 'document')} of "
+        f"{number_of(index.tokens, 'token')}, {index.eval_documents:,} held "
+        f"out; {index.truncated:,} truncated, {index.dropped:,} dropped, {index.empty:,} empty, {index.bad:,} bad"
+        f"{_extras(index)}",
+        f"{number_of(sequences, f'{packed}sequence')} of {length:,}, {filled:.1%} full; "
+        f"{number_of(steps, 'step')} of {batch:,} {'is' if steps == 1 else 'are'} {epochs:.3g} epochs",
+    ]
+    lines += [
+        f"data: the chat template writes nothing of the {name} of {number_of(count, 'chat')}, so the model does not see them; "
+        "set tokenizer.chat_template to one that does"
+        for name, count in index.unwritten.items()
+    ]
+    unread = (("columns", index.unread_columns), ("keys of messages", index.unread_keys))
+    if shown := [f"the {what} {_some(names)}" for what, names in unread if names]:
+        lines.append(f"data: not read: {'; '.join(shown)}")
+    if index.bad:
+        lines += ["left out (data.bad_rows=skip):", *(f"  {row}" for row in index.bad_rows)]
+    return "\n".join(lines)
+
+
+def _extras(index: "StoreIndex") -> str:
+    """What else the chats of a store have, as the end of a line."""
+    parts = [f"{number_of(count, 'chat')} with {name}" for name, count in index.given.items()]
+    parts += [f"{number_of(index.unlearned, 'answer')} not learned (weight 0)"] if index.unlearned else []
+    return f"; {', '.join(parts)}" if parts else ""
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+
+
+def describe_sharing(setup: RunSetup, store: "TokenStore") -> str:
+    """Say how even the work of attention is over the ranks that share sequences; empty without context parallel.
+
+    The work of a position is the number of keys up to it in its document. Windows are not taken into account.
+    """
+    cp, balance = setup.layout.size("cp"), setup.plan.options.context_balance
+    if cp == 1:
+        return ""
+    rows = torch.cat([batch["position_ids"] for batch in _loader(setup.config, store).microbatches(0)])
+    work = nn.functional.pad((rows + 1).sum(0), (0, -rows.shape[1] % setup.plan.sequence_multiple))
+    most = unevenness(work.tolist(), cp, balance)
+    return f"context parallel: in the first step, the rank with the most attention has {most:.2f} of the mean"
+
+
+def _checkpoint_bytes(setup: RunSetup, config: RunConfig, resume: Path | None, steps: int | None) -> int:
+    """Return the bytes that a run will write beyond its existing checkpoints.
+
+    These are the checkpoints that are kept, the one that is being written, and the exported model, if there is one.
+
+    Args:
+        setup: the run.
+        config: configuration of the run.
+        resume: the checkpoint that it resumes from; ``None``: none.
+        steps: number of optimizer steps in all; ``None``: not known yet, and at least one.
+    """
+    kept = [row for row in setup.plan.parameters if row.name in setup.stored]
+    stored = [bytes_of(row.numel, row.dtype) * (3 if row.trainable else 1) for row in kept]
+    done = read_meta(resume)["step"] if resume is not None else 0
+    left = 1 if steps is None else max(0, steps - done)
+    every, minutes, keep = config.checkpoint.every, config.checkpoint.every_minutes, config.checkpoint.keep
+    saves = min(left, 1) if every == 0 else -(-left // every)
+    if minutes is not None and keep is not None and left > 1:
+        saves = max(saves, min(left, keep + 1))  # the number of checkpoints by the clock is not known
+    if config.checkpoint.keep is not None:
+        there = len(complete(Paths(config.directory).checkpoints))
+        saves = min(saves, config.checkpoint.keep + 1 - min(there, config.checkpoint.keep))
+    whole = config.parallel.param_dtype or config.model.dtype  # of what is stored in 4 bits, before it was packed
+    exported = sum(row.numel * itemsize(whole if row.dtype == NF4 else row.dtype) for row in setup.plan.parameters)
+    return sum(stored) * saves + (exported if config.export else 0)

@@ -1,0 +1,361 @@
+"""Resolves everything that is known about a run before a process starts: layout, model on meta, spec, plan, and all problems.
+
+``plan``, ``train`` and every worker call the same functions, so they cannot differ.
+"""
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.errors import CheckpointError, ConfigError, LayoutError, MeshwrightError, PlanError, UnsupportedError, during
+from meshwright.layout import Layout, divisors
+from meshwright.plan.given.spec import ParallelSpec
+from meshwright.plan.result.sharding_plan import ShardingPlan
+from meshwright.train.config import RunConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from meshwright.models.objective import Objective
+
+__all__ = [
+    "Paths",
+    "RunSetup",
+    "describe_model",
+    "make_setup",
+    "microbatches_per_step",
+    "plain_config",
+    "source_facts",
+    "together",
+    "vocabulary_defaults",
+]
+
+
+@dataclass(frozen=True)
+class Paths:
+    """Where a run keeps its files, under its output directory ``root``."""
+
+    root: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """The complete checkpoints, one directory each."""
+        return self.root / "checkpoints"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer of the run."""
+        return self.root / "tokenizer"
+
+    @property
+    def tokens(self) -> Path:
+        """The tokenized documents."""
+        return self.root / "tokens"
+
+    @property
+    def source(self) -> Path:
+        """Facts about the model that training began with, which an export restores, and the kind of data."""
+        return self.root / "source.json"
+
+    @property
+    def config(self) -> Path:
+        """The complete configuration."""
+        return self.root / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """The metrics, one line for each logged step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The event files of TensorBoard."""
+        return self.root / "tensorboard"
+
+    @property
+    def export(self) -> Path:
+        """The final model as a Hugging Face directory."""
+        return self.root / "export"
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """A run that is resolved for a world size.
+
+    Attributes:
+        config: the configuration.
+        layout: the layout, with resolved sizes.
+        model: the model on the meta device.
+        spec: what the model declares about itself.
+        plan: what every rank will hold and send.
+        objective: what the model is trained to do.
+    """
+
+    config: RunConfig
+    layout: Layout
+    model: "PreTrainedModel"
+    spec: ParallelSpec
+    plan: ShardingPlan
+    objective: "Objective"
+
+    @property
+    def paths(self) -> Paths:
+        """Where the run keeps its files."""
+        return Paths(self.config.directory)
+
+    @property
+    def stored(self) -> dict[str, tuple[int, ...]]:
+        """Name to shape of the parameters in its checkpoints."""
+        rows = self.plan.parameters
+        return {row.name: row.shape for row in rows if row.trainable or not self.config.saves_trained_only}
+
+
+def microbatches_per_step(config: RunConfig, layout: Layout) -> int:
+    """Return the number of forward-backward passes of a rank in an optimizer step.
+
+    Raises:
+        ConfigError: the data ranks do not divide the batch sizes; the error names the legal values.
+    """
+    from meshwright.data.loader import check_batch_sizes
+
+    ranks = layout.size("dp")
+    training = config.training
+    check_batch_sizes(training.global_batch_size, training.microbatch_size, ranks)
+    return training.global_batch_size // (training.microbatch_size * ranks)
+
+
+@during("the model and its plan are built")
+def make_setup(
+    config: RunConfig, world_size: int, tokenizer: "PreTrainedTokenizerBase | None" = None, *, planning: bool = False
+) -> RunSetup:
+    """Resolve a configuration for a world size. This starts no process and reads no weights.
+
+    Args:
+        config: the configuration.
+        world_size: number of ranks.
+        tokenizer: gives vocabulary size and special tokens to a new model's config that leaves them out; ``None``: the
+            vocabulary size comes from the configuration.
+        planning: whether the model will not run here. Then the package of its flash kernel may be absent.
+
+    Raises:
+        MeshwrightError: all problems of layout, batch sizes, model and plan that can be found independently of each other.
+    """
+    from meshwright.distributed.experts.balance import refusals
+    from meshwright.models.objective import NextToken
+    from meshwright.plan.given.inspection import model_sizes
+    from meshwright.plan.resolver import resolve
+    from meshwright.train.run_objective import make_objective
+
+    spec, model = describe_model(config, tokenizer, planning=planning)
+    problems: list[MeshwrightError] = []
+    microbatches = 1
+    layout, sizes = config.layout.layout(), model_sizes(spec, model)
+    if sizes.kv_groups and sizes.heads and sizes.kv_heads and sizes.heads % sizes.kv_heads:
+        problems.append(
+            ConfigError(
+                f"{config.model.path or 'model.config'}: {spec.sizes['kv_heads']}={sizes.kv_heads} does not divide "
+                f"{spec.sizes['heads']}={sizes.heads}; legal are {', '.join(map(str, divisors(sizes.heads)))}"
+            )
+        )
+    try:
+        layout = layout.resolve(world_size, sizes)
+        microbatches = microbatches_per_step(config, layout)
+    except (LayoutError, ConfigError) as error:
+        problems.append(error)
+    if config.parallel.activation_checkpointing_save:
+        from meshwright.distributed.memory.activation_checkpointing import find_operators
+
+        try:
+            find_operators(config.parallel.activation_checkpointing_save)
+        except PlanError as error:
+            problems.append(error)
+    objective: Objective = NextToken()
+    try:
+        objective = make_objective(config, model)
+    except ConfigError as error:
+        problems.append(error)
+    if layout.pp not in (None, -1, 1) and not objective.pipelines:
+        words = f"training.objective={objective.name} does not say how stages call the model; the legal value is 1"
+        problems.append(ConfigError(f"layout.pp={layout.pp}: {words}"))
+    problems.extend(_length_problems(config, model))
+    if getattr(model.config.get_text_config(), "output_router_logits", False):
+        problems.append(
+            ConfigError(
+                "model.config.output_router_logits=true: transformers' auxiliary loss of the router is no part of the training "
+                "loss; the legal value is false; for a balance loss, set its coefficient moe.aux_loss"
+            )
+        )
+    if tokenizer is not None:
+        problems.extend(_vocabulary_problems(config, model, len(tokenizer)))
+    if problems:
+        raise together(problems)
+    options = config.parallel.options(microbatches)
+    freeze, decay = (*options.freeze, *objective.frozen), config.optimizer
+    options = replace(options, freeze=freeze, decay=tuple(decay.decay), no_decay=tuple(decay.no_decay))
+    tokens, experts = _tokens(config, layout, model)
+    options = replace(options, tokens=tokens, experts_of_token=experts, packed=config.data.packing == "pack")
+    options = replace(options, balance_loss=config.training.microbatch_size if config.moe.aux_loss else 0)
+    if not objective.chunks:
+        if options.loss_chunks:
+            words = f"training.objective={objective.name} has its own way from logits to losses; the legal value is 0"
+            raise ConfigError(f"parallel.loss_chunks={options.loss_chunks}: {words}")
+        options = replace(options, loss_chunks=0)
+    plan = resolve(spec, model, layout, options)
+    refused = refusals(
+        plan,
+        aux_loss=config.moe.aux_loss or 0.0,
+        bias_update_rate=config.moe.bias_update_rate or 0.0,
+        uncounted=objective.uncounted,
+    )
+    if refused:
+        raise ConfigError(refused)
+    return RunSetup(config, layout, model, spec, plan, objective)
+
+
+def describe_model(
+    config: RunConfig, tokenizer: "PreTrainedTokenizerBase | None" = None, *, planning: bool = False
+) -> "tuple[ParallelSpec, PreTrainedModel]":
+    """Return the spec of a run's model, and the model on the meta device.
+
+    Raises:
+        MeshwrightError: the model cannot be built, or declares too little.
+    """
+    from meshwright.models.specs.registry import get_parallelization_strategy
+    from meshwright.models.specs.strategy import ParallelizationStrategy
+    from meshwright.models.user_imports import import_modules
+    from meshwright.models.weights.build import build_on_meta, pretrained_config
+    from meshwright.models.weights.source import refuse_untrainable
+
+    import_modules(config.imports)
+    if tokenizer is None:  # nothing is prepared yet; a run that has its tokenizer passed this check before
+        refuse_untrainable(config.model)
+    hf_config = pretrained_config(config.model, vocabulary_defaults(config, tokenizer))
+    model = build_on_meta(
+        config.model, hf_config, adapter=config.adapter, param_dtype=config.parallel.param_dtype, planning=planning
+    )
+    strategy = get_parallelization_strategy(model)
+    if type(strategy).parallelize is not ParallelizationStrategy.parallelize:
+        raise UnsupportedError(
+            f"{type(strategy).__name__}.parallelize: is overridden, but a run does not call it; override spec() or "
+            "carry_out(), or shard with FSDP2Manager in a loop of your own"
+        )
+    spec = strategy.spec(model, config.parallel.param_dtype)
+    if config.adapter is not None:
+        from meshwright.models.adapters.adapt import remarks_of_adapter, unit_of_adapters
+
+        spec = replace(spec, remarks=(*spec.remarks, *remarks_of_adapter(model)))
+        if config.adapter.reduce == "once":
+            if (config.layout.pp or 1) > 1:
+                raise ConfigError(
+                    "adapter.reduce=once: stages of a pipeline reduce by themselves; with pp the legal value is unit"
+                )
+            spec = replace(spec, units=(*spec.units, unit_of_adapters(model)))
+    return spec, model
+
+
+def _tokens(config: RunConfig, layout: Layout, model: "PreTrainedModel") -> tuple[int, int | None]:
+    """Return the tokens of a microbatch on a rank, and the experts per token; the bytes of activations depend on both."""
+    multiple = config.parallel.options(1).sequence_multiple(layout)
+    length = -(-config.data.sequence_length // multiple) * multiple // layout.size("cp")
+    text = model.config.get_text_config()
+    names = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
+    experts = next((number for name in names if isinstance(number := getattr(text, name, None), int)), None)
+    return config.training.microbatch_size * length, experts
+
+
+def vocabulary_defaults(config: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, Any]:
+    """Return the values for a new model's config that come from the tokenizer where the config does not give them."""
+    if tokenizer is not None:
+        special = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        return {"vocab_size": len(tokenizer), **special}
+    if config.model.said("vocab_size") is not None:
+        return {}
+    if config.tokenizer.path is not None:
+        from meshwright.data.tokenizer import load_tokenizer
+
+        return vocabulary_defaults(config, load_tokenizer(config.tokenizer.path, config.model.trust_remote_code))
+    if config.tokenizer.vocab_size is not None:
+        # A tokenizer that is trained here gives its special tokens these ids; the plan does not depend on them.
+        return {"vocab_size": config.tokenizer.vocab_size, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    if config.model.config is not None:
+        raise ConfigError("model.config.vocab_size: is required if neither tokenizer.path nor tokenizer.vocab_size is set")
+    return {}
+
+
+def _length_problems(config: RunConfig, model: "PreTrainedModel") -> list[MeshwrightError]:
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    length = config.data.sequence_length
+    if not isinstance(longest, int) or longest < 1 or length <= longest:  # -1: no limit
+        return []
+    where = "model.config" if config.model.config is not None else config.model.path
+    longer = _longer(config, getattr(model.config.get_text_config(), "rope_parameters", None), longest)
+    return [
+        ConfigError(
+            f"data.sequence_length={length}: {where} has max_position_embeddings={longest}; legal is 2 to {longest}{longer}"
+        )
+    ]
+
+
+def _longer(config: RunConfig, rope: dict[str, Any] | None, longest: int) -> str:
+    """Say how a model gets more positions, as the end of a message.
+
+    Args:
+        config: configuration of the run.
+        rope: how transformers computes the model's rotary positions; ``None``: it has none.
+        longest: the positions that it has.
+    """
+    length = config.data.sequence_length
+    if config.model.config is not None:
+        return f", or more with model.config.max_position_embeddings={length}"
+    if not rope:
+        return "; its positions are not rotary, and cannot be scaled"
+    if rope.get("rope_type") != "default":  # scaled already, or each kind of attention has its own
+        return "; for more, its config.json needs other max_position_embeddings and rope_parameters"
+    factor = math.ceil(length / longest)
+    scaled = {**rope, "rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": longest}
+    text = json.dumps({"max_position_embeddings": factor * longest, "rope_parameters": scaled})
+    return f"; for more, scale its rotary positions: write {text[1:-1]} into the config.json of a copy of it"
+
+
+def _vocabulary_problems(config: RunConfig, model: "PreTrainedModel", tokens: int) -> list[MeshwrightError]:
+    vocabulary = model.config.get_text_config().vocab_size
+    if tokens <= vocabulary:
+        return []
+    where = "model.config.vocab_size" if config.model.config is not None else f"the vocabulary of {config.model.path}"
+    return [
+        ConfigError(
+            f"{where}={vocabulary}: the tokenizer has {tokens} tokens, so ids from {vocabulary} on would have no embedding; "
+            f"legal is {tokens} or more, or another tokenizer"
+        )
+    ]
+
+
+def plain_config(model: "PreTrainedModel") -> dict[str, Any]:
+    """Return a model's config as plain values that JSON can represent."""
+    return json.loads(model.config.to_json_string(use_diff=False))
+
+
+def source_facts(paths: Paths) -> dict[str, Any]:
+    """Return the facts written when the run was prepared (:func:`meshwright.models.weights.source.facts`), and the kind of
+    data.
+
+    Raises:
+        CheckpointError: the file is not what was written.
+    """
+    if not paths.source.is_file():
+        return {}
+    try:
+        values = json.loads(paths.source.read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError("no mapping")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{paths.source}: cannot be read ({error}); start the run again, which writes it anew") from error
+    return values
+
+
+def together(problems: list[MeshwrightError]) -> MeshwrightError:
+    """Return one error that holds the problems of several errors."""
+    kind = type(problems[0]) if len({type(problem) for problem in problems}) == 1 else ConfigError
+    return kind([line for problem in problems for line in problem.problems])

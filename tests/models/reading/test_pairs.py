@@ -1,0 +1,309 @@
+"""Pairs of matrices, and regions of layers, that a trace finds: what can be sliced is, and what cannot is named."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+
+from meshwright.errors import PlanError
+from meshwright.layout import Layout
+from meshwright.models.families.default_configs import ODD, model_types
+from meshwright.models.families.tiny import HEADS
+from meshwright.models.reading.tensor.pairs import trace_pairs
+from meshwright.models.reading.tensor.regions import trace_regions
+from meshwright.models.reading.tracing import count_runs
+from meshwright.models.specs.registry import spec_of
+from meshwright.plan.given.options import ParallelOptions
+from meshwright.plan.given.sliceable_pairs import Pair
+from meshwright.plan.resolver import resolve
+from meshwright.plan.result.program import Assign
+from meshwright.plan.result.sharding_plan import ShardingPlan
+from tests.tiny import tiny_model
+
+LAYERS = ["model.layers.0", "model.layers.1"]
+
+
+class Changed(nn.Module):
+    """The MLP of a Llama with something between its matrices, or around them."""
+
+    def __init__(self, inner: nn.Module, between: object, around: bool = False) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = inner.gate_proj, inner.up_proj, inner.down_proj
+        self.scale = nn.Parameter(torch.ones(1, device="meta"))
+        self.between, self.around = between, around
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        inner = nn.functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden)
+        output = self.down_proj(self.between(self, inner))
+        return output + hidden if self.around else output
+
+
+def changed(between: object, around: bool = False) -> LlamaForCausalLM:
+    model = tiny_model("llama", meta=True)
+    for layer in model.model.layers:
+        layer.mlp = Changed(layer.mlp, between, around)
+    return model
+
+
+def test_the_pairs_of_a_llama() -> None:
+    model = tiny_model("llama", meta=True)
+    found = []
+    for layer in LAYERS:
+        inputs = tuple(f"{layer}.self_attn.{name}_proj" for name in "kqv")
+        found.append(Pair(inputs, f"{layer}.self_attn.o_proj", model.config.num_key_value_heads))
+        gated = (f"{layer}.mlp.gate_proj", f"{layer}.mlp.up_proj")
+        found.append(Pair(gated, f"{layer}.mlp.down_proj", model.config.intermediate_size))
+    assert trace_pairs(model, LAYERS).found == tuple(found)
+
+
+def test_norms_of_each_head_stand_beside_their_pair() -> None:
+    """Each rank has a part of their gradients. What they do to anything else would have all of it, and be summed too."""
+    model = tiny_model("qwen3", meta=True)
+    (attention,) = [pair for pair in trace_pairs(model, LAYERS).found if pair.second == f"{LAYERS[0]}.self_attn.o_proj"]
+    norms = tuple(f"{LAYERS[0]}.self_attn.{name}_norm.weight" for name in "kq")
+    assert attention.beside == norms
+    inner = model.model.layers[0].self_attn
+    before = inner.forward
+
+    def forward(hidden_states: torch.Tensor, *args: object, **kwargs: object) -> object:
+        width = inner.q_norm.weight.shape[0]
+        return before(hidden_states + inner.q_norm.weight.repeat(hidden_states.shape[-1] // width), *args, **kwargs)
+
+    inner.forward = forward
+    assert [pair.second for pair in trace_pairs(model, LAYERS).found if "self_attn" in pair.second] == [
+        f"{LAYERS[1]}.self_attn.o_proj"
+    ]
+
+
+def test_norms_that_a_model_has_under_one_of_its_settings_are_sliced_with_their_attention() -> None:
+    sizes = {**HEADS, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+             "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "use_qk_norm": True}  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("glm4_moe", **sizes))
+    model.config.use_cache = False
+    for sequence_parallel in (False, True):
+        options = ParallelOptions(param_dtype=None, sequence_parallel=sequence_parallel)
+        plan = resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), options)
+        assert plan.tp_level == "model"
+        rows = {row.module: row for row in plan.tensor_parallel}
+        for name in "kq":
+            row = rows[f"model.layers.1.self_attn.{name}_norm"]
+            assert (row.style, row.sums) == ("replicated_with_grad_allreduce", ("weight",))
+
+
+class Attention(nn.Module):
+    """The attention of a Llama, which counts its heads, with something that changes the scores or the output."""
+
+    def __init__(
+        self,
+        inner: nn.Module,
+        change: Callable[["Attention", torch.Tensor], torch.Tensor],
+        before: Callable[["Attention", torch.Tensor], torch.Tensor] = lambda _, hidden: hidden,
+    ) -> None:
+        super().__init__()
+        self.before = before
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = inner.q_proj, inner.k_proj, inner.v_proj, inner.o_proj
+        self.num_heads, self.head_dim, self.change = 4, inner.head_dim, change
+        self.slopes = nn.Parameter(torch.ones(4, 1, 1, device="meta"))
+        self.scale = nn.Parameter(torch.ones(1, device="meta"))
+
+    def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
+        hidden_states = self.before(self, hidden_states)
+        rows, length, _ = hidden_states.shape
+        shape = (rows, length, self.num_heads, self.head_dim)
+        query, value = (projection(hidden_states).view(shape).transpose(1, 2) for projection in (self.q_proj, self.v_proj))
+        key = self.k_proj(hidden_states).view(rows, length, -1, self.head_dim).transpose(1, 2)
+        scores = self.change(self, query @ key.transpose(2, 3)).softmax(-1)
+        output = (scores @ value).transpose(1, 2)
+        return self.o_proj(output.reshape(rows, length, self.num_heads * self.head_dim)), None
+
+
+CHANGES: list[tuple[Callable[[Attention, torch.Tensor], torch.Tensor], bool]] = [
+    (lambda module, scores: scores / 8.0, True),
+    (lambda module, scores: scores / module.head_dim**0.5, True),
+    (lambda module, scores: scores / module.num_heads, False),  # a rank has another number
+    (lambda module, scores: scores / torch.full([], module.num_heads**0.5, device="meta"), False),
+    (lambda module, scores: scores / torch.tensor(module.num_heads, device="meta"), False),
+    (lambda module, scores: scores / torch.ones(module.num_heads, device="meta").sum(), False),
+    (lambda module, scores: scores + module.slopes, False),  # of all heads
+    (lambda module, scores: scores + torch.arange(4, device="meta").view(4, 1, 1), False),
+    (lambda module, scores: scores * module.scale, False),  # every head has a part of its gradient
+    (lambda module, scores: scores.softmax(1), False),
+    (lambda module, scores: scores - scores.mean(1, keepdim=True), False),
+    (lambda module, scores: scores.flip(1), False),
+    (lambda module, scores: scores.masked_fill(torch.ones(scores.shape[-2:], device="meta").triu(1).bool(), -1e9), True),
+    (lambda module, scores: scores.transpose(1, 2).contiguous().transpose(1, 2), True),
+    (lambda module, scores: scores.reshape(-1, *scores.shape[2:]).view(scores.shape), True),
+    (lambda module, scores: torch.stack([scores, scores]).sum(0), True),
+    (lambda module, scores: torch.cat(scores.chunk(2, dim=1), dim=1), False),
+    (lambda module, scores: scores.flatten(1, 2).view(scores.shape), True),
+]
+
+
+@pytest.mark.parametrize(("change", "sliced"), CHANGES)
+def test_heads_are_followed(change: Callable[[Attention, torch.Tensor], torch.Tensor], sliced: bool) -> None:
+    model = tiny_model("llama", meta=True, num_key_value_heads=4)
+    for layer in model.model.layers:
+        layer.self_attn = Attention(layer.self_attn, change)
+    found = {pair.second: pair for pair in trace_pairs(model, LAYERS).found}
+    assert {f"{layer}.mlp.down_proj" for layer in LAYERS} <= set(found)
+    for layer in LAYERS:
+        pair = found.get(f"{layer}.self_attn.o_proj")
+        assert (pair is not None) is sliced
+        assert pair is None or (pair.blocks, pair.counts) == (4, ((f"{layer}.self_attn", "num_heads", 4),))
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        lambda module, hidden: hidden / module.num_heads,
+        lambda module, hidden: nn.functional.normalize(hidden.unflatten(-1, (module.num_heads, -1)), dim=-1).flatten(-2),
+    ],
+)
+def test_a_count_that_code_on_whole_features_uses_is_not_replaced(
+    before: Callable[[Attention, torch.Tensor], torch.Tensor],
+) -> None:
+    """The number of a rank's heads would change what every rank is to compute alike."""
+    model = tiny_model("llama", meta=True, num_key_value_heads=4)
+    for layer in model.model.layers:
+        layer.self_attn = Attention(layer.self_attn, lambda _, scores: scores, before)
+    assert not [pair for pair in trace_pairs(model, LAYERS).found if "self_attn" in pair.second]
+
+
+@pytest.mark.parametrize(
+    ("between", "sliced"),
+    [
+        (lambda module, inner: torch.tanh(inner) * 2.0, True),
+        (lambda module, inner: inner.unflatten(-1, (2, -1)).flatten(-2), False),  # always in two parts
+        (lambda module, inner: inner.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2), False),
+        (lambda module, inner: torch.cat(inner.chunk(2, -1)[::-1], -1), False),
+        (lambda module, inner: inner / inner.norm(dim=-1, keepdim=True), False),
+        (lambda module, inner: inner - inner.mean(-1, keepdim=True), False),
+        (lambda module, inner: inner.softmax(-1), False),
+        (lambda module, inner: inner + torch.ones(inner.shape[-1], device="meta"), False),
+        (lambda module, inner: inner * module.scale, False),
+        (lambda module, inner: inner.flip(-1), False),
+        (lambda module, inner: inner.sort(-1).values, False),
+    ],
+)
+def test_what_mixes_features_is_no_pair(between: object, sliced: bool) -> None:
+    found = {pair.second for pair in trace_pairs(changed(between), LAYERS).found}
+    assert {name for name in found if "mlp" in name} == ({f"{layer}.mlp.down_proj" for layer in LAYERS} if sliced else set())
+
+
+@pytest.mark.parametrize(
+    ("between", "operator"),
+    [
+        (lambda module, inner: inner - inner.mean(-1, keepdim=True), "aten.mean.dim"),
+        (lambda module, inner: inner.softmax(-1), "aten._softmax.default"),
+        (lambda module, inner: inner.cumsum(-1), "aten.cumsum.default"),
+    ],
+)
+def test_declared_styles_that_cannot_be_right_are_refused_with_the_operator(between: object, operator: str) -> None:
+    """The styles that Llama declares, for an MLP that they do not fit. The code of the module does not show its statistic."""
+    model = changed(between)
+    with pytest.raises(PlanError) as error:
+        resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions(), world_size=2)
+    wanted = f"'model.layers.0.mlp.gate_proj' has the style colwise, but {operator} mixes its features"
+    assert any(wanted in problem for problem in error.value.problems)
+
+
+def test_a_region_with_a_residual_inside_is_not_split() -> None:
+    def same(module: nn.Module, inner: torch.Tensor) -> torch.Tensor:
+        return inner
+
+    found = trace_regions(changed(same), LAYERS)
+    assert (found.problem, found.around, found.tokenwise) == ("", (), ("model.norm",))
+    assert found.regions == tuple(f"{layer}.{part}" for layer in LAYERS for part in ("self_attn", "mlp"))
+    assert trace_regions(changed(same, around=True), LAYERS).around == tuple(f"{layer}.mlp" for layer in LAYERS)
+
+
+def test_what_mixes_tokens_on_the_stream_is_refused() -> None:
+    model = tiny_model("llama", meta=True)
+    norm = model.model.layers[1].input_layernorm
+    norm.forward = lambda hidden: hidden.cumsum(1)
+    assert "an operator mixes the tokens of a slice (aten.cumsum.default)" in trace_regions(model, LAYERS).problem
+
+
+def test_how_often_modules_run() -> None:
+    model = tiny_model("llama", meta=True)
+    body = model.model
+    inner = body.layers[1].forward
+    body.layers[1].forward = lambda *args, **kwargs: inner(inner(*args, **kwargs), *args[1:], **kwargs)
+    runs = count_runs(model)
+    assert (runs["model.layers.0"], runs["model.layers.0.mlp"], runs["model.layers.1.mlp"]) == ((1, 1), (1, 1), (2, 2))
+    gemma = AutoConfig.for_model("gemma3")
+    with torch.device("meta"):
+        runs = count_runs(AutoModelForCausalLM.from_config(gemma))
+    assert (runs["model.vision_tower"], runs["model.language_model"]) == ((0, 0), (1, 1))
+
+
+def derived(model_type: str, tp: int, **sizes: int) -> tuple[dict[str, str], ShardingPlan]:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
+    plan = resolve(spec_of(model), model, Layout(tp=tp, dp_shard=1), ParallelOptions(), world_size=tp)
+    assert plan.tp_level == "derived"
+    return {row.module: row.style for row in plan.tensor_parallel}, plan
+
+
+def test_styles_of_a_model_that_declares_none() -> None:
+    """Its attention counts heads, so that a rank's gets the number of its own. What does not divide is computed whole."""
+    vocabulary = {"transformer.wte": "embedding_rowwise", "lm_head": "colwise_gather_output"}
+    mlp, attention = (
+        {f"transformer.h.{layer}.{name}": style for layer in (0, 1) for name, style in styles}
+        for styles in (
+            [("mlp.fc_in", "colwise"), ("mlp.fc_out", "rowwise")],
+            [(f"attn.{name}_proj", "rowwise" if name == "out" else "colwise") for name in ("q", "k", "v", "out")],
+        )
+    )
+    sizes = {"n_layer": 2, "n_embd": 48, "rotary_dim": 8}
+    styles, plan = derived("gptj", 2, n_head=4, **sizes)
+    assert styles == vocabulary | mlp | attention
+    counts = {action.module: action.values for action in plan.program if isinstance(action, Assign)}
+    assert counts["transformer.h.1.attn"] == (("num_attention_heads", 2),)
+    styles, _ = derived("gpt2", 2, n_layer=2, n_embd=48, n_head=4)
+    assert {styles["transformer.h.0.mlp.c_fc"], styles["transformer.h.1.mlp.c_proj"]} == {
+        "colwise_transposed", "rowwise_transposed",
+    }  # fmt: skip
+
+
+def test_a_model_without_pairs_has_no_styles() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", num_hidden_layers=2, hidden_size=32))
+    with pytest.raises(
+        PlanError, match="derived: no linear layer puts out features that enter another one without being mixed"
+    ):
+        resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions(), world_size=2)
+
+
+def test_an_embedding_that_another_module_reads_is_whole() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma4"))
+    name = "model.language_model.embed_tokens"
+    plan = resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions(), world_size=2)
+    assert dict(plan.tp_passed_over)[name] == "another module reads its matrix"
+    assert plan.parameter(f"{name}.weight").tp_style is None
+    given = ParallelOptions(tp_plan={name: "embedding_rowwise", "lm_head": "colwise_gather_output"})
+    with pytest.raises(PlanError, match="embed_tokens' is sliced, but another module reads its matrix; leave it out"):
+        resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), given, world_size=2)
+
+
+def test_the_odd_ones_are_model_types() -> None:
+    assert set(ODD) <= set(model_types())
+
+
+def test_a_matrix_that_is_stored_transposed_has_styles_of_its_own() -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", n_layer=2, n_embd=32, n_head=4))
+    for styles, wanted in (
+        (
+            {"transformer.h.*.mlp.c_fc": "colwise", "transformer.h.*.mlp.c_proj": "rowwise"},
+            r"its weight is \[in, out\]; legal are",
+        ),
+        ({"transformer.h.*.mlp.c_fc": "colwise_gather_output"}, r"its weight is \[in, out\]; legal are colwise_transposed"),
+        ({"lm_head": "colwise_transposed"}, r"its weight is \[out, in\]; legal are colwise"),
+    ):
+        with pytest.raises(PlanError, match=wanted):
+            resolve(spec_of(model), model, Layout(tp=2, dp_shard=1), ParallelOptions(tp_plan=styles), world_size=2)

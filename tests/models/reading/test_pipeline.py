@@ -1,0 +1,235 @@
+"""Where models are cut into stages: chained stages against the whole model, in one process."""
+
+import copy
+import inspect
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from meshwright.distributed.pipeline.cut import crossing_of, cut_model
+from meshwright.errors import MeshwrightError
+from meshwright.matrix.cells import deepened
+from meshwright.models.families.default_configs import ODD
+from meshwright.models.families.listed import TINY_MODELS
+from meshwright.models.specs.registry import spec_of
+from meshwright.plan.given.cut_points import StageFacts
+from meshwright.plan.given.names import match_names, within
+from meshwright.plan.result.program import Cut
+
+LENGTH = 40
+"""Tokens of a row: more than every window of the models below."""
+
+FAMILIES = [name for name in TINY_MODELS if name not in ("diffusion_gemma", "gemma3n_text")]
+SMALL: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 4),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "num_key_value_heads"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 64),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
+    **dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "sliding_window"), 8),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "ssm_state_size", "mamba_d_state", "mamba_head_dim"), 8),
+    **dict.fromkeys(("linear_num_value_heads", "mamba_num_heads", "mamba_n_heads"), 4),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "n_groups", "mamba_n_groups"), 1),
+    "vocab_size": 67, "num_experts_per_tok": 2, "linear_num_key_heads": 2, "mamba_d_head": 16, "rotary_dim": 8,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "layerdrop": 0.0, "is_decoder": True,
+    **dict.fromkeys(
+        ("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout", "dropout", "activation_dropout",
+         "hidden_dropout_prob", "attention_probs_dropout_prob", "embedding_dropout", "residual_dropout"), 0.0),
+    "router_jitter_noise": 0.0, "input_jitter_noise": 0.0,
+    # What a model does to embeddings and logits, set away from 1.
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3, "logits_scaling": 2.0,
+    "logit_scale": 0.5, "mup_enabled": True, "final_logit_softcapping": 2.0, "use_mup": True,
+}  # fmt: skip
+
+
+def built(model_type: str, **config: Any) -> nn.Module:
+    """A model with drawn weights, in fp64, that drops nothing."""
+    built_config = AutoConfig.for_model(model_type, **config)
+    try:
+        model = AutoModelForCausalLM.from_config(built_config, experts_implementation="eager")
+    except ValueError:  # it has no choice of kernels
+        model = AutoModelForCausalLM.from_config(built_config)
+    model = model.double()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(0.3 * noise if parameter.ndim > 1 else parameter + 0.1 * noise)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    model.config.use_cache = False
+    return model.train()
+
+
+def tiny(family: str, layers: int) -> nn.Module:
+    config = deepened({key: value for key, value in TINY_MODELS[family].config.items() if key != "model_type"}, layers)
+    return built(TINY_MODELS[family].config.get("model_type", family), **config)
+
+
+def facts_of(model: nn.Module) -> StageFacts:
+    spec = spec_of(model)
+    names = [name for name, _ in model.named_modules()]
+    assert spec.traces is not None
+    facts = spec.traces(model).stages([name for pattern in spec.layers for name in match_names(pattern, names)])
+    assert facts is not None
+    return facts
+
+
+def cut_at(facts: StageFacts, begin: int, end: int) -> Cut:
+    tied = [name for name, sides in facts.used.items() if len(sides) > 1]
+    return Cut(
+        facts.body, tuple((layer.name, *layer.argument, layer.returned) for layer in facts.layers), begin, end,
+        tuple((module.name, module.features, module.lookup) for module in facts.leading),
+        tuple(module.name for module in facts.leading if any(within(name, [module.name]) for name in tied)),
+        facts.trailing, facts.hidden,
+    )  # fmt: skip
+
+
+def compare(model: nn.Module, facts: StageFacts, stages: int, packed: bool) -> None:
+    """Chain stages by hand: logits, the gradient of every parameter, and which stage holds what."""
+    documents = (15, 25) if packed else (LENGTH,)
+    ids = torch.randint(3, 60, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(length) for length in documents]).expand(2, LENGTH)
+    inputs = {"input_ids": ids, "position_ids": positions, "use_cache": False}
+    truth = model(**inputs).logits
+    weights = torch.randn(truth.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    count = len(facts.layers)
+    parts, hidden, passed = [], None, []
+    for begin, end in pairwise(count * index // stages for index in range(stages + 1)):
+        part = copy.deepcopy(model)
+        cut_model(part, cut_at(facts, begin, end))
+        received = None if hidden is None else hidden.detach().requires_grad_()
+        crossing_of(part).received = received
+        hidden = part(**inputs)
+        parts.append(part)
+        passed.append((received, hidden))
+    torch.testing.assert_close(hidden.logits, truth, rtol=0, atol=1e-9 * float(truth.abs().max()))
+    (truth * weights).sum().backward()
+    gradient = weights
+    for received, sent in reversed(passed):
+        getattr(sent, "logits", sent).backward(gradient)
+        gradient = None if received is None else received.grad
+    sums: dict[str, torch.Tensor] = {}
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            sums[name] = sums.get(name, torch.zeros_like(parameter)) + (0 if parameter.grad is None else parameter.grad)
+    whole = dict(model.named_parameters())
+    assert sums.keys() == whole.keys()
+    for name, parameter in whole.items():
+        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        scale = max(float(expected.abs().max()), 1e-12)
+        torch.testing.assert_close(
+            sums[name], expected, rtol=0, atol=1e-8 * scale, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    held = [sum(p.numel() for p in part.parameters()) for part in parts]
+    twice = sum(whole[name].numel() for name, sides in facts.used.items() if len(sides) > 1)
+    assert sum(held) == sum(p.numel() for p in whole.values()) + twice
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "packed"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_stages_compute_what_the_model_does(family: str, packed: bool, stages: int) -> None:
+    model = tiny(family, 4)
+    facts = facts_of(model)
+    assert facts.problems == ()
+    compare(model, facts, stages, packed)
+
+
+@pytest.mark.parametrize("family", ["granite", "hyperclovax", "afmoe", "cohere2", "gemma2", "minicpm3"])
+def test_what_happens_to_embeddings_and_logits_happens_once(family: str) -> None:
+    """Multipliers of embeddings, residuals and logits, and soft caps."""
+    model = built(family, **known(family))
+    compare(model, facts_of(model), 2, packed=False)
+
+
+def known(model_type: str) -> dict[str, Any]:
+    """The small sizes that a family's config knows."""
+    kind = CONFIG_MAPPING[model_type]
+    names = {*inspect.signature(kind.__init__).parameters, *getattr(kind, "__dataclass_fields__", {}), *kind.attribute_map}
+    return {key: value for key, value in SMALL.items() if key in names}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_every_causal_model_is_exact_or_refused(model_type: str) -> None:
+    try:
+        with torch.device("meta"):
+            empty = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **known(model_type)))
+        if sum(parameter.numel() for parameter in empty.parameters()) > 3e6:
+            pytest.skip("its config has no small sizes that are known here")
+        model = built(model_type, **known(model_type))
+        model(input_ids=torch.ones((1, 4), dtype=torch.long), position_ids=torch.arange(4)[None], use_cache=False)
+        copy.deepcopy(model)  # models that keep computed tensors cannot be copied, and the comparison copies them
+    except Exception as error:
+        pytest.skip(f"does not build or run from a tiny config: {type(error).__name__}")
+    try:
+        facts = facts_of(model)
+    except MeshwrightError as error:
+        pytest.skip(str(error))  # it declares no layers
+    if not facts.problems:
+        compare(model, facts, 2, packed=False)
+
+
+def test_what_cannot_be_cut_is_refused_by_name() -> None:
+    """Layers that read an embedding of their own, and the keys of earlier layers."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3n_text", **TINY_MODELS["gemma3n_text"].config))
+    problems = facts_of(model).problems
+    assert "layer 'model.layers.0' reads more than its hidden state of what runs before the first layer" in problems
+    assert "layer 'model.layers.2' reads more than its hidden state of layer 'model.layers.0'" in problems
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [
+        (
+            "falcon_h1",
+            "cut in two, it does not run, or cannot be initialised (AttributeError: '_Passage' object has no attribute",
+        ),
+        ("bigbird_pegasus", "cut in two, it does not run, or cannot be initialised (RuntimeError"),
+        ("gemma3", "it has parts beside its language model, whose stages would not run what is around it"),
+    ],
+)
+def test_what_does_not_run_in_parts_is_refused(model_type: str, words: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **ODD.get(model_type, {})))
+    (problem,) = facts_of(model).problems
+    assert problem.startswith(words)
+
+
+def test_a_mask_has_the_rows_of_its_batch() -> None:
+    """MVP checks the shape of its mask."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("mvp"))
+    assert not facts_of(model).problems
+
+
+def test_a_model_that_computes_between_its_layers_is_refused() -> None:
+    model = tiny("llama", 2)
+    facts = facts_of(model)
+    body = model.model
+    own = type(body).forward
+
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        first = body.layers[0].register_forward_hook(lambda module, args, output: output * 0.5)
+        try:
+            return own(body, *args, **kwargs)
+        finally:
+            first.remove()
+
+    body.forward = scaled
+    assert facts.problems == ()
+    (problem,) = facts_of(model).problems
+    assert problem == "the input of layer 'model.layers.1' is not the output of 'model.layers.0'"

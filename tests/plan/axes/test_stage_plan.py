@@ -1,0 +1,159 @@
+"""Stages in the plan: where models are cut, what each stage has, what is refused."""
+
+import math
+from typing import Any
+
+import pytest
+
+from meshwright.errors import PlanError
+from meshwright.layout import Layout
+from meshwright.models.specs.registry import spec_of
+from meshwright.plan.axes.pipeline.stage_plan import crossing_shape, elsewhere, on_stages, pipeline_counts, stages_of_rank
+from meshwright.plan.cost.price import totals, totals_of_rank
+from meshwright.plan.given.options import ParallelOptions, PipelineSchedule
+from meshwright.plan.resolver import resolve
+from meshwright.plan.result.program import Cut, Wrap
+from meshwright.plan.result.sharding_plan import ShardingPlan
+from tests.diffusion_gemma import tiny_diffusion_gemma
+from tests.tiny import PLAIN_SPEC, Plain, tiny_model
+
+TWO = Layout(pp=2, dp_shard=1)
+
+
+def planned(family: str = "llama", layers: int = 4, layout: Layout = TWO, **options: Any) -> ShardingPlan:
+    model = tiny_model(family, meta=True, num_hidden_layers=layers)
+    return resolve(spec_of(model), model, layout, ParallelOptions(**{"microbatches": 8, **options}))
+
+
+def refusal(**options: Any) -> str:
+    with pytest.raises(PlanError) as error:
+        planned(**options)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks"),
+    [
+        ("1f1b", [0, 1]),
+        ("gpipe", [0, 1]),
+        ("interleaved_1f1b", [0, 1, 0, 1]),
+        ("zbv", [0, 1, 1, 0]),
+        ("dualpipe_v", [0, 1, 1, 0]),
+    ],
+)
+def test_which_rank_has_which_stage(schedule: str, ranks: list[int]) -> None:
+    plan = planned(pipeline_schedule=schedule)
+    assert [row.rank for row in plan.stages] == ranks
+    assert [layer for row in plan.stages for layer in row.layers] == list(plan.layers)
+    assert sum(row.cost for row in plan.stages) == pytest.approx(1.0)
+    assert stages_of_rank(plan, 1) == tuple(index for index, rank in enumerate(ranks) if rank == 1)
+
+
+def test_cuts_weigh_the_head() -> None:
+    """A head as large as three layers takes them off the last stage."""
+    model = tiny_model("llama", meta=True, num_hidden_layers=8, vocab_size=3 * 7_680 // 32)
+    plan = resolve(spec_of(model), model, Layout(pp=2, dp_shard=1), ParallelOptions(microbatches=2))
+    assert [len(row.layers) for row in plan.stages] == [5, 3]
+    assert max(row.cost for row in plan.stages) < 0.56
+    given = resolve(spec_of(model), model, Layout(pp=2, dp_shard=1), ParallelOptions(microbatches=2, pipeline_cuts=(1,)))
+    assert [len(row.layers) for row in given.stages] == [1, 7]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    "layout", [Layout(pp=2, dp_shard=1), Layout(pp=2, dp_shard=2), Layout(pp=2, dp_shard=1, tp=2)], ids=str
+)
+def test_every_parameter_is_on_its_stages(family: str, layout: Layout) -> None:
+    plan = planned(family, layout=layout, pipeline_schedule="interleaved_1f1b")
+    last = len(plan.stages) - 1
+    for stage in range(last + 1):
+        part = on_stages(plan, [stage])
+        assert {row.name for row in part.parameters} == {row.name for row in plan.parameters if stage in row.stages}
+        assert part.layers == plan.stages[stage].layers
+        cut = part.program[0]
+        assert isinstance(cut, Cut)
+        assert [name for name, *_ in cut.order[cut.begin : cut.end]] == list(part.layers)
+        modules = {getattr(action, "module", None) for action in part.program}
+        assert not modules & set(elsewhere(plan, [stage]))
+        assert {unit.name for unit in part.units if unit.kind == "layer"} == set(part.layers)
+    tied = plan.parameter("lm_head.weight")
+    assert tied.stages == ((0, last) if family == "qwen2" else (last,))
+    assert ("model.embed_tokens.weight" in {row.name for row in on_stages(plan, [last]).parameters}) == (family == "qwen2")
+
+
+def test_a_plan_with_stages_survives_json() -> None:
+    plan = planned("qwen2", pipeline_schedule="zbv", layout=Layout(pp=2, dp_shard=1, tp=2), sequence_parallel=True)
+    assert ShardingPlan.from_json(plan.to_json()) == plan
+    other = planned("qwen2", pipeline_schedule="zbv", layout=Layout(pp=2, dp_shard=1, tp=2), pipeline_cuts=(1, 2, 3))
+    assert plan.diff(plan) == []
+    assert other.diff(plan)
+
+
+def test_what_crosses_a_cut() -> None:
+    plan = planned(layout=Layout(pp=2, dp_shard=1, tp=2, cp=2), sequence_parallel=True)
+    assert crossing_shape(plan, 3, 64) == (3, 64 // 4, 32)
+    assert crossing_shape(planned(), 3, 64) == (3, 64, 32)
+
+
+def test_messages() -> None:
+    assert pipeline_counts(planned(), 0) == {"send": 8, "all_reduce": 1}
+    assert pipeline_counts(planned("qwen2"), 1) == {"send": 9, "all_reduce": 1}  # and the gradient of the tied head
+    interleaved = planned(pipeline_schedule="interleaved_1f1b")  # stages 0 and 2: two cuts forward, one back; and the reverse
+    assert [pipeline_counts(interleaved, rank)["send"] for rank in (0, 1)] == [24, 24]
+    turned = planned("qwen2", pipeline_schedule="zbv")  # between stages 1 and 2 nothing is sent, nor for the tied head
+    assert [pipeline_counts(turned, rank)["send"] for rank in (0, 1)] == [16, 16]
+    assert pipeline_counts(planned(layout=Layout(dp_shard=1)), 0) == {}
+
+
+def test_the_totals_are_those_of_the_rank_that_holds_most() -> None:
+    plan = planned("llama", layers=8, pipeline_cuts=(1,))
+    each = [totals_of_rank(plan, rank).parameter_bytes for rank in (0, 1)]
+    assert totals(plan).parameter_bytes == max(each) == each[1]
+    assert sum(each) == sum(row.bytes_per_rank for row in plan.parameters)
+    assert totals(plan).parameters == sum(math.prod(row.shape) for row in plan.parameters)
+
+
+@pytest.mark.parametrize("world", [8, 64, 1024])
+@pytest.mark.parametrize("schedule", list(PipelineSchedule))
+def test_worlds(world: int, schedule: PipelineSchedule) -> None:
+    model = tiny_model("llama", meta=True, num_hidden_layers=16)
+    layout = Layout(pp=4, dp_shard=None, tp=2)
+    plan = resolve(
+        spec_of(model), model, layout, ParallelOptions(microbatches=16, pipeline_schedule=schedule), world_size=world
+    )
+    each = 1 if schedule.single else 2
+    assert [len(stages_of_rank(plan, rank)) for rank in range(4)] == [each] * 4
+
+
+def test_refusals() -> None:
+    model = tiny_diffusion_gemma()
+    with pytest.raises(PlanError, match=r"pp=2: DiffusionGemma.* has a stack of layers that runs twice"):
+        resolve(spec_of(model), model, TWO, ParallelOptions(microbatches=2))
+    with pytest.raises(PlanError, match="pp=2: where plain can be cut is unknown"):
+        resolve(PLAIN_SPEC, Plain(), Layout(pp=2, dp_shard=1), ParallelOptions(microbatches=2))
+    assert "6 stages, but 4 layers make at most 4 stages" in refusal(layout=Layout(pp=3, dp_shard=1), pipeline_schedule="zbv")
+    assert "a run has 1 microbatch (" in refusal(microbatches=1)
+    assert "legal are 2, 3, 4, 5" in refusal(microbatches=1)
+    assert "legal are 1, 2, 3, 4, 6, 8" in refusal(microbatches=5, pipeline_schedule="interleaved_1f1b")
+    assert "legal are 4, 5, 6" in refusal(microbatches=3, pipeline_schedule="dualpipe_v")
+    assert "runs_per_step=3: 8 microbatches cannot be divided by 3; legal are 1, 2, 4, 8" in refusal(runs_per_step=3)
+    assert "stages_per_rank=2: pipeline_schedule=1f1b has 1 on each rank" in refusal(stages_per_rank=2)
+    assert "pipeline_cuts=[3, 2, 1]: 4 stages need 3 ascending numbers" in refusal(
+        pipeline_schedule="zbv", pipeline_cuts=(3, 2, 1)
+    )
+    assert "pipeline_cuts=[4]: 2 stages need 1 ascending numbers from 1 to 3" in refusal(pipeline_cuts=(4,))
+    assert "compile=True: pipeline_schedule=zbv splits backward" in refusal(pipeline_schedule="zbv", compile=True)
+    assert "each half would recompute" in refusal(pipeline_schedule="zbv", activation_checkpointing="full")
+    for name, value in (("pipeline_schedule", "gpipe"), ("stages_per_rank", 2), ("pipeline_cuts", (1,)), ("runs_per_step", 2)):
+        assert f"{name}=" in refusal(layout=Layout(dp_shard=1), **{name: value})
+    with pytest.raises(PlanError, match="pipeline_schedule='2f2b': legal are gpipe, 1f1b"):
+        ParallelOptions(pipeline_schedule="2f2b")  # type: ignore[arg-type]
+
+
+def test_only_the_outputs_of_the_model_are_cast() -> None:
+    """A hidden state is sent in the dtype of compute."""
+    plan = planned(output_dtype="float32")
+    for stage, dtype in ((0, None), (1, "float32")):
+        part = on_stages(plan, [stage])
+        assert part.unit("").output_dtype == dtype
+        assert {action.output_dtype for action in part.program if isinstance(action, Wrap) and not action.unit} == {dtype}
