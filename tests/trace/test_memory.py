@@ -1,6 +1,7 @@
 """What a trace says that a rank holds is what a rank holds; a few layers say it of all; a verdict adds up."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -210,11 +211,42 @@ def test_a_model_that_cannot_be_traced_is_refused() -> None:
 
 
 def test_the_devices_that_are_known() -> None:
-    assert {"a100", "b200", "gb200", "h100", "h200", "mi300x"} <= set(known_hardware())
-    for name in known_hardware():
-        found = load_hardware(name)
-        assert 0.3 < found.achievable < 1
-        assert found.memory_gib > 70
+    data_center = {"a100", "a100-40gb", "a10g", "b200", "gb200", "h100", "h20", "h200", "l4", "l40s", "mi300x"}
+    assert {*data_center, "rtx-4090", "rtx-5090", "rtx-6000-ada", "rtx-pro-6000"} == set(known_hardware())
+    devices = {name: load_hardware(name) for name in known_hardware()}
+    assert len({device.torch_name for device in devices.values()}) == len(devices)
+    for name, device in devices.items():
+        assert 0.3 < device.achievable < 1, name
+        assert device.attention < device.achievable or name == "mi300x", name
+        (size,) = re.findall(r"(\d+) GB$", device.name)  # as its maker counts: what torch has is less, and by little
+        assert 0.9 * float(size) < device.memory_gib < float(size), name
+        reads = 1000 * device.hbm_tb_s / device.memory_gib  # of its whole memory, in a second
+        assert 18 < reads < 60 or name == "l4", name
+        assert 30 < device.bf16_tflops / device.hbm_tb_s < 500, name  # operations for a byte
+        assert 1.9 < device.bf16_tflops / device.fp32_tflops <= 32, name
+        assert device.nic_gb_s < device.link_gb_s < 1000 * device.hbm_tb_s, name
+        assert device.host_gb_s <= device.link_gb_s or "through host" in str(device.remarks), name
+        assert bool(device.remarks) == (device.link_gb_s < 100 or name in ("a100-40gb", "h20")), name
+    # half rate with fp32 sums: a GeForce has less than a card of the same chip that is not
+    assert devices["rtx-4090"].bf16_tflops < 0.5 * devices["rtx-6000-ada"].bf16_tflops
+    assert devices["rtx-5090"].bf16_tflops < 0.5 * devices["rtx-pro-6000"].bf16_tflops
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("4090", "'rtx-4090'"),
+        ("RTX_4090", "'rtx-4090'"),
+        ("h100-sxm", "'h100'"),
+        ("A100", "'a100'?"),
+        ("rtx-4080", "'rtx-4090'"),
+        ("b300", "'b200' or 'gb200'"),
+    ],
+)
+def test_an_unknown_device_gets_near_names_and_all(name: str, near: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"--gpu={name}: unknown; did you mean {near}")) as caught:
+        load_hardware(name)
+    assert "legal are a100, a100-40gb, a10g, b200, " in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -239,10 +271,11 @@ def test_values_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
         ("achievable", 1.5),
         ("hbm_tb_s", True),
         ("gpus_per_node", 2.5),
+        ("remarks", "slow"),
     ):
         with pytest.raises(ConfigError, match=key):
             load_hardware(str(device(tmp_path, **{key: value})))
-    with pytest.raises(ConfigError, match="--gpu=nothing: legal are a100, "):
+    with pytest.raises(ConfigError, match="--gpu=nothing: unknown; legal are a100, "):
         load_hardware("nothing")
 
 
@@ -264,6 +297,18 @@ def test_the_command_says_it() -> None:
     assert time["low"] < time["step_seconds"] < time["high"]
     assert found["fits"]
     assert found["peak_bytes"] == sum(found["parts"].values()) < found["limit_bytes"]
+
+
+def test_a_card_without_fast_links_gets_remarks() -> None:
+    def on_rank(_: int) -> tuple[str, ...]:
+        example = str(Path(__file__).parents[2] / "examples" / "quickstart.yaml")
+        asked = (["--gpu", "rtx-4090"], ["--gpu", "rtx-4090", "--json"])
+        return tuple(CliRunner().invoke(app, ["plan", example, *more]).output for more in asked)
+
+    ((shown, as_json),) = run_ranks(on_rank, 1, group=False)
+    assert "fits into NVIDIA GeForce RTX 4090 24 GB (23.6 GiB)" in shown
+    assert "What this cannot know of NVIDIA GeForce RTX 4090 24 GB:\n  no NVLink, and the driver allows no peer" in shown
+    assert json.loads(as_json)["remarks"] == list(load_hardware("rtx-4090").remarks)
 
 
 @pytest.mark.parametrize("other", ["--program", "--timeline"])

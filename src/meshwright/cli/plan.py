@@ -41,7 +41,9 @@ def plan(
     gpu: Annotated[
         str | None,
         typer.Option(
-            "--gpu", help="Say whether it fits into a100, h100, h200, b200, gb200, mi300x, or a YAML file of your own."
+            "--gpu",
+            help="Say whether it fits into a device, such as h100, l40s or rtx-4090 (a wrong name lists all), or a "
+            "YAML file of your own.",
         ),
     ] = None,
     load: Annotated[
@@ -108,7 +110,7 @@ def plan(
         more = {}
         if hardware is not None:
             verdict, seconds = _forecasts(setup, hardware, load)
-            more = {"verdict": verdict.to_dict(), "time": seconds.to_dict()}
+            more = {"verdict": verdict.to_dict(), "time": seconds.to_dict(), "remarks": list(hardware.remarks)}
         typer.echo(priced_json(sharding_plan, more))
         return
     page = console()
@@ -130,10 +132,11 @@ def plan(
         if line := waits(run):
             page.print(line, highlight=False, markup=False, soft_wrap=True)
         if hardware is not None:
-            from meshwright.trace.show import show_time, show_verdict
+            from meshwright.trace.show import show_remarks, show_time, show_verdict
 
             verdict, seconds = _forecasts(setup, hardware, load)
             page.print(show_verdict(verdict, hardware), show_time(seconds, calibrated=hardware.calibrated))
+            page.print(show_remarks(hardware), highlight=False)
         else:
             page.print("Whether it fits, and how long a step takes: --gpu h100 (or another one)", highlight=False)
         assure(setup, Source(str(config), tuple(overrides or ())), None)

@@ -9,7 +9,7 @@ from meshwright.plan.show.explain import human_bytes
 from meshwright.trace.time import TimeForecast
 from meshwright.trace.verdict import Verdict
 
-__all__ = ["show_time", "show_verdict"]
+__all__ = ["show_remarks", "show_time", "show_verdict"]
 
 _WORDS = {
     "parameters": "shards, as stored",
@@ -68,6 +68,12 @@ def show_time(forecast: TimeForecast, *, calibrated: bool) -> RenderableType:
         f"a step takes {low} to {high}, on devices that are {'calibrated' if calibrated else 'not calibrated'}",
         f"about {tokens} tokens/s and {operations} model TFLOP/s a device (MFU {forecast.mfu:.0%})",
     )
+
+
+def show_remarks(hardware: Hardware) -> RenderableType:
+    """Return what a forecast cannot know of a device, a line each; empty if nothing is on record."""
+    lines = [f"  {escape(remark)}" for remark in hardware.remarks]
+    return Group(*([f"What this cannot know of {escape(hardware.name)}:", *lines] if lines else ()))
 
 
 def _two(value: float) -> str:

@@ -1,5 +1,7 @@
 """What a device can do: memory, speed and links, as data. Those that come with Meshwright are in ``meshwright/hardware``."""
 
+import difflib
+import re
 from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 import yaml
 
 from meshwright.errors import ConfigError
+from meshwright.paths import nearby
 
 __all__ = ["Hardware", "known_hardware", "load_hardware", "name_of"]
 
@@ -37,6 +40,7 @@ class Hardware:
             some layers; may be left out.
         calibrated: whether the values were measured on the machine (`meshwright calibrate`); may be left out.
         torch_name: what torch calls the device (``torch.cuda.get_device_name``); may be left out.
+        remarks: what a forecast cannot know of the device, a sentence each; may be left out.
     """
 
     name: str
@@ -58,6 +62,7 @@ class Hardware:
     beyond: float = 0.0
     calibrated: bool = False
     torch_name: str = ""
+    remarks: tuple[str, ...] = ()
 
     def peak(self, dtype: str) -> float:
         """Return the peak of products in a dtype, in 10^12 operations a second."""
@@ -95,7 +100,7 @@ def load_hardware(name: str, option: str = "--gpu") -> Hardware:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{where}: cannot be read as text ({error})") from error
     else:
-        raise ConfigError(f"{where}: legal are {', '.join(known_hardware())}, or the path of a YAML file")
+        raise ConfigError(f"{where}: unknown{_near(name)}; legal are {', '.join(known_hardware())}, or the path of a YAML file")
     try:
         values: Any = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -103,12 +108,15 @@ def load_hardware(name: str, option: str = "--gpu") -> Hardware:
     if not isinstance(values, dict):
         raise ConfigError(f"{where}: must be a mapping of keys to values")
     names = [item.name for item in fields(Hardware)]
-    optional = ("beyond", "calibrated", "torch_name")
+    optional = ("beyond", "calibrated", "torch_name", "remarks")
     problems = [f"{where}: {key} is missing" for key in names if key not in (*values, *optional)]
     problems += [f"{where}: {key}: unknown key; legal are {', '.join(names)}" for key in values if key not in names]
     if not isinstance(values.get("calibrated", False), bool):
         problems.append(f"{where}: calibrated={values['calibrated']!r}: legal are true and false")
-    for key in (key for key in names if key not in ("name", "calibrated", "torch_name")):
+    remarks = values.get("remarks", ())
+    if not isinstance(remarks, list | tuple) or not all(isinstance(item, str) for item in remarks):
+        problems.append(f"{where}: remarks={remarks!r}: must be a list of sentences")
+    for key in (key for key in names if key not in ("name", "calibrated", "torch_name", "remarks")):
         value = values.get(key, 1)
         least = 0 if key in ("reserved_gib", "link_us", "nic_us", "launch_us", "overlap", "beyond") else 1e-9
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 1e9:
@@ -125,4 +133,14 @@ def load_hardware(name: str, option: str = "--gpu") -> Hardware:
         ]
     if problems:
         raise ConfigError(problems)
-    return Hardware(**{**values, "name": str(values["name"]), "torch_name": str(values.get("torch_name", ""))})
+    texts = {"name": str(values["name"]), "torch_name": str(values.get("torch_name", "")), "remarks": tuple(remarks)}
+    return Hardware(**{**values, **texts})
+
+
+def _near(name: str) -> str:
+    """What an unknown name may have been meant to be, as a part of a message: a device, or a file that is there."""
+    plain = {re.sub("[^a-z0-9]", "", known): known for known in known_hardware()}
+    asked = re.sub("[^a-z0-9]", "", name.lower().removesuffix(".yaml"))
+    within = [known for short, known in plain.items() if asked and (asked in short or short in asked)]
+    near = [plain[asked]] if asked in plain else within or [plain[short] for short in difflib.get_close_matches(asked, plain)]
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else nearby(Path(name).expanduser())
