@@ -108,6 +108,14 @@ def test_imports_between_rooms_run_one_way() -> None:
     assert not wrong
 
 
+def test_a_room_starts_no_process_of_a_higher_one() -> None:
+    """A module that is named in a command is an import too; `train` is given the command of its forecast."""
+    for name, tree in TREES.items():
+        named = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        assert not {text for text in named & FILES.keys() if room_of(text) not in (room_of(name), "")} - {"meshwright"}, name
+        assert "-m" not in named or room_of(name) in ("cli", "trace"), name
+
+
 @pytest.mark.parametrize("package", ["meshwright", "meshwright.audit"])
 def test_what_a_package_offers_is_there(package: str) -> None:
     module = importlib.import_module(package)

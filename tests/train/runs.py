@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import torch.distributed as dist
 import yaml
 
 from meshwright.data.store import TokenStore
+from meshwright.trace.background import command
 from meshwright.train.config import RunConfig, load_config
+from meshwright.train.parts import PARTS
 from meshwright.train.start.prepare import load_run_tokenizer, prepare_run
 from meshwright.train.start.resume import checkpoint_to_resume
 from meshwright.train.start.setup import Paths, make_setup
@@ -81,7 +84,7 @@ def train(config: RunConfig, ranks: int = 1) -> list[float]:
 def trainer_on_rank(config: RunConfig, store: Path) -> Trainer:
     """A rank's trainer, as a worker makes it."""
     setup = make_setup(config, dist.get_world_size(), load_run_tokenizer(config))
-    return Trainer(setup, TokenStore.open(store), CPU, checkpoint_to_resume(config))
+    return Trainer(setup, TokenStore.open(store), CPU, checkpoint_to_resume(config), replace(PARTS, forecast=command))
 
 
 def train_on_rank(rank: int, config: RunConfig, store: Path) -> None:

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from meshwright.errors import MeshwrightError
 from meshwright.plan.cost.hardware import known_hardware, load_hardware, name_of
+from meshwright.trace.background import command
 from meshwright.train import forecast
 from meshwright.train.config import RunConfig
 from meshwright.train.forecast import NICENESS, Expectation, compared, operations_of_step, part_of
@@ -87,7 +88,7 @@ def test_the_process_of_the_forecast_lets_the_run_go_first(tiny: Tiny) -> None:
     setup, *_ = prepare_run(tiny("metrics.gpu=h100"), 2)
     setup.paths.config.parent.mkdir(parents=True, exist_ok=True)
     setup.paths.config.touch()
-    expectation = Expectation(setup, torch.device("cpu"), speaks=True)
+    expectation = Expectation(setup, torch.device("cpu"), command, speaks=True)
     try:
         assert expectation._process is not None
         assert os.getpriority(os.PRIO_PROCESS, expectation._process.pid) == os.getpriority(os.PRIO_PROCESS, 0) + NICENESS

@@ -109,11 +109,13 @@ def train(
         typer.echo(run.to_yaml(), nl=False)
         return
     with during("libraries are loaded"):
+        from meshwright.trace.background import command as forecast
         from meshwright.train.proofs.records import Source
         from meshwright.train.start.launch import launch
 
     source = Source(str(config), tuple(overrides or ()))
-    launch(run, debug=debug, source=source, prove=_prove if audit_first else None, nproc=nproc, fast=fast)
+    prove = _prove if audit_first else None
+    launch(run, debug=debug, source=source, prove=prove, forecast=forecast, nproc=nproc, fast=fast)
 
 
 @app.command()

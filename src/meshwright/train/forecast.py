@@ -1,18 +1,19 @@
 """What a run was expected to take, beside what it takes: model operations a second, MFU, and the parts of one step.
 
-The forecast is that of ``meshwright plan --gpu``, made in a process of its own while the first steps run. When it is there, one
-step is profiled on rank 0, and both are printed, part by part.
+The forecast is that of ``meshwright plan --gpu``, made in a process of its own while the first steps run. Whoever starts the
+run passes in the command of that process. When the forecast is there, one step is profiled on rank 0, and both are printed,
+part by part.
 """
 
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,11 @@ from meshwright.plan.cost.operations import operations_of_token
 from meshwright.plan.given.inspection import inspect_model
 from meshwright.train.start.setup import RunSetup
 
-__all__ = ["COMPUTED", "Expectation", "compared", "operations_of_step", "part_of"]
+__all__ = ["COMPUTED", "Expectation", "Forecast", "compared", "operations_of_step", "part_of"]
+
+Forecast = Callable[[Path, int, str], list[str]]
+"""Returns a command that prints the parts of a step in seconds, as JSON, for a configuration, a number of ranks and the name or
+file of a device. The caller passes it in, because `train` does not import `trace`."""
 
 NICENESS = 10
 """How much the process of the forecast lets others go first, on the scale of nice(1): the first steps run beside it."""
@@ -78,10 +83,11 @@ class Expectation:
     Args:
         setup: the run; its model is not parallelized yet. Nothing is expected of a run that was not prepared, such as an audit.
         device: device of this rank.
+        forecast: the command that makes the forecast; ``None``: there is none.
         speaks: whether this is rank 0. Other ranks do nothing.
     """
 
-    def __init__(self, setup: RunSetup, device: torch.device, *, speaks: bool) -> None:
+    def __init__(self, setup: RunSetup, device: torch.device, forecast: Forecast | None, *, speaks: bool) -> None:
         self.device = device
         self._process: subprocess.Popen[bytes] | None = None
         speaks = speaks and setup.paths.config.is_file()
@@ -91,9 +97,8 @@ class Expectation:
         dtype = setup.plan.options.param_dtype or setup.config.model.dtype
         self.peak = 0.0 if gpu is None else 1e12 * load_hardware(gpu).peak(dtype)
         self._measured: Mapping[str, float] | None = None
-        if gpu is not None:
-            command = [sys.executable, "-m", "meshwright", "plan", str(setup.paths.config)]
-            command += ["--world-size", str(self._ranks), "--gpu", gpu, "--json"]
+        if gpu is not None and forecast is not None:
+            command = forecast(setup.paths.config, self._ranks, gpu)
             kept = {key: value for key, value in os.environ.items() if not key.startswith(_OF_LAUNCHERS)}
             self._output = tempfile.TemporaryFile()  # noqa: SIM115  # read in another method
             alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -138,7 +143,7 @@ class Expectation:
         if process.returncode:
             say("no forecast: `meshwright plan --gpu` of this run says why")
             return
-        say(compared(json.loads(text)["time"]["parts"], self._measured))
+        say(compared(json.loads(text), self._measured))
 
     def close(self) -> None:
         """End the process that makes the forecast."""

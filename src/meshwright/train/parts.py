@@ -20,6 +20,7 @@ from meshwright.models.weights.build import materialize
 from meshwright.plan.axes.pipeline.stage_plan import crossing_shape, elsewhere, on_stages, stages_of_rank
 from meshwright.train.config import RunConfig
 from meshwright.train.engine import Engine, Sequential
+from meshwright.train.forecast import Forecast
 from meshwright.train.optimizer import build_optimizer
 from meshwright.train.start.setup import RunSetup
 
@@ -159,6 +160,7 @@ class Parts:
         loader: makes the loader of training data, from a token store.
         engine: makes what runs microbatches.
         clip: clips the gradient after the microbatches, and returns its norm before clipping.
+        forecast: the command that makes the forecast that is printed beside a step; ``None``: none is made.
     """
 
     mesh: Callable[[Made], ParallelMesh] = mesh_of_layout
@@ -169,6 +171,7 @@ class Parts:
     loader: Callable[[Made, TokenStore], TrainLoader] = train_loader
     engine: Callable[[Made], Engine] = engine_of_plan
     clip: Callable[[Made], torch.Tensor] = clip
+    forecast: Forecast | None = None
 
 
 PARTS = Parts()

@@ -89,7 +89,7 @@ class Trainer:
         training, data = self.config.training, self.config.data
 
         self.objective = setup.objective
-        self.expectation = Expectation(setup, device, speaks=self.rank == 0)  # before the model is parallelized
+        self.expectation = Expectation(setup, device, parts.forecast, speaks=self.rank == 0)  # before the model is parallelized
         self.model = parts.distribute(self)
         self.objective.attach(self.model)
         shards_on = torch.device("cpu") if setup.plan.options.cpu_offload else device

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright import errors
 from meshwright.checkpoint.directory import latest
@@ -36,6 +36,9 @@ from meshwright.train.proofs.records import Source
 from meshwright.train.proofs.report_or_audit import Prove, assure, assure_on_rank_0
 from meshwright.train.start.ending import SAME, SIGNALS, UNEXPORTED, WISH, has_begun, leave_to_rank_0, tell
 from meshwright.train.start.setup import Paths
+
+if TYPE_CHECKING:
+    from meshwright.train.forecast import Forecast
 
 __all__ = ["device_kind", "launch", "local_processes", "planned_processes"]
 
@@ -99,6 +102,7 @@ def launch(
     debug: bool = False,
     source: Source | None = None,
     prove: Prove | None = None,
+    forecast: "Forecast | None" = None,
     nproc: int | None = None,
     fast: bool = False,
 ) -> None:
@@ -109,6 +113,7 @@ def launch(
         debug: whether to show tracebacks and torch's own reports.
         source: where the configuration came from, for the command that audits it.
         prove: audits a layout that is not proven before the run starts; ``None``: only print that it is unproven, and start.
+        forecast: the command that makes the forecast of a step; ``None``: none is made.
         nproc: number of processes that the command asks for; if another launcher started this process, it must have started as
             many on this machine.
         fast: of tokens that are there already, compare only a sample with their digests.
@@ -131,7 +136,7 @@ def launch(
         def work() -> None:
             kind = device_kind(config, local, launched=True)
             store = assure_on_rank_0(config, source, prove) if prove is not None else None
-            run_worker(config, kind, source=source, fast=fast)
+            run_worker(config, kind, source=source, forecast=forecast, fast=fast)
             del store
 
         _as_one_of_many(work, debug, config.directory)
@@ -149,10 +154,10 @@ def launch(
         if processes == 1:
             from meshwright.train.start.worker import run_worker
 
-            run_worker(config, kind, prepared)
+            run_worker(config, kind, prepared, forecast=forecast)
         else:
             with during("the workers start"):
-                _launch_local(config, processes, kind, prepared, debug)
+                _launch_local(config, processes, kind, prepared, forecast, debug)
 
 
 @contextmanager
@@ -217,7 +222,14 @@ def _as_one_of_many(work: Any, debug: bool, near: Path) -> None:
         raise WorkerError(f"rank {os.environ.get('RANK', '0')}: {described(error, near)}") from error
 
 
-def _launch_local(config: RunConfig, processes: int, kind: str, prepared: tuple[str, Path | None], debug: bool) -> None:
+def _launch_local(
+    config: RunConfig,
+    processes: int,
+    kind: str,
+    prepared: tuple[str, Path | None],
+    forecast: "Forecast | None",
+    debug: bool,
+) -> None:
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -256,7 +268,7 @@ def _launch_local(config: RunConfig, processes: int, kind: str, prepared: tuple[
         asked = Path(reports) / ASKED
         try:
             with _wishes_to_end(asked):
-                elastic_launch(settings, _worker_entry)(config, kind, prepared, reports, debug, os.getpid())
+                elastic_launch(settings, _worker_entry)(config, kind, prepared, forecast, reports, debug, os.getpid())
         except ChildFailedError as error:
             raise _first_failure(Path(reports), error) from None
         except SignalException as error:
@@ -305,7 +317,13 @@ def _wishes_to_end(asked: Path) -> Iterator[None]:
 
 
 def _worker_entry(
-    config: RunConfig, kind: str, prepared: tuple[str, Path | None], reports: str, debug: bool, launcher: int
+    config: RunConfig,
+    kind: str,
+    prepared: tuple[str, Path | None],
+    forecast: "Forecast | None",
+    reports: str,
+    debug: bool,
+    launcher: int,
 ) -> None:
     """Run a local worker, and write its failure to a file for the launcher, which reports for all workers."""
     # A forked worker has inherited the launcher's handlers.
@@ -322,7 +340,7 @@ def _worker_entry(
     from meshwright.train.start.worker import run_worker
 
     try:
-        run_worker(config, kind, prepared, asked=Path(reports) / ASKED)
+        run_worker(config, kind, prepared, forecast=forecast, asked=Path(reports) / ASKED)
     except BaseException as error:
         problems = list(error.problems) if isinstance(error, MeshwrightError) else [described(error, config.directory)]
         report = {

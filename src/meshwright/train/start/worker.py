@@ -8,6 +8,7 @@ import threading
 import time
 import uuid
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from meshwright.ranks.hang import is_communication
 from meshwright.ranks.watch import Watch
 from meshwright.terminal import console
 from meshwright.train.config import RunConfig
+from meshwright.train.forecast import Forecast
 from meshwright.train.proofs.records import Source
 from meshwright.train.proofs.report_or_audit import assure
 from meshwright.train.start.ending import SIGNALS, UNEXPORTED, Agreement, Attendant, begin, has_begun, leave_to_rank_0, tell
@@ -46,6 +48,7 @@ def run_worker(
     prepared: tuple[str, Path | None] | None = None,
     *,
     source: Source | None = None,
+    forecast: Forecast | None = None,
     asked: Path | None = None,
     fast: bool = False,
 ) -> None:
@@ -57,6 +60,7 @@ def run_worker(
         prepared: the token store and the checkpoint to resume from, if the launcher prepared the run; ``None``: rank 0
             prepares it.
         source: where the configuration came from, for the line about the layout's proof, which rank 0 prints if it prepares.
+        forecast: the command that makes the forecast of a step; ``None``: none is made.
         asked: a file that the launcher creates to ask the run to end.
         fast: of tokens that are there already, compare only a sample with their digests.
 
@@ -85,9 +89,10 @@ def run_worker(
         import_modules(config.imports)  # before the tokenizer, whose class one of them may register
         tokenizer = load_run_tokenizer(config)
         setup = make_setup(config, dist.get_world_size(), tokenizer)
+        from meshwright.train.parts import PARTS
         from meshwright.train.trainer import Trainer
 
-        trainer = Trainer(setup, TokenStore.open(store), device, resume)
+        trainer = Trainer(setup, TokenStore.open(store), device, resume, replace(PARTS, forecast=forecast))
         if resume is not None:
             trainer.recorder.say(f"resumed from {escape(str(resume))} at step {trainer.step}")
             for line in changes(read_meta(resume)["config"], config.model_dump(mode="json")):
