@@ -240,6 +240,7 @@ def test_the_devices_that_are_known() -> None:
         ("h100-sxm", "'h100'"),
         ("A100", "'a100'?"),
         ("rtx-4080", "'rtx-4090'"),
+        ("4080", "'rtx-4090'"),
         ("b300", "'b200' or 'gb200'"),
     ],
 )

@@ -74,7 +74,7 @@ def test_a_run_prints_both_and_knows_its_speed(
 
 
 def test_an_unknown_device_is_refused_before_any_process(tiny: Tiny) -> None:
-    with pytest.raises(MeshwrightError, match=r"metrics\.gpu=h101: legal are a100, b200"):
+    with pytest.raises(MeshwrightError, match=r"metrics\.gpu=h101: unknown; did you mean 'h100' or .*\? legal are a100, "):
         prepare_run(tiny("metrics.gpu=h101"), 2)
 
 

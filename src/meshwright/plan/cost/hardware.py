@@ -100,7 +100,8 @@ def load_hardware(name: str, option: str = "--gpu") -> Hardware:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{where}: cannot be read as text ({error})") from error
     else:
-        raise ConfigError(f"{where}: unknown{_near(name)}; legal are {', '.join(known_hardware())}, or the path of a YAML file")
+        near = _near(name) or ";"
+        raise ConfigError(f"{where}: unknown{near} legal are {', '.join(known_hardware())}, or the path of a YAML file")
     try:
         values: Any = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -142,5 +143,6 @@ def _near(name: str) -> str:
     plain = {re.sub("[^a-z0-9]", "", known): known for known in known_hardware()}
     asked = re.sub("[^a-z0-9]", "", name.lower().removesuffix(".yaml"))
     within = [known for short, known in plain.items() if asked and (asked in short or short in asked)]
-    near = [plain[asked]] if asked in plain else within or [plain[short] for short in difflib.get_close_matches(asked, plain)]
+    near = within or [plain[short] for short in difflib.get_close_matches(asked, plain, cutoff=0.5)]
+    near = [plain[asked]] if asked in plain else near
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else nearby(Path(name).expanduser())
