@@ -69,7 +69,7 @@ def measure(device: torch.device, pp: int, schedule: str, microbatches: int) -> 
     """Run steps under a schedule, and measure the third and the fourth. The job of each rank."""
     import meshwright as mw
     from meshwright.distributed.comm_counter import CommCounter
-    from meshwright.plan.axes.pipeline.replay import Phase, Turn
+    from meshwright.plan.axes.pipeline.replay import Phase, ScheduledOp
 
     model = of_config()
     plan = plan_of(model, pp, schedule, microbatches)
@@ -77,7 +77,7 @@ def measure(device: torch.device, pp: int, schedule: str, microbatches: int) -> 
     pipeline = mw.Pipeline(model, plan, mesh)
     del model
     batches = batches_of(mesh.rank("dp"), microbatches)
-    turns: dict[Turn, float] = {}
+    turns: dict[ScheduledOp, float] = {}
     held: list[int] = []
     meter: list[LiveBytes] = []
 
@@ -92,7 +92,7 @@ def measure(device: torch.device, pp: int, schedule: str, microbatches: int) -> 
         def run(microbatch: int, *args: Any, **kwargs: Any) -> Any:
             begun = time.thread_time()
             result = inner(microbatch, *args, **kwargs)
-            turns[Turn(phase_of(kwargs), stage.stage_index, microbatch)] = time.thread_time() - begun
+            turns[ScheduledOp(phase_of(kwargs), stage.stage_index, microbatch)] = time.thread_time() - begun
             held.extend(found.held for found in meter)
             return result
 

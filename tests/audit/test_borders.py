@@ -14,7 +14,7 @@ from meshwright.layout import Layout
 from meshwright.models.specs.registry import spec_of
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
-from meshwright.plan.result.border_places import Held, Side
+from meshwright.plan.result.border_places import Portion, Side
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from tests.tiny import tiny_model
 
@@ -71,20 +71,20 @@ TRUTH = torch.arange(2 * 5 * 3.0).reshape(2, 5, 3)
 
 
 def test_parts_of_sequences_are_cut_out_of_the_whole() -> None:
-    held = Held(range(2), (range(3, 6),))  # of six positions, the last of which is padding
+    held = Portion(range(2), (range(3, 6),))  # of six positions, the last of which is padding
     padded = torch.cat([TRUTH, torch.full((2, 1, 3), -1.0)], dim=1)
     truth, found = part_of(TRUTH, padded[:, 3:], held) or pytest.fail("not comparable")
     assert torch.equal(truth, found)
     assert truth.shape == (2, 2, 3)
     flat, mine = part_of(TRUTH.flatten(0, 1), padded[:, 3:].flatten(0, 1), held) or pytest.fail("not comparable")
     assert torch.equal(flat, mine)
-    two = Held(range(2), (range(1), range(4, 5)))
+    two = Portion(range(2), (range(1), range(4, 5)))
     truth, found = part_of(TRUTH, TRUTH[:, [0, 4]], two) or pytest.fail("not comparable")
     assert torch.equal(truth, found)
-    words = Held(range(2), (range(5),), range(1, 3))
+    words = Portion(range(2), (range(5),), range(1, 3))
     truth, found = part_of(TRUTH, TRUTH[..., 1:], words) or pytest.fail("not comparable")
     assert torch.equal(truth, found)
-    assert part_of(TRUTH, TRUTH[..., :2], Held(range(2), (range(5),))) is None  # slices of features
+    assert part_of(TRUTH, TRUTH[..., :2], Portion(range(2), (range(5),))) is None  # slices of features
     assert part_of(TRUTH, TRUTH[:, :2], held) is None
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from meshwright.train.config import load_config
 from meshwright.train.proofs import records as proof
-from meshwright.train.proofs import report_or_audit as assure
+from meshwright.train.proofs import report_or_audit as audits
 from tests.audit import plants
 from tests.cli.conftest import Command
 from tests.cli.test_audit import plant
@@ -152,7 +152,7 @@ def dies() -> None:
     def killed(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    assure.assure = killed  # type: ignore[assignment]
+    audits.report_or_audit = killed  # type: ignore[assignment]
 
 
 def test_an_audit_that_is_killed_ends_all_ranks_of_others(start: Callable[..., Command], config: str) -> None:
@@ -175,7 +175,7 @@ def test_ranks_whose_rank_0_dies_end(start: Callable[..., Command], config: str)
     """With it goes the store that they wait at, and its audit."""
 
     def sleeps() -> None:
-        assure.assure = lambda *_: time.sleep(60)  # type: ignore[assignment]
+        audits.report_or_audit = lambda *_: time.sleep(60)  # type: ignore[assignment]
 
     port = free_port()
     first, second = (start("train", config, "--audit", environment=torchrun(port, rank), before=sleeps) for rank in range(2))

@@ -98,7 +98,11 @@ def used(file: Path) -> set[str]:
 
 
 def looked_up() -> set[str]:
-    named = [*tables.NAMES.values(), *tables.HELD.values(), [part for path in tables.GLOO for part in path.split(".")]]
+    named = [
+        *tables.NAMES.values(),
+        *tables.INSTANCE_ATTRIBUTES.values(),
+        [part for path in tables.GLOO for part in path.split(".")],
+    ]
     return {name for names in named for name in names}
 
 

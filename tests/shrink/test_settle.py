@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.audit.conduct import make_ready
 from meshwright.shrink.run import shrink
-from meshwright.shrink.settle import settle
+from meshwright.shrink.settle import copy_policies
 from meshwright.train.proofs.claim import claim_of, model_digest
 from meshwright.train.start.setup import make_setup
 from tests.shrink.test_run import FAMILIES, LLAMA, QWEN3_MOE, run_config, with_vocabulary
@@ -18,7 +18,7 @@ def settled(model: dict[str, Any], **sections: Any) -> tuple[dict[str, str], dic
     """Policies by kind of unit in the run and in its audit, and what was changed for that."""
     config = run_config(with_vocabulary(model), **sections)
     small, world, _ = shrink(config)
-    settled, changes = settle(config, small, make_setup(small, world))
+    settled, changes = copy_policies(config, small, make_setup(small, world))
     plans = make_setup(config, 64).plan, make_setup(settled, world).plan
     large, audited = ({unit.kind: str(unit.sync) for unit in plan.units} for plan in plans)
     return large, audited, {change.key: change.after for change in changes}
@@ -58,7 +58,7 @@ def test_what_is_audited_is_what_the_run_relies_on(name: str, layout: dict[str, 
     config = run_config(with_vocabulary(FAMILIES[name]), layout=layout, parallel=parallel, training=batch)
     small, world, _ = shrink(config)
     ready, _ = make_ready(small, "float64", 1, tmp_path)
-    ready, _ = settle(config, ready, make_setup(ready, world))
+    ready, _ = copy_policies(config, ready, make_setup(ready, world))
     audited, run = (claim_of(make_setup(*of)) for of in ((ready, world), (config, 64)))
     # Of shared heads the small model may have one, not some; so the record has the digest of the run's.
     assert replace(audited, model=run.model) == run

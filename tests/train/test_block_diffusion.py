@@ -106,7 +106,7 @@ def _poisoned(rank: int, config: RunConfig, store: Path) -> str:
     trainer.objective.sums = lambda model, batch: tuple(term * float("nan") for term in sums(model, batch))  # type: ignore
     try:
         trainer.train_step()
-        trainer.learn()
+        trainer.read_finished_steps()
     except NonFiniteError as error:
         return str(error)
     return ""

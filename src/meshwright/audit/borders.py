@@ -21,7 +21,7 @@ from meshwright.distributed._torch_compat import in_backward
 from meshwright.distributed.memory.activation_checkpointing import unwatched
 from meshwright.distributed.memory.chunked_loss import DeferredLogits
 from meshwright.distributed.pipeline.cut import runs
-from meshwright.plan.result.border_places import Held, Side, borders
+from meshwright.plan.result.border_places import Portion, Side, borders
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = [
@@ -200,7 +200,7 @@ def _tensors(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
 def compare_borders(
     recorded: Mapping[Point, torch.Tensor],
     truth_of: Callable[[Point], torch.Tensor | None],
-    hold: Callable[[Point, int], Held | None],
+    hold: Callable[[Point, int], Portion | None],
     tolerance: float,
     share: float,
     rank: int = 0,
@@ -242,7 +242,7 @@ def worst_of_ranks(rows: Iterable[BorderRow]) -> tuple[BorderRow, ...]:
     return tuple(worst.values())
 
 
-def part_of(truth: torch.Tensor, actual: torch.Tensor, held: Held) -> tuple[torch.Tensor, torch.Tensor] | None:
+def part_of(truth: torch.Tensor, actual: torch.Tensor, held: Portion) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the parts of a tensor of one process and of that of a rank that can be compared: the tokens that both have.
 
     Args:

@@ -27,7 +27,7 @@ from meshwright.plan.given.inspection import model_sizes
 from meshwright.plan.given.options import NF4
 from meshwright.train.config import LayoutConfig, ParallelConfig, RunConfig
 from meshwright.train.engine import Batch, Engine, Sums
-from meshwright.train.parts import Made, Parts, engine_of_plan, fill, train_loader
+from meshwright.train.parts import PartialTrainer, Parts, engine_of_plan, fill, train_loader
 from meshwright.train.start.setup import make_setup
 from meshwright.train.trainer import Trainer
 
@@ -183,7 +183,7 @@ class AuditTrainer(Trainer):
         setup = make_setup(case.config, dist.get_world_size())
         silence_dropout(setup.model)
 
-        def noting(trainer: Made) -> Engine:
+        def noting(trainer: PartialTrainer) -> Engine:
             chosen = engine(engine_of_plan(trainer))
             chosen.trainer = self
             return chosen
@@ -202,7 +202,7 @@ class AuditTrainer(Trainer):
         self.sequences.append(sequence_digests(batches, self.config.data.sequence_length))
 
 
-def _loader(trainer: Made, store: TokenStore) -> TrainLoader:
+def _loader(trainer: PartialTrainer, store: TokenStore) -> TrainLoader:
     """Build the loader of the audit. Some microbatches leave experts without a token, and the difficult cases are fed."""
     loader = train_loader(trainer, store, UnevenLoader)
     setup, training = trainer.setup, trainer.config.training
@@ -215,7 +215,7 @@ def _loader(trainer: Made, store: TokenStore) -> TrainLoader:
     return loader
 
 
-def _fill(trainer: Made, device: torch.device, filled: Callable[[nn.Module], None] | None) -> None:
+def _fill(trainer: PartialTrainer, device: torch.device, filled: Callable[[nn.Module], None] | None) -> None:
     """Initialize the model as a run does. If its weights were not loaded, add noise to them.
 
     Biases that begin as zero, and norms that begin as one, would hide errors in them and behind them.

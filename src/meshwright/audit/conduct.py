@@ -29,7 +29,7 @@ from meshwright.errors import ConfigError, LayoutError, MeshwrightError, describ
 from meshwright.plan.given.inspection import model_sizes
 from meshwright.ranks.pool import Pool
 from meshwright.shrink.run import MAX_PROCESSES, shrink
-from meshwright.shrink.settle import settle
+from meshwright.shrink.settle import copy_policies
 from meshwright.shrink.small_config import Change
 from meshwright.train.config import CheckpointConfig, LaunchConfig, MetricsConfig, RunConfig, SampleConfig, ScheduleConfig
 from meshwright.train.proofs.claim import claim_of, model_digest
@@ -87,7 +87,7 @@ def audit(
         ready, more = make_ready(small, dtype, steps, Path(folder))
         setup = make_setup(ready, world_size)
         if not full:
-            ready, settled = settle(config, ready, setup)
+            ready, settled = copy_policies(config, ready, setup)
             more = (*more, *settled)
         store = _store(config, setup, Path(folder), steps, drawn)
         if not model_sizes(setup.spec, setup.model).experts:

@@ -11,7 +11,7 @@ from torch import nn
 
 from meshwright.audit.case import Case
 from meshwright.errors import described
-from meshwright.models.adapters.adapt import bare
+from meshwright.models.adapters.adapt import without_adapters
 from meshwright.models.adapters.adapter_files import write_adapter
 from meshwright.models.model_config import AdapterConfig
 from meshwright.models.weights.bars import one_bar
@@ -29,7 +29,7 @@ def write_files(model: nn.Module, adapter: AdapterConfig | None, folder: Path) -
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with one_bar("writing the small model"), bare(model) if adapter is not None else nullcontext():
+        with one_bar("writing the small model"), without_adapters(model) if adapter is not None else nullcontext():
             model.save_pretrained(folder / MODEL)  # type: ignore[operator]
         if adapter is not None:
             (folder / ADAPTER).mkdir(exist_ok=True)

@@ -41,7 +41,7 @@ from meshwright.plan.axes.tensor.styles import canonical
 from meshwright.plan.given.inspection import model_sizes
 from meshwright.plan.given.options import NF4
 from meshwright.train.config import MoEConfig
-from meshwright.train.parts import Made, clip
+from meshwright.train.parts import PartialTrainer, clip
 
 __all__ = ["PlainResult", "PlainRow", "compare_with_plain", "finding_of"]
 
@@ -168,14 +168,14 @@ class _Ours(AuditTrainer):
             loader=lambda trainer, _: self._loader(trainer, whole),
         )
 
-    def _loader(self, trainer: Made, store: TokenStore) -> TrainLoader:
+    def _loader(self, trainer: PartialTrainer, store: TokenStore) -> TrainLoader:
         data = trainer.config.data
         dataset = SequenceDataset(store, "train", data.sequence_length, data.packing, 0)
         return TrainLoader(
             store, sequence_length=data.sequence_length, global_batch_size=len(dataset), microbatch_size=1, packing=data.packing
         )
 
-    def _clip(self, trainer: Made) -> torch.Tensor:
+    def _clip(self, trainer: PartialTrainer) -> torch.Tensor:
         trained = {name: own for name, own in self.model.named_parameters() if own.requires_grad}
         self.gradients = {name: own.grad.clone() for name, own in trained.items() if own.grad is not None}
         self.before = {name: own.detach().clone() for name, own in trained.items()}

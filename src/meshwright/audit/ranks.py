@@ -31,7 +31,7 @@ from meshwright.distributed.pipeline.stage_parts import models_of
 from meshwright.layout import Layout
 from meshwright.plan.axes.pipeline.stage_plan import elsewhere, on_stages, stages_of_rank
 from meshwright.plan.given.names import within
-from meshwright.plan.result.border_places import first_microbatch, held
+from meshwright.plan.result.border_places import first_microbatch, portion_of_rank
 from meshwright.plan.result.sharding_plan import ParameterRow
 from meshwright.train.engine import Batch, Sums
 from meshwright.train.parts import clip
@@ -169,7 +169,7 @@ class RankTrainer(AuditTrainer):
         self.result.borders = compare_borders(
             {point: tensor for recorder in self.at_borders for point, tensor in recorder.tensors[0].items()},
             lambda point: self.reference.get(f"border.{first}.{point}"),
-            lambda point, features: held(plan, point.module, point.side, place, rows, length, features),
+            lambda point, features: portion_of_rank(plan, point.module, point.side, place, rows, length, features),
             self.tolerances.border(),
             FLOORS[self.case.dtype],
             self.rank,

@@ -31,7 +31,7 @@ from meshwright.plan.given.inspection import model_sizes
 from meshwright.plan.result.border_places import borders
 from meshwright.plan.result.sharding_plan import ShardingPlan, UnitRow
 from meshwright.train.engine import Batch, Sums
-from meshwright.train.parts import Made, clip
+from meshwright.train.parts import PartialTrainer, clip
 
 __all__ = ["LOSS", "Reference", "ReferenceTrainer", "plain_model", "record_reference"]
 
@@ -280,7 +280,7 @@ def record_reference(device: torch.device, case: Case, folder: Path, readers: in
 # -- the plain model, and the mixed precision of the plan ---------------------------------------------------------------------
 
 
-def plain_model(trainer: Made) -> nn.Module:
+def plain_model(trainer: PartialTrainer) -> nn.Module:
     """Return the model of a trainer, with only the trainability of the parameters and the dtypes set as in the plan."""
     model, plan = trainer.setup.model, trainer.setup.plan
     for row in plan.parameters:

@@ -66,7 +66,7 @@ def export_checkpoint(
 
     from meshwright.checkpoint.state import model_tensors
     from meshwright.data.tokenizer import DEFAULT_CHAT_TEMPLATE, load_tokenizer
-    from meshwright.models.adapters.adapt import bare, initialize_adapters, merge
+    from meshwright.models.adapters.adapt import initialize_adapters, merge, without_adapters
     from meshwright.models.adapters.adapter_files import write_adapter
     from meshwright.models.model_config import AdapterConfig, ModelConfig
     from meshwright.models.user_imports import import_modules
@@ -102,7 +102,7 @@ def export_checkpoint(
     elif adapted is None:
         initialize_buffers(model, torch.device("cpu"))
     else:
-        with bare(model):
+        with without_adapters(model):
             initialize_buffers(model, torch.device("cpu"))
         initialize_adapters(model, torch.device("cpu"), 0)
     storage.read(checkpoint, model_tensors(model, trained=base is not None))

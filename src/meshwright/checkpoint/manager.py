@@ -210,7 +210,7 @@ class CheckpointManager:
             failure = f"{temporary}: not written: {storage.reason(error)}"
         self._raise_everywhere(failure, temporary)
 
-    def settle(self, seconds: float = 30.0) -> None:
+    def wait_for_save(self, seconds: float = 30.0) -> None:
         """After a failure, wait at most this long for a save in the background, without the other ranks; never raises."""
         if self._pending is not None:
             wait([self._pending[0]], timeout=seconds)

@@ -79,7 +79,7 @@ def plan(
     from meshwright.terminal import console
     from meshwright.train.guard import waits
     from meshwright.train.proofs.records import Source
-    from meshwright.train.proofs.report_or_audit import assure
+    from meshwright.train.proofs.report_or_audit import report_or_audit
     from meshwright.train.start.launch import planned_processes
     from meshwright.train.start.setup import make_setup
 
@@ -139,7 +139,7 @@ def plan(
             page.print(show_remarks(hardware), highlight=False)
         else:
             page.print("Whether it fits, and how long a step takes: --gpu h100 (or another one)", highlight=False)
-        assure(setup, Source(str(config), tuple(overrides or ())), None)
+        report_or_audit(setup, Source(str(config), tuple(overrides or ())), None)
         for line in _refused_data(run):
             page.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
 

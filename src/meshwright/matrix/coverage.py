@@ -24,7 +24,7 @@ from meshwright.matrix.cells import LAYOUTS, SEQUENCE_LENGTH, STEPS, Cell, Outco
 from meshwright.matrix.page import write_matrix
 from meshwright.matrix.reasons import EXPLAINED, reason_of
 from meshwright.matrix.variants import flipped, parsed, variants_of, written
-from meshwright.models.families.default_configs import ODD, model_types
+from meshwright.models.families.default_configs import MISSING_DEFAULTS, model_types
 from meshwright.shrink.run import shrink
 from meshwright.train.config import RunConfig
 from meshwright.train.proofs.claim import versions
@@ -61,7 +61,7 @@ def run_of(name: str, place: Place, folder: Path, packing: str = "pack") -> RunC
     from transformers import AutoConfig
 
     model_type, switch = parsed(name)
-    odd = dict(ODD.get(model_type, {}))
+    odd = dict(MISSING_DEFAULTS.get(model_type, {}))
     try:
         config = AutoConfig.for_model(model_type, **odd)
         text = config.get_text_config()

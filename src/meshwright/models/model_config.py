@@ -119,7 +119,7 @@ class ModelConfig(BaseModel):
         path = Path(self.path).expanduser()
         return path if path.is_dir() else None
 
-    def said(self, key: str) -> Any:
+    def configured(self, key: str) -> Any:
         """Return the value of a key in the config of a new model, else in its ``text_config``; ``None`` if neither has it."""
         values = self.config or {}
         inner = values.get("text_config") or {}

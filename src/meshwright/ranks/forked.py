@@ -25,7 +25,7 @@ from meshwright.distributed.process_group import RECORDED
 from meshwright.errors import MeshwrightError, UnsupportedError, WorkerError
 from meshwright.ranks.hang import Pace, RankState, is_communication, look
 
-__all__ = ["BEAT", "Ending", "Seat", "work"]
+__all__ = ["BEAT", "JobOutcome", "WorkerPlace", "work"]
 
 BEAT = 0.5
 """Seconds between two checks of a worker on itself."""
@@ -34,7 +34,7 @@ _KEPT: list[Any] = []
 
 
 @dataclass
-class Ending:
+class JobOutcome:
     """How the job of one rank ended: with a value, an error, or the death of its process.
 
     Attributes:
@@ -66,7 +66,7 @@ class Ending:
 
 
 @dataclass(frozen=True)
-class Seat:
+class WorkerPlace:
     """A worker's place in its group.
 
     Attributes:
@@ -94,7 +94,7 @@ class Seat:
         return self.folder / f"stack-{self.rank}"
 
 
-def work(seat: Seat, jobs: Connection, watch: Connection) -> None:
+def work(seat: WorkerPlace, jobs: Connection, watch: Connection) -> None:
     """Join the group, then run one job after another until the parent ends the worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked worker has inherited the parent's handlers
@@ -122,7 +122,7 @@ def work(seat: Seat, jobs: Connection, watch: Connection) -> None:
         os._exit(0)  # the parent is gone
 
 
-def _join(seat: Seat) -> None:
+def _join(seat: WorkerPlace) -> None:
     if seat.kind == "cuda":
         if torch.cuda.device_count() == 0:
             raise UnsupportedError("workers on cuda: there is no GPU on this machine")
@@ -140,7 +140,7 @@ def _join(seat: Seat) -> None:
     dist.all_reduce(torch.zeros(1))  # with gloo; this is the first entry of the recorder, if it records
 
 
-def _call(seat: Seat, job: bytes) -> Any:
+def _call(seat: WorkerPlace, job: bytes) -> Any:
     function, args = pickle.loads(job)
     return function(seat.device, *args)
 
@@ -148,10 +148,10 @@ def _call(seat: Seat, job: bytes) -> Any:
 def _attempt(function: Callable[..., Any], *args: Any) -> bytes:
     """Call a function, and return its :class:`Ending`, pickled by value: torch's shared memory would end with this process."""
     try:
-        ending = Ending(value=function(*args))
+        ending = JobOutcome(value=function(*args))
     except BaseException as error:
         own = isinstance(error, MeshwrightError)
-        ending = Ending(
+        ending = JobOutcome(
             error=error if isinstance(error, MeshwrightError) else WorkerError(f"{type(error).__name__}: {error}"),
             own=own,
             communication=is_communication(error),
@@ -164,10 +164,10 @@ def _attempt(function: Callable[..., Any], *args: Any) -> bytes:
     except Exception as error:
         outcome = "result" if ending.error is None else "error"
         reason = WorkerError(f"the {outcome} cannot be pickled: {type(error).__name__}: {error}")
-        return pickle.dumps(Ending(error=reason, trace=ending.trace, time=time.monotonic()))
+        return pickle.dumps(JobOutcome(error=reason, trace=ending.trace, time=time.monotonic()))
 
 
-def _watch(seat: Seat, main: int, watch: Connection, say: Callable[[RankState | None], None], parent: int) -> None:
+def _watch(seat: WorkerPlace, main: int, watch: Connection, say: Callable[[RankState | None], None], parent: int) -> None:
     """Send ``None`` while the main thread makes progress, and its state when asked. End the process when the parent ends."""
     pace = Pace(main, seat.kind)
     try:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from meshwright.distributed.process_group import end_openmp_threads
 from meshwright.errors import ConfigError, MeshwrightError, UnsupportedError, WorkerError
-from meshwright.ranks.forked import BEAT, Ending, Seat, work
+from meshwright.ranks.forked import BEAT, JobOutcome, WorkerPlace, work
 from meshwright.ranks.hang import HangError, RankState, describe, mismatch, stack_of_text
 
 __all__ = ["Pool"]
@@ -46,7 +46,7 @@ class _Worker:
     process: BaseProcess
     jobs: Connection
     watch: Connection
-    seat: Seat
+    seat: WorkerPlace
     state: RankState | None = None
 
     def listen(self) -> bool:
@@ -60,7 +60,7 @@ class _Worker:
             pass  # it died, which `ending` finds
         return heard
 
-    def ending(self) -> Ending | None:
+    def ending(self) -> JobOutcome | None:
         """Return how the job ended; ``None`` while it runs."""
         alive = self.process.is_alive()  # checked first, so that what the worker sent before it died is still read
         try:
@@ -71,14 +71,14 @@ class _Worker:
             alive = False
         except Exception as error:
             reason = WorkerError(f"the result cannot be read: {type(error).__name__}: {error}")
-            return Ending(error=reason, time=time.monotonic())
+            return JobOutcome(error=reason, time=time.monotonic())
         return None if alive else self._death()
 
-    def _death(self) -> Ending:
+    def _death(self) -> JobOutcome:
         code = self.process.exitcode or 0
         name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         hint = " (the system kills with SIGKILL when memory runs out)" if name == "SIGKILL" else ""
-        return Ending(
+        return JobOutcome(
             error=WorkerError(f"ended with {name}{hint}"),
             communication=name == "SIGABRT",  # gloo aborts a process that receives more bytes than it asked for
             dead=True,
@@ -185,7 +185,7 @@ class Pool:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for rank in range(self.world_size):
-                seat = Seat(rank, self.world_size, self.kind, timeout, Path(self._folder.name))
+                seat = WorkerPlace(rank, self.world_size, self.kind, timeout, Path(self._folder.name))
                 (jobs, their_jobs), (watch, their_watch) = context.Pipe(), context.Pipe()
                 process = context.Process(target=work, args=(seat, their_jobs, their_watch), daemon=True)
                 process.start()
@@ -198,9 +198,9 @@ class Pool:
         if error is not None:
             raise error
 
-    def _gather(self, patience: float | None) -> dict[int, Ending]:
+    def _gather(self, patience: float | None) -> dict[int, JobOutcome]:
         """Wait for the job, and return how it ended on each rank, without ranks that still ran when progress had stopped."""
-        endings: dict[int, Ending] = {}
+        endings: dict[int, JobOutcome] = {}
         moved = time.monotonic()
         while len(endings) < self.world_size:
             running = {rank: worker for rank, worker in enumerate(self._workers) if rank not in endings}
@@ -221,12 +221,12 @@ class Pool:
                 break
         return endings
 
-    def _alike(self, endings: dict[int, Ending]) -> bool:
+    def _alike(self, endings: dict[int, JobOutcome]) -> bool:
         """Whether all ranks raised the same error, so that no rank waits and their collectives still match."""
         errors = [ending.error for ending in endings.values() if ending.error and not (ending.dead or ending.communication)]
         return len(errors) == self.world_size and len({(type(error), error.problems) for error in errors}) == 1
 
-    def _error(self, endings: dict[int, Ending]) -> MeshwrightError | None:
+    def _error(self, endings: dict[int, JobOutcome]) -> MeshwrightError | None:
         """Return the error of a job: the failure that came first, or where the ranks hang; ``None``: all ranks returned."""
         failed = {rank: ending for rank, ending in endings.items() if ending.error}
         if not failed and len(endings) == self.world_size:
@@ -246,7 +246,7 @@ class Pool:
             error.add_note(ending.trace)
         return error
 
-    def _states(self, endings: dict[int, Ending]) -> list[RankState]:
+    def _states(self, endings: dict[int, JobOutcome]) -> list[RankState]:
         """Return where every rank is, as it reports itself, or by its Python stack if it does not answer."""
         for worker in self._workers:
             try:

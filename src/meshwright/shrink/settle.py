@@ -18,10 +18,10 @@ from meshwright.train.config import RunConfig
 from meshwright.train.proofs.claim import axes_above_1
 from meshwright.train.start.setup import RunSetup, describe_model
 
-__all__ = ["settle"]
+__all__ = ["copy_policies"]
 
 
-def settle(config: RunConfig, small: RunConfig, setup: RunSetup) -> tuple[RunConfig, tuple[Change, ...]]:
+def copy_policies(config: RunConfig, small: RunConfig, setup: RunSetup) -> tuple[RunConfig, tuple[Change, ...]]:
     """Return the small configuration with the policies of the large run, and what this changed.
 
     Args:

@@ -26,10 +26,10 @@ from meshwright.train.start.setup import RunSetup
 
 Loader = TypeVar("Loader", bound=TrainLoader)
 
-__all__ = ["PARTS", "Made", "Parts", "balance_of_plan", "clip", "engine_of_plan", "fill", "train_loader"]
+__all__ = ["PARTS", "PartialTrainer", "Parts", "balance_of_plan", "clip", "engine_of_plan", "fill", "train_loader"]
 
 
-class Made(Protocol):
+class PartialTrainer(Protocol):
     """A trainer under construction: the attributes that its parts may read. Each is set before the parts that need it."""
 
     setup: RunSetup
@@ -45,12 +45,12 @@ class Made(Protocol):
     engine: Engine
 
 
-def mesh_of_layout(trainer: Made) -> ParallelMesh:
+def mesh_of_layout(trainer: PartialTrainer) -> ParallelMesh:
     """Build the mesh of the layout, over all ranks."""
     return build_mesh(trainer.setup.layout, trainer.device.type)
 
 
-def carry_out(trainer: Made) -> nn.Module:
+def carry_out(trainer: PartialTrainer) -> nn.Module:
     """Carry out the plan on the model, which has no values yet, and return the model, or the stages of this rank."""
     model, plan = trainer.setup.model, trainer.setup.plan
     strategy = get_parallelization_strategy(model)
@@ -59,7 +59,7 @@ def carry_out(trainer: Made) -> nn.Module:
     return strategy.carry_out(model, plan, trainer.mesh)
 
 
-def fill(trainer: Made, device: torch.device) -> None:
+def fill(trainer: PartialTrainer, device: torch.device) -> None:
     """Give parameters and buffers their first values, on the device that holds the shards."""
     config, setup = trainer.config, trainer.setup
     stages = stages_of_rank(setup.plan, trainer.mesh.rank("pp"))
@@ -68,17 +68,17 @@ def fill(trainer: Made, device: torch.device) -> None:
         materialize(model, config.model, device, config.training.seed, setup.plan.layers, others, config.adapter)
 
 
-def optimizer_of_plan(trainer: Made) -> torch.optim.Optimizer:
+def optimizer_of_plan(trainer: PartialTrainer) -> torch.optim.Optimizer:
     """Build AdamW. The plan says which parameters are trained, and which of them are decayed."""
     return build_optimizer(trainer.model, trainer.config.optimizer, trainer.setup.plan.parameters)
 
 
-def sync_of_plan(trainer: Made) -> GradSync | None:
+def sync_of_plan(trainer: PartialTrainer) -> GradSync | None:
     """Build what decides when the units of the model gather and reduce; ``None``: each stage of a pipeline has its own."""
     return None if trainer.setup.plan.stages else GradSync.from_plan(trainer.model, trainer.setup.plan)
 
 
-def balance_of_plan(trainer: Made) -> Balance:
+def balance_of_plan(trainer: PartialTrainer) -> Balance:
     """Build the balance of the experts. The loads of all stages are added up, so it knows the mixtures of the whole model."""
     plan, moe, mesh = trainer.setup.plan, trainer.config.moe, trainer.mesh
     own = on_stages(plan, stages_of_rank(plan, mesh.rank("pp"))).experts
@@ -94,7 +94,7 @@ def balance_of_plan(trainer: Made) -> Balance:
     )
 
 
-def train_loader(trainer: Made, store: TokenStore, kind: type[Loader] = TrainLoader) -> Loader:  # type: ignore[assignment]
+def train_loader(trainer: PartialTrainer, store: TokenStore, kind: type[Loader] = TrainLoader) -> Loader:  # type: ignore[assignment]
     """Build the loader of this rank's training data."""
     training, data = trainer.config.training, trainer.config.data
     return kind(
@@ -120,7 +120,7 @@ def sequence_multiple(setup: RunSetup) -> int:
     return -(-setup.config.data.sequence_length // multiple) * multiple if setup.plan.stages else multiple
 
 
-def engine_of_plan(trainer: Made) -> Engine:
+def engine_of_plan(trainer: PartialTrainer) -> Engine:
     """Build the engine: one microbatch after another, or the stages of a pipeline."""
 
     def progress(words: str = "") -> None:
@@ -139,7 +139,7 @@ def engine_of_plan(trainer: Made) -> Engine:
     return Pipelined(stages, trainer.objective, trainer.balance)
 
 
-def clip(trainer: Made) -> torch.Tensor:
+def clip(trainer: PartialTrainer) -> torch.Tensor:
     """Clip the gradient of the whole model, and return its norm before clipping."""
     return trainer.engine.clip(trainer.config.training.clip_norm)
 
@@ -163,14 +163,14 @@ class Parts:
         forecast: the command that makes the forecast that is printed beside a step; ``None``: none is made.
     """
 
-    mesh: Callable[[Made], ParallelMesh] = mesh_of_layout
-    distribute: Callable[[Made], nn.Module] = carry_out
-    fill: Callable[[Made, torch.device], None] = fill
-    optimizer: Callable[[Made], torch.optim.Optimizer] = optimizer_of_plan
-    sync: Callable[[Made], GradSync | None] = sync_of_plan
-    loader: Callable[[Made, TokenStore], TrainLoader] = train_loader
-    engine: Callable[[Made], Engine] = engine_of_plan
-    clip: Callable[[Made], torch.Tensor] = clip
+    mesh: Callable[[PartialTrainer], ParallelMesh] = mesh_of_layout
+    distribute: Callable[[PartialTrainer], nn.Module] = carry_out
+    fill: Callable[[PartialTrainer, torch.device], None] = fill
+    optimizer: Callable[[PartialTrainer], torch.optim.Optimizer] = optimizer_of_plan
+    sync: Callable[[PartialTrainer], GradSync | None] = sync_of_plan
+    loader: Callable[[PartialTrainer, TokenStore], TrainLoader] = train_loader
+    engine: Callable[[PartialTrainer], Engine] = engine_of_plan
+    clip: Callable[[PartialTrainer], torch.Tensor] = clip
     forecast: Forecast | None = None
 
 

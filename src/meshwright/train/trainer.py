@@ -18,7 +18,7 @@ from meshwright.checkpoint.manager import CheckpointManager, check_same_model
 from meshwright.data.loader import EvalLoader
 from meshwright.data.packing import SequenceDataset
 from meshwright.data.store import TokenStore
-from meshwright.distributed.context.sequences import follow, share_batch
+from meshwright.distributed.context.sequences import carry_sequences_to, share_batch
 from meshwright.distributed.data.fsdp_units import move_buffers
 from meshwright.distributed.pipeline.stage_parts import models_of
 from meshwright.errors import CheckpointError, NonFiniteError, StoppedError, number_of
@@ -187,7 +187,7 @@ class Trainer:
                     raise StoppedError(f"{decision.end}: ended {where}; {how} goes on from it")
             self.checkpoints.finish()
         except BaseException:
-            self.checkpoints.settle()
+            self.checkpoints.wait_for_save()
             raise
         finally:
             self.expectation.close()
@@ -220,7 +220,7 @@ class Trainer:
             unless=self.guard.flag,
             logged=self.recorder.logs(self.step + 1),
         )
-        for line in self.balance.take_told():
+        for line in self.balance.pop_warnings():
             self.recorder.say(f"[yellow]{escape(line)}[/yellow]")
         self.journal.add(self.step, rate, metrics, time.perf_counter() - begun)
 
@@ -232,7 +232,7 @@ class Trainer:
         Raises:
             NonFiniteError: see :meth:`learn`.
         """
-        self.learn()
+        self.read_finished_steps()
         skipped, self._skipped_since_metrics = self._skipped_since_metrics, 0
         summary = self.journal.summary()
         return {
@@ -243,7 +243,7 @@ class Trainer:
             "skipped": skipped,
         }
 
-    def learn(self) -> None:
+    def read_finished_steps(self) -> None:
         """Wait for the device, and read how the steps went that the host has not read yet.
 
         Raises:
@@ -279,7 +279,7 @@ class Trainer:
             for name, tensor in batch.items()
         }
         if "position_ids" in batch:
-            follow(batch["position_ids"], moved["position_ids"])
+            carry_sequences_to(batch["position_ids"], moved["position_ids"])
         return moved
 
     def _not_finite(self, step: int, values: dict[str, float]) -> None:
@@ -313,7 +313,7 @@ class Trainer:
         Raises:
             NonFiniteError: see :meth:`learn`.
         """
-        self.learn()
+        self.read_finished_steps()
         self.unevaluated = False
         if self.evaluation is None:
             return None
@@ -354,7 +354,7 @@ class Trainer:
         Raises:
             NonFiniteError: see :meth:`learn`; then nothing is saved.
         """
-        self.learn()
+        self.read_finished_steps()
         self.progress(f"the checkpoint of step {self.step}")
         tensors = {**self._tensors(), **state.rng_tensors(self.rank, self.device)}
         meta = {

@@ -16,7 +16,7 @@ from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.distributed.mesh import build_mesh
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
-from meshwright.plan.axes.data.prefetch import prefetch_targets, turns
+from meshwright.plan.axes.data.prefetch import layer_groups, prefetch_targets
 from meshwright.plan.cost.price import totals
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.spec import ParallelSpec, UnitRule
@@ -95,7 +95,7 @@ def test_each_layer_ahead_costs_a_layer() -> None:
 def test_units_inside_and_beside_layers() -> None:
     """A turn is a layer with what is in it, or a unit beside the layers."""
     plan = planned(NESTED, sync="reduce_each", prefetch_forward=1, prefetch_backward=1)
-    assert [[unit.name for unit in turn] for turn in turns(plan).turns] == [
+    assert [[unit.name for unit in turn] for turn in layer_groups(plan).turns] == [
         *([f"blocks.{index}", f"blocks.{index}.2"] for index in range(6)),
         ["norm"],
     ]

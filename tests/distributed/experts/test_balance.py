@@ -234,7 +234,7 @@ def test_a_router_whose_outputs_cannot_be_read_is_told_of_once() -> None:
             balance.begin_step(other.sum())
             with balance.microbatch(other):
                 summed_loss(model, batch)
-            told = balance.take_told()
+            told = balance.pop_warnings()
             assert [line.split("'")[1] for line in told] == expected
             assert all("was given 30 tokens of a batch of 27" in line for line in told)
 

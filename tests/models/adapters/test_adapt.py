@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from meshwright.errors import ConfigError, ModelError, PlanError, UnsupportedError
 from meshwright.layout import Layout
-from meshwright.models.adapters.adapt import adapt, bare, initialize_adapters, merge, unit_of_adapters
+from meshwright.models.adapters.adapt import adapt, initialize_adapters, merge, unit_of_adapters, without_adapters
 from meshwright.models.adapters.adapter_files import of_adapter, write_adapter
 from meshwright.models.families.listed import TINY_MODELS
 from meshwright.models.model_config import AdapterConfig
@@ -109,7 +109,7 @@ def test_frozen_parameters_have_the_dtype_of_compute_and_trained_ones_fp32() -> 
 
 def test_without_its_wrappers_a_model_has_the_names_of_its_files() -> None:
     model, plain = adapted(), tiny_model("llama", meta=True)
-    with bare(model):
+    with without_adapters(model):
         assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
     assert ends(model) == LAYER
 
@@ -119,7 +119,7 @@ def over(plain: nn.Module, family: str, **options: Any) -> tuple[nn.Module, Adap
     config = AdapterConfig(**{"rank": 3, "alpha": 6, **options})
     model = make(family, meta=True)[0]
     adapt(model, config, None)
-    with bare(model):
+    with without_adapters(model):
         model.to_empty(device="cpu")
         model.tie_weights()
         model.load_state_dict(plain.state_dict())
@@ -334,7 +334,7 @@ def test_the_norms_of_dora_are_in_fp32() -> None:
     plain = tiny_model("llama", seed=3).to(torch.bfloat16)
     model = tiny_model("llama", meta=True).to(torch.bfloat16)
     adapt(model, AdapterConfig(kind="dora"), "bfloat16")
-    with bare(model):
+    with without_adapters(model):
         model.to_empty(device="cpu")
         model.load_state_dict(plain.state_dict())
     initialize_adapters(model, torch.device("cpu"), 0)

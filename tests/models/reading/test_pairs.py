@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
-from meshwright.models.families.default_configs import ODD, model_types
+from meshwright.models.families.default_configs import MISSING_DEFAULTS, model_types
 from meshwright.models.families.tiny import HEADS
 from meshwright.models.reading.tensor.pairs import trace_pairs
 from meshwright.models.reading.tensor.regions import trace_regions
@@ -291,7 +291,7 @@ def test_an_embedding_that_another_module_reads_is_whole() -> None:
 
 
 def test_the_odd_ones_are_model_types() -> None:
-    assert set(ODD) <= set(model_types())
+    assert set(MISSING_DEFAULTS) <= set(model_types())
 
 
 def test_a_matrix_that_is_stored_transposed_has_styles_of_its_own() -> None:

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from meshwright.distributed.pipeline.cut import crossing_of, cut_model
 from meshwright.errors import MeshwrightError
 from meshwright.matrix.cells import deepened
-from meshwright.models.families.default_configs import ODD
+from meshwright.models.families.default_configs import MISSING_DEFAULTS
 from meshwright.models.families.listed import TINY_MODELS
 from meshwright.models.specs.registry import spec_of
 from meshwright.plan.given.cut_points import StageFacts
@@ -204,7 +204,7 @@ def test_what_cannot_be_cut_is_refused_by_name() -> None:
 )
 def test_what_does_not_run_in_parts_is_refused(model_type: str, words: str) -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **ODD.get(model_type, {})))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **MISSING_DEFAULTS.get(model_type, {})))
     (problem,) = facts_of(model).problems
     assert problem.startswith(words)
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from meshwright.layout import Layout
 from meshwright.models.specs.registry import spec_of
-from meshwright.plan.axes.pipeline.replay import Phase, Replay, Turn, order_of, receive_buffers, replay, replay_of_plan
+from meshwright.plan.axes.pipeline.replay import Phase, Replay, ScheduledOp, order_of, receive_buffers, replay, replay_of_plan
 from meshwright.plan.given.options import ParallelOptions, PipelineSchedule
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ShardingPlan
@@ -35,7 +35,7 @@ def test_the_idle_share_is_the_closed_form(schedule: PipelineSchedule, pp: int, 
         own = {turn.stage for turn in turns}
         assert len(own) == each
         for stage in own:
-            forwards = [turn.microbatch for turn in turns if turn == Turn(Phase.FORWARD, stage, turn.microbatch)]
+            forwards = [turn.microbatch for turn in turns if turn == ScheduledOp(Phase.FORWARD, stage, turn.microbatch)]
             assert sorted(forwards) == list(range(microbatches)), rank
         backwards = {(turn.stage, turn.microbatch) for turn in turns if turn.phase in (Phase.BACKWARD, Phase.INPUT)}
         assert len(backwards) == each * microbatches
@@ -55,7 +55,10 @@ def test_what_is_alive() -> None:
 
 
 def test_ranks_that_wait_for_each_other() -> None:
-    order = [[Turn(Phase.BACKWARD, 0, 0), Turn(Phase.FORWARD, 0, 0)], [Turn(Phase.FORWARD, 1, 0), Turn(Phase.BACKWARD, 1, 0)]]
+    order = [
+        [ScheduledOp(Phase.BACKWARD, 0, 0), ScheduledOp(Phase.FORWARD, 0, 0)],
+        [ScheduledOp(Phase.FORWARD, 1, 0), ScheduledOp(Phase.BACKWARD, 1, 0)],
+    ]
     with pytest.raises(ValueError, match="wait for each other"):
         replay(order, lambda turn: 1.0)
 

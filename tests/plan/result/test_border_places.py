@@ -7,13 +7,13 @@ from meshwright.layout import Layout
 from meshwright.models.specs.registry import spec_of
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
-from meshwright.plan.result.border_places import Held, Side, borders, first_microbatch, held
+from meshwright.plan.result.border_places import Portion, Side, borders, first_microbatch, portion_of_rank
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from tests.tiny import tiny_model
 
 ROWS, LENGTH = 2, 12
-WHOLE = Held(range(ROWS), (range(LENGTH),))
-PART = Held(range(ROWS), (range(6, 12),))
+WHOLE = Portion(range(ROWS), (range(LENGTH),))
+PART = Portion(range(ROWS), (range(6, 12),))
 SECOND = {"pp": 0, "dp_replicate": 0, "dp_shard": 0, "cp": 0, "tp": 1}
 
 
@@ -43,7 +43,7 @@ def test_without_sequence_parallel_a_rank_holds_all_tokens(options: dict[str, bo
     for layout in (Layout(dp_shard=4), Layout(tp=2)):
         plan, model = plan_of("llama", layout, loss_parallel=False, **options)
         for name in borders(plan, model):
-            assert held(plan, name, Side.OUTPUT, SECOND, ROWS, LENGTH) == WHOLE
+            assert portion_of_rank(plan, name, Side.OUTPUT, SECOND, ROWS, LENGTH) == WHOLE
 
 
 @pytest.mark.parametrize(
@@ -61,20 +61,20 @@ def test_without_sequence_parallel_a_rank_holds_all_tokens(options: dict[str, bo
         ("model.norm", Side.INPUT, PART),
         ("model.norm", Side.OUTPUT, WHOLE),  # joined as it leaves
         ("lm_head", Side.INPUT, WHOLE),
-        ("lm_head", Side.OUTPUT, Held(range(ROWS), (range(LENGTH),), range(34, 67))),
+        ("lm_head", Side.OUTPUT, Portion(range(ROWS), (range(LENGTH),), range(34, 67))),
     ],
     ids=str,
 )
 def test_sequence_parallel_from_the_first_layer_to_the_last_norm(
-    sequence: ShardingPlan, module: str, side: Side, expected: Held | None
+    sequence: ShardingPlan, module: str, side: Side, expected: Portion | None
 ) -> None:
-    assert held(sequence, module, side, SECOND, ROWS, LENGTH, features=67) == expected
+    assert portion_of_rank(sequence, module, side, SECOND, ROWS, LENGTH, features=67) == expected
 
 
 def test_the_inside_of_experts_that_are_sliced_is_not_held_whole_and_that_of_experts_over_ep_is() -> None:
     for layout, expected in ((Layout(tp=2), None), (Layout(tp=2, ep=2), WHOLE)):
         plan, _ = plan_of("mixtral", layout)
-        assert held(plan, "model.layers.0.mlp.experts", Side.OUTPUT, SECOND, ROWS, LENGTH) == expected
+        assert portion_of_rank(plan, "model.layers.0.mlp.experts", Side.OUTPUT, SECOND, ROWS, LENGTH) == expected
 
 
 def test_the_first_microbatch_of_each_data_rank() -> None:

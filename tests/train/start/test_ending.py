@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.train.config import RunConfig
-from meshwright.train.start.ending import Agreement, Attendant
+from meshwright.train.start.ending import Agreement, SignalThread
 from tests.harness import run_ranks
 from tests.train.runs import checkpoints, train
 
@@ -64,12 +64,12 @@ def test_a_checkpoint_by_the_clock(tiny: Callable[..., RunConfig]) -> None:
 
 def _attended(rank: int, file: Path) -> tuple[list[str], str]:
     asked: list[str] = []
-    with Attendant((signal.SIGUSR1,), asked.append):
+    with SignalThread((signal.SIGUSR1,), asked.append):
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getpid(), signal.SIGUSR1)  # at once: the same one, by another way
         time.sleep(0.3)
     by_file: list[str] = []
-    with Attendant((signal.SIGUSR1,), by_file.append, file):
+    with SignalThread((signal.SIGUSR1,), by_file.append, file):
         file.write_text("SIGTERM")
         time.sleep(1)
     return asked, by_file[0]

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.errors import UnsupportedError
 
-__all__ = ["CEILING", "HELD", "MINIMUM_TORCH", "NAMES", "check", "check_gathers_bytes", "untested"]
+__all__ = ["CEILING", "INSTANCE_ATTRIBUTES", "MINIMUM_TORCH", "NAMES", "check", "check_gathers_bytes", "untested"]
 
 MINIMUM_TORCH = (2, 11)
 CEILING = (2, 13)
@@ -75,7 +75,7 @@ NAMES: dict[Any, tuple[str, ...]] = {
 }
 """Owner to attributes that it has."""
 
-HELD: dict[type, tuple[str, ...]] = {
+INSTANCE_ATTRIBUTES: dict[type, tuple[str, ...]] = {
     FSDPParamGroup: (
         "_all_gather_result",
         "_partial_reduce_output",
@@ -153,7 +153,7 @@ def _missing() -> Iterator[str]:
         yield f"Meshwright needs {'.'.join(map(str, MINIMUM_TORCH))} or later"
     for owner, names in NAMES.items():
         yield from (f"{owner.__name__} has no {name}" for name in names if not hasattr(owner, name))
-    for kind, names in HELD.items():
+    for kind, names in INSTANCE_ATTRIBUTES.items():
         known = _names_in(kind)
         yield from (f"objects of {kind.__name__} have no {name}" for name in names if name not in known)
     if dist.is_gloo_available():

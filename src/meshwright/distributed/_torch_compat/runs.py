@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from meshwright.distributed._torch_compat.tensors import in_backward
-from meshwright.distributed._torch_compat.unit_state import fsdp_state, is_set_up, param_groups, settle
+from meshwright.distributed._torch_compat.unit_state import finish_prefetch, fsdp_state, is_set_up, param_groups
 
 __all__ = [
     "Event",
@@ -59,7 +59,7 @@ class Event(StrEnum):
 
 
 @dataclass
-class _Course:
+class _GroupState:
     """What :func:`supervise` records of a parameter group.
 
     Attributes:
@@ -98,34 +98,34 @@ def supervise(module: nn.Module | FSDPModule, data_group: dist.ProcessGroup | No
     """
     for group in param_groups(module):
         if not hasattr(group, "_meshwright_course"):
-            course = group._meshwright_course = _Course(data_group)
+            course = group._meshwright_course = _GroupState(data_group)
             group.pre_forward = partial(_pre_forward, course, group.pre_forward)
             group.pre_backward = partial(_pre_backward, group, course, group.pre_backward)
             group._register_post_backward_hook = partial(_count_run, course, group._register_post_backward_hook)
             group.post_backward = partial(_post_backward, group, course, group.post_backward)
 
 
-def _pre_forward(course: _Course, pre_forward: Any, *args: Any) -> Any:
+def _pre_forward(course: _GroupState, pre_forward: Any, *args: Any) -> Any:
     if not in_backward():  # a forward within backward is a recomputation
         course.say(Event.FORWARD)
         course.ran |= torch.is_grad_enabled()
     return pre_forward(*args)
 
 
-def _pre_backward(group: Any, course: _Course, pre_backward: Any, *args: Any) -> None:
+def _pre_backward(group: Any, course: _GroupState, pre_backward: Any, *args: Any) -> None:
     if group._training_state != TrainingState.PRE_BACKWARD:
         course.say(Event.BACKWARD)
     pre_backward(*args)
 
 
-def _count_run(course: _Course, register: Any, args: Any, kwargs: Any) -> Any:
+def _count_run(course: _GroupState, register: Any, args: Any, kwargs: Any) -> Any:
     registered = register(args, kwargs)
     # A recomputation (activation checkpointing, within backward) has no backward of its own.
     course.runs += not in_backward() and (registered[0] is not args or registered[1] is not kwargs)
     return registered
 
 
-def _post_backward(group: Any, course: _Course, post_backward: Any, *unused: Any) -> None:
+def _post_backward(group: Any, course: _GroupState, post_backward: Any, *unused: Any) -> None:
     if course.at_end is not None and in_backward():
         call, course.at_end = course.at_end, None
         # FSDP's roots queue callbacks later than this one. Queueing from within a callback puts `call` behind them.
@@ -153,7 +153,7 @@ def _was_gathered(group: Any) -> bool:
     return all(hasattr(fsdp_param, "_unsharded_param") for fsdp_param in group.fsdp_params)
 
 
-def _complete_gradients(group: Any, course: _Course) -> None:
+def _complete_gradients(group: Any, course: _GroupState) -> None:
     """Before a group is reduced, give its trainable parameters without a gradient a gradient of zeros, in one dtype."""
     trained = {index: item for index, item in enumerate(group.fsdp_params) if item.sharded_param.requires_grad}
     kept = {index for index, item in trained.items() if item.unsharded_accumulated_grad is not None}
@@ -260,7 +260,7 @@ def reset_iteration(module: nn.Module | FSDPModule) -> None:
         group._meshwright_course.ran = False
     forget_runs(module)
     take_use(module)
-    settle(module)
+    finish_prefetch(module)
     for group in param_groups(module):
         for fsdp_param in group.fsdp_params:
             fsdp_param.unsharded_accumulated_grad = None

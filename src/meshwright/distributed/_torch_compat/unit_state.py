@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = [
     "before_each_run",
     "before_first_run",
+    "finish_prefetch",
     "forget_runs_without_gradient",
     "fsdp_state",
     "holders",
@@ -42,7 +43,6 @@ __all__ = [
     "reduce_at_the_end",
     "replicate_module",
     "reshards_after_forward",
-    "settle",
     "share_shards",
 ]
 
@@ -93,7 +93,7 @@ def is_set_up(module: nn.Module | FSDPModule) -> bool:
     return fsdp_state(module)._is_root is not None
 
 
-def settle(module: nn.Module | FSDPModule) -> None:
+def finish_prefetch(module: nn.Module | FSDPModule) -> None:
     """Finish a prefetch that nothing has used: wait for its all-gather. The unit is unsharded afterwards."""
     for group in param_groups(module):
         if group._all_gather_result is not None:

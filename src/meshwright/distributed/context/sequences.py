@@ -20,7 +20,7 @@ from meshwright.errors import ConfigError
 from meshwright.plan.axes.context import positions_of
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
-__all__ = ["Sequences", "context_parallel", "follow", "sequences_of", "share_batch"]
+__all__ = ["Sequences", "carry_sequences_to", "context_parallel", "sequences_of", "share_batch"]
 
 _SEQUENCES = "_meshwright_sequences"
 
@@ -201,7 +201,7 @@ def sequences_of(position_ids: torch.Tensor | None) -> Sequences | None:
     return None if position_ids is None else vars(position_ids).get(_SEQUENCES)
 
 
-def follow(source: torch.Tensor, copy: torch.Tensor) -> None:
+def carry_sequences_to(source: torch.Tensor, copy: torch.Tensor) -> None:
     """Give a copy of a shard's ``position_ids`` on another device what the original knows of its sequences."""
     sequences = sequences_of(source)
     if sequences is not None and copy is not source:

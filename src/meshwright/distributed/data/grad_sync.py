@@ -214,7 +214,7 @@ class GradSync:
 
     def _reshard(self) -> None:
         for unit in self._units.values():
-            _torch_compat.settle(unit.module)  # drop what was prefetched and not used: the weights in it are old
+            _torch_compat.finish_prefetch(unit.module)  # drop what was prefetched and not used: the weights in it are old
             if _torch_compat.is_unsharded(unit.module):
                 unit.module.reshard()
 

@@ -183,7 +183,7 @@ class Balance:
         finally:
             self._open, self._counts = False, None
 
-    def take_told(self) -> list[str]:
+    def pop_warnings(self) -> list[str]:
         """Return and reset the warnings since the last call: a line for each router whose outputs cannot be read."""
         told, self._told = self._told, []
         return told

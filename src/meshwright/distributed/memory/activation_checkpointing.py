@@ -166,7 +166,7 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _Stored:
     """A stored tensor, which shares memory with the tensor of the layer. Its version tells whether the layer overwrote it."""
 
     tensor: torch.Tensor
@@ -224,11 +224,11 @@ class _Keep(_Watching):
     def _forget(self, written: set[int]) -> None:
         """Drop the stored results that were overwritten, and those that lie in the memory given."""
 
-        def lost(kept: _Held) -> bool:
+        def lost(kept: _Stored) -> bool:
             return not kept.intact or (bool(written) and _torch_compat.memory_of(kept.tensor) in written)
 
         for position, (operator, result) in enumerate(self.run.results):
-            if any(lost(item) for item in tree_iter(result) if isinstance(item, _Held)):
+            if any(lost(item) for item in tree_iter(result) if isinstance(item, _Stored)):
                 self.run.results[position] = (operator, None)
 
 
@@ -261,14 +261,14 @@ class _Replay(_Watching):
                 )
             self.position += 1
             # Code behind the layer may have overwritten it, too.
-            if result is not None and all(item.intact for item in tree_iter(result) if isinstance(item, _Held)):
-                return tree_map_only(_Held, lambda kept: _handed_out(func, kept.tensor), result)
+            if result is not None and all(item.intact for item in tree_iter(result) if isinstance(item, _Stored)):
+                return tree_map_only(_Stored, lambda kept: _handed_out(func, kept.tensor), result)
         return func(*args, **kwargs)
 
 
-def _hold(operator: Any, tensor: torch.Tensor) -> _Held:
+def _hold(operator: Any, tensor: torch.Tensor) -> _Stored:
     kept = _handed_out(operator, tensor)
-    return _Held(kept, kept._version)
+    return _Stored(kept, kept._version)
 
 
 def _handed_out(operator: Any, tensor: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ from meshwright.plan.given.spec import UnitRule
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["adapt", "bare", "initialize_adapters", "merge", "remarks_of_adapter", "unit_of_adapters"]
+__all__ = ["adapt", "initialize_adapters", "merge", "remarks_of_adapter", "unit_of_adapters", "without_adapters"]
 
 REMARKS = "_meshwright_adapter_remarks"
 """Attribute of an adapted model."""
@@ -167,7 +167,7 @@ def unit_of_adapters(model: nn.Module) -> UnitRule:
 
 
 @contextmanager
-def bare(model: nn.Module) -> Iterator[None]:
+def without_adapters(model: nn.Module) -> Iterator[None]:
     """Inside, the model is the one without adapters: same parameters, under the names of its files. It is not called."""
     wrapped = list(wrappers(model))
     for parent, name, wrapper in wrapped:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ODD", "model_types"]
+__all__ = ["MISSING_DEFAULTS", "model_types"]
 
 _DECODER: Mapping[str, Any] = {"is_decoder": True}
 _INDEXER: Mapping[str, Any] = {
@@ -11,7 +11,7 @@ _INDEXER: Mapping[str, Any] = {
 }  # fmt: skip
 _ALONE: Mapping[str, Any] = {"is_decoder": True, "is_encoder_decoder": False}
 
-ODD: Mapping[str, Mapping[str, Any]] = {
+MISSING_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(
         ("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "reformer",
          "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),

@@ -294,10 +294,10 @@ def materialize(
     from meshwright.models.weights.packed import receiving
 
     if adapter is not None:
-        from meshwright.models.adapters.adapt import bare, initialize_adapters
+        from meshwright.models.adapters.adapt import initialize_adapters, without_adapters
 
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-        with bare(model):
+        with without_adapters(model):
             materialize(model, config, device, seed, units, elsewhere)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in trained)  # what is read may be a new parameter

@@ -15,11 +15,11 @@ class RegionFacts:
         around: names of the regions whose output has a part that passed no matrix of theirs, such as a residual inside an MLP.
             If they were split over features, that part would be added once for each rank.
         problem: why the stream cannot be shared; empty: it can.
-        uncut: why it cannot be shared where the model is cut into stages; empty: it can.
+        problem_in_stages: why it cannot be shared where the model is cut into stages; empty: it can.
     """
 
     regions: tuple[str, ...] = ()
     tokenwise: tuple[str, ...] = ()
     around: tuple[str, ...] = ()
     problem: str = ""
-    uncut: str = ""
+    problem_in_stages: str = ""

@@ -18,7 +18,7 @@ from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.given.names import holder_of, inside, within
 from meshwright.plan.result.sharding_plan import ShardingPlan, UnitRow
 
-__all__ = ["Held", "Side", "borders", "first_microbatch", "held", "tokens_of_units"]
+__all__ = ["Portion", "Side", "borders", "first_microbatch", "portion_of_rank", "tokens_of_units"]
 
 
 class Side(StrEnum):
@@ -29,7 +29,7 @@ class Side(StrEnum):
 
 
 @dataclass(frozen=True)
-class Held:
+class Portion:
     """The part of a tensor [rows, positions, ...] that a rank has.
 
     Attributes:
@@ -72,7 +72,7 @@ def tokens_of_units(plan: ShardingPlan) -> tuple[UnitRow, ...]:
     def tokens(unit: UnitRow) -> str:
         if unit.name in mixtures:
             return "routed over ep"
-        at_input = held(plan, unit.name, Side.INPUT, first, 1, length)
+        at_input = portion_of_rank(plan, unit.name, Side.INPUT, first, 1, length)
         part = at_input is not None and sum(map(len, at_input.positions)) < length // cp
         axes = [axis for axis, shared in (("cp", cp > 1), ("tp", part)) if shared]
         share = (tp if part else 1) * cp
@@ -87,9 +87,9 @@ def first_microbatch(plan: ShardingPlan, coordinates: Mapping[str, int]) -> int:
     return reader * plan.options.microbatches
 
 
-def held(
+def portion_of_rank(
     plan: ShardingPlan, module: str, side: Side, coordinates: Mapping[str, int], rows: int, length: int, features: int = 0
-) -> Held | None:
+) -> Portion | None:
     """Return which part of the hidden state of a microbatch a rank has at a border.
 
     Args:
@@ -106,7 +106,7 @@ def held(
             equal.
     """
     balance, cp = plan.options.context_balance, plan.layout.size("cp")
-    everything = Held(range(rows), positions_of(length, cp, balance, coordinates["cp"]))
+    everything = Portion(range(rows), positions_of(length, cp, balance, coordinates["cp"]))
     ranks = plan.layout.size("tp")
     if ranks == 1:
         return everything
@@ -127,7 +127,7 @@ def held(
     if cut or joined or not (in_layers or (own is not None and own.style == "sequence_parallel")):
         return everything
     share = length // cp // ranks
-    return Held(range(rows), _slice(everything.positions, coordinates["tp"] * share, share))
+    return Portion(range(rows), _slice(everything.positions, coordinates["tp"] * share, share))
 
 
 def _slice(pieces: tuple[range, ...], begin: int, count: int) -> tuple[range, ...]:

@@ -28,7 +28,7 @@ from meshwright.train.proofs.records import Source, State, standing_of
 from meshwright.train.start.ending import leave_to_rank_0
 from meshwright.train.start.setup import RunSetup, make_setup
 
-__all__ = ["Outcome", "Prove", "assure", "assure_on_rank_0"]
+__all__ = ["Outcome", "Prove", "report_or_audit", "report_or_audit_on_rank_0"]
 
 KEY = "audit"
 """The key of the store under which rank 0 writes the outcome of the audit."""
@@ -59,7 +59,7 @@ Prove = Callable[[RunSetup], Outcome]
 """Audits the layout of a run and records the verdict. The caller passes it in, because `train` does not import `audit`."""
 
 
-def assure(setup: RunSetup, source: Source | None, prove: Prove | None) -> None:
+def report_or_audit(setup: RunSetup, source: Source | None, prove: Prove | None) -> None:
     """Print whether the layout of a run is proven; if it is not, and an audit is asked for, audit it.
 
     Args:
@@ -91,8 +91,8 @@ def assure(setup: RunSetup, source: Source | None, prove: Prove | None) -> None:
 # -- ranks that another launcher started --------------------------------------------------------------------------------------
 
 
-def assure_on_rank_0(config: RunConfig, source: Source | None, prove: Prove) -> dist.Store | None:
-    """On rank 0, do what :func:`assure` does; the other ranks wait. Call it before the process group is created.
+def report_or_audit_on_rank_0(config: RunConfig, source: Source | None, prove: Prove) -> dist.Store | None:
+    """On rank 0, do what :func:`report_or_audit` does; the other ranks wait. Call it before the process group is created.
 
     Returns:
         The store of the rendezvous; ``None`` for a single process. Keep a reference to it until the process group has its own
@@ -183,7 +183,7 @@ def _audit_alone(
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     error: MeshwrightError | None = None
     try:
-        assure(make_setup(config, world_size), source, prove)
+        report_or_audit(make_setup(config, world_size), source, prove)
     except MeshwrightError as raised:
         error = type(raised)(raised.problems)  # without what cannot be pickled
     except Exception as raised:  # whatever it was, the ranks must not wait in vain

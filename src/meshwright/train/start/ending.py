@@ -26,8 +26,8 @@ __all__ = [
     "UNEXPORTED",
     "WISH",
     "Agreement",
-    "Attendant",
     "Decision",
+    "SignalThread",
     "begin",
     "has_begun",
     "leave_to_rank_0",
@@ -132,7 +132,7 @@ class Agreement:
             self._store.check([str(step)])  # waits for the store, so that it has the decision before any rank begins the step
 
 
-class Attendant:
+class SignalThread:
     """Handles the signals of this process in a thread. Use it as a context manager, in the main thread.
 
     The first signal asks the run to end. A second one, more than :data:`SAME` seconds later, ends the process at once.
@@ -157,7 +157,7 @@ class Attendant:
         self._first: float | None = None
         self._parent = os.getppid()
 
-    def __enter__(self) -> "Attendant":
+    def __enter__(self) -> "SignalThread":
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)

@@ -33,7 +33,7 @@ from meshwright.layout import AXES
 from meshwright.quiet import quiet
 from meshwright.train.config import RunConfig
 from meshwright.train.proofs.records import Source
-from meshwright.train.proofs.report_or_audit import Prove, assure, assure_on_rank_0
+from meshwright.train.proofs.report_or_audit import Prove, report_or_audit, report_or_audit_on_rank_0
 from meshwright.train.start.ending import SAME, SIGNALS, UNEXPORTED, WISH, has_begun, leave_to_rank_0, tell
 from meshwright.train.start.setup import Paths
 
@@ -135,7 +135,7 @@ def launch(
 
         def work() -> None:
             kind = device_kind(config, local, launched=True)
-            store = assure_on_rank_0(config, source, prove) if prove is not None else None
+            store = report_or_audit_on_rank_0(config, source, prove) if prove is not None else None
             run_worker(config, kind, source=source, forecast=forecast, fast=fast)
             del store
 
@@ -148,7 +148,7 @@ def launch(
         setup, _, store = prepare_run(config, processes, fast=fast)
         introduce(setup, config, store)
         with during("the layout is audited"):
-            assure(setup, source, prove)
+            report_or_audit(setup, source, prove)
         prepared = (str(store.directory), checkpoint_to_resume(config))
         del setup, store
         if processes == 1:

@@ -59,7 +59,7 @@ def prepare_run(
     from meshwright.data.store import prepare
     from meshwright.distributed import _torch_compat
     from meshwright.models import _transformers_compat
-    from meshwright.models.adapters.adapt import bare
+    from meshwright.models.adapters.adapt import without_adapters
     from meshwright.models.adapters.adapter_files import check_adapter
     from meshwright.models.weights.build import check_files, weight_files
     from meshwright.models.weights.source import facts, fingerprint
@@ -89,7 +89,7 @@ def prepare_run(
             check_base(resume, source, weight_files(config.model))
     elif config.model.path is not None:
         files = weight_files(config.model)
-        with bare(draft.model):
+        with without_adapters(draft.model):
             check_files(files, draft.model)
         source = facts(files)
         if config.adapter is not None:
@@ -176,7 +176,7 @@ def _tokenizer(config: RunConfig, paths: Paths) -> "PreTrainedTokenizerBase":
         config.tokenizer,
         config.data,
         model_path=config.model.local or config.model.path,
-        default_vocab_size=config.model.said("vocab_size"),
+        default_vocab_size=config.model.configured("vocab_size"),
         trust_remote_code=config.model.trust_remote_code,
         cache_dir=paths.tokens / "datasets-cache",
     )

@@ -270,7 +270,7 @@ def vocabulary_defaults(config: RunConfig, tokenizer: "PreTrainedTokenizerBase |
     if tokenizer is not None:
         special = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         return {"vocab_size": len(tokenizer), **special}
-    if config.model.said("vocab_size") is not None:
+    if config.model.configured("vocab_size") is not None:
         return {}
     if config.tokenizer.path is not None:
         from meshwright.data.tokenizer import load_tokenizer

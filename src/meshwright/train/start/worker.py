@@ -28,8 +28,8 @@ from meshwright.terminal import console
 from meshwright.train.config import RunConfig
 from meshwright.train.forecast import Forecast
 from meshwright.train.proofs.records import Source
-from meshwright.train.proofs.report_or_audit import assure
-from meshwright.train.start.ending import SIGNALS, UNEXPORTED, Agreement, Attendant, begin, has_begun, leave_to_rank_0, tell
+from meshwright.train.proofs.report_or_audit import report_or_audit
+from meshwright.train.start.ending import SIGNALS, UNEXPORTED, Agreement, SignalThread, begin, has_begun, leave_to_rank_0, tell
 from meshwright.train.start.prepare import introduce, load_run_tokenizer, locked, prepare_run, warn
 from meshwright.train.start.resume import changes, checkpoint_to_resume, verified
 from meshwright.train.start.setup import Paths, make_setup
@@ -80,7 +80,7 @@ def run_worker(
                 os._exit(InterruptError.exit_code)
             agreement.ask_to_end(reason)
 
-        resources.enter_context(Attendant(SIGNALS, ask, asked, speaks=dist.get_rank() == 0))
+        resources.enter_context(SignalThread(SIGNALS, ask, asked, speaks=dist.get_rank() == 0))
         # One process chooses the checkpoint: on a shared file system ranks may see different ones.
         store, resume = prepared or _prepare_on_rank_0(config, resources, source, fast)
         resume = verified(config, resume, warn)
@@ -116,7 +116,7 @@ def run_worker(
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if speaks:
-        with Attendant(SIGNALS, _leave_unexported, asked):
+        with SignalThread(SIGNALS, _leave_unexported, asked):
             finish_run(config)
 
 
@@ -149,7 +149,7 @@ def _prepare_on_rank_0(config: RunConfig, resources: ExitStack, source: Source |
             resources.enter_context(locked(config))
             setup, _, store = prepare_run(config, dist.get_world_size(), fast=fast)
             introduce(setup, config, store)
-            assure(setup, source, None)
+            report_or_audit(setup, source, None)
             mark.write_text(uuid.uuid4().hex)
             resources.callback(mark.unlink, missing_ok=True)
             outcome[0] = (str(store.directory), checkpoint_to_resume(config), mark.read_text(), socket.gethostname())

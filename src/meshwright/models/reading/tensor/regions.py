@@ -58,7 +58,7 @@ def trace_regions(model: "PreTrainedModel", layers: Sequence[str], experts: Sequ
         return RegionFacts(problem=f"its stream cannot be sliced ({why})")
     # The norm after the layers is not on a stage before the last, and what follows gets a slice there.
     cut, why = first_that_runs(partial(_traced, model, layers, regions, experts, cut=True))
-    return found if cut is not None else replace(found, uncut=f"a slice cannot leave a stage ({why})")
+    return found if cut is not None else replace(found, problem_in_stages=f"a slice cannot leave a stage ({why})")
 
 
 def _regions_of(model: nn.Module, layers: Sequence[str]) -> list[str]:

@@ -18,11 +18,11 @@ from meshwright.plan.given.options import SyncPolicy
 from meshwright.plan.result.program import Prefetch
 from meshwright.plan.result.sharding_plan import ROOT, ShardingPlan, UnitRow
 
-__all__ = ["Turns", "check_prefetch", "gathered_peak", "prefetch_actions", "prefetch_targets", "turns"]
+__all__ = ["LayerGroups", "check_prefetch", "gathered_peak", "layer_groups", "prefetch_actions", "prefetch_targets"]
 
 
 @dataclass(frozen=True)
-class Turns:
+class LayerGroups:
     """The units of a plan, grouped by when they compute.
 
     Attributes:
@@ -34,7 +34,7 @@ class Turns:
     turns: tuple[tuple[UnitRow, ...], ...]
 
 
-def turns(plan: ShardingPlan) -> Turns:
+def layer_groups(plan: ShardingPlan) -> LayerGroups:
     """Group the units of a plan into turns."""
     around: list[UnitRow] = []
     groups: list[list[UnitRow]] = []
@@ -47,7 +47,7 @@ def turns(plan: ShardingPlan) -> Turns:
             groups[-1].append(unit)
         else:
             groups.append([unit])
-    return Turns(tuple(around), tuple(map(tuple, groups)))
+    return LayerGroups(tuple(around), tuple(map(tuple, groups)))
 
 
 def prefetch_targets(plan: ShardingPlan) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
@@ -56,7 +56,7 @@ def prefetch_targets(plan: ShardingPlan) -> tuple[dict[str, tuple[str, ...]], di
     Units that are not named keep FSDP2's default. In backward that default would prefetch, so every unit is named there. A unit
     that should start no other one is given itself, which is gathered by then.
     """
-    options, parts = plan.options, turns(plan)
+    options, parts = plan.options, layer_groups(plan)
     forward: dict[str, tuple[str, ...]] = {}
     backward: dict[str, tuple[str, ...]] = {}
     if options.prefetch_forward is not None:
@@ -101,7 +101,7 @@ def gathered_peak(plan: ShardingPlan, gathered: Mapping[str, int]) -> int:
         plan: says what is freed after forward, and what is gathered ahead.
         gathered: gathered bytes of each unit, by its name.
     """
-    parts, options = turns(plan), plan.options
+    parts, options = layer_groups(plan), plan.options
     order = parts.turns
 
     def ahead(turn: int, step: int, said: int | None) -> list[UnitRow]:

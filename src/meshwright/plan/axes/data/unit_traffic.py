@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.plan.axes.data.prefetch import turns
+from meshwright.plan.axes.data.prefetch import layer_groups
 from meshwright.plan.given.options import SyncPolicy
 from meshwright.plan.result.sharding_plan import ParameterRow, ShardingPlan, UnitRow, shard_axis
 
@@ -78,7 +78,7 @@ def gradient_peak(plan: ShardingPlan, rows: Sequence[ParameterRow]) -> int:
     It is what waits through all of backward, and the largest of what exists for a moment on top of it.
     """
     trained = [row for row in rows if row.trainable]
-    parts = turns(plan)
+    parts = layer_groups(plan)
     units = {unit.name: unit for unit in plan.fsdp_units}
     first_layer = next((index for index, row in enumerate(trained) if units[row.unit].kind == "layer"), 0)
     waiting = 0  # held through all of backward

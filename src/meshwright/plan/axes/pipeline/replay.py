@@ -17,7 +17,17 @@ from meshwright.plan.axes.pipeline.stage_plan import first_trained
 from meshwright.plan.given.options import ActivationCheckpointing, PipelineSchedule
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
-__all__ = ["TORCH_SCHEDULES", "Phase", "Replay", "Span", "Turn", "order_of", "receive_buffers", "replay", "replay_of_plan"]
+__all__ = [
+    "TORCH_SCHEDULES",
+    "Phase",
+    "Replay",
+    "ScheduledOp",
+    "Span",
+    "order_of",
+    "receive_buffers",
+    "replay",
+    "replay_of_plan",
+]
 
 TORCH_SCHEDULES = {
     "gpipe": "ScheduleGPipe",
@@ -43,7 +53,7 @@ class Phase(StrEnum):
 
 
 @dataclass(frozen=True)
-class Turn:
+class ScheduledOp:
     """One forward, backward, or half of a backward, of one microbatch on one stage."""
 
     phase: Phase
@@ -55,7 +65,7 @@ class Turn:
 class Span:
     """A turn in time. The unit of time is a forward through the whole model."""
 
-    turn: Turn
+    turn: ScheduledOp
     begin: float
     end: float
 
@@ -84,7 +94,7 @@ class Replay:
 
 
 @cache
-def order_of(schedule: PipelineSchedule, pp: int, each: int, microbatches: int) -> tuple[tuple[Turn, ...], ...]:
+def order_of(schedule: PipelineSchedule, pp: int, each: int, microbatches: int) -> tuple[tuple[ScheduledOp, ...], ...]:
     """Return the turns of every rank.
 
     Args:
@@ -122,7 +132,7 @@ def order_of(schedule: PipelineSchedule, pp: int, each: int, microbatches: int) 
     order: Mapping[int, Sequence[Any]] = kind(stages, microbatches, loss_fn=lambda loss, target: loss).pipeline_order
     return tuple(
         tuple(
-            Turn(Phase(action.computation_type.value), action.stage_index, action.microbatch_index)
+            ScheduledOp(Phase(action.computation_type.value), action.stage_index, action.microbatch_index)
             for slot in order[rank]
             if slot is not None
             for action in (slot.sub_actions or (slot,))  # dualpipe_v pairs a forward with a backward; torch runs them in turn
@@ -131,17 +141,17 @@ def order_of(schedule: PipelineSchedule, pp: int, each: int, microbatches: int) 
     )
 
 
-def _filled_and_drained(rank: int, ahead: int, microbatches: int) -> tuple[Turn, ...]:
+def _filled_and_drained(rank: int, ahead: int, microbatches: int) -> tuple[ScheduledOp, ...]:
     """Some forwards, then a backward and a forward in turn, then the other backwards."""
-    turns = [Turn(Phase.FORWARD, rank, index) for index in range(ahead)]
+    turns = [ScheduledOp(Phase.FORWARD, rank, index) for index in range(ahead)]
     for index in range(microbatches):
-        turns.append(Turn(Phase.BACKWARD, rank, index))
+        turns.append(ScheduledOp(Phase.BACKWARD, rank, index))
         if index + ahead < microbatches:
-            turns.append(Turn(Phase.FORWARD, rank, index + ahead))
+            turns.append(ScheduledOp(Phase.FORWARD, rank, index + ahead))
     return tuple(turns)
 
 
-def replay(order: Sequence[Sequence[Turn]], cost: Callable[[Turn], float]) -> Replay:
+def replay(order: Sequence[Sequence[ScheduledOp]], cost: Callable[[ScheduledOp], float]) -> Replay:
     """Run the turns of every rank as early as its own order and the other stages allow.
 
     Args:
@@ -152,7 +162,7 @@ def replay(order: Sequence[Sequence[Turn]], cost: Callable[[Turn], float]) -> Re
         ValueError: the ranks wait for each other.
     """
     last = max(turn.stage for turns in order for turn in turns)
-    done: dict[Turn, float] = {}
+    done: dict[ScheduledOp, float] = {}
     spans: list[list[Span]] = [[] for _ in order]
     moved = True
     while moved:
@@ -166,7 +176,7 @@ def replay(order: Sequence[Sequence[Turn]], cost: Callable[[Turn], float]) -> Re
                 begin = max([made[-1].end if made else 0.0, *(done[other] for other in awaited)])
                 made.append(Span(turn, begin, begin + cost(turn)))
                 # What follows waits for a gradient of inputs, whether or not those of weights are made with it.
-                key = Turn(Phase.INPUT, turn.stage, turn.microbatch) if turn.phase is Phase.BACKWARD else turn
+                key = ScheduledOp(Phase.INPUT, turn.stage, turn.microbatch) if turn.phase is Phase.BACKWARD else turn
                 done[key] = made[-1].end
                 moved = True
     if any(len(made) < len(turns) for turns, made in zip(order, spans, strict=True)):
@@ -180,19 +190,19 @@ def replay(order: Sequence[Sequence[Turn]], cost: Callable[[Turn], float]) -> Re
     )
 
 
-def _most_alive(turns: Sequence[Turn]) -> int:
+def _most_alive(turns: Sequence[ScheduledOp]) -> int:
     return max(accumulate({Phase.FORWARD: 1, Phase.INPUT: 0}.get(turn.phase, -1) for turn in turns))
 
 
-def _awaited(turn: Turn, last: int) -> list[Turn]:
+def _awaited(turn: ScheduledOp, last: int) -> list[ScheduledOp]:
     stage, microbatch = turn.stage, turn.microbatch
     if turn.phase is Phase.FORWARD:
-        return [Turn(Phase.FORWARD, stage - 1, microbatch)] if stage else []
+        return [ScheduledOp(Phase.FORWARD, stage - 1, microbatch)] if stage else []
     if turn.phase is Phase.WEIGHT:
-        return [Turn(Phase.INPUT, stage, microbatch)]
+        return [ScheduledOp(Phase.INPUT, stage, microbatch)]
     return [
-        Turn(Phase.FORWARD, stage, microbatch),
-        *([Turn(Phase.INPUT, stage + 1, microbatch)] if stage < last else []),
+        ScheduledOp(Phase.FORWARD, stage, microbatch),
+        *([ScheduledOp(Phase.INPUT, stage + 1, microbatch)] if stage < last else []),
     ]
 
 
@@ -215,7 +225,7 @@ def replay_of_plan(plan: ShardingPlan, *, even: bool = False) -> Replay:
     costs = [1 / stages if even else row.cost for row in plan.stages]
     first = first_trained(plan)
 
-    def cost(turn: Turn) -> float:
+    def cost(turn: ScheduledOp) -> float:
         part = parts[turn.phase]
         if turn.phase is not Phase.FORWARD and turn.stage < first:
             part = 0.0

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from meshwright.errors import MissingPlanError, PlanError
 from meshwright.layout import divisors, undivided
 from meshwright.plan.axes.tensor.given_styles import load_styles
-from meshwright.plan.axes.tensor.modules import Rows
+from meshwright.plan.axes.tensor.modules import TensorParallelRows
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.axes.tensor.styles import FIRST, PARTIAL, STYLES, styles_of_norms, styles_of_parameters, tp_dim
 from meshwright.plan.draft import Draft
@@ -66,7 +66,7 @@ def resolve_tensor_parallel(draft: Draft) -> TensorParallelChoice:
     for pattern, style in styles.items():
         if style not in STYLES and style != "sequence_parallel":
             problems.append(f"tp={tp}: the style {style!r} of {pattern!r} is not supported; legal are {', '.join(STYLES)}")
-    builder = Rows(draft, around)
+    builder = TensorParallelRows(draft, around)
     builder.assign(level, styles)
     for name, operator in draft.pairs.mixed.items() if not problems and level != "derived" else ():
         style = builder.of_modules.get(name, "")
@@ -98,7 +98,7 @@ def _trace_regions(draft: Draft) -> tuple[str, ...] | None:
     found = draft.model.traces.regions(draft.layers) if asked and draft.layers else None
     if found is None:
         return None
-    problem = found.problem or (found.uncut if draft.layout.size("pp") > 1 else "")
+    problem = found.problem or (found.problem_in_stages if draft.layout.size("pp") > 1 else "")
     structure = replace(known, regions=found.regions, tokenwise=found.tokenwise, no_sequence_parallel=problem)
     draft.spec = replace(draft.spec, structure=structure)
     return found.around

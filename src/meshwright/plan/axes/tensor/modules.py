@@ -17,7 +17,7 @@ the sequence, so that norms and residuals are computed, and their activations st
 from collections.abc import Mapping, Sequence
 
 from meshwright.plan.axes.tensor.move_kinds import Move
-from meshwright.plan.axes.tensor.style_checks import unheld, unsound
+from meshwright.plan.axes.tensor.style_checks import slices_nobody_computes, style_problems
 from meshwright.plan.axes.tensor.styles import DERIVED, FIRST, HEAD, PARTIAL, SECOND, STYLES, canonical, styles_of_parameters
 from meshwright.plan.axes.tensor.with_adapters import adapted_rows, small_of_experts, styles_of_experts
 from meshwright.plan.draft import Draft
@@ -26,10 +26,10 @@ from meshwright.plan.given.sliced_code import mixes_features, reads_matrix
 from meshwright.plan.given.spec import Structure
 from meshwright.plan.result.sharding_plan import TensorParallelRow
 
-__all__ = ["Rows"]
+__all__ = ["TensorParallelRows"]
 
 
-class Rows:
+class TensorParallelRows:
     """Derives the row of each module.
 
     Args:
@@ -167,7 +167,7 @@ class Rows:
             return
         if not traced:
             layers, head = self._layers(), self.structure.head
-            problems += unsound(
+            problems += style_problems(
                 self.model, layers, head, self.of_modules, self.of_parameters, self.own_styles, self.adapters
             )  # fmt: skip
         if problems:
@@ -188,7 +188,7 @@ class Rows:
                     f"tp_plan: {name!r} has the style sequence_parallel, but is not on the residual stream of "
                     f"{self.spec.family}"
                 )
-        problems += unheld(self.rows, self.of_parameters, self.model.parameters)
+        problems += slices_nobody_computes(self.rows, self.of_parameters, self.model.parameters)
 
     # -- facts of the model ------------------------------------------------------------------------------------------------
 

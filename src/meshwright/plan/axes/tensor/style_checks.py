@@ -18,7 +18,7 @@ from meshwright.plan.given.names import generalize, holder_of, inside, within
 from meshwright.plan.given.sliced_code import counts_heads
 from meshwright.plan.result.sharding_plan import TensorParallelRow
 
-__all__ = ["unheld", "unsound"]
+__all__ = ["slices_nobody_computes", "style_problems"]
 
 _PACKED = {"packed_colwise", "fused_colwise"}
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
@@ -26,7 +26,7 @@ _BLIND = {"colwise", "colwise_transposed", "packed_colwise"}
 """Styles that slice heads or features; the module around them does not learn of it."""
 
 
-def unsound(
+def style_problems(
     model: Inspection,
     layers: Sequence[str],
     head: str | None,
@@ -178,7 +178,7 @@ def _between(
                 )
 
 
-def unheld(
+def slices_nobody_computes(
     rows: Mapping[str, TensorParallelRow], of_parameters: Mapping[str, str], parameters: Sequence[ParameterFacts]
 ) -> Iterator[str]:
     """Yield a message for each sliced parameter whose module does not compute with slices, or slices another dimension.
