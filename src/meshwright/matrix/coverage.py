@@ -4,7 +4,6 @@ A model type is audited as a run of its default config would be: :func:`~meshwri
 its classes, its kinds of layers, and the ratios of its heads and experts.
 """
 
-import json
 import logging
 import re
 import tempfile
@@ -28,7 +27,7 @@ from meshwright.models.families.default_configs import MISSING_DEFAULTS, model_t
 from meshwright.shrink.run import shrink
 from meshwright.train.config import RunConfig
 from meshwright.train.proofs.claim import versions
-from meshwright.train.proofs.records import COVERAGE, MATRIX, CellProof, cell_data, today
+from meshwright.train.proofs.records import COVERAGE, MATRIX, CellProof, cell_data, cells_as_text, cells_from_text
 
 __all__ = ["COLUMNS", "part_of", "run_of", "write_coverage", "write_pages"]
 
@@ -239,16 +238,14 @@ def _row(model_type: str, label: str, cell: Cell) -> dict[str, Any]:
 
 
 def _write(path: Path, rows: Rows) -> None:
-    head = json.dumps({"date": today(), "versions": versions()})
-    lines = ",\n".join(json.dumps(row) for _, row in sorted(rows.items()))
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".tmp").write_text(head[:-1] + ', "cells": [\n' + lines + "\n]}\n")
+    path.with_suffix(".tmp").write_text(cells_as_text([row for _, row in sorted(rows.items())]))
     path.with_suffix(".tmp").rename(path)
 
 
 def _read(path: Path) -> Rows:
     """Return the rows of a file that was written with the same versions."""
-    content = json.loads(path.read_text()) if path.is_file() else {}
+    content = cells_from_text(path.read_text()) if path.is_file() else {}
     same = content.get("versions") == versions()
     return {(row["family"], row["layout"]): row for row in content["cells"]} if same else {}
 

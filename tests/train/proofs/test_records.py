@@ -22,6 +22,7 @@ from meshwright.train.proofs.records import (
     Standing,
     State,
     audit_arguments,
+    cells_from_text,
     matrix_data,
     record,
     standing_of,
@@ -276,7 +277,7 @@ def test_a_record_is_whole_or_absent(records: Path, monkeypatch: pytest.MonkeyPa
 
 
 def in_matrix(monkeypatch: pytest.MonkeyPatch, *setups: Any, failed: str = "") -> None:
-    content = json.loads(matrix_data([CellProof("llama", "shard 2", failed, tuple(map(claim_of, setups)))]))
+    content = cells_from_text(matrix_data([CellProof("llama", "shard 2", failed, tuple(map(claim_of, setups)))]))
     monkeypatch.setattr(proof, "_matrix", lambda: content)
 
 

@@ -33,6 +33,8 @@ __all__ = [
     "State",
     "audit_arguments",
     "cell_data",
+    "cells_as_text",
+    "cells_from_text",
     "matrix_data",
     "read_records",
     "record",
@@ -204,9 +206,30 @@ class CellProof:
 
 def matrix_data(cells: Sequence[CellProof]) -> str:
     """Return the matrix as JSON: date, versions, and a line for each cell with its model, axes and values of each choice."""
-    lines = [json.dumps(cell_data(cell)) for cell in cells]
-    head = json.dumps({"date": today(), "versions": versions()})
+    return cells_as_text([cell_data(cell) for cell in cells])
+
+
+def cells_as_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return cells as JSON, with date and versions. The choices that most cells share stand once, before the cells."""
+    chosen = [row["choices"] for row in rows if "choices" in row]
+    names = set.intersection(*map(set, chosen)) if chosen else set()
+    usual = {name: max((values := [choices[name] for choices in chosen]), key=values.count) for name in sorted(names)}
+    lines = []
+    for row in rows:
+        if "choices" in row:
+            row = {**row, "choices": {name: own for name, own in row["choices"].items() if usual.get(name) != own}}
+        lines.append(json.dumps(row))
+    head = json.dumps({"date": today(), "versions": versions(), "choices": usual})
     return head[:-1] + ', "cells": [\n' + ",\n".join(lines) + "\n]}\n"
+
+
+def cells_from_text(text: str) -> dict[str, Any]:
+    """Read what :func:`cells_as_text` wrote; each cell has all its choices again."""
+    content: dict[str, Any] = json.loads(text)
+    for row in content["cells"]:
+        if "choices" in row:
+            row["choices"] = {**content.get("choices", {}), **row["choices"]}
+    return content
 
 
 def cell_data(cell: CellProof) -> dict[str, Any]:
@@ -223,7 +246,7 @@ def cell_data(cell: CellProof) -> dict[str, Any]:
 def _matrix() -> Mapping[str, Any]:
     """Return the support matrix, with the cells of the coverage page behind its own."""
     matrix, coverage = (
-        json.loads(resources.files("meshwright.train.proofs").joinpath(name).read_text()) for name in (MATRIX, COVERAGE)
+        cells_from_text(resources.files("meshwright.train.proofs").joinpath(name).read_text()) for name in (MATRIX, COVERAGE)
     )
     same = matrix["versions"] == coverage["versions"]
     page = {"page": f"coverage page of {coverage['date']}"}
