@@ -40,7 +40,7 @@ _REASONS = (
     ("state", r"mixes tokens outside of an attention \(aten\.(convolution|constant_pad|slice|select|flip|roll|cat|index)",
      "a layer carries a state from token to token (Mamba, linear attention, a convolution), or moves tokens itself."),
     ("own attention",
-     r"mixes tokens outside of an attention|has a mask (of its own|under|that)|changes its mask|has no mask that|has a window to both",
+     r"mixes tokens outside of an attention|has a mask (of its own|under|that)|changes its mask|has no mask that|has a window",
      "the model computes attention or its mask itself, where nothing can be put in its place."),
     ("positions", r"position_ids|positions of its own|largest position",
      "the model counts positions itself, or does not tell its attention the positions of its tokens."),
