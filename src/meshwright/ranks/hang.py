@@ -47,7 +47,7 @@ SIZES_MAY_DIFFER = ("all_to_all", "gather", "scatter")
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _STANDARD = sysconfig.get_paths()["stdlib"]
-_WORKER = str(Path(__file__).with_name("worker.py"))
+_WORKER = str(Path(__file__).with_name("forked.py"))
 _WRAPPERS = {"wrapper", "inner", "fsdp_hook_wrapper", "decorate_context", "_wrapped_call_impl", "_call_impl", "_fn"}
 _DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16"}
 _DTYPES |= {"Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8"}
