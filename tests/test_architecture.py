@@ -116,7 +116,7 @@ def test_a_room_starts_no_process_of_a_higher_one() -> None:
         assert "-m" not in named or room_of(name) in ("cli", "trace"), name
 
 
-@pytest.mark.parametrize("package", ["meshwright", "meshwright.audit"])
+@pytest.mark.parametrize("package", ["meshwright", "meshwright.audit", "meshwright.data"])
 def test_what_a_package_offers_is_there(package: str) -> None:
     module = importlib.import_module(package)
     assert [name for name in module.__all__ if getattr(module, name, None) is None] == []

@@ -40,7 +40,7 @@ __all__ = [
 
 _FILES = {
     "chat": ("encode_chat",),
-    "config": ("DataConfig", "TokenizerConfig"),
+    "data_config": ("DataConfig", "TokenizerConfig"),
     "corpora": ("documents", "eval_documents", "training_texts"),
     "formats": ("Document",),
     "loader": ("EvalLoader", "TrainLoader", "check_batch_sizes"),
