@@ -203,6 +203,7 @@ def _interrupted_in(name: str, everyone: bool = False) -> Callable[[], None]:
     """Ctrl-C as a function begins: to the process that calls it or, as from a terminal, to all processes of the command."""
 
     def patch() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
         module, _, function = name.rpartition(".")
 
         def interrupt(*_: object, **__: object) -> None:

@@ -47,7 +47,7 @@ def one_gloo_worker() -> None:
     if not dist.is_gloo_available():
         return
     gloo: Any = distributed_c10d.ProcessGroupGloo
-    if getattr(gloo.__init__, "_meshwright", False):
+    if hasattr(gloo.__init__, "_meshwright"):
         return
     create = gloo.__init__
 
@@ -63,7 +63,7 @@ def one_gloo_worker() -> None:
         options._threads = 1
         create(self, store, rank, size, options)
 
-    create_with_one_thread._meshwright = True  # type: ignore[attr-defined]
+    create_with_one_thread._meshwright = create  # type: ignore[attr-defined]
     gloo.__init__ = create_with_one_thread
 
 
