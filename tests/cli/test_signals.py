@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.cli.main import _behind
 from meshwright.train.config import load_config
 from meshwright.train.start.ending import SAME, SIGNALS
 from tests.cli.conftest import Command, Outcome, all_gone
@@ -245,6 +246,20 @@ def test_an_interruption_of_another_command_says_so(meshwright: Meshwright, conf
     before = _interrupted_in("meshwright.models.weights.build.build_on_meta")
     found = meshwright("plan", config, before=before)
     assert (found.code, found.error) == (130, "interrupted while the model and its plan are built\n")
+
+
+def test_an_interruption_that_an_import_took_for_its_own_error_is_one_still() -> None:
+    try:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as interruption:
+            raise RuntimeError("Error calling __set_name__") from interruption
+    except RuntimeError as error:
+        try:
+            raise ModuleNotFoundError("Could not import module") from error
+        except ModuleNotFoundError as last:
+            assert isinstance(_behind(last), KeyboardInterrupt)
+    assert _behind(ValueError()) is None
 
 
 def _hang_and_be_ended() -> None:

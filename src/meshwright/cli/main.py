@@ -37,8 +37,21 @@ class _Verbs(TyperGroup):
         except EOFError as error:
             raise WorkerError(described(error)) from error
         except Exception as error:
+            if (interruption := _behind(error)) is not None:
+                raise _interrupted(interruption, ctx.invoked_subcommand) from error
             suggest(error)
             raise
+
+
+def _behind(error: BaseException) -> KeyboardInterrupt | None:
+    """Return the interruption that an error comes from: imports turn one into an error of theirs.
+
+    Python 3.11 does so in ``__set_name__``, and transformers with each error of an import.
+    """
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, KeyboardInterrupt):
+        seen = seen.__cause__ or seen.__context__
+    return seen
 
 
 def _interrupted(error: KeyboardInterrupt, verb: str | None) -> InterruptError:
