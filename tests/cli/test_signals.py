@@ -249,16 +249,9 @@ def test_an_interruption_of_another_command_says_so(meshwright: Meshwright, conf
 
 
 def test_an_interruption_that_an_import_took_for_its_own_error_is_one_still() -> None:
-    try:
-        try:
-            raise KeyboardInterrupt
-        except KeyboardInterrupt as interruption:
-            raise RuntimeError("Error calling __set_name__") from interruption
-    except RuntimeError as error:
-        try:
-            raise ModuleNotFoundError("Could not import module") from error
-        except ModuleNotFoundError as last:
-            assert isinstance(_behind(last), KeyboardInterrupt)
+    taken, last = RuntimeError("Error calling __set_name__"), ModuleNotFoundError("Could not import module")
+    taken.__context__, last.__cause__ = KeyboardInterrupt(), taken
+    assert _behind(last) is taken.__context__
     assert _behind(ValueError()) is None
 
 
