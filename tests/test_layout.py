@@ -141,3 +141,13 @@ def test_divisors() -> None:
 def test_it_prints_only_what_is_not_one() -> None:
     assert str(Layout(dp_replicate=2, dp_shard=4)) == "dp_replicate=2 dp_shard=4"
     assert str(Layout(dp_shard=1)) == "one process"
+
+
+def test_what_the_ranks_allow_is_what_the_model_allows_too() -> None:
+    """A value that one line recommends must not be refused by the next."""
+    with pytest.raises(LayoutError) as error:
+        Layout(tp=3).resolve(8, ModelSizes(heads=4))
+    assert "tp=3: with 8 ranks and the other sizes as they are, legal are 1, 2, 4" in error.value.problems
+    with pytest.raises(LayoutError) as error:
+        Layout(pp=3).resolve(8, ModelSizes(layers=2))
+    assert "pp=3: with 8 ranks and the other sizes as they are, legal are 1, 2" in error.value.problems

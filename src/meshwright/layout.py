@@ -143,7 +143,8 @@ class Layout:
                 f"the other{'s' if len(unknown) > 2 else ''}"
             )
         elif (unknown and world_size % product) or (not unknown and world_size != product):
-            problems.extend(self._misfits(world_size, given, inferred=unknown[0] if unknown else None))
+            inferred = unknown[0] if unknown else None
+            problems.extend(self._misfits(world_size, given, inferred, sizes or ModelSizes()))
         elif unknown:
             resolved = replace(self, **{unknown[0]: world_size // product})
 
@@ -175,8 +176,8 @@ class Layout:
         return problems
 
     @staticmethod
-    def _misfits(world_size: int, given: dict[str, int], inferred: str | None) -> list[str]:
-        """Name each knob that another value would mend, with those values; a lone 1 is not to blame."""
+    def _misfits(world_size: int, given: dict[str, int], inferred: str | None, model: ModelSizes) -> list[str]:
+        """Name each knob that another value would mend, with the values that fit the model too; a lone 1 is not to blame."""
         product = prod(given.values())
         above = [f"{axis}={size}" for axis, size in given.items() if size > 1]
         terms, ranks = " * ".join(above), number_of(world_size, "rank")
@@ -193,7 +194,10 @@ class Layout:
             if size == 1 or world_size % others:
                 continue
             rest = world_size // others
-            legal = divisors(rest) if inferred else (rest,)
+            fit = [value for value in divisors(rest) if not model.problems(Layout(**{"dp_shard": 1, axis: value}))]
+            legal = fit if inferred else [value for value in fit if value == rest]
+            if not legal:
+                continue
             problems.append(f"{axis}={size}: with {ranks} and the other sizes as they are, {_legal(legal)}")
         if len(problems) == 1:
             problems.append(f"each size must divide {world_size}: {_legal(divisors(world_size))}")
