@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
-from meshwright.checkpoint.export import export_checkpoint, generate
+from meshwright.checkpoint.export import MARK, check_target, export_checkpoint, generate, needed_paths
 from meshwright.errors import CheckpointError, ModelError
 from meshwright.train.config import RunConfig
 from meshwright.train.start.prepare import prepare_run
@@ -145,6 +145,24 @@ def test_directories_that_are_refused_or_replaced(trained: tuple[RunConfig, torc
         kept = other / "thesis.txt" if other.is_dir() else other
         assert kept.read_text() == "years of work"
     assert not list(exported.parent.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize("section", ["model", "adapter"])
+def test_what_the_run_needs_to_resume_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str) -> None:
+    """Even where it is an export: a run that goes on from an earlier one reads it again."""
+    monkeypatch.chdir(tmp_path)
+    base = tmp_path / "all" / "base"
+    (base / "inside").mkdir(parents=True)
+    for folder in (base, base.parent):
+        (folder / MARK).write_text("a checkpoint")
+    (base / "inside" / "config.json").write_text("{}")
+    (tmp_path / "link").symlink_to(base)
+    needed = needed_paths({"model": {"path": "gpt2"}, "adapter": None} | {section: {"path": "all/base"}})
+    for target, words in (("all/base", "is"), ("link", "is"), ("all", "contains"), ("all/base/inside", "is inside")):
+        with pytest.raises(CheckpointError, match=f"{target}: {words} {section}.path='all/base', which the run needs"):
+            check_target(Path(target), overwrite=True, needed=needed)
+    check_target(Path("all/base"), overwrite=True, needed=needed_paths({"model": {"path": "gpt2"}}))
+    check_target(Path("all/new"), overwrite=True, needed=needed)
 
 
 def test_failure_leaves_the_earlier_export(
