@@ -147,6 +147,34 @@ def test_directories_that_are_refused_or_replaced(trained: tuple[RunConfig, torc
     assert not list(exported.parent.glob(".*.tmp"))
 
 
+@pytest.mark.parametrize(
+    ("names", "accepted"),
+    [
+        (["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"], True),
+        (["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "chat_template.jinja"], True),
+        (["adapter_config.json", "adapter_model.safetensors", "README.md"], True),
+        (["config.json", "model.safetensors", "README.md"], False),  # of the hub
+        (["config.json", "model.safetensors", "notes.txt"], False),
+        (["config.json", "model.safetensors", "folder/config.json"], False),
+        (["config.json", "tokenizer.json"], False),
+        (["model.safetensors"], False),
+    ],
+)
+def test_an_export_of_a_version_without_the_mark_is_known_by_its_files(
+    tmp_path: Path, names: list[str], accepted: bool
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    if not accepted:
+        with pytest.raises(CheckpointError, match="has files that are no export of Meshwright"):
+            check_target(tmp_path, overwrite=True)
+        return
+    check_target(tmp_path, overwrite=True)
+    with pytest.raises(CheckpointError, match="is an export already; --overwrite replaces it"):
+        check_target(tmp_path, overwrite=False)
+
+
 @pytest.mark.parametrize("section", ["model", "adapter"])
 def test_what_the_run_needs_to_resume_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str) -> None:
     """Even where it is an export: a run that goes on from an earlier one reads it again."""

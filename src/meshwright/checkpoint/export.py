@@ -17,7 +17,29 @@ from meshwright.paths import mistaken, no_directory
 __all__ = ["check_target", "export_checkpoint", "generate", "needed_paths"]
 
 MARK = ".meshwright-export"
-"""A file in every export, which names its checkpoint. Another export replaces only a directory that has this file."""
+"""A file in every export, which names its checkpoint."""
+
+_WRITTEN = frozenset(
+    {
+        *("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json"),
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+        *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    }
+)
+"""Files of exports, beside the weights. By them, an export of a version that wrote no mark is known."""
+
+
+def _unmarked(folder: Path) -> bool:
+    """Whether a directory has what an export has, and nothing else."""
+    if not folder.is_dir():
+        return False
+    entries = {entry.name: entry for entry in folder.iterdir()}
+    known = set(_WRITTEN)
+    if "adapter_config.json" in entries:
+        known.add("README.md")  # of peft
+    weights = {name for name in entries if name.endswith(".safetensors")}
+    whole = bool(weights) and ("config.json" in entries or "adapter_config.json" in entries)
+    return whole and entries.keys() <= known | weights and all(entry.is_file() for entry in entries.values())
 
 
 def check_target(directory: Path, *, overwrite: bool, needed: Mapping[str, str | Path | None] | None = None) -> None:
@@ -45,10 +67,11 @@ def check_target(directory: Path, *, overwrite: bool, needed: Mapping[str, str |
             raise CheckpointError(
                 f"{directory}: {where} {knob}={str(path)!r}, which the run needs to resume; choose another directory"
             )
-    if not mark.is_file():
+    if not mark.is_file() and not _unmarked(directory):
         raise CheckpointError(f"{directory}: has files that are no export of Meshwright; choose another directory")
     if not overwrite:
-        raise CheckpointError(f"{directory}: is an export of {mark.read_text().strip()} already; --overwrite replaces it")
+        of = f" of {mark.read_text().strip()}" if mark.is_file() else ""
+        raise CheckpointError(f"{directory}: is an export{of} already; --overwrite replaces it")
 
 
 def needed_paths(config: Mapping[str, Any]) -> dict[str, str | None]:
