@@ -26,6 +26,11 @@ from meshwright.data.data_config import DataConfig, TokenizerConfig, expand_file
         ({"files": ["a.txt"], "sequence_length": 1}, ["sequence_length", "greater than or equal to 2"]),
         ({"files": ["a.txt"], "max_documents": 0}, ["max_documents"]),
         ({"files": ["a.txt"], "shufle": True}, ["shufle", "Extra inputs"]),
+        (
+            {"files": ["a.jsonl"], "format": "alpaca", "columns": {"output": None, "input": None}},
+            ["data.columns.output=null: rows need it; legal to leave out: input, system, tools"],
+        ),
+        ({"files": ["a.jsonl"], "columns": {"weight": None}}, ["data.columns.weight=null", "legal to leave out"]),
         ({"files": ["a.txt"], "packing": "tight"}, ["packing", "'pack' or 'pad'"]),
     ],
 )

@@ -109,11 +109,12 @@ class DataConfig(BaseModel):
         "value), 'alpaca' (instruction, input, output) or 'prompt_completion'. 'auto': the one whose columns the first row of "
         "a file has.",
     )
-    columns: dict[str, str] = Field(
+    columns: dict[str, str | None] = Field(
         default={},
         description="Columns that have other names than the format's, as in {messages: dialog} or {prompt: question, "
         "completion: answer}; role and content, from and value are keys of a message. All formats of chats but messages may "
-        "have a column system; all may have tools, documents and chat_template_kwargs, and the messages of a list weight.",
+        "have a column system; all may have tools, documents and chat_template_kwargs, and the messages of a list weight. "
+        "null leaves a column out that rows need not have, as in {tools: null}.",
     )
     text_field: str = Field(default="text", description="Field of a row that holds the text.")
     messages_field: str = Field(
@@ -202,6 +203,11 @@ class DataConfig(BaseModel):
             names = FORMATS if self.format == "auto" else (self.format,)
             legal = [f"{', '.join(FORMATS[name].names)} ({name})" for name in names]
             problems.append(f"data.columns: no format has all of {', '.join(self.columns)}; legal together: {'; '.join(legal)}")
+        left_out = [key for key, column in self.columns.items() if column is None]
+        legal = dict.fromkeys(key for name in self.formats for key in FORMATS[name].dispensable)
+        for key in left_out if self.formats else ():
+            if not all(key in FORMATS[name].dispensable for name in self.formats):
+                problems.append(f"data.columns.{key}=null: rows need it; legal to leave out: {', '.join(legal) or 'none'}")
         for key, default in (("text", "text"), ("messages", "messages")):
             if key in self.columns and getattr(self, f"{key}_field") != default:
                 problems.append(f"data.{key}_field and data.columns.{key} say the same; remove one")
