@@ -89,6 +89,23 @@ def test_problems_on_disk(tmp_path, monkeypatch):
     assert "is text" in DataConfig(files=["good.txt"], kind="chat", sequence_length=8).problems()[0]
 
 
+def test_a_local_folder_of_a_data_set_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "rows.jsonl").write_text("{}")
+
+    def problems(hub):
+        return DataConfig(hub=hub, sequence_length=8).problems()
+
+    for hub in ("/root/nope", "./foldr", "~/nope", "../a/b", "a/b/c", "rows.jsonl"):
+        (line,) = problems(hub)
+        assert line.startswith(f"data.hub={hub!r}: ")
+        assert ("is a file, not a directory" if hub == "rows.jsonl" else "no such directory") in line
+    assert "did you mean 'folder'?" in problems("./foldr")[0]
+    for hub in ("folder", str(tmp_path), "owner/name", "name", "hf://datasets/a/b", "buckets/a/b/c"):  # the hub is not asked
+        assert problems(hub) == []
+
+
 def test_files_are_sorted_and_read_once(tmp_path):
     for name in ("b.txt", "a.txt", "c[1].txt"):
         (tmp_path / name).write_text("x")

@@ -2,13 +2,14 @@
 
 import glob
 import os
+import re
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from meshwright.data.columns import FORMATS
-from meshwright.paths import PathText
+from meshwright.paths import PathText, no_directory, possible_hub_name
 
 __all__ = ["EXTENSIONS", "ROW_EXTENSIONS", "TEXT_EXTENSIONS", "DataConfig", "TokenizerConfig", "expand_files", "saved"]
 
@@ -19,6 +20,9 @@ ROW_EXTENSIONS = (".jsonl", ".json", ".parquet")
 """Extensions of files that have a document in every row."""
 
 EXTENSIONS = TEXT_EXTENSIONS + ROW_EXTENSIONS
+
+_ON_HUB = re.compile("hf://|buckets/")
+"""The names of the hub, for datasets.load_dataset, that are longer than `owner/name`."""
 
 DEFAULT_EVAL_FRACTION = 0.05
 DEFAULT_BAD_ROWS_LIMIT = 0.1
@@ -236,11 +240,17 @@ class DataConfig(BaseModel):
         return 0.0 if self.eval_files else DEFAULT_EVAL_FRACTION
 
     def problems(self) -> list[str]:
-        """Return what is wrong on this machine's disk: missing or empty files, globs without a match, unknown extensions.
+        """Return what is wrong with the sources, as far as this machine's disk shows.
+
+        That is: missing or empty files, a missing folder, globs without a match, unknown extensions.
 
         Only names and sizes are read, so this is cheap and may run before any process is started. Empty if all is well.
         """
         problems = _file_problems("files", self.files) + _file_problems("eval_files", self.eval_files)
+        if self.hub is not None and not _ON_HUB.match(self.hub):
+            elsewhere = possible_hub_name(self.hub) and not Path(self.hub).is_file()  # on the hub, which is not asked
+            if not elsewhere and (absent := no_directory("data.hub", self.hub, hub=False)):
+                problems.append(absent)
         found = [path for path in expand_files(self.files) if saved(path) == "DatasetDict"]
         if self.files and self.hub_split is not None and not found:
             problems.append(f"data.hub_split={self.hub_split!r}: data.files has no folder of a DatasetDict; remove one of them")
