@@ -208,10 +208,12 @@ class DataConfig(BaseModel):
             legal = [f"{', '.join(FORMATS[name].names)} ({name})" for name in names]
             problems.append(f"data.columns: no format has all of {', '.join(self.columns)}; legal together: {'; '.join(legal)}")
         left_out = [key for key, column in self.columns.items() if column is None]
-        legal = dict.fromkeys(key for name in self.formats for key in FORMATS[name].dispensable)
+        dispensable = dict.fromkeys(key for name in self.formats for key in FORMATS[name].dispensable)
         for key in left_out if self.formats else ():
             if not all(key in FORMATS[name].dispensable for name in self.formats):
-                problems.append(f"data.columns.{key}=null: rows need it; legal to leave out: {', '.join(legal) or 'none'}")
+                problems.append(
+                    f"data.columns.{key}=null: rows need it; legal to leave out: {', '.join(dispensable) or 'none'}"
+                )
         for key, default in (("text", "text"), ("messages", "messages")):
             if key in self.columns and getattr(self, f"{key}_field") != default:
                 problems.append(f"data.{key}_field and data.columns.{key} say the same; remove one")
