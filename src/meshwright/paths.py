@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 
 from meshwright.errors import described
 
-__all__ = ["PathText", "mistaken", "nearby", "no_directory"]
+__all__ = ["PathText", "mistaken", "nearby", "no_directory", "possible_hub_name"]
 
 LONGEST_NAME, LONGEST_PATH = 255, 4096
 """Bytes of a file's name, and of a path: the limits of Linux."""
@@ -49,6 +49,11 @@ PathText = Annotated[str, AfterValidator(_possible)]
 """Text that can be a path (or a glob, or a name of the hub): not empty, no longer than a path may be."""
 
 
+def possible_hub_name(value: str) -> bool:
+    """Whether a text may be a name of the hub, ``name`` or ``owner/name``. The hub is not asked."""
+    return ".." not in value and _HUB_NAME.fullmatch(value) is not None
+
+
 def no_directory(knob: str, value: str, *, hub: bool = True) -> str | None:
     """The message for a value that should be a directory, and is none.
 
@@ -67,7 +72,7 @@ def no_directory(knob: str, value: str, *, hub: bool = True) -> str | None:
         return None
     problem = f"{knob}={value!r}: {'is a file, not a directory' if path.exists() else 'no such directory'}"
     problem += f"{nearby(path)} (working directory {Path.cwd()})"
-    if not hub or path.exists() or ".." in value or not _HUB_NAME.fullmatch(value):
+    if not hub or path.exists() or not possible_hub_name(value):
         return problem
     unknown = _not_on_hub(value)
     return f"{problem}; as a name of the hub: {unknown}" if unknown else None

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel
 
-from meshwright.checkpoint.export import export_checkpoint, generate
+from meshwright.checkpoint.export import MARK, check_target, export_checkpoint, generate, needed_paths
 from meshwright.errors import CheckpointError, ModelError
 from meshwright.train.config import RunConfig
 from meshwright.train.start.prepare import prepare_run
@@ -145,6 +145,52 @@ def test_directories_that_are_refused_or_replaced(trained: tuple[RunConfig, torc
         kept = other / "thesis.txt" if other.is_dir() else other
         assert kept.read_text() == "years of work"
     assert not list(exported.parent.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("names", "accepted"),
+    [
+        (["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"], True),
+        (["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "chat_template.jinja"], True),
+        (["adapter_config.json", "adapter_model.safetensors", "README.md"], True),
+        (["config.json", "model.safetensors", "README.md"], False),  # of the hub
+        (["config.json", "model.safetensors", "notes.txt"], False),
+        (["config.json", "model.safetensors", "folder/config.json"], False),
+        (["config.json", "tokenizer.json"], False),
+        (["model.safetensors"], False),
+    ],
+)
+def test_an_export_of_a_version_without_the_mark_is_known_by_its_files(
+    tmp_path: Path, names: list[str], accepted: bool
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    if not accepted:
+        with pytest.raises(CheckpointError, match="has files that are no export of Meshwright"):
+            check_target(tmp_path, overwrite=True)
+        return
+    check_target(tmp_path, overwrite=True)
+    with pytest.raises(CheckpointError, match="is an export already; --overwrite replaces it"):
+        check_target(tmp_path, overwrite=False)
+
+
+@pytest.mark.parametrize("section", ["model", "adapter"])
+def test_what_the_run_needs_to_resume_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str) -> None:
+    """Even where it is an export: a run that goes on from an earlier one reads it again."""
+    monkeypatch.chdir(tmp_path)
+    base = tmp_path / "all" / "base"
+    (base / "inside").mkdir(parents=True)
+    for folder in (base, base.parent):
+        (folder / MARK).write_text("a checkpoint")
+    (base / "inside" / "config.json").write_text("{}")
+    (tmp_path / "link").symlink_to(base)
+    needed = needed_paths({"model": {"path": "gpt2"}, "adapter": None} | {section: {"path": "all/base"}})
+    for target, words in (("all/base", "is"), ("link", "is"), ("all", "contains"), ("all/base/inside", "is inside")):
+        with pytest.raises(CheckpointError, match=f"{target}: {words} {section}.path='all/base', which the run needs"):
+            check_target(Path(target), overwrite=True, needed=needed)
+    check_target(Path("all/base"), overwrite=True, needed=needed_paths({"model": {"path": "gpt2"}}))
+    check_target(Path("all/new"), overwrite=True, needed=needed)
 
 
 def test_failure_leaves_the_earlier_export(

@@ -82,6 +82,17 @@ def test_data_that_train_would_refuse_is_said(tmp_path) -> None:
     assert "... and 4 more such files" in many
 
 
+def test_directories_that_train_would_refuse_are_said(tmp_path) -> None:
+    absent = str(tmp_path / "nope")
+    place = [f"output={tmp_path / 'run'}", "data.corpus=null", f"data.hub={absent}", f"adapter.path={absent}"]
+    text = run("plan", QUICKSTART, "-n", "2", *place)
+    assert f"data.hub='{absent}': no such directory" in text
+    assert f"adapter.path='{absent}': no such directory" in text
+    assert "would refuse it, a plan does not read it" in text
+    text = run("plan", QUICKSTART, "-n", "2", f"checkpoint.resume={absent}")
+    assert f"checkpoint.resume='{absent}': no such directory" in text
+
+
 def test_json_for_programs_and_the_difference_of_two(tmp_path) -> None:
     first = run("plan", QUICKSTART, "--json", "-n", "2")
     content = json.loads(first)

@@ -26,6 +26,11 @@ from meshwright.data.data_config import DataConfig, TokenizerConfig, expand_file
         ({"files": ["a.txt"], "sequence_length": 1}, ["sequence_length", "greater than or equal to 2"]),
         ({"files": ["a.txt"], "max_documents": 0}, ["max_documents"]),
         ({"files": ["a.txt"], "shufle": True}, ["shufle", "Extra inputs"]),
+        (
+            {"files": ["a.jsonl"], "format": "alpaca", "columns": {"output": None, "input": None}},
+            ["data.columns.output=null: rows need it; legal to leave out: input, system, tools"],
+        ),
+        ({"files": ["a.jsonl"], "columns": {"weight": None}}, ["data.columns.weight=null", "legal to leave out"]),
         ({"files": ["a.txt"], "packing": "tight"}, ["packing", "'pack' or 'pad'"]),
     ],
 )
@@ -82,6 +87,23 @@ def test_problems_on_disk(tmp_path, monkeypatch):
     assert len(problems) == 6
     assert DataConfig(files=["good.txt"], sequence_length=8).problems() == []
     assert "is text" in DataConfig(files=["good.txt"], kind="chat", sequence_length=8).problems()[0]
+
+
+def test_a_local_folder_of_a_data_set_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "rows.jsonl").write_text("{}")
+
+    def problems(hub):
+        return DataConfig(hub=hub, sequence_length=8).problems()
+
+    for hub in ("/root/nope", "./foldr", "~/nope", "../a/b", "a/b/c", "rows.jsonl"):
+        (line,) = problems(hub)
+        assert line.startswith(f"data.hub={hub!r}: ")
+        assert ("is a file, not a directory" if hub == "rows.jsonl" else "no such directory") in line
+    assert "did you mean 'folder'?" in problems("./foldr")[0]
+    for hub in ("folder", str(tmp_path), "owner/name", "name", "hf://datasets/a/b", "buckets/a/b/c"):  # the hub is not asked
+        assert problems(hub) == []
 
 
 def test_files_are_sorted_and_read_once(tmp_path):

@@ -1,13 +1,19 @@
 """Tools, documents and other arguments of a template, answers that are not learned, and what nothing reads."""
 
 import copy
+import inspect
 import json
+import re
 
 import pytest
 
 from meshwright.data.chat import encode_chat
+from meshwright.data.columns import EXTRAS
 from meshwright.data.corpora import documents
 from meshwright.data.data_config import DataConfig
+from meshwright.data.extras import template_arguments
+from meshwright.data.formats import RowReader
+from meshwright.data.row_files import Row
 from meshwright.data.store import prepare
 from meshwright.data.tokenizer import DEFAULT_CHAT_TEMPLATE
 from meshwright.errors import DataError
@@ -88,6 +94,46 @@ def test_the_template_gets_what_a_row_gives(jsonl, writer, tmp_path, as_text):
     assert store.index.unread_keys == ["tool_call_id"]  # the template writes no numbers of calls
 
 
+@pytest.mark.parametrize("empty", ["", " ", "{}", "[]", "null", '""', {}, [], None])
+def test_what_is_empty_is_none(empty):
+    columns = dict.fromkeys(EXTRAS, "x")
+    assert template_arguments(dict.fromkeys(EXTRAS, empty), columns, "a.jsonl:1") == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"tools": [TOOL, "search"]}, "field 'tools': item 2 of its list is 'search', no object; data.columns.tools=null"),
+        ({"documents": "a text"}, "field 'documents' holds str, no list of objects or its JSON; data.columns.documents=null"),
+        ({"chat_template_kwargs": "x"}, "holds str, no object or its JSON; data.columns.chat_template_kwargs=null leaves"),
+    ],
+)
+def test_a_column_for_another_purpose_can_be_left_out(jsonl, values, words):
+    path = jsonl([{"messages": [ASKED, SAID], **values}])
+    with pytest.raises(DataError, match=re.escape(words)):
+        RowReader(config(path), {}).document(Row({"messages": [ASKED, SAID], **values}, "a.jsonl:1"))
+    unread = {}
+    reader = RowReader(config(path, columns=dict.fromkeys(values)), {}, unread)
+    found = reader.document(Row({"messages": [ASKED, SAID], **values}, "a.jsonl:1"))
+    assert (found.messages, found.arguments, unread) == ([ASKED, SAID], {}, dict.fromkeys(values))
+    assert len(list(documents(config(path, columns=dict.fromkeys(values))))) == 1
+
+
+def test_a_system_column_can_be_left_out():
+    row = Row({"prompt": "quick?", "completion": "fox", "system": ["a", "list"]}, "a.jsonl:1")
+    assert RowReader(config("a.jsonl", columns={"system": None}), {}).document(row).messages == [ASKED, SAID]
+
+
+def test_no_argument_of_transformers_is_for_a_row_to_set():
+    from transformers import PreTrainedTokenizerBase
+    from transformers.utils import chat_template_utils
+
+    for function in (PreTrainedTokenizerBase.apply_chat_template, chat_template_utils.render_jinja_template):
+        for name in inspect.signature(function).parameters.keys() - {"kwargs"}:
+            with pytest.raises(DataError, match=f"sets '{name}'; legal are names that the template reads"):
+                template_arguments({"chat_template_kwargs": {name: 1}}, {"chat_template_kwargs": "x"}, "a.jsonl:1")
+
+
 def test_columns_of_other_names_and_each_format_of_chats(jsonl, writer, tmp_path):
     rows = [{"instruction": "quick?", "output": "fox", "functions": [TOOL]}]
     store = prepare(config(jsonl(rows), columns={"tools": "functions"}), writer, tmp_path / "store", 0)
@@ -134,7 +180,7 @@ def test_nulls_that_arrow_adds_to_tools_and_calls_are_not_written(writer, tmp_pa
     [
         ({"tools": "jump"}, "field 'tools' holds str, no list of objects or its JSON"),
         ({"tools": {"name": "jump"}}, "field 'tools' holds dict"),
-        ({"tools": ["jump"]}, "field 'tools' holds list, no list of objects"),
+        ({"tools": ["jump"]}, "field 'tools': item 1 of its list is 'jump', no object"),
         ({"documents": 3}, "field 'documents' holds int"),
         ({"chat_template_kwargs": [1]}, "field 'chat_template_kwargs' holds list, no object"),
         ({"chat_template_kwargs": {"tokenize": True}}, "'chat_template_kwargs' sets 'tokenize'; legal are names that the"),

@@ -81,6 +81,20 @@ def test_a_hub_data_set_by_directory(tmp_path, tokenizer):
         next(documents(DataConfig(hub="nobody/nothing", sequence_length=8), tmp_path / "cache"))
 
 
+def test_a_typo_of_a_local_data_set(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows").mkdir()
+    with pytest.raises(DataError, match=r"data.hub='rosw': no such directory; did you mean 'rows'\? .*; as a name of the hub "):
+        next(documents(DataConfig(hub="rosw", sequence_length=8), tmp_path / "cache"))
+
+
+def test_the_home_of_a_local_data_set(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.jsonl").write_text('{"text": "fox"}\n')
+    assert next(documents(DataConfig(hub="~/rows", sequence_length=8), tmp_path / "cache")).text == "fox"
+
+
 def test_python_stdlib(tokenizer, tmp_path):
     data = DataConfig(corpus="python-stdlib", sequence_length=64, max_documents=12)
     found = list(documents(data))

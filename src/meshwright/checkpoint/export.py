@@ -14,18 +14,42 @@ from meshwright.files import honour_umask, put_in_place, save_tensors
 from meshwright.models.weights.bars import one_bar
 from meshwright.paths import mistaken, no_directory
 
-__all__ = ["check_target", "export_checkpoint", "generate"]
+__all__ = ["check_target", "export_checkpoint", "generate", "needed_paths"]
 
 MARK = ".meshwright-export"
-"""A file in every export, which names its checkpoint. Another export replaces only a directory that has this file."""
+"""A file in every export, which names its checkpoint."""
+
+_WRITTEN = frozenset(
+    {
+        *("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json"),
+        *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+        *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
+    }
+)
+"""Files of exports, beside the weights. By them, an export of a version that wrote no mark is known."""
 
 
-def check_target(directory: Path, *, overwrite: bool) -> None:
+def _unmarked(folder: Path) -> bool:
+    """Whether a directory has what an export has, and nothing else."""
+    if not folder.is_dir():
+        return False
+    entries = {entry.name: entry for entry in folder.iterdir()}
+    known = set(_WRITTEN)
+    if "adapter_config.json" in entries:
+        known.add("README.md")  # of peft
+    weights = {name for name in entries if name.endswith(".safetensors")}
+    whole = bool(weights) and ("config.json" in entries or "adapter_config.json" in entries)
+    return whole and entries.keys() <= known | weights and all(entry.is_file() for entry in entries.values())
+
+
+def check_target(directory: Path, *, overwrite: bool, needed: Mapping[str, str | Path | None] | None = None) -> None:
     """Refuse a directory that no export may take the place of.
 
     Args:
         directory: directory to write. It may be absent or empty.
         overwrite: whether it may be an earlier export.
+        needed: what holds a path, such as ``model.path``, to the path: directories that must stay. Names of the hub and what
+            does not exist are passed over.
 
     Raises:
         CheckpointError: it holds something else, or an export that must stay.
@@ -33,10 +57,30 @@ def check_target(directory: Path, *, overwrite: bool) -> None:
     if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
         return
     mark = directory / MARK
-    if not mark.is_file():
+    place = directory.resolve()
+    for knob, path in (needed or {}).items():
+        kept = None if path is None else Path(path).expanduser().resolve()
+        if kept is None or not kept.exists():
+            continue
+        if kept.is_relative_to(place) or (place.is_relative_to(kept) and not mark.is_file()):
+            where = "is" if kept == place else "contains" if kept.is_relative_to(place) else "is inside"
+            raise CheckpointError(
+                f"{directory}: {where} {knob}={str(path)!r}, which the run needs to resume; choose another directory"
+            )
+    if not mark.is_file() and not _unmarked(directory):
         raise CheckpointError(f"{directory}: has files that are no export of Meshwright; choose another directory")
     if not overwrite:
-        raise CheckpointError(f"{directory}: is an export of {mark.read_text().strip()} already; --overwrite replaces it")
+        of = f" of {mark.read_text().strip()}" if mark.is_file() else ""
+        raise CheckpointError(f"{directory}: is an export{of} already; --overwrite replaces it")
+
+
+def needed_paths(config: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return the knobs of a run that may name directories which it reads when it resumes, with their values.
+
+    Args:
+        config: the configuration of the run, as plain data.
+    """
+    return {f"{section}.path": (config.get(section) or {}).get("path") for section in ("model", "adapter")}
 
 
 def export_checkpoint(
@@ -60,7 +104,8 @@ def export_checkpoint(
         overwrite: replace an earlier export. Other files are never replaced.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is damaged, or the directory has files already or cannot be written.
+        CheckpointError: there is no such checkpoint, it is damaged, or the directory has files already, is one that the run
+            needs to resume, or cannot be written.
     """
     import torch
 
@@ -80,7 +125,7 @@ def export_checkpoint(
     temporary, replaced = (place.with_name(f".{place.name}.{kind}") for kind in ("tmp", "old"))
     if replaced.is_dir() and not place.exists():  # an export was killed between its two renames
         replaced.rename(place)
-    check_target(directory, overwrite=overwrite)
+    check_target(directory, overwrite=overwrite, needed={**needed_paths(meta["config"]), "CHECKPOINT": checkpoint})
     check_writable(place.parent)
     import_modules(meta["config"].get("imports", []))  # the run's imports, which may define the model
     config = ModelConfig.model_validate(meta["config"]["model"])

@@ -140,15 +140,33 @@ def plan(
         else:
             page.print("Whether it fits, and how long a step takes: --gpu h100 (or another one)", highlight=False)
         report_or_audit(setup, Source(str(config), tuple(overrides or ())), None)
-        for line in _refused_data(run):
+        for line in [*_refused_data(run), *_refused_paths(run)]:
             page.print(line, style="yellow", highlight=False, markup=False, soft_wrap=True)
 
 
 def _refused_data(run: "RunConfig") -> list[str]:
-    """Say which data files `train` would refuse, as far as names and sizes show. A plan needs none of them."""
+    """Say which data files or folder `train` would refuse, as far as names and sizes show. A plan needs none of them."""
     problems = run.data.problems()
     lines = [f"{problem}; `train` would refuse it, a plan reads no data" for problem in problems[:MOST_FILES]]
     return lines + ([f"... and {len(problems) - MOST_FILES} more such files"] if len(problems) > MOST_FILES else [])
+
+
+def _refused_paths(run: "RunConfig") -> list[str]:
+    """Say which directories `train` would refuse, of those that a plan does not read."""
+    from meshwright.checkpoint.directory import latest
+    from meshwright.paths import no_directory, possible_hub_name
+    from meshwright.train.start.setup import Paths
+
+    values = {}
+    if run.checkpoint.resume not in ("auto", "never"):
+        values["checkpoint.resume"] = run.checkpoint.resume
+    elif latest(Paths(run.directory).checkpoints) is None:  # a run that resumes reads neither
+        if run.adapter is not None and run.adapter.path is not None:
+            values["adapter.path"] = run.adapter.path
+        if run.tokenizer.path is not None and not possible_hub_name(run.tokenizer.path):  # the hub is not asked
+            values["tokenizer.path"] = run.tokenizer.path
+    absent = [no_directory(knob, value, hub=False) for knob, value in values.items()]
+    return [f"{line}; `train` would refuse it, a plan does not read it" for line in absent if line]
 
 
 def _forecasts(setup: "RunSetup", hardware: "Hardware", load: float | None) -> "tuple[Verdict, TimeForecast]":

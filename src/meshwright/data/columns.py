@@ -24,6 +24,11 @@ class Format:
         """All names that may be mapped."""
         return self.required + self.optional + self.within + self.extra
 
+    @property
+    def dispensable(self) -> tuple[str, ...]:
+        """Names of the columns that a row need not have: `null` leaves them out."""
+        return self.optional + self.extra
+
 
 FORMATS = {
     "text": Format(("text",), extra=()),

@@ -18,6 +18,7 @@ from meshwright.data.data_config import TEXT_EXTENSIONS, DataConfig, expand_file
 from meshwright.data.formats import Document, RowReader, check_columns
 from meshwright.data.row_files import Row, file_rows, library_rows, load_saved, open_file
 from meshwright.errors import DataError
+from meshwright.paths import no_directory
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -226,15 +227,16 @@ def _load_hub(config: DataConfig, cache_dir: str | Path | None) -> "Dataset":
         return load_saved(folder, config.hub_split)
     try:
         return load_dataset(
-            config.hub,
+            str(folder) if folder.is_dir() else config.hub,
             config.hub_config,
             split=config.hub_split or "train",
             cache_dir=None if cache_dir is None else str(cache_dir),
         )
     except Exception as error:  # network, name, configuration, split and format errors have no common class
-        raise DataError(
-            f"data.hub={config.hub!r} (hub_config={config.hub_config!r}, hub_split={config.hub_split or 'train'!r}): {error}"
-        ) from error
+        asked = f"hub_config={config.hub_config!r}, hub_split={config.hub_split or 'train'!r}"
+        if (absent := no_directory("data.hub", config.hub, hub=False)) is not None:
+            raise DataError(f"{absent}; as a name of the hub ({asked}): {error}") from error
+        raise DataError(f"data.hub={config.hub!r} ({asked}): {error}") from error
 
 
 def _hub_documents(config: DataConfig, cache_dir: str | Path | None, bad: BadRows) -> Iterator[Document]:

@@ -2,13 +2,14 @@
 
 import glob
 import os
+import re
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from meshwright.data.columns import FORMATS
-from meshwright.paths import PathText
+from meshwright.paths import PathText, no_directory, possible_hub_name
 
 __all__ = ["EXTENSIONS", "ROW_EXTENSIONS", "TEXT_EXTENSIONS", "DataConfig", "TokenizerConfig", "expand_files", "saved"]
 
@@ -19,6 +20,9 @@ ROW_EXTENSIONS = (".jsonl", ".json", ".parquet")
 """Extensions of files that have a document in every row."""
 
 EXTENSIONS = TEXT_EXTENSIONS + ROW_EXTENSIONS
+
+_ON_HUB = re.compile("hf://|buckets/")
+"""The names of the hub, for datasets.load_dataset, that are longer than `owner/name`."""
 
 DEFAULT_EVAL_FRACTION = 0.05
 DEFAULT_BAD_ROWS_LIMIT = 0.1
@@ -109,11 +113,12 @@ class DataConfig(BaseModel):
         "value), 'alpaca' (instruction, input, output) or 'prompt_completion'. 'auto': the one whose columns the first row of "
         "a file has.",
     )
-    columns: dict[str, str] = Field(
+    columns: dict[str, str | None] = Field(
         default={},
         description="Columns that have other names than the format's, as in {messages: dialog} or {prompt: question, "
         "completion: answer}; role and content, from and value are keys of a message. All formats of chats but messages may "
-        "have a column system; all may have tools, documents and chat_template_kwargs, and the messages of a list weight.",
+        "have a column system; all may have tools, documents and chat_template_kwargs, and the messages of a list weight. "
+        "null leaves a column out that rows need not have, as in {tools: null}.",
     )
     text_field: str = Field(default="text", description="Field of a row that holds the text.")
     messages_field: str = Field(
@@ -202,6 +207,13 @@ class DataConfig(BaseModel):
             names = FORMATS if self.format == "auto" else (self.format,)
             legal = [f"{', '.join(FORMATS[name].names)} ({name})" for name in names]
             problems.append(f"data.columns: no format has all of {', '.join(self.columns)}; legal together: {'; '.join(legal)}")
+        left_out = [key for key, column in self.columns.items() if column is None]
+        dispensable = dict.fromkeys(key for name in self.formats for key in FORMATS[name].dispensable)
+        for key in left_out if self.formats else ():
+            if not all(key in FORMATS[name].dispensable for name in self.formats):
+                problems.append(
+                    f"data.columns.{key}=null: rows need it; legal to leave out: {', '.join(dispensable) or 'none'}"
+                )
         for key, default in (("text", "text"), ("messages", "messages")):
             if key in self.columns and getattr(self, f"{key}_field") != default:
                 problems.append(f"data.{key}_field and data.columns.{key} say the same; remove one")
@@ -230,11 +242,17 @@ class DataConfig(BaseModel):
         return 0.0 if self.eval_files else DEFAULT_EVAL_FRACTION
 
     def problems(self) -> list[str]:
-        """Return what is wrong on this machine's disk: missing or empty files, globs without a match, unknown extensions.
+        """Return what is wrong with the sources, as far as this machine's disk shows.
+
+        That is: missing or empty files, a missing folder, globs without a match, unknown extensions.
 
         Only names and sizes are read, so this is cheap and may run before any process is started. Empty if all is well.
         """
         problems = _file_problems("files", self.files) + _file_problems("eval_files", self.eval_files)
+        if self.hub is not None and not _ON_HUB.match(self.hub):
+            elsewhere = possible_hub_name(self.hub) and not Path(self.hub).is_file()  # on the hub, which is not asked
+            if not elsewhere and (absent := no_directory("data.hub", self.hub, hub=False)):
+                problems.append(absent)
         found = [path for path in expand_files(self.files) if saved(path) == "DatasetDict"]
         if self.files and self.hub_split is not None and not found:
             problems.append(f"data.hub_split={self.hub_split!r}: data.files has no folder of a DatasetDict; remove one of them")

@@ -11,20 +11,32 @@ __all__ = ["template_arguments", "weight_of"]
 
 _TAKEN = frozenset(
     {
-        *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize", "padding"),
+        *(
+            "self",
+            "conversation",
+            "conversations",
+            "messages",
+            "tools",
+            "documents",
+            "chat_template",
+            "add_generation_prompt",
+            "tokenize",
+            "padding",
+        ),
         *("continue_final_message", "sanitize_control_tokens", "truncation", "max_length", "return_tensors", "return_dict"),
         *("return_assistant_tokens_mask", "tokenizer_kwargs"),
     }
 )
-"""Arguments of transformers' `apply_chat_template` that a row may not set by `chat_template_kwargs`."""
+"""Arguments of transformers' `apply_chat_template`, and of what it calls, that a row may not set by `chat_template_kwargs`."""
 
 
 def template_arguments(given: Mapping[str, Any], columns: Mapping[str, str], source: str) -> dict[str, Any]:
     """Return the arguments of the chat template that a row gives.
 
     Args:
-        given: the values of ``tools``, ``documents`` and ``chat_template_kwargs``, where the row has them.
-        columns: their columns, for messages.
+        given: the values of ``tools``, ``documents`` and ``chat_template_kwargs``, where the row has them. Empty text and empty
+            objects and lists stand for none.
+        columns: their columns, for messages; those that are left out are absent.
         source: origin of the row, for messages.
 
     Raises:
@@ -35,14 +47,24 @@ def template_arguments(given: Mapping[str, Any], columns: Mapping[str, str], sou
         value = _parsed(given.get(name))
         if isinstance(value, list):
             value = [_parsed(item) for item in value]
-        if value in (None, []):
+        if value in (None, "", [], {}):
             continue
-        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            raise DataError(f"{source}: field {columns[name]!a} holds {type(value).__name__}, no list of objects or its JSON")
+        off = f"data.columns.{name}=null leaves the column out"
+        if not isinstance(value, list):
+            found = type(value).__name__
+            raise DataError(f"{source}: field {columns[name]!a} holds {found}, no list of objects or its JSON; {off}")
+        for number, item in enumerate(value, start=1):
+            if not isinstance(item, dict):
+                raise DataError(
+                    f"{source}: field {columns[name]!a}: item {number} of its list is {item!a:.40}, no object; {off}"
+                )
         arguments[name] = value
-    more, column = _parsed(given.get("chat_template_kwargs")) or {}, columns["chat_template_kwargs"]
+    more, column = _parsed(given.get("chat_template_kwargs")) or {}, columns.get("chat_template_kwargs")
     if not isinstance(more, dict):
-        raise DataError(f"{source}: field {column!a} holds {type(more).__name__}, no object or its JSON")
+        raise DataError(
+            f"{source}: field {column!a} holds {type(more).__name__}, no object or its JSON; "
+            "data.columns.chat_template_kwargs=null leaves the column out"
+        )
     for name in more:
         if name in _TAKEN or not name.isidentifier():
             raise DataError(
@@ -53,9 +75,11 @@ def template_arguments(given: Mapping[str, Any], columns: Mapping[str, str], sou
 
 
 def _parsed(value: Any) -> Any:
-    """Return what JSON stands for. Tables store it as text, where each row would need another type."""
+    """Return what JSON stands for; ``None`` for blank text. Tables store it as text, where each row would need another type."""
     if not isinstance(value, str):
         return value
+    if not value.strip():
+        return None
     try:
         return json.loads(value)
     except (ValueError, RecursionError):

@@ -62,7 +62,8 @@ def check_columns(config: DataConfig, seen: dict[str, None], name: str) -> None:
         DataError: names the existing columns.
     """
     within = {key for layout in config.formats for key in FORMATS[layout].within}
-    missing = [(key, column) for key, column in config.columns.items() if column not in seen and key not in within]
+    mapped = [(key, column) for key, column in config.columns.items() if column is not None]
+    missing = [(key, column) for key, column in mapped if column not in seen and key not in within]
     if seen and missing:
         there = f"its columns are {_names(seen)}"
         raise DataError(f"data.columns: {name} has no column {column!a} (for {key!r}); {there}" for key, column in missing)
@@ -81,7 +82,9 @@ class RowReader:
     """
 
     def __init__(self, config: DataConfig, seen: dict[str, None], unread: dict[str, None] | None = None) -> None:
-        self.columns = {"text": config.text_field, "messages": config.messages_field, **config.columns}
+        mapped = {key: column for key, column in config.columns.items() if column is not None}
+        self.columns = {"text": config.text_field, "messages": config.messages_field, **mapped}
+        self.left_out = config.columns.keys() - mapped.keys()
         self.candidates = config.formats
         self.seen = seen
         self.unread: dict[str, None] = {} if unread is None else unread
@@ -96,7 +99,8 @@ class RowReader:
             self.seen.update(dict.fromkeys(row.values))
         name = self._format(row)
         layout = FORMATS[name]
-        used = [self._column(key) for key in layout.required + layout.optional + layout.extra]
+        read = (key for key in layout.required + layout.optional + layout.extra if key not in self.left_out)
+        used = [self._column(key) for key in read]
         if isinstance(row.values, DuplicateKeys):
             raise DataError(f"{row.source}: a key of the row occurs twice (keys: {_names(row.values)})")
         _check_sound([row.values.get(column) for column in used], row.source)
@@ -104,7 +108,7 @@ class RowReader:
             document = Document(_text(row, self._column("text")), None, row.source)
             self._note_unread(row, used)
             return document
-        columns = {key: self._column(key) for key in layout.extra}
+        columns = {key: self._column(key) for key in layout.extra if key not in self.left_out}
         arguments = template_arguments({key: row.values.get(columns[key]) for key in columns}, columns, row.source)
         _check_sound(arguments, row.source)
         document = Document(None, getattr(self, f"_{name}")(row), row.source, arguments)
@@ -181,7 +185,8 @@ class RowReader:
         return [{"role": "system", "content": said}] if said else []
 
     def _optional(self, row: Row, key: str) -> str:
-        return _text(row, self._column(key)) if row.values.get(self._column(key)) is not None else ""
+        given = key not in self.left_out and row.values.get(self._column(key)) is not None
+        return _text(row, self._column(key)) if given else ""
 
 
 def _message(message: dict[str, Any], role_key: str, content_key: str, weight_key: str, where: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from meshwright.checkpoint.directory import complete, latest, read_meta
-from meshwright.checkpoint.export import check_target
+from meshwright.checkpoint.export import check_target, needed_paths
 from meshwright.checkpoint.manager import check_base, check_same_model, check_writable
 from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError, during, number_of
 from meshwright.files import write_whole
@@ -75,7 +75,8 @@ def prepare_run(
         words = "is not of a run, and the run would write its own in its place; rename it, or choose another output"
         raise ConfigError(f"output={config.output}: {paths.config} {words}")
     if config.export:
-        check_target(paths.export, overwrite=True)  # at the end, in place of that of an earlier part of the run
+        # At the end, the export takes the place of that of an earlier part of the run.
+        check_target(paths.export, overwrite=True, needed=needed_paths(config.model_dump()))
     pass_over_damaged(config, warn)
     resume = checkpoint_to_resume(config)
     # If the run is given in epochs, its steps are known only after the data are read; until then count a single checkpoint.
