@@ -178,6 +178,43 @@ class OwnExperts(FSDP2Manager):
         return init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "ep_shard", "ep"))
 
 
+class OwnSetup(FSDP2Manager):
+    """Sets the mesh itself, in the style of the reference."""
+
+    def _setup_distributed(self) -> "OwnSetup":
+        self.device_mesh = self._get_device_mesh()
+        return self
+
+
+class OwnMesh(FSDP2Manager):
+    def _setup_distributed(self) -> None:
+        self.device_mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_shard_cp", "tp"))
+
+
+class NoMesh(FSDP2Manager):
+    def _setup_distributed(self) -> None:
+        pass
+
+
+def test_a_setup_without_the_one_of_the_base_class_shards_too_or_is_an_error() -> None:
+    def on_rank(rank: int) -> None:
+        for manager in (OwnSetup(mp_policy=FP32), OwnMesh(mp_policy=FP32)):
+            assert manager.mesh is not None
+            assert (manager.world_size, manager.dp_size, manager.dp_shard_size, manager.ep_shard_size) == (2, 2, 2, 2)
+            assert (manager.dp_replicate_size, manager.tp_size, manager.cp_size, manager.pp_size) == (1, 1, 1, 1)
+            model = manager.parallelize(Plain())
+            assert "" in fsdp_units(model)
+            same_gradients(model, Plain_like(model), rank, 2)
+        with pytest.raises(LayoutError, match="tp_size=2: device_mesh has 1"):
+            OwnMesh(tp_size=2)
+        with pytest.raises(LayoutError, match="world_size=4: there are 2 processes"):
+            OwnMesh(world_size=4)
+        with pytest.raises(LayoutError, match=r"NoMesh: there are 2 processes and no mesh; _setup_distributed\(\) has to set"):
+            NoMesh()
+
+    run_ranks(on_rank, 2)
+
+
 def test_each_step_of_the_manager_may_be_overridden() -> None:
     def on_rank(rank: int) -> None:
         STEPS.clear()
