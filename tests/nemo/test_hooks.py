@@ -215,6 +215,49 @@ def test_a_setup_without_the_one_of_the_base_class_shards_too_or_is_an_error() -
     run_ranks(on_rank, 2)
 
 
+class SetsItsMeshes(FSDP2Manager):
+    """Sets meshes in the steps that should return them."""
+
+    names: tuple[str, ...] = ("tp", "dp_shard_cp", "mine")
+
+    def _get_device_mesh(self) -> Any:
+        self.device_mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=self.names)
+
+    def _get_moe_mesh(self) -> Any:
+        self.moe_mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("pp", "ep_shard", "ep"))
+
+
+class OtherAxes(SetsItsMeshes):
+    names = ("pp", "dp", "tp")
+
+
+class ReturnsNoMesh(FSDP2Manager):
+    def _get_device_mesh(self) -> Any:
+        return None
+
+
+class ReturnsSizes(FSDP2Manager):
+    def _get_moe_mesh(self) -> Any:
+        return (1, 2)
+
+
+def test_a_step_may_set_its_mesh_and_what_is_no_mesh_is_refused_by_the_name_of_the_step() -> None:
+    def on_rank(rank: int) -> None:
+        manager = SetsItsMeshes(mp_policy=FP32)
+        assert manager.device_mesh is not None
+        assert manager.device_mesh.mesh_dim_names == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        assert (manager.dp_shard_size, manager.ep_size, manager.ep_shard_size) == (2, 2, 1)
+        with pytest.raises(LayoutError, match=r"ReturnsNoMesh._get_device_mesh\(\): returned None; legal is a DeviceMesh"):
+            ReturnsNoMesh()
+        with pytest.raises(LayoutError, match=r"ReturnsSizes._get_moe_mesh\(\): returned \(1, 2\); legal: a DeviceMesh"):
+            ReturnsSizes()
+        legal = "legal here are 'dp_replicate', 'dp_shard_cp', 'tp' in any order and axes of size 1, or the five axes pp, dp_"
+        with pytest.raises(LayoutError, match=legal):
+            OtherAxes()
+
+    run_ranks(on_rank, 2)
+
+
 def test_each_step_of_the_manager_may_be_overridden() -> None:
     def on_rank(rank: int) -> None:
         STEPS.clear()

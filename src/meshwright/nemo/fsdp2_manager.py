@@ -143,9 +143,17 @@ class FSDP2Manager:
             _torch_compat.one_gloo_worker()
             dist.init_process_group(self.backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"))
         if self.device_mesh is None:
-            self.device_mesh = self._get_device_mesh()
+            made = self._get_device_mesh()
+            self.device_mesh = self.device_mesh if made is None else made  # a step of the user may set it and return nothing
+            if not isinstance(self.device_mesh, DeviceMesh):
+                raise LayoutError(f"{type(self).__name__}._get_device_mesh(): returned {made!r}; legal is a DeviceMesh")
         if self.moe_mesh is None:
-            self.moe_mesh = self._get_moe_mesh()
+            experts = self._get_moe_mesh()
+            self.moe_mesh = self.moe_mesh if experts is None else experts
+            if not isinstance(self.moe_mesh, DeviceMesh | None):
+                raise LayoutError(
+                    f"{type(self).__name__}._get_moe_mesh(): returned {experts!r}; legal are a DeviceMesh and None"
+                )
         self._adopt()
 
     def _get_device_mesh(self) -> DeviceMesh:
