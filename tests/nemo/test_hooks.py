@@ -101,8 +101,51 @@ def test_units_that_the_function_does_not_make_are_its_own_affair_and_another_mo
             DefaultParallelizationStrategy().parallelize(
                 Plain(), mesh, FP32, fully_shard_fn=lambda module, **_: nn.Linear(2, 2)
             )
+        with pytest.raises(PlanError, match=r"fully_shard_fn: .*<lambda> returned another module for 'Sequential'"):
+            apply_fsdp2_sharding_recursively(
+                Plain(), mesh["dp_shard_cp"], FP32, fully_shard_fn=lambda module, **_: nn.Linear(2, 2)
+            )
 
     run_ranks(on_rank, 2)
+
+
+def test_a_function_that_makes_no_unit_at_all_is_an_error_unless_there_is_one_rank_to_shard_over() -> None:
+    def on_rank(rank: int) -> None:
+        for shape in ((1, 2, 1), (2, 1, 1)):
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
+            with pytest.raises(PlanError, match=r"fully_shard_fn: .*<lambda> made no FSDP unit, .* 2 ranks would train apart"):
+                DefaultParallelizationStrategy().parallelize(Plain(), mesh, FP32, fully_shard_fn=lambda module, **_: None)
+
+        def layers_alone(module: nn.Module, **arguments: Any) -> None:
+            if not isinstance(module, Plain):
+                fully_shard(module, **arguments)
+
+        model = DefaultParallelizationStrategy().parallelize(Plain(), mesh, FP32, fully_shard_fn=layers_alone)
+        assert "" not in fsdp_units(model)
+
+    run_ranks(on_rank, 2)
+
+    def alone(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=NAMES)
+        model = DefaultParallelizationStrategy().parallelize(Plain(), mesh, FP32, fully_shard_fn=lambda module, **_: None)
+        assert not fsdp_units(model)
+
+    run_ranks(alone, 1)
+
+
+def test_what_cannot_be_called_as_a_function_that_makes_units_is_refused_before_anything_is_changed() -> None:
+    call = r"called as fn\(module, mesh=, mp_policy=, offload_policy=, reshard_after_forward=\)"
+    ways: list[Any] = [
+        lambda function: apply_fsdp2_sharding_recursively(Plain(), None, None, fully_shard_fn=function),
+        lambda function: DefaultParallelizationStrategy().parallelize(Plain(), None, fully_shard_fn=function),
+    ]
+    for way in ways:
+        with pytest.raises(PlanError, match=f"fully_shard_fn='x': legal are None and a function that is {call}"):
+            way("x")
+        with pytest.raises(PlanError, match=f"<lambda> is {call}, which fails: got an unexpected keyword argument 'mp_policy'"):
+            way(lambda module, mesh: None)
+        with pytest.raises(PlanError, match=f"<lambda> is {call}, which fails: missing a required argument: 'extra'"):
+            way(partial(lambda module, extra, **_: None))
 
 
 def test_keywords_of_the_reference_work_or_are_refused_by_name() -> None:
@@ -249,7 +292,7 @@ def test_a_step_may_set_its_mesh_and_what_is_no_mesh_is_refused_by_the_name_of_t
         assert (manager.dp_shard_size, manager.ep_size, manager.ep_shard_size) == (2, 2, 1)
         with pytest.raises(LayoutError, match=r"ReturnsNoMesh._get_device_mesh\(\): returned None; legal is a DeviceMesh"):
             ReturnsNoMesh()
-        with pytest.raises(LayoutError, match=r"ReturnsSizes._get_moe_mesh\(\): returned \(1, 2\); legal: a DeviceMesh"):
+        with pytest.raises(LayoutError, match=r"ReturnsSizes._get_moe_mesh\(\): returned \(1, 2\); legal are a Dev"):
             ReturnsSizes()
         legal = "legal here are 'dp_replicate', 'dp_shard_cp', 'tp' in any order and axes of size 1, or the five axes pp, dp_"
         with pytest.raises(LayoutError, match=legal):

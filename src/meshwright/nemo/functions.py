@@ -13,7 +13,14 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from meshwright.distributed.class_names import class_name
-from meshwright.distributed.data.fsdp_units import ShardFunction, gathered, refuse_parallelized, shard_unit
+from meshwright.distributed.data.fsdp_units import (
+    ShardFunction,
+    check_shard_function,
+    gathered,
+    refuse_parallelized,
+    shard_by,
+    shard_unit,
+)
 from meshwright.errors import LayoutError, ModelError, PlanError, described
 from meshwright.layout import Layout
 from meshwright.models._transformers_compat import tp_style_names
@@ -105,7 +112,11 @@ def apply_fsdp2_sharding_recursively(
         reshard_after_forward: if given, it holds for all units, including the last entry of each container.
         fully_shard_fn: makes a unit in place of torch's ``fully_shard``: ``fn(module, mesh=, mp_policy=, offload_policy=,
             reshard_after_forward=)``.
+
+    Raises:
+        PlanError: `fully_shard_fn` cannot be called so, or returns another module.
     """
+    check_shard_function(fully_shard_fn)
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     offload = offload_policy or OffloadPolicy()
     depths = (fsdp2_backward_prefetch_depth, fsdp2_forward_prefetch_depth) if enable_fsdp2_prefetch else (0, 0)
@@ -121,7 +132,7 @@ def apply_fsdp2_sharding_recursively(
         if fully_shard_fn is None:
             shard_unit([child], mesh, policy, offload, reshard)
         else:
-            fully_shard_fn(child, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
+            shard_by(fully_shard_fn, child, type(child).__name__, mesh, policy, offload, reshard)
     if reshard_after_forward is not False:
         _chain([entry for entry in entries if isinstance(entry, FSDPModule)], *depths)
 

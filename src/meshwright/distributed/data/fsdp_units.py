@@ -1,5 +1,6 @@
 """Units of FSDP2 and HSDP, and of torch's ``replicate`` where nothing is sharded."""
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -29,13 +30,16 @@ from meshwright.plan.result.program import Engine, Prefetch, Wrap
 
 __all__ = [
     "ShardFunction",
+    "check_shard_function",
     "enter_by",
     "fsdp_units",
     "gathered",
     "move_buffers",
+    "name_of_function",
     "prefetch",
     "refuse_parallelized",
     "refuse_sliced",
+    "shard_by",
     "shard_unit",
     "sharding_by",
     "wrap",
@@ -78,6 +82,54 @@ ShardFunction = Callable[..., Any]
 """A function of the user that makes units, with the arguments of torch's ``fully_shard``: ``(module, mesh=, mp_policy=,
 offload_policy=, reshard_after_forward=)``."""
 
+_CALL = "fn(module, mesh=, mp_policy=, offload_policy=, reshard_after_forward=)"
+
+
+def name_of_function(function: ShardFunction) -> str:
+    """Return module and name of a function of the user, for messages and the plan."""
+    inner = getattr(function, "func", function)  # of a partial
+    return f"{getattr(inner, '__module__', '?')}:{getattr(inner, '__qualname__', type(inner).__qualname__)}"
+
+
+def check_shard_function(function: ShardFunction | None) -> None:
+    """Refuse what cannot be called as a function that makes units. ``None``: torch makes them.
+
+    Raises:
+        PlanError: it is no function, or does not take these arguments.
+    """
+    if function is None:
+        return
+    if not callable(function):
+        raise PlanError(f"fully_shard_fn={function!r}: legal are None and a function that is called as {_CALL}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # written in C
+        return
+    try:
+        signature.bind(None, mesh=None, mp_policy=None, offload_policy=None, reshard_after_forward=None)
+    except TypeError as error:
+        raise PlanError(f"fully_shard_fn: {name_of_function(function)} is called as {_CALL}, which fails: {error}") from None
+
+
+def shard_by(
+    function: ShardFunction,
+    unit: nn.Module,
+    name: str,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    reshard: bool,
+) -> None:
+    """Let a function of the user make a unit.
+
+    Raises:
+        PlanError: it returned another module.
+    """
+    made = function(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
+    if made is not None and made is not unit:
+        raise PlanError(f"fully_shard_fn: {name_of_function(function)} returned another module for {name!r}; shard it in place")
+
+
 _USERS: ContextVar[ShardFunction] = ContextVar("function that makes units")
 
 
@@ -106,12 +158,14 @@ def _shard_by_user(
             f"the plan leaves its units to {action.sharded_by}, a function of the user; pass it as fully_shard_fn= of the "
             "strategy's parallelize()"
         )
-    made = function(
-        unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=action.reshard_after_forward
-    )
-    if made is not None and made is not unit:
-        raise PlanError(f"fully_shard_fn: {action.sharded_by} returned another module for {action.unit!r}; shard it in place")
-    for module in fsdp_units(unit).values():
+    shard_by(function, unit, action.unit, mesh, policy, offload, action.reshard_after_forward)
+    units = fsdp_units(unit)
+    if action.unit == "" and not units and mesh.size() > 1:
+        raise PlanError(
+            f"fully_shard_fn: {action.sharded_by} made no FSDP unit, neither of the root nor inside it, so {mesh.size()} ranks "
+            "would train apart; it has to call torch's fully_shard"
+        )
+    for module in units.values():
         _torch_compat.supervise(module, group)
     if isinstance(unit, FSDPModule):
         if action.divisor is not None:

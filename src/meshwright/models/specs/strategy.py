@@ -20,7 +20,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from meshwright.distributed.class_names import class_name
 from meshwright.distributed.conductor import parallelize
-from meshwright.distributed.data.fsdp_units import ShardFunction, refuse_parallelized, refuse_sliced, sharding_by
+from meshwright.distributed.data.fsdp_units import (
+    ShardFunction,
+    check_shard_function,
+    name_of_function,
+    refuse_parallelized,
+    refuse_sliced,
+    sharding_by,
+)
 from meshwright.distributed.data.torch_policies import options_of_policies
 from meshwright.distributed.mesh import ParallelMesh, adopt_mesh
 from meshwright.errors import ModelError, PlanError, UnsupportedError
@@ -160,11 +167,12 @@ class ParallelizationStrategy:
         Raises:
             LayoutError: the axes of the mesh have another meaning.
             PlanError: the plan does not fit the model; the family does not support sequence parallel; or the model is
-                parallelized already.
+                parallelized already; or `fully_shard_fn` cannot be called so, returns another module, or makes no unit.
             UnsupportedError: an axis or an option is not supported.
         """
         refuse_parallelized(model)
         refuse_sliced(model)
+        check_shard_function(fully_shard_fn)
         request = _REQUEST.get(None) or Request()
         if request.mesh is not None and request.mesh.root is device_mesh:
             mesh = request.mesh
@@ -180,7 +188,7 @@ class ParallelizationStrategy:
             "loss_parallel": None,
             "reshard_after_forward": reshard_after_forward,
             **_prefetch(enable_fsdp2_prefetch, fsdp2_forward_prefetch_depth, fsdp2_backward_prefetch_depth),
-            "sharded_by": "" if fully_shard_fn is None else _name_of(fully_shard_fn),
+            "sharded_by": "" if fully_shard_fn is None else name_of_function(fully_shard_fn),
             **request.options,
         }
         options = options_of_policies(mp_policy, offload_policy, activation_checkpointing, mesh.device_type, **chosen)
@@ -215,11 +223,6 @@ def _prefetch(enabled: bool | None, forward: int | None, backward: int | None) -
         return {}
     ahead, behind = (default if depth is None else depth for depth, default in ((forward, 1), (backward, 2)))
     return {"prefetch_forward": ahead or None, "prefetch_backward": behind}
-
-
-def _name_of(function: ShardFunction) -> str:
-    inner = getattr(function, "func", function)  # of a partial
-    return f"{getattr(inner, '__module__', '?')}:{getattr(inner, '__qualname__', type(inner).__qualname__)}"
 
 
 def _naming_something(plan: dict[str, Any], modules: Iterable[str], family: str) -> dict[str, Any]:
