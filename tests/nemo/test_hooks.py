@@ -170,6 +170,41 @@ def test_keywords_of_the_reference_work_or_are_refused_by_name() -> None:
     run_ranks(on_rank, 2)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "problem"),
+    [
+        ({"fsdp2_backward_prefetch_depth": 3}, "fsdp2_backward_prefetch_depth=3: has no effect .* legal with it is 2"),
+        ({"fsdp2_forward_prefetch_depth": 0}, "fsdp2_forward_prefetch_depth=0: has no effect .* legal with it is 1"),
+        (
+            {"enable_fsdp2_prefetch": True, "fsdp2_forward_prefetch_depth": -1},
+            "forward_prefetch_depth=-1: legal are 0 and",
+        ),
+        ({"enable_fsdp2_prefetch": True, "fsdp2_backward_prefetch_depth": -2}, "backward_prefetch_depth=-2: legal are 0 and"),
+    ],
+)
+def test_depths_without_effect_are_refused(chosen: dict[str, Any], problem: str) -> None:
+    with pytest.raises(PlanError, match=problem):
+        apply_fsdp2_sharding_recursively(Plain(), None, FP32, **chosen)
+
+    def on_rank(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=NAMES)
+        with pytest.raises(PlanError, match=problem):
+            fsdp2_strategy_parallelize(Plain(), mesh, FP32, **{"enable_fsdp2_prefetch": False, **chosen})
+        # The defaults of the reference, which its loops pass on.
+        depths = {"fsdp2_backward_prefetch_depth": 2, "fsdp2_forward_prefetch_depth": 1}
+        fsdp2_strategy_parallelize(Plain(), mesh, FP32, enable_fsdp2_prefetch=False, **depths)
+        apply_fsdp2_sharding_recursively(Plain(), mesh["dp_shard_cp"], FP32, enable_fsdp2_prefetch=False, **depths)
+
+    run_ranks(on_rank, 1)
+
+
+def test_the_recursion_refuses_a_prefetch_without_effect() -> None:
+    with pytest.raises(PlanError, match="enable_fsdp2_prefetch=True: has no effect with both depths 0; legal are a depth of 1"):
+        apply_fsdp2_sharding_recursively(Plain(), None, FP32, None, True, 0, 0)
+    with pytest.raises(PlanError, match="enable_fsdp2_prefetch=True: has no effect with reshard_after_forward=False; legal"):
+        apply_fsdp2_sharding_recursively(Plain(), None, FP32, None, True, reshard_after_forward=False)
+
+
 def Plain_like(model: nn.Module) -> nn.Module:
     """A plain module with the values of a sharded one."""
     alone = Plain()

@@ -39,7 +39,7 @@ from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
-__all__ = ["ParallelizationStrategy", "Request", "requested"]
+__all__ = ["ParallelizationStrategy", "Request", "check_depths", "requested"]
 
 
 @dataclass
@@ -158,7 +158,7 @@ class ParallelizationStrategy:
             enable_compile: the legal value is ``False``; compile the model afterwards.
             enable_fsdp2_prefetch: gather units ahead, in chains of the depths below; ``None``: if a depth is given. ``False``:
                 FSDP2 decides.
-            fsdp2_backward_prefetch_depth: number of units ahead in backward; ``None``: 2.
+            fsdp2_backward_prefetch_depth: number of units ahead in backward; ``None``: 2. 0: none.
             fsdp2_forward_prefetch_depth: number of units ahead in forward; ``None``: 1. 0: FSDP2 decides.
             reshard_after_forward: holds for all units but the root; ``None``: see ``ParallelOptions``.
             fully_shard_fn: a function that makes each unit, the root last, in place of torch's ``fully_shard``. It is called as
@@ -166,8 +166,9 @@ class ParallelizationStrategy:
 
         Raises:
             LayoutError: the axes of the mesh have another meaning.
-            PlanError: the plan does not fit the model; the family does not support sequence parallel; or the model is
-                parallelized already; or `fully_shard_fn` cannot be called so, returns another module, or makes no unit.
+            PlanError: the plan does not fit the model; the family does not support sequence parallel; the model is
+                parallelized already; a depth of prefetching has no effect; or `fully_shard_fn` cannot be called so, returns
+                another module, or makes no unit.
             UnsupportedError: an axis or an option is not supported.
         """
         refuse_parallelized(model)
@@ -218,11 +219,38 @@ class ParallelizationStrategy:
 
 
 def _prefetch(enabled: bool | None, forward: int | None, backward: int | None) -> dict[str, int | None]:
-    """Return the options that the prefetch of NeMo AutoModel means."""
+    """Return the options that the prefetch of NeMo AutoModel means.
+
+    Raises:
+        PlanError: see :func:`check_depths`.
+    """
+    check_depths(enabled, forward, backward)
     if enabled is False or (enabled is None and forward is None and backward is None):
         return {}
     ahead, behind = (default if depth is None else depth for depth, default in ((forward, 1), (backward, 2)))
     return {"prefetch_forward": ahead or None, "prefetch_backward": behind}
+
+
+def check_depths(enabled: bool | None, forward: int | None, backward: int | None) -> None:
+    """Refuse depths of the prefetch of NeMo AutoModel that mean nothing, or have no effect.
+
+    Its defaults (1 and 2) are legal without prefetch, because loops written for it pass them on.
+
+    Raises:
+        PlanError: a depth below 0; or another depth than the default without prefetch.
+    """
+    problems = []
+    for name, depth, default in (("forward", forward, 1), ("backward", backward, 2)):
+        shown = f"fsdp2_{name}_prefetch_depth={depth}"
+        if depth is not None and depth < 0:
+            problems.append(f"{shown}: legal are 0 and above")
+        elif enabled is False and depth not in (None, default):
+            problems.append(
+                f"{shown}: has no effect with enable_fsdp2_prefetch=False; legal with it is {default}, the default, and with "
+                "enable_fsdp2_prefetch=True 0 and above"
+            )
+    if problems:
+        raise PlanError(problems)
 
 
 def _naming_something(plan: dict[str, Any], modules: Iterable[str], family: str) -> dict[str, Any]:
