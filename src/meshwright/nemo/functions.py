@@ -15,7 +15,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from meshwright.distributed.class_names import class_name
 from meshwright.distributed.data.fsdp_units import (
     ShardFunction,
-    check_shard_function,
     gathered,
     refuse_parallelized,
     shard_by,
@@ -25,7 +24,7 @@ from meshwright.errors import LayoutError, ModelError, PlanError, described
 from meshwright.layout import Layout
 from meshwright.models._transformers_compat import tp_style_names
 from meshwright.models.specs.registry import get_parallelization_strategy, spec_of
-from meshwright.models.specs.strategy import check_depths
+from meshwright.models.specs.strategy import check_depths, check_shard_function, name_of_function
 from meshwright.plan.axes.tensor.choose import choose_styles
 from meshwright.plan.axes.tensor.given_styles import declared_styles, import_object, read_plan
 from meshwright.plan.axes.tensor.styles import HEAD
@@ -152,7 +151,9 @@ def apply_fsdp2_sharding_recursively(
         if fully_shard_fn is None:
             shard_unit([child], mesh, policy, offload, reshard)
         else:
-            shard_by(fully_shard_fn, child, type(child).__name__, mesh, policy, offload, reshard)
+            shard_by(
+                fully_shard_fn, name_of_function(fully_shard_fn), child, type(child).__name__, mesh, policy, offload, reshard
+            )
     _chain([entry for entry in entries if isinstance(entry, FSDPModule)], *depths)
 
 

@@ -1,6 +1,5 @@
 """Units of FSDP2 and HSDP, and of torch's ``replicate`` where nothing is sharded."""
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -30,12 +29,10 @@ from meshwright.plan.result.program import Engine, Prefetch, Wrap
 
 __all__ = [
     "ShardFunction",
-    "check_shard_function",
     "enter_by",
     "fsdp_units",
     "gathered",
     "move_buffers",
-    "name_of_function",
     "prefetch",
     "refuse_parallelized",
     "refuse_sliced",
@@ -82,37 +79,10 @@ ShardFunction = Callable[..., Any]
 """A function of the user that makes units, with the arguments of torch's ``fully_shard``: ``(module, mesh=, mp_policy=,
 offload_policy=, reshard_after_forward=)``."""
 
-_CALL = "fn(module, mesh=, mp_policy=, offload_policy=, reshard_after_forward=)"
-
-
-def name_of_function(function: ShardFunction) -> str:
-    """Return module and name of a function of the user, for messages and the plan."""
-    inner = getattr(function, "func", function)  # of a partial
-    return f"{getattr(inner, '__module__', '?')}:{getattr(inner, '__qualname__', type(inner).__qualname__)}"
-
-
-def check_shard_function(function: ShardFunction | None) -> None:
-    """Refuse what cannot be called as a function that makes units. ``None``: torch makes them.
-
-    Raises:
-        PlanError: it is no function, or does not take these arguments.
-    """
-    if function is None:
-        return
-    if not callable(function):
-        raise PlanError(f"fully_shard_fn={function!r}: legal are None and a function that is called as {_CALL}")
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # written in C
-        return
-    try:
-        signature.bind(None, mesh=None, mp_policy=None, offload_policy=None, reshard_after_forward=None)
-    except TypeError as error:
-        raise PlanError(f"fully_shard_fn: {name_of_function(function)} is called as {_CALL}, which fails: {error}") from None
-
 
 def shard_by(
     function: ShardFunction,
+    shown: str,
     unit: nn.Module,
     name: str,
     mesh: DeviceMesh,
@@ -120,14 +90,14 @@ def shard_by(
     offload: OffloadPolicy,
     reshard: bool,
 ) -> None:
-    """Let a function of the user make a unit.
+    """Let a function of the user make a unit. Errors show the function as `shown`, and the unit as `name`.
 
     Raises:
         PlanError: it returned another module.
     """
     made = function(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
     if made is not None and made is not unit:
-        raise PlanError(f"fully_shard_fn: {name_of_function(function)} returned another module for {name!r}; shard it in place")
+        raise PlanError(f"fully_shard_fn: {shown} returned another module for {name!r}; shard it in place")
 
 
 _USERS: ContextVar[ShardFunction] = ContextVar("function that makes units")
@@ -158,7 +128,7 @@ def _shard_by_user(
             f"the plan leaves its units to {action.sharded_by}, a function of the user; pass it as fully_shard_fn= of the "
             "strategy's parallelize()"
         )
-    shard_by(function, unit, action.unit, mesh, policy, offload, action.reshard_after_forward)
+    shard_by(function, action.sharded_by, unit, action.unit, mesh, policy, offload, action.reshard_after_forward)
     units = fsdp_units(unit)
     if action.unit == "" and not units and mesh.size() > 1:
         raise PlanError(

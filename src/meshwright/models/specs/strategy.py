@@ -7,6 +7,7 @@ A strategy that was written for NeMo AutoModel overrides :meth:`ParallelizationS
 and ``fsdp2_strategy_parallelize`` call this method; a run of ``meshwright train`` needs a spec.
 """
 
+import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,8 +23,6 @@ from meshwright.distributed.class_names import class_name
 from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.data.fsdp_units import (
     ShardFunction,
-    check_shard_function,
-    name_of_function,
     refuse_parallelized,
     refuse_sliced,
     sharding_by,
@@ -39,7 +38,14 @@ from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
-__all__ = ["ParallelizationStrategy", "Request", "check_depths", "requested"]
+__all__ = [
+    "ParallelizationStrategy",
+    "Request",
+    "check_depths",
+    "check_shard_function",
+    "name_of_function",
+    "requested",
+]
 
 
 @dataclass
@@ -251,6 +257,35 @@ def check_depths(enabled: bool | None, forward: int | None, backward: int | None
             )
     if problems:
         raise PlanError(problems)
+
+
+_CALL = "fn(module, mesh=, mp_policy=, offload_policy=, reshard_after_forward=)"
+
+
+def name_of_function(function: ShardFunction) -> str:
+    """Return module and name of a function of the user, for messages and the plan."""
+    inner = getattr(function, "func", function)  # of a partial
+    return f"{getattr(inner, '__module__', '?')}:{getattr(inner, '__qualname__', type(inner).__qualname__)}"
+
+
+def check_shard_function(function: ShardFunction | None) -> None:
+    """Refuse what cannot be called as a function that makes units. ``None``: torch makes them.
+
+    Raises:
+        PlanError: it is no function, or does not take these arguments.
+    """
+    if function is None:
+        return
+    if not callable(function):
+        raise PlanError(f"fully_shard_fn={function!r}: legal are None and a function that is called as {_CALL}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # written in C
+        return
+    try:
+        signature.bind(None, mesh=None, mp_policy=None, offload_policy=None, reshard_after_forward=None)
+    except TypeError as error:
+        raise PlanError(f"fully_shard_fn: {name_of_function(function)} is called as {_CALL}, which fails: {error}") from None
 
 
 def _naming_something(plan: dict[str, Any], modules: Iterable[str], family: str) -> dict[str, Any]:
