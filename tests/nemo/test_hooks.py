@@ -101,8 +101,51 @@ def test_units_that_the_function_does_not_make_are_its_own_affair_and_another_mo
             DefaultParallelizationStrategy().parallelize(
                 Plain(), mesh, FP32, fully_shard_fn=lambda module, **_: nn.Linear(2, 2)
             )
+        with pytest.raises(PlanError, match=r"fully_shard_fn: .*<lambda> returned another module for 'Sequential'"):
+            apply_fsdp2_sharding_recursively(
+                Plain(), mesh["dp_shard_cp"], FP32, fully_shard_fn=lambda module, **_: nn.Linear(2, 2)
+            )
 
     run_ranks(on_rank, 2)
+
+
+def test_a_function_that_makes_no_unit_at_all_is_an_error_unless_there_is_one_rank_to_shard_over() -> None:
+    def on_rank(rank: int) -> None:
+        for shape in ((1, 2, 1), (2, 1, 1)):
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
+            with pytest.raises(PlanError, match=r"fully_shard_fn: .*<lambda> made no FSDP unit, .* 2 ranks would train apart"):
+                DefaultParallelizationStrategy().parallelize(Plain(), mesh, FP32, fully_shard_fn=lambda module, **_: None)
+
+        def layers_alone(module: nn.Module, **arguments: Any) -> None:
+            if not isinstance(module, Plain):
+                fully_shard(module, **arguments)
+
+        model = DefaultParallelizationStrategy().parallelize(Plain(), mesh, FP32, fully_shard_fn=layers_alone)
+        assert "" not in fsdp_units(model)
+
+    run_ranks(on_rank, 2)
+
+    def alone(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=NAMES)
+        model = DefaultParallelizationStrategy().parallelize(Plain(), mesh, FP32, fully_shard_fn=lambda module, **_: None)
+        assert not fsdp_units(model)
+
+    run_ranks(alone, 1)
+
+
+def test_what_cannot_be_called_as_a_function_that_makes_units_is_refused_before_anything_is_changed() -> None:
+    call = r"called as fn\(module, mesh=, mp_policy=, offload_policy=, reshard_after_forward=\)"
+    ways: list[Any] = [
+        lambda function: apply_fsdp2_sharding_recursively(Plain(), None, None, fully_shard_fn=function),
+        lambda function: DefaultParallelizationStrategy().parallelize(Plain(), None, fully_shard_fn=function),
+    ]
+    for way in ways:
+        with pytest.raises(PlanError, match=f"fully_shard_fn='x': legal are None and a function that is {call}"):
+            way("x")
+        with pytest.raises(PlanError, match=f"<lambda> is {call}, which fails: got an unexpected keyword argument 'mp_policy'"):
+            way(lambda module, mesh: None)
+        with pytest.raises(PlanError, match=f"<lambda> is {call}, which fails: missing a required argument: 'extra'"):
+            way(partial(lambda module, extra, **_: None))
 
 
 def test_keywords_of_the_reference_work_or_are_refused_by_name() -> None:
@@ -125,6 +168,41 @@ def test_keywords_of_the_reference_work_or_are_refused_by_name() -> None:
             fsdp2_strategy_parallelize(Plain(), mesh, FP32, no_such_keyword=1)
 
     run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "problem"),
+    [
+        ({"fsdp2_backward_prefetch_depth": 3}, "fsdp2_backward_prefetch_depth=3: has no effect .* legal with it is 2"),
+        ({"fsdp2_forward_prefetch_depth": 0}, "fsdp2_forward_prefetch_depth=0: has no effect .* legal with it is 1"),
+        (
+            {"enable_fsdp2_prefetch": True, "fsdp2_forward_prefetch_depth": -1},
+            "forward_prefetch_depth=-1: legal are 0 and",
+        ),
+        ({"enable_fsdp2_prefetch": True, "fsdp2_backward_prefetch_depth": -2}, "backward_prefetch_depth=-2: legal are 0 and"),
+    ],
+)
+def test_depths_without_effect_are_refused(chosen: dict[str, Any], problem: str) -> None:
+    with pytest.raises(PlanError, match=problem):
+        apply_fsdp2_sharding_recursively(Plain(), None, FP32, **chosen)
+
+    def on_rank(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=NAMES)
+        with pytest.raises(PlanError, match=problem):
+            fsdp2_strategy_parallelize(Plain(), mesh, FP32, **{"enable_fsdp2_prefetch": False, **chosen})
+        # The defaults of the reference, which its loops pass on.
+        depths = {"fsdp2_backward_prefetch_depth": 2, "fsdp2_forward_prefetch_depth": 1}
+        fsdp2_strategy_parallelize(Plain(), mesh, FP32, enable_fsdp2_prefetch=False, **depths)
+        apply_fsdp2_sharding_recursively(Plain(), mesh["dp_shard_cp"], FP32, enable_fsdp2_prefetch=False, **depths)
+
+    run_ranks(on_rank, 1)
+
+
+def test_the_recursion_refuses_a_prefetch_without_effect() -> None:
+    with pytest.raises(PlanError, match="enable_fsdp2_prefetch=True: has no effect with both depths 0; legal are a depth of 1"):
+        apply_fsdp2_sharding_recursively(Plain(), None, FP32, None, True, 0, 0)
+    with pytest.raises(PlanError, match="enable_fsdp2_prefetch=True: has no effect with reshard_after_forward=False; legal"):
+        apply_fsdp2_sharding_recursively(Plain(), None, FP32, None, True, reshard_after_forward=False)
 
 
 def Plain_like(model: nn.Module) -> nn.Module:
@@ -176,6 +254,86 @@ class Manager(FSDP2Manager):
 class OwnExperts(FSDP2Manager):
     def _get_moe_mesh(self) -> DeviceMesh | None:
         return init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "ep_shard", "ep"))
+
+
+class OwnSetup(FSDP2Manager):
+    """Sets the mesh itself, in the style of the reference."""
+
+    def _setup_distributed(self) -> "OwnSetup":
+        self.device_mesh = self._get_device_mesh()
+        return self
+
+
+class OwnMesh(FSDP2Manager):
+    def _setup_distributed(self) -> None:
+        self.device_mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_shard_cp", "tp"))
+
+
+class NoMesh(FSDP2Manager):
+    def _setup_distributed(self) -> None:
+        pass
+
+
+def test_a_setup_without_the_one_of_the_base_class_shards_too_or_is_an_error() -> None:
+    def on_rank(rank: int) -> None:
+        for manager in (OwnSetup(mp_policy=FP32), OwnMesh(mp_policy=FP32)):
+            assert manager.mesh is not None
+            assert (manager.world_size, manager.dp_size, manager.dp_shard_size, manager.ep_shard_size) == (2, 2, 2, 2)
+            assert (manager.dp_replicate_size, manager.tp_size, manager.cp_size, manager.pp_size) == (1, 1, 1, 1)
+            model = manager.parallelize(Plain())
+            assert "" in fsdp_units(model)
+            same_gradients(model, Plain_like(model), rank, 2)
+        with pytest.raises(LayoutError, match="tp_size=2: device_mesh has 1"):
+            OwnMesh(tp_size=2)
+        with pytest.raises(LayoutError, match="world_size=4: there are 2 processes"):
+            OwnMesh(world_size=4)
+        with pytest.raises(LayoutError, match=r"NoMesh: there are 2 processes and no mesh; _setup_distributed\(\) has to set"):
+            NoMesh()
+
+    run_ranks(on_rank, 2)
+
+
+class SetsItsMeshes(FSDP2Manager):
+    """Sets meshes in the steps that should return them."""
+
+    names: tuple[str, ...] = ("tp", "dp_shard_cp", "mine")
+
+    def _get_device_mesh(self) -> Any:
+        self.device_mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=self.names)
+
+    def _get_moe_mesh(self) -> Any:
+        self.moe_mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("pp", "ep_shard", "ep"))
+
+
+class OtherAxes(SetsItsMeshes):
+    names = ("pp", "dp", "tp")
+
+
+class ReturnsNoMesh(FSDP2Manager):
+    def _get_device_mesh(self) -> Any:
+        return None
+
+
+class ReturnsSizes(FSDP2Manager):
+    def _get_moe_mesh(self) -> Any:
+        return (1, 2)
+
+
+def test_a_step_may_set_its_mesh_and_what_is_no_mesh_is_refused_by_the_name_of_the_step() -> None:
+    def on_rank(rank: int) -> None:
+        manager = SetsItsMeshes(mp_policy=FP32)
+        assert manager.device_mesh is not None
+        assert manager.device_mesh.mesh_dim_names == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        assert (manager.dp_shard_size, manager.ep_size, manager.ep_shard_size) == (2, 2, 1)
+        with pytest.raises(LayoutError, match=r"ReturnsNoMesh._get_device_mesh\(\): returned None; legal is a DeviceMesh"):
+            ReturnsNoMesh()
+        with pytest.raises(LayoutError, match=r"ReturnsSizes._get_moe_mesh\(\): returned \(1, 2\); legal are a Dev"):
+            ReturnsSizes()
+        legal = "legal here are 'dp_replicate', 'dp_shard_cp', 'tp' in any order and axes of size 1, or the five axes pp, dp_"
+        with pytest.raises(LayoutError, match=legal):
+            OtherAxes()
+
+    run_ranks(on_rank, 2)
 
 
 def test_each_step_of_the_manager_may_be_overridden() -> None:

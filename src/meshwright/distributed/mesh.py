@@ -117,7 +117,8 @@ def adopt_mesh(
     mesh, a new root mesh with new process groups is made over the same ranks.
 
     Args:
-        device_mesh: a mesh over all ranks, whose axes have names. Axes other than the three below must have size 1.
+        device_mesh: a mesh over all ranks, whose axes have names: the five axes in their order, or any of the three below in
+            any order; then other axes must have size 1.
         replicate: name of its axis of replicas.
         shard: name of its axis that parameters are sharded over.
         tp: name of its axis of tensor parallel.
@@ -132,13 +133,16 @@ def adopt_mesh(
             f"device_mesh: has {device_mesh.size()} of {world} ranks; legal is a mesh over all of them, with names"
         )
     _torch_compat.one_gloo_worker()
-    if names == AXES and (replicate, shard, tp) == ("dp_replicate", "dp_shard_cp", "tp"):
+    roles = (replicate, shard, tp)
+    if names == AXES and roles == ("dp_replicate", "dp_shard_cp", "tp"):
         layout = Layout(**dict(zip(AXES, device_mesh.mesh.shape, strict=True)))
         with _torch_compat.shared_groups():
             return _complete(layout, device_mesh)
     # Their order in the mesh, which says which ranks are neighbours, need not be ours.
-    roles = (replicate, shard, tp)
-    legal = f"legal here are {', '.join(map(repr, roles))} and axes of size 1"
+    legal = (
+        f"legal here are {', '.join(map(repr, roles))} in any order and axes of size 1, or the five axes {', '.join(AXES)} in "
+        "this order"
+    )
     if not names:
         raise LayoutError(f"device_mesh: its axes have no names; {legal}")
     if any(name not in roles and size > 1 for name, size in zip(names, device_mesh.mesh.shape, strict=True)):

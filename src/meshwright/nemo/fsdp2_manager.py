@@ -110,6 +110,7 @@ class FSDP2Manager:
     ep_shard_size: int | None = field(init=False, default=None)
     mesh: ParallelMesh | None = field(init=False, default=None)
     plan: ShardingPlan | None = field(init=False, default=None)
+    _adopted: tuple[DeviceMesh, DeviceMesh | None] | None = field(init=False, default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Read a configuration object, if one is given, and set everything up with :meth:`_setup_distributed`."""
@@ -126,16 +127,13 @@ class FSDP2Manager:
             if self.device_mesh is None and _processes() > 1:
                 raise LayoutError("FSDP2Manager(config): needs device_mesh, the mesh that the configuration is for")
         self._setup_distributed()
+        self._adopt()  # of an override that builds its mesh itself
 
     # The steps below are those of NeMo AutoModel's manager. A subclass may override each of them.
 
     def _setup_distributed(self) -> None:
         """Check the sizes, and build the meshes. Start the process group if there is none and torchrun's variables are set."""
-        processes = _processes()
-        if self.world_size not in (None, processes):
-            raise LayoutError(f"world_size={self.world_size}: there are {processes} processes; legal are {processes} and None")
-        self.world_size = processes
-        if processes == 1:
+        if self._count_processes() == 1:
             sizes = {name: getattr(self, name) for name in _SIZES if (getattr(self, name) or 1) > 1}
             if sizes:
                 shown = ", ".join(f"{name}={size}" for name, size in sizes.items())
@@ -145,13 +143,18 @@ class FSDP2Manager:
             _torch_compat.one_gloo_worker()
             dist.init_process_group(self.backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"))
         if self.device_mesh is None:
-            self.device_mesh = self._get_device_mesh()
+            made = self._get_device_mesh()
+            self.device_mesh = self.device_mesh if made is None else made  # a step of the user may set it and return nothing
+            if not isinstance(self.device_mesh, DeviceMesh):
+                raise LayoutError(f"{type(self).__name__}._get_device_mesh(): returned {made!r}; legal is a DeviceMesh")
         if self.moe_mesh is None:
-            self.moe_mesh = self._get_moe_mesh()
-        if self.mesh is None or self.mesh.root is not self.device_mesh or self.moe_mesh not in (None, self.mesh.experts):
-            self.mesh = mesh_of(self.device_mesh, self.moe_mesh)
-            self._check_sizes(self.mesh.layout)
-        self._fill(self.mesh)
+            experts = self._get_moe_mesh()
+            self.moe_mesh = self.moe_mesh if experts is None else experts
+            if not isinstance(self.moe_mesh, DeviceMesh | None):
+                raise LayoutError(
+                    f"{type(self).__name__}._get_moe_mesh(): returned {experts!r}; legal are a DeviceMesh and None"
+                )
+        self._adopt()
 
     def _get_device_mesh(self) -> DeviceMesh:
         """Build the mesh with axes ``(pp, dp_replicate, dp_shard, cp, tp)`` from the sizes."""
@@ -162,6 +165,36 @@ class FSDP2Manager:
     def _get_moe_mesh(self) -> DeviceMesh | None:
         """Return the mesh of experts that belongs to ``device_mesh``; ``None``: there are no expert parallel ranks."""
         return None if self.mesh is None else self.mesh.experts
+
+    def _count_processes(self) -> int:
+        processes = _processes()
+        if self.world_size not in (None, processes):
+            raise LayoutError(f"world_size={self.world_size}: there are {processes} processes; legal are {processes} and None")
+        self.world_size = processes
+        return processes
+
+    def _adopt(self) -> None:
+        """Take the mesh of the layout and the sizes from ``device_mesh`` and ``moe_mesh``, if they are new.
+
+        Raises:
+            LayoutError: there are several processes and no mesh; or the meshes do not fit the sizes, or each other.
+        """
+        processes = self._count_processes()
+        if processes == 1:
+            return
+        if self.device_mesh is None:
+            raise LayoutError(
+                f"{type(self).__name__}: there are {processes} processes and no mesh; _setup_distributed() has to set "
+                "self.device_mesh"
+            )
+        if self._adopted is not None and self.device_mesh is self._adopted[0] and self.moe_mesh is self._adopted[1]:
+            return
+        if self.mesh is None or self.mesh.root is not self.device_mesh or self.moe_mesh not in (None, self.mesh.experts):
+            mesh = mesh_of(self.device_mesh, self.moe_mesh)
+            self._check_sizes(mesh.layout)
+            self.mesh = mesh
+        self._fill(self.mesh)
+        self._adopted = self.device_mesh, self.moe_mesh
 
     def _check_sizes(self, layout: Layout) -> None:
         """Refuse sizes that differ from those of a given mesh. A size of 1 is the default of most, so it is not checked."""
@@ -219,8 +252,10 @@ class FSDP2Manager:
             What the strategy returns, with a method ``no_sync()`` for a loop that accumulates gradients.
 
         Raises:
+            LayoutError: there are several processes and no mesh.
             PlanError: the plan does not fit the model, or the model is parallelized already.
         """
+        self._adopt()
         if self.mesh is None or self.device_mesh is None:
             if self.activation_checkpointing:
                 self._recompute(model, spec)

@@ -13,11 +13,18 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
 from meshwright.distributed.class_names import class_name
-from meshwright.distributed.data.fsdp_units import ShardFunction, gathered, refuse_parallelized, shard_unit
+from meshwright.distributed.data.fsdp_units import (
+    ShardFunction,
+    gathered,
+    refuse_parallelized,
+    shard_by,
+    shard_unit,
+)
 from meshwright.errors import LayoutError, ModelError, PlanError, described
 from meshwright.layout import Layout
 from meshwright.models._transformers_compat import tp_style_names
 from meshwright.models.specs.registry import get_parallelization_strategy, spec_of
+from meshwright.models.specs.strategy import check_depths, check_shard_function, name_of_function
 from meshwright.plan.axes.tensor.choose import choose_styles
 from meshwright.plan.axes.tensor.given_styles import declared_styles, import_object, read_plan
 from meshwright.plan.axes.tensor.styles import HEAD
@@ -100,12 +107,27 @@ def apply_fsdp2_sharding_recursively(
         mp_policy: dtypes; ``None``: bf16 compute, fp32 reduction.
         offload_policy: ``None``: no offload.
         enable_fsdp2_prefetch: let each unit start the all-gathers of the next ones of its container; otherwise FSDP2 decides.
-        fsdp2_backward_prefetch_depth: how many, in backward.
+        fsdp2_backward_prefetch_depth: how many, in backward; 0: FSDP2 decides.
         fsdp2_forward_prefetch_depth: how many, in forward; 0: FSDP2 decides.
         reshard_after_forward: if given, it holds for all units, including the last entry of each container.
         fully_shard_fn: makes a unit in place of torch's ``fully_shard``: ``fn(module, mesh=, mp_policy=, offload_policy=,
             reshard_after_forward=)``.
+
+    Raises:
+        PlanError: `fully_shard_fn` cannot be called so, or returns another module; or prefetching as chosen has no effect.
     """
+    check_shard_function(fully_shard_fn)
+    check_depths(bool(enable_fsdp2_prefetch), fsdp2_forward_prefetch_depth, fsdp2_backward_prefetch_depth)
+    if enable_fsdp2_prefetch and not (fsdp2_forward_prefetch_depth or fsdp2_backward_prefetch_depth):
+        raise PlanError(
+            "enable_fsdp2_prefetch=True: has no effect with both depths 0; legal are a depth of 1 or more, and "
+            "enable_fsdp2_prefetch=False"
+        )
+    if enable_fsdp2_prefetch and reshard_after_forward is False:
+        raise PlanError(
+            "enable_fsdp2_prefetch=True: has no effect with reshard_after_forward=False; legal with it is "
+            "enable_fsdp2_prefetch=False"
+        )
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     offload = offload_policy or OffloadPolicy()
     depths = (fsdp2_backward_prefetch_depth, fsdp2_forward_prefetch_depth) if enable_fsdp2_prefetch else (0, 0)
@@ -114,16 +136,25 @@ def apply_fsdp2_sharding_recursively(
     for child in children:
         if child not in entries:
             apply_fsdp2_sharding_recursively(
-                child, mesh, policy, offload, enable_fsdp2_prefetch, *depths, reshard_after_forward, fully_shard_fn
+                child,
+                mesh,
+                policy,
+                offload,
+                enable_fsdp2_prefetch,
+                fsdp2_backward_prefetch_depth,
+                fsdp2_forward_prefetch_depth,
+                reshard_after_forward,
+                fully_shard_fn,
             )
             continue
         reshard = child is not children[-1] if reshard_after_forward is None else reshard_after_forward
         if fully_shard_fn is None:
             shard_unit([child], mesh, policy, offload, reshard)
         else:
-            fully_shard_fn(child, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
-    if reshard_after_forward is not False:
-        _chain([entry for entry in entries if isinstance(entry, FSDPModule)], *depths)
+            shard_by(
+                fully_shard_fn, name_of_function(fully_shard_fn), child, type(child).__name__, mesh, policy, offload, reshard
+            )
+    _chain([entry for entry in entries if isinstance(entry, FSDPModule)], *depths)
 
 
 def _chain(units: list[FSDPModule], backward: int, forward: int) -> None:

@@ -36,6 +36,7 @@ __all__ = [
     "prefetch",
     "refuse_parallelized",
     "refuse_sliced",
+    "shard_by",
     "shard_unit",
     "sharding_by",
     "wrap",
@@ -78,6 +79,27 @@ ShardFunction = Callable[..., Any]
 """A function of the user that makes units, with the arguments of torch's ``fully_shard``: ``(module, mesh=, mp_policy=,
 offload_policy=, reshard_after_forward=)``."""
 
+
+def shard_by(
+    function: ShardFunction,
+    shown: str,
+    unit: nn.Module,
+    name: str,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    reshard: bool,
+) -> None:
+    """Let a function of the user make a unit. Errors show the function as `shown`, and the unit as `name`.
+
+    Raises:
+        PlanError: it returned another module.
+    """
+    made = function(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
+    if made is not None and made is not unit:
+        raise PlanError(f"fully_shard_fn: {shown} returned another module for {name!r}; shard it in place")
+
+
 _USERS: ContextVar[ShardFunction] = ContextVar("function that makes units")
 
 
@@ -106,12 +128,14 @@ def _shard_by_user(
             f"the plan leaves its units to {action.sharded_by}, a function of the user; pass it as fully_shard_fn= of the "
             "strategy's parallelize()"
         )
-    made = function(
-        unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=action.reshard_after_forward
-    )
-    if made is not None and made is not unit:
-        raise PlanError(f"fully_shard_fn: {action.sharded_by} returned another module for {action.unit!r}; shard it in place")
-    for module in fsdp_units(unit).values():
+    shard_by(function, action.sharded_by, unit, action.unit, mesh, policy, offload, action.reshard_after_forward)
+    units = fsdp_units(unit)
+    if action.unit == "" and not units and mesh.size() > 1:
+        raise PlanError(
+            f"fully_shard_fn: {action.sharded_by} made no FSDP unit, neither of the root nor inside it, so {mesh.size()} ranks "
+            "would train apart; it has to call torch's fully_shard"
+        )
+    for module in units.values():
         _torch_compat.supervise(module, group)
     if isinstance(unit, FSDPModule):
         if action.divisor is not None:

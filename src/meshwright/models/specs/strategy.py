@@ -7,6 +7,7 @@ A strategy that was written for NeMo AutoModel overrides :meth:`ParallelizationS
 and ``fsdp2_strategy_parallelize`` call this method; a run of ``meshwright train`` needs a spec.
 """
 
+import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from meshwright.distributed.class_names import class_name
 from meshwright.distributed.conductor import parallelize
-from meshwright.distributed.data.fsdp_units import ShardFunction, refuse_parallelized, refuse_sliced, sharding_by
+from meshwright.distributed.data.fsdp_units import (
+    ShardFunction,
+    refuse_parallelized,
+    refuse_sliced,
+    sharding_by,
+)
 from meshwright.distributed.data.torch_policies import options_of_policies
 from meshwright.distributed.mesh import ParallelMesh, adopt_mesh
 from meshwright.errors import ModelError, PlanError, UnsupportedError
@@ -32,7 +38,14 @@ from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
-__all__ = ["ParallelizationStrategy", "Request", "requested"]
+__all__ = [
+    "ParallelizationStrategy",
+    "Request",
+    "check_depths",
+    "check_shard_function",
+    "name_of_function",
+    "requested",
+]
 
 
 @dataclass
@@ -151,7 +164,7 @@ class ParallelizationStrategy:
             enable_compile: the legal value is ``False``; compile the model afterwards.
             enable_fsdp2_prefetch: gather units ahead, in chains of the depths below; ``None``: if a depth is given. ``False``:
                 FSDP2 decides.
-            fsdp2_backward_prefetch_depth: number of units ahead in backward; ``None``: 2.
+            fsdp2_backward_prefetch_depth: number of units ahead in backward; ``None``: 2. 0: none.
             fsdp2_forward_prefetch_depth: number of units ahead in forward; ``None``: 1. 0: FSDP2 decides.
             reshard_after_forward: holds for all units but the root; ``None``: see ``ParallelOptions``.
             fully_shard_fn: a function that makes each unit, the root last, in place of torch's ``fully_shard``. It is called as
@@ -159,12 +172,14 @@ class ParallelizationStrategy:
 
         Raises:
             LayoutError: the axes of the mesh have another meaning.
-            PlanError: the plan does not fit the model; the family does not support sequence parallel; or the model is
-                parallelized already.
+            PlanError: the plan does not fit the model; the family does not support sequence parallel; the model is
+                parallelized already; a depth of prefetching has no effect; or `fully_shard_fn` cannot be called so, returns
+                another module, or makes no unit.
             UnsupportedError: an axis or an option is not supported.
         """
         refuse_parallelized(model)
         refuse_sliced(model)
+        check_shard_function(fully_shard_fn)
         request = _REQUEST.get(None) or Request()
         if request.mesh is not None and request.mesh.root is device_mesh:
             mesh = request.mesh
@@ -180,7 +195,7 @@ class ParallelizationStrategy:
             "loss_parallel": None,
             "reshard_after_forward": reshard_after_forward,
             **_prefetch(enable_fsdp2_prefetch, fsdp2_forward_prefetch_depth, fsdp2_backward_prefetch_depth),
-            "sharded_by": "" if fully_shard_fn is None else _name_of(fully_shard_fn),
+            "sharded_by": "" if fully_shard_fn is None else name_of_function(fully_shard_fn),
             **request.options,
         }
         options = options_of_policies(mp_policy, offload_policy, activation_checkpointing, mesh.device_type, **chosen)
@@ -210,16 +225,67 @@ class ParallelizationStrategy:
 
 
 def _prefetch(enabled: bool | None, forward: int | None, backward: int | None) -> dict[str, int | None]:
-    """Return the options that the prefetch of NeMo AutoModel means."""
+    """Return the options that the prefetch of NeMo AutoModel means.
+
+    Raises:
+        PlanError: see :func:`check_depths`.
+    """
+    check_depths(enabled, forward, backward)
     if enabled is False or (enabled is None and forward is None and backward is None):
         return {}
     ahead, behind = (default if depth is None else depth for depth, default in ((forward, 1), (backward, 2)))
     return {"prefetch_forward": ahead or None, "prefetch_backward": behind}
 
 
-def _name_of(function: ShardFunction) -> str:
+def check_depths(enabled: bool | None, forward: int | None, backward: int | None) -> None:
+    """Refuse depths of the prefetch of NeMo AutoModel that mean nothing, or have no effect.
+
+    Its defaults (1 and 2) are legal without prefetch, because loops written for it pass them on.
+
+    Raises:
+        PlanError: a depth below 0; or another depth than the default without prefetch.
+    """
+    problems = []
+    for name, depth, default in (("forward", forward, 1), ("backward", backward, 2)):
+        shown = f"fsdp2_{name}_prefetch_depth={depth}"
+        if depth is not None and depth < 0:
+            problems.append(f"{shown}: legal are 0 and above")
+        elif enabled is False and depth not in (None, default):
+            problems.append(
+                f"{shown}: has no effect with enable_fsdp2_prefetch=False; legal with it is {default}, the default, and with "
+                "enable_fsdp2_prefetch=True 0 and above"
+            )
+    if problems:
+        raise PlanError(problems)
+
+
+_CALL = "fn(module, mesh=, mp_policy=, offload_policy=, reshard_after_forward=)"
+
+
+def name_of_function(function: ShardFunction) -> str:
+    """Return module and name of a function of the user, for messages and the plan."""
     inner = getattr(function, "func", function)  # of a partial
     return f"{getattr(inner, '__module__', '?')}:{getattr(inner, '__qualname__', type(inner).__qualname__)}"
+
+
+def check_shard_function(function: ShardFunction | None) -> None:
+    """Refuse what cannot be called as a function that makes units. ``None``: torch makes them.
+
+    Raises:
+        PlanError: it is no function, or does not take these arguments.
+    """
+    if function is None:
+        return
+    if not callable(function):
+        raise PlanError(f"fully_shard_fn={function!r}: legal are None and a function that is called as {_CALL}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # written in C
+        return
+    try:
+        signature.bind(None, mesh=None, mp_policy=None, offload_policy=None, reshard_after_forward=None)
+    except TypeError as error:
+        raise PlanError(f"fully_shard_fn: {name_of_function(function)} is called as {_CALL}, which fails: {error}") from None
 
 
 def _naming_something(plan: dict[str, Any], modules: Iterable[str], family: str) -> dict[str, Any]:
