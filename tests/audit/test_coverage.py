@@ -134,7 +134,7 @@ def test_the_page_that_is_here() -> None:
     """Every model type is on it, no cell failed, and each refusal has a reason that the page explains."""
     rows = json.loads(resources.files("meshwright.train.proofs").joinpath(COVERAGE).read_text())["cells"]
     assert {row["family"] for row in rows if not parsed(row["family"])[1]} == set(model_types())
-    assert len({row["family"] for row in rows if parsed(row["family"])[1]}) > 300
+    assert len({row["family"] for row in rows if parsed(row["family"])[1]}) > 250
     assert [row["family"] for row in rows if row["outcome"] == "fails"] == []
     refused = [row for row in rows if row["outcome"] in ("refused", "not yet")]
     assert [row["note"] for row in refused if reason_of(row["note"]) == OTHER] == []

@@ -308,7 +308,7 @@ def _variants_of_page(rows: Rows) -> list[str]:
         "boolean, or a number that may be absent (window, shared experts, convolution). It counts if it has other names,",
         f"shapes, operators or attentions. {len(names)} variants of {len({parsed(name)[0] for name in names})} types were",
         "audited like the types, by `meshwright audit --matrix --all --variants`. `plan` and `train` take each that works for",
-        "proven. Two switches flipped together are not in the table.",
+        "proven. Two switches flipped together are not in the table, and what is not in it was not audited.",
         "",
         "| axis | work | refused | fail |",
         "|---|---|---|---|",
