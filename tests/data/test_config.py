@@ -97,7 +97,7 @@ def test_a_local_folder_of_a_data_set_that_is_not_there(tmp_path, monkeypatch):
     def problems(hub):
         return DataConfig(hub=hub, sequence_length=8).problems()
 
-    for hub in ("/root/nope", "./foldr", "~/nope", "../a/b", "a/b/c", "rows.jsonl"):
+    for hub in ("/nowhere/nope", "./foldr", "~/nope", "../a/b", "a/b/c", "rows.jsonl"):
         (line,) = problems(hub)
         assert line.startswith(f"data.hub={hub!r}: ")
         assert ("is a file, not a directory" if hub == "rows.jsonl" else "no such directory") in line
