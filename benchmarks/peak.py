@@ -1,6 +1,6 @@
 """Bytes that a rank holds at the worst moment of a step: forecast by a trace, against real steps on two processes.
 
-    python benchmarks/peak.py [FAMILY ...]
+    python -m benchmarks.peak [FAMILY ...]
 
 Every family of the support matrix on six layouts; the lowest of five real steps, by the same tracker. A cell is by how much the
 trace is above (+) or below (-) the real peak; ``-``: the layout is refused for the family.
@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
+from maintain.cells import LAYOUTS, Place, Variant, family_case
+from maintain.tiny import TINY_MODELS
 from meshwright.distributed.experts.dispatch import static_splits
 from meshwright.errors import MeshwrightError
-from meshwright.matrix.cells import LAYOUTS, Place, Variant, family_case
-from meshwright.models.families.listed import TINY_MODELS
 from meshwright.plan.given.options import SyncPolicy
 from meshwright.ranks.pool import Pool
 from meshwright.trace.step import run_step, trace_step

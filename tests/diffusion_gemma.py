@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from meshwright.models.families.listed import TINY_MODELS
+from maintain.tiny import TINY_MODELS
 
 TINY = TINY_MODELS["diffusion_gemma"].config
 TOKENS = {key: value for key, value in TINY["text_config"].items() if key == "vocab_size" or key.endswith("_token_id")}

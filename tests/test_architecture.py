@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from meshwright.models.families.listed import FAMILIES, TINY_MODELS
+from maintain.tiny import TINY_MODELS
+from meshwright.models.families.listed import FAMILIES
 from meshwright.models.specs.registry import registered_strategies
 from meshwright.train.config import RunConfig, TrainingConfig, load_config
 from meshwright.train.schema.config_page import reference
@@ -30,7 +31,6 @@ FLOORS = (
     {"shrink", "nemo"},
     {"moe"},
     {"audit", "trace"},
-    {"matrix"},
     {"cli"},
     {"__main__"},
 )
@@ -114,6 +114,13 @@ def test_a_room_starts_no_process_of_a_higher_one() -> None:
         named = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
         assert not {text for text in named & FILES.keys() if room_of(text) not in (room_of(name), "")} - {"meshwright"}, name
         assert "-m" not in named or room_of(name) in ("cli", "trace"), name
+
+
+def test_what_is_installed_needs_nothing_of_the_repository() -> None:
+    for name, tree in TREES.items():
+        named = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        named |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert not {module for module in named if module.partition(".")[0] in ("maintain", "tests", "benchmarks")}, name
 
 
 @pytest.mark.parametrize("package", ["meshwright", "meshwright.audit", "meshwright.data"])

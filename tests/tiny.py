@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.models.families.listed import TINY_MODELS
+from maintain.tiny import TINY_MODELS
 from meshwright.models.specs.registry import spec_of
 from meshwright.plan.given.spec import ParallelSpec
 from tests.diffusion_gemma import tiny_diffusion_gemma

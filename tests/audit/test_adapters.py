@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from maintain.cells import LAYOUTS, VARIANTS, Outcome, audited, family_case
+from maintain.tiny import TINY_MODELS
 from meshwright.audit.conduct import Auditor
-from meshwright.matrix.cells import LAYOUTS, VARIANTS, Outcome, audited, family_case
-from meshwright.models.families.listed import TINY_MODELS
 
 KINDS: dict[str, dict[str, Any]] = {
     "lora": {}, "dora": {"kind": "dora"}, "experts": {"experts": True}, "nf4": {"base": "nf4"}, "once": {"reduce": "once"},

@@ -1,6 +1,6 @@
 """Gradients, steps and collectives of every data-parallel layout against one process: a row for each composition.
 
-A new axis, family or option adds a row here, or a line to the tables of :mod:`meshwright.matrix.cells`.
+A new axis, family or option adds a row here, or a line to the tables of :mod:`maintain.cells`.
 """
 
 import json
@@ -11,12 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.audit.conduct import Auditor
-from meshwright.audit.report import AuditReport
-from meshwright.distributed.context import attention_kernels as kernels
-from meshwright.errors import WorkerError
-from meshwright.layout import AXES
-from meshwright.matrix.cells import (
+from maintain.cells import (
     LAYOUTS,
     VARIANTS,
     Cell,
@@ -28,8 +23,13 @@ from meshwright.matrix.cells import (
     run_cell,
     slice_of_matrix,
 )
-from meshwright.matrix.page import write_matrix
-from meshwright.models.families.listed import TINY_MODELS
+from maintain.matrix import write_matrix
+from maintain.tiny import TINY_MODELS
+from meshwright.audit.conduct import Auditor
+from meshwright.audit.report import AuditReport
+from meshwright.distributed.context import attention_kernels as kernels
+from meshwright.errors import WorkerError
+from meshwright.layout import AXES
 from meshwright.plan.given.options import ContextMethod, SyncPolicy
 from meshwright.train.proofs.claim import Claim, versions
 from tests.tiny import SPARSE, UNPACKED
@@ -306,7 +306,7 @@ def test_a_matrix_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
         assert sorted(path.name for path in folder.iterdir()) == ["page.md", "proofs.json"]
         return [(folder / file).read_text() for file in ("page.md", "proofs.json")]
 
-    monkeypatch.setattr("meshwright.matrix.page.run_cell", run_cell)
+    monkeypatch.setattr("maintain.matrix.run_cell", run_cell)
     with pytest.raises(KeyboardInterrupt):
         write("in pieces")
     most = 6

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from maintain.cells import LAYOUTS, Variant, family_case
 from meshwright.audit import conduct
 from meshwright.audit.case import Case
 from meshwright.audit.conduct import Auditor
 from meshwright.audit.diagnose import Kind
 from meshwright.audit.noise import measure_drift
 from meshwright.audit.report import AuditReport
-from meshwright.matrix.cells import LAYOUTS, Variant, family_case
 from meshwright.plan.given.options import SyncPolicy
 from meshwright.ranks.hang import HangError
 from tests.audit import plants
@@ -57,7 +57,7 @@ import sys
 from pathlib import Path
 
 from meshwright.audit.conduct import Auditor
-from meshwright.matrix.cells import LAYOUTS, Variant, family_case
+from maintain.cells import LAYOUTS, Variant, family_case
 from meshwright.plan.given.options import SyncPolicy
 
 places = {place.label: place for place in LAYOUTS}

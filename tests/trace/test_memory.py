@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from maintain.cells import LAYOUTS
+from maintain.tiny import TINY_MODELS
 from meshwright.cli.main import app
 from meshwright.errors import ConfigError, UnsupportedError
-from meshwright.matrix.cells import LAYOUTS
-from meshwright.models.families.listed import TINY_MODELS
 from meshwright.plan.cost.hardware import known_hardware, load_hardware
 from meshwright.plan.cost.price import totals
 from meshwright.trace.fewer import kinds_of_layers, with_fewer, world_of

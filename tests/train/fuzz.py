@@ -20,8 +20,8 @@ from typing import Any, get_args
 import yaml
 from rich.console import Console
 
+from maintain.tiny import TINY_MODELS
 from meshwright.errors import MeshwrightError
-from meshwright.models.families.listed import TINY_MODELS
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.plan.show.explain import explain
 from meshwright.train.config import RunConfig, load_config

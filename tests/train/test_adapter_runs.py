@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from maintain.tiny import HEADS
 from meshwright.checkpoint.directory import latest
 from meshwright.checkpoint.export import export_checkpoint, generate
 from meshwright.checkpoint.storage import contents
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.memory.nf4 import quantize
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, ModelError
-from meshwright.models.families.tiny import HEADS
 from meshwright.models.weights import packed
 from meshwright.plan.cost.price import totals
 from meshwright.train.config import RunConfig

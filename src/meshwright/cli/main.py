@@ -133,9 +133,7 @@ def train(
 
 @app.command()
 def audit(
-    config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file of the run; none with --matrix.", show_default=False)
-    ] = None,
+    config: ConfigArgument,
     overrides: OverrideArgument = None,
     nproc: Annotated[
         int | None,
@@ -149,37 +147,14 @@ def audit(
     full: Annotated[bool, typer.Option("--full", help="Audit the model as it is, not a small one of its kind.")] = False,
     drawn: Annotated[bool, typer.Option("--drawn", help="Feed random tokens instead of the run's documents.")] = False,
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds without progress that are a hang.")] = 30.0,
-    matrix: Annotated[bool, typer.Option("--matrix", help="Audit every family on every layout instead.")] = False,
-    everything: Annotated[
-        bool, typer.Option("--all", help="With --matrix: every causal model of transformers, on one layout an axis.")
-    ] = False,
-    part: Annotated[str, typer.Option("--part", metavar="K/N", help="With --all: the K-th part of N; others stay.")] = "1/1",
-    variants: Annotated[
-        bool, typer.Option("--variants", help="With --all: the variants of each model, instead of its default config.")
-    ] = False,
-    output: Annotated[Path | None, typer.Option("--output", help="With --matrix: the page to write.")] = None,
-    proofs: Annotated[Path | None, typer.Option("--proofs", help="With --matrix: the same as data, to write.")] = None,
     debug: DebugOption = False,
 ) -> None:
     """Prove a layout: the gradients of many processes against those of one, parameter by parameter.
 
     Exit code 0: the layout computes what one process does. 1: it does not, and the last line says what is wrong.
     """
-    from meshwright.errors import ConfigError, WorkerError
-
-    if matrix:
-        if config is not None:
-            raise ConfigError(f"{config}: --matrix audits tiny models of its own; leave the configuration out")
-        from meshwright.matrix.coverage import write_pages
-
-        if variants and not everything:
-            raise ConfigError("--variants: needs --all")
-        _end(0 if write_pages(typer.echo, part if everything else None, output, proofs, variants) else 1)
-    if everything or variants or part != "1/1":
-        raise ConfigError("--all, --variants and --part: need --matrix")
-    if config is None:
-        raise ConfigError("CONFIG is missing: give the YAML file of a run, or --matrix")
     from meshwright.audit.conduct import audit as run_audit
+    from meshwright.errors import WorkerError
     from meshwright.ranks.hang import HangError
     from meshwright.terminal import console
     from meshwright.train.config import load_config

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
+from maintain.tiny import TINY_MODELS
 from meshwright.errors import ConfigError, ModelError, PlanError, UnsupportedError
 from meshwright.layout import Layout
 from meshwright.models.adapters.adapt import adapt, initialize_adapters, merge, unit_of_adapters, without_adapters
 from meshwright.models.adapters.adapter_files import of_adapter, write_adapter
-from meshwright.models.families.listed import TINY_MODELS
 from meshwright.models.model_config import AdapterConfig
 from meshwright.models.reading.read_weights import read_by_others
 from meshwright.models.specs.registry import spec_of

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from maintain.cells import LAYOUTS, VARIANTS, Outcome, run_cell
 from meshwright.audit.conduct import Auditor
 from meshwright.distributed.fsdp2 import FSDP2Manager
 from meshwright.distributed.parallelizer import get_lm_ac_layers
 from meshwright.errors import ModelError, PlanError
 from meshwright.layout import Layout
-from meshwright.matrix.cells import LAYOUTS, VARIANTS, Outcome, run_cell
 from meshwright.models.specs.derived import derived_spec
 from meshwright.models.specs.registry import spec_of
 from meshwright.plan.given.options import ActivationCheckpointing, ParallelOptions

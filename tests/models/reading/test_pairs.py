@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
+from maintain.default_configs import MISSING_DEFAULTS, model_types
+from maintain.tiny import HEADS
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
-from meshwright.models.families.default_configs import MISSING_DEFAULTS, model_types
-from meshwright.models.families.tiny import HEADS
 from meshwright.models.reading.tensor.pairs import trace_pairs
 from meshwright.models.reading.tensor.regions import trace_regions
 from meshwright.models.reading.tracing import count_runs

@@ -12,11 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from maintain.cells import deepened
+from maintain.default_configs import MISSING_DEFAULTS
+from maintain.tiny import TINY_MODELS
 from meshwright.distributed.pipeline.cut import crossing_of, cut_model
 from meshwright.errors import MeshwrightError
-from meshwright.matrix.cells import deepened
-from meshwright.models.families.default_configs import MISSING_DEFAULTS
-from meshwright.models.families.listed import TINY_MODELS
 from meshwright.models.specs.registry import spec_of
 from meshwright.plan.given.cut_points import StageFacts
 from meshwright.plan.given.names import match_names, within

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 
+from maintain.tiny import TINY_MODELS
 from meshwright.audit.decay import to_be_decayed
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
-from meshwright.models.families.listed import TINY_MODELS
 from meshwright.models.model_config import ModelConfig
 from meshwright.models.specs.registry import spec_of
 from meshwright.models.weights.build import build_on_meta, pretrained_config

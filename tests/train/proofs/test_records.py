@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.models.families.listed import TINY_MODELS
+from maintain.tiny import TINY_MODELS
 from meshwright.models.specs.derived import DefaultParallelizationStrategy
 from meshwright.train.config import RunConfig
 from meshwright.train.proofs import claim as claims

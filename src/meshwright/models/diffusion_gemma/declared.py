@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 from meshwright.models.diffusion_gemma.generation import denoise
 from meshwright.models.diffusion_gemma.shared_stack import DiffusionGemmaParallelizationStrategy
 from meshwright.models.families.family import Family, Sampling
-from meshwright.models.families.tiny import HEADS, TinyModel
 from meshwright.models.objective import Objective
 
 if TYPE_CHECKING:
@@ -14,19 +13,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["FAMILY"]
-
-_TINY = {
-    "canvas_length": 8,
-    "text_config": {
-        **HEADS, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "global_head_dim": 16,
-        "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32,
-    },
-    "vision_config": {
-        "model_type": "gemma4_vision", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16,
-    },
-}  # fmt: skip
-"""A stack of experts that runs three times in a step, under two names; it denoises blocks."""
 
 
 class _DiffusionGemma(Family):
@@ -57,5 +43,4 @@ FAMILY = _DiffusionGemma(
     "diffusion_gemma",
     ("DiffusionGemmaForBlockDiffusion",),
     DiffusionGemmaParallelizationStrategy,
-    TinyModel(_TINY, twins=True),
 )

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.distributed.class_names import class_name
 from meshwright.errors import ConfigError
-from meshwright.models.families.tiny import TinyModel
 from meshwright.models.objective import NextToken, Objective
 from meshwright.models.specs.strategy import ParallelizationStrategy
 
@@ -51,13 +50,11 @@ class Family:
         name: its ``model_type`` in transformers; if transformers has no such model, a name of its own.
         classes: names of its model classes. A model belongs to the family if its class inherits from one of them.
         strategy: the strategy that parallelizes it; ``None``: its spec is derived.
-        tiny: its row of the support matrix; ``None``: it has no row.
     """
 
     name: str = ""
     classes: tuple[str, ...] = ()
     strategy: type[ParallelizationStrategy] | None = None
-    tiny: TinyModel | None = None
 
     def objective(self) -> type[Objective]:
         """Return the objective that its models are trained for."""

@@ -8,20 +8,13 @@ from typing import TYPE_CHECKING
 from meshwright.models.diffusion_gemma import declared as diffusion_gemma
 from meshwright.models.families import nemotron_h, wan
 from meshwright.models.families.family import Family
-from meshwright.models.families.tiny import DECODERS, TinyModel
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["FAMILIES", "TINY_MODELS", "family_named", "family_of"]
+__all__ = ["FAMILIES", "family_named", "family_of"]
 
 FAMILIES: tuple[Family, ...] = (nemotron_h.FAMILY, wan.FAMILY, diffusion_gemma.FAMILY)
-
-TINY_MODELS: dict[str, TinyModel] = {
-    **DECODERS,
-    **{family.name: family.tiny for family in FAMILIES if family.tiny is not None},
-}
-"""Rows of the support matrix: ``model_type``, or another name for a further model of the same type, to the model."""
 
 _CAUSAL = Family()
 

@@ -13,7 +13,6 @@ from torch import nn
 from meshwright.distributed.class_names import class_name
 from meshwright.errors import ModelError
 from meshwright.models.families.family import Family
-from meshwright.models.families.tiny import HEADS, TinyModel
 from meshwright.models.specs.derived import derived_spec, is_transformers
 from meshwright.models.specs.strategy import ParallelizationStrategy
 from meshwright.plan.given.names import generalize, match_names
@@ -88,13 +87,4 @@ def _strict_fp32(model: nn.Module) -> tuple[str, ...]:
     return tuple(dict.fromkeys(generalize(name) for name in named if name.rpartition(".")[2] in wanted))
 
 
-_TINY = {
-    **{key: value for key, value in HEADS.items() if key != "num_hidden_layers"},
-    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
-    "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "conv_kernel": 4, "chunk_size": 16,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 32, "moe_latent_size": 16,
-}  # fmt: skip
-"""One block each of Mamba-2, experts behind a projection, attention and an MLP."""
-
-FAMILY = Family("nemotron_h", ("NemotronHForCausalLM",), NemotronHParallelizationStrategy, tiny=TinyModel(_TINY))
+FAMILY = Family("nemotron_h", ("NemotronHForCausalLM",), NemotronHParallelizationStrategy)

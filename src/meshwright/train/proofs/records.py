@@ -43,8 +43,8 @@ __all__ = [
 ]
 
 MATRIX, COVERAGE = "matrix.json", "coverage.json"
-"""Names of the files, in this file's directory, with the support matrix and the coverage page as data. `meshwright audit
---matrix` writes the first together with docs/support-matrix.md, and with `--all` the second together with docs/coverage.md."""
+"""Names of the files, in this file's directory, with the support matrix and the coverage page as data, written
+together with docs/support-matrix.md and docs/coverage.md by the scripts of `maintain/`, in the repository."""
 
 MOST_PROCESSES = 8
 """An audit uses as many processes as the run if the run has at most this many; otherwise the audit chooses the number."""

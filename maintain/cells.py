@@ -7,12 +7,12 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeVar
 
+from maintain.tiny import TINY_MODELS
 from meshwright.audit.case import Case
 from meshwright.audit.conduct import Auditor, make_ready
 from meshwright.audit.data import draw_documents
 from meshwright.audit.report import AuditReport
 from meshwright.errors import ConfigError, MeshwrightError, UnsupportedError
-from meshwright.models.families.listed import TINY_MODELS
 from meshwright.plan.given.options import ContextBalance, ContextMethod, PipelineSchedule, SyncPolicy
 from meshwright.train.config import RunConfig
 from meshwright.train.proofs.claim import Claim
@@ -20,6 +20,7 @@ from meshwright.train.proofs.claim import Claim
 __all__ = [
     "LAYOUTS",
     "ON_EIGHT",
+    "PROOFS",
     "VARIANTS",
     "Cell",
     "Outcome",
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 V = TypeVar("V")
+PROOFS = Path("src/meshwright/train/proofs")
+"""The data of both pages, which `plan` and `train` read."""
 STEPS = 2
 SEQUENCE_LENGTH = 32
 
@@ -220,7 +223,7 @@ def family_case(
     """Return the case of a family, on random documents.
 
     Args:
-        family: name of the family in :data:`~meshwright.models.families.listed.TINY_MODELS`, which is its ``model_type``.
+        family: name of the family in :data:`~maintain.tiny.TINY_MODELS`, which is its ``model_type``.
         place: the layout.
         variant: the options.
         folder: where the documents are written.

@@ -1,7 +1,14 @@
-"""Writes the support matrix: audits every cell, and writes the page for people and the data for `plan` and `train`."""
+"""Writes the support matrix: audits every cell, and writes the page for people and the data for `plan` and `train`.
 
+From the root of the repository, an hour on two cores:
+
+    python -m maintain.matrix
+"""
+
+import argparse
 import json
 import math
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -9,11 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from maintain.cells import LAYOUTS, ON_EIGHT, PROOFS, VARIANTS, Cell, Outcome, Place, Variant, run_cell
+from maintain.tiny import TINY_MODELS
 from meshwright.audit.conduct import Auditor
-from meshwright.matrix.cells import LAYOUTS, ON_EIGHT, VARIANTS, Cell, Outcome, Place, Variant, run_cell
-from meshwright.models.families.listed import TINY_MODELS
 from meshwright.train.proofs.claim import Claim, versions
-from meshwright.train.proofs.records import CellProof, matrix_data
+from meshwright.train.proofs.records import MATRIX, CellProof, matrix_data
 
 __all__ = ["write_matrix"]
 
@@ -112,7 +119,7 @@ def _page(
     lines = [
         "# Support matrix",
         "",
-        f"Written by `meshwright audit --matrix` with torch {torch.__version__}, transformers {transformers.__version__}. "
+        f"Written by `python -m maintain.matrix` with torch {torch.__version__}, transformers {transformers.__version__}. "
         "Do not edit.",
         "",
         "Each cell is a tiny model of the family, trained on that many CPU processes and in one, and compared parameter by",
@@ -150,3 +157,16 @@ def _words(cell: Cell, notes: dict[str, int]) -> str:
         error = cell.worst.get("float32", max(cell.worst.values(), default=math.nan))
         return f"{error:.0e}{mark}"
     return f"{cell.outcome}{mark}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the support matrix; 1: a cell failed."""
+    parser = argparse.ArgumentParser(prog="python -m maintain.matrix", description=__doc__)
+    parser.add_argument("--page", type=Path, default=Path("docs/support-matrix.md"), help="the page to write")
+    parser.add_argument("--data", type=Path, default=PROOFS / MATRIX, help="the same as data, to write")
+    options = parser.parse_args(arguments)
+    return 0 if write_matrix(options.page, print, data=options.data) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

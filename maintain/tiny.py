@@ -1,14 +1,13 @@
 """Tiny models for the support matrix: one row for each family, with what makes the family different from the others.
 
-This module has the decoders that need no :class:`~meshwright.models.families.family.Family` of their own; another one is added
-here as an entry. Keys are those of its config in transformers.
+Another one is added here as an entry. Keys are those of its config in transformers.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["DECODERS", "HEADS", "TINY", "TinyModel"]
+__all__ = ["HEADS", "TINY", "TINY_MODELS", "TinyModel"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ TINY: dict[str, Any] = {
 
 HEADS = {**TINY, "head_dim": 8}
 
-_DECODERS: dict[str, dict[str, Any]] = {
+_CONFIGS: dict[str, dict[str, Any]] = {
     "llama": HEADS,
     "mistral": {**HEADS, "sliding_window": 8},
     "qwen2": {**TINY, "tie_word_embeddings": True},  # biases of queries, keys and values; tied
@@ -96,7 +95,28 @@ _DECODERS: dict[str, dict[str, Any]] = {
         "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
         "n_shared_experts": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 32,
     },  # latent attention, grouped routing, shared expert
+    "nemotron_h": {
+        **{key: value for key, value in HEADS.items() if key != "num_hidden_layers"},
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "conv_kernel": 4, "chunk_size": 16,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 32, "moe_latent_size": 16,
+    },  # one block each of Mamba-2, experts behind a projection, attention and an MLP
+    "diffusion_gemma": {
+        "canvas_length": 8,
+        "text_config": {
+            **HEADS, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "global_head_dim": 16,
+            "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32,
+        },
+        "vision_config": {
+            "model_type": "gemma4_vision", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16,
+        },
+    },  # a stack of experts that runs three times in a step, under two names; it denoises blocks
 }  # fmt: skip
 
-DECODERS = {name: TinyModel(config, whole_logits=name in ("gpt2", "opt")) for name, config in _DECODERS.items()}
-"""``model_type``, or another name for a further model of the same type, to the model."""
+TINY_MODELS = {
+    name: TinyModel(config, twins=name == "diffusion_gemma", whole_logits=name in ("gpt2", "opt"))
+    for name, config in _CONFIGS.items()
+}
+"""Rows of the support matrix: ``model_type``, or another name for a further model of the same type, to the model."""

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from maintain import coverage
+from maintain.cells import Cell, Outcome, Place
+from maintain.default_configs import model_types
+from maintain.reasons import EXPLAINED, OTHER, reason_of
+from maintain.variants import parsed, variants_of
 from meshwright.audit.case import Case
 from meshwright.audit.conduct import Auditor, make_ready
 from meshwright.audit.data import draw_documents
 from meshwright.errors import ConfigError
-from meshwright.matrix import coverage
-from meshwright.matrix.cells import Cell, Outcome, Place
-from meshwright.matrix.reasons import EXPLAINED, OTHER, reason_of
-from meshwright.matrix.variants import parsed, variants_of
-from meshwright.models.families.default_configs import model_types
 from meshwright.models.model_config import ModelConfig
 from meshwright.shrink.run import shrink
 from meshwright.train.proofs.records import COVERAGE

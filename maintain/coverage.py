@@ -1,11 +1,15 @@
 """Coverage: every causal language model of transformers on one layout for each axis, audited in float64 on a small model.
 
 A model type is audited as a run of its default config would be: :func:`~meshwright.shrink.run.shrink` makes it small, and keeps
-its classes, its kinds of layers, and the ratios of its heads and experts.
+its classes, its kinds of layers, and the ratios of its heads and experts. From the root of the repository:
+
+    python -m maintain.coverage [--part K/N] [--variants]
 """
 
+import argparse
 import logging
 import re
+import sys
 import tempfile
 import time
 import warnings
@@ -15,21 +19,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from maintain.cells import LAYOUTS, PROOFS, SEQUENCE_LENGTH, STEPS, Cell, Outcome, Place, audited
+from maintain.default_configs import MISSING_DEFAULTS, model_types
+from maintain.reasons import EXPLAINED, reason_of
+from maintain.variants import flipped, parsed, variants_of, written
 from meshwright.audit.case import Case
 from meshwright.audit.conduct import Auditor, make_ready
 from meshwright.audit.data import draw_documents
 from meshwright.errors import ConfigError, MeshwrightError, ModelError
-from meshwright.matrix.cells import LAYOUTS, SEQUENCE_LENGTH, STEPS, Cell, Outcome, Place, audited
-from meshwright.matrix.page import write_matrix
-from meshwright.matrix.reasons import EXPLAINED, reason_of
-from meshwright.matrix.variants import flipped, parsed, variants_of, written
-from meshwright.models.families.default_configs import MISSING_DEFAULTS, model_types
 from meshwright.shrink.run import shrink
 from meshwright.train.config import RunConfig
 from meshwright.train.proofs.claim import versions
-from meshwright.train.proofs.records import COVERAGE, MATRIX, CellProof, cell_data, cells_as_text, cells_from_text
+from meshwright.train.proofs.records import COVERAGE, CellProof, cell_data, cells_as_text, cells_from_text
 
-__all__ = ["COLUMNS", "part_of", "run_of", "write_coverage", "write_pages"]
+__all__ = ["COLUMNS", "part_of", "run_of", "write_coverage"]
 
 COLUMNS = tuple(
     next(place for place in LAYOUTS if place.label == label)
@@ -145,32 +148,6 @@ def names_of_variants(model_types: Iterable[str]) -> Iterator[str]:
                 yield written(model_type, key, value)
 
 
-def write_pages(
-    say: Callable[[str], None], part: str | None, page: Path | None, data: Path | None, variants: bool = False
-) -> bool:
-    """Write the support matrix, or a part of the coverage page, from the root of the repository.
-
-    Args:
-        say: called with a line for each step.
-        part: ``K/N``, the part of the coverage page; ``None``: the support matrix.
-        page: path of the page; ``None``: where it is in the repository.
-        data: path of the data; ``None``: where it is in the repository.
-        variants: audit the variants of the model types instead of their default configs.
-
-    Returns:
-        Whether no cell failed.
-
-    Raises:
-        ConfigError: it is no such part.
-    """
-    package = Path("src/meshwright/train/proofs")
-    if part is None:
-        return write_matrix(page or Path("docs/support-matrix.md"), say, data=data or package / MATRIX)
-    types = part_of(model_types(), part)
-    names, places = (list(names_of_variants(types)), VARIANT_COLUMNS) if variants else (types, COLUMNS)
-    return write_coverage(page or Path("docs/coverage.md"), data or package / COVERAGE, say, names, places)
-
-
 def write_coverage(
     page: Path,
     data: Path,
@@ -263,7 +240,7 @@ def _page(rows: Rows) -> str:
     lines = [
         "# Coverage",
         "",
-        f"Written by `meshwright audit --matrix --all` with torch {torch.__version__},",
+        f"Written by `python -m maintain.coverage` with torch {torch.__version__},",
         f"transformers {transformers.__version__}. Do not edit.",
         "",
         f"Transformers has {len(types)} model types of causal language models, of which {len(built)} build from their default",
@@ -307,7 +284,7 @@ def _variants_of_page(rows: Rows) -> list[str]:
         "A released model seldom has the default config of its type. A variant has one switch of the config flipped: a",
         "boolean, or a number that may be absent (window, shared experts, convolution). It counts if it has other names,",
         f"shapes, operators or attentions. {len(names)} variants of {len({parsed(name)[0] for name in names})} types were",
-        "audited like the types, by `meshwright audit --matrix --all --variants`. `plan` and `train` take each that works for",
+        "audited like the types, by `python -m maintain.coverage --variants`. `plan` and `train` take each that works for",
         "proven. Two switches flipped together are not in the table, and what is not in it was not audited.",
         "",
         "| axis | work | refused | fail |",
@@ -336,3 +313,23 @@ def _words(row: Mapping[str, Any] | None) -> str:
     if row is None or (reason := _reason(row)) == "dense":
         return ""
     return reason or (f"{max(row['worst'].values()):.0e}" if row["outcome"] == Outcome.WORKS else "FAILS")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the coverage page or a part of it; 1: a cell failed, 2: the arguments are wrong."""
+    parser = argparse.ArgumentParser(prog="python -m maintain.coverage", description=__doc__)
+    parser.add_argument("--part", default="1/1", metavar="K/N", help="the K-th part of N; the others stay as they are")
+    parser.add_argument("--variants", action="store_true", help="the variants of each model, instead of its default config")
+    parser.add_argument("--page", type=Path, default=Path("docs/coverage.md"), help="the page to write")
+    parser.add_argument("--data", type=Path, default=PROOFS / COVERAGE, help="the same as data, to write")
+    options = parser.parse_args(arguments)
+    try:
+        types = part_of(model_types(), options.part)
+    except ConfigError as error:
+        parser.error(str(error))
+    names, places = (list(names_of_variants(types)), VARIANT_COLUMNS) if options.variants else (types, COLUMNS)
+    return 0 if write_coverage(options.page, options.data, print, names, places) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

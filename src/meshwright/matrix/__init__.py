@@ -1,1 +1,0 @@
-"""The support matrix: which family works on which layout, according to audits."""
