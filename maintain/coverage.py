@@ -30,6 +30,7 @@ from meshwright.errors import ConfigError, MeshwrightError, ModelError
 from meshwright.shrink.run import shrink
 from meshwright.train.config import RunConfig
 from meshwright.train.proofs.claim import versions
+from meshwright.train.proofs.own_code import package_digest
 from meshwright.train.proofs.records import COVERAGE, CellProof, cell_data, cells_as_text, cells_from_text
 
 __all__ = ["COLUMNS", "part_of", "run_of", "write_coverage"]
@@ -157,8 +158,8 @@ def write_coverage(
 ) -> bool:
     """Audit model types or variants on the columns, and write the page and its data, which `plan` and `train` read too.
 
-    Each finished cell is written to ``DATA.partial`` at once. A job that was interrupted continues from there, with the same
-    versions. Cells of other model types stay as they are in the data.
+    Each finished cell is written to ``DATA.*.partial`` at once. A job that was interrupted continues from there, with the same
+    versions and code. Cells of other model types stay as they are in the data.
 
     Args:
         page: path of the page.
@@ -171,7 +172,7 @@ def write_coverage(
         Whether no cell failed. A refusal is no failure.
     """
     begun, chosen = time.perf_counter(), list(model_types() if types is None else types)
-    partial = data.with_name(f"{data.name}.partial")
+    partial = data.with_name(f"{data.name}.{package_digest()}.partial")
     before, done = _read(data), _read(partial)
     with Auditor() as auditor, tempfile.TemporaryDirectory(prefix="meshwright-coverage-") as folder, _quiet():
         for model_type in chosen:

@@ -20,6 +20,7 @@ from maintain.cells import LAYOUTS, ON_EIGHT, PROOFS, VARIANTS, Cell, Outcome, P
 from maintain.tiny import TINY_MODELS
 from meshwright.audit.conduct import Auditor
 from meshwright.train.proofs.claim import Claim, versions
+from meshwright.train.proofs.own_code import package_digest
 from meshwright.train.proofs.records import MATRIX, CellProof, matrix_data
 
 __all__ = ["write_matrix"]
@@ -36,8 +37,8 @@ def write_matrix(
 ) -> bool:
     """Audit the matrix, and write its page and its data, from which `plan` and `train` read what is proven.
 
-    This takes an hour or more. The finished cells are kept in the file ``DATA.partial`` until all cells are finished. A matrix
-    that was interrupted continues from them, if versions and variants are the same. A cell that failed is audited again.
+    This takes an hour or more. The finished cells are kept in the file ``DATA.*.partial`` until all cells are finished. A matrix
+    that was interrupted continues from them, if versions, code and variants are the same. A cell that failed is audited again.
 
     Args:
         output: path of the page.
@@ -51,7 +52,7 @@ def write_matrix(
         Whether no cell failed. A refusal is no failure.
     """
     begun = time.perf_counter()
-    partial = data.with_name(f"{data.name}.partial")
+    partial = data.with_name(f"{data.name}.{package_digest()}.partial")
     known, cells = _read_cells(partial, variants), {}
     for file in (output, data):
         file.parent.mkdir(parents=True, exist_ok=True)

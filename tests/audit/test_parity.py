@@ -297,7 +297,7 @@ def test_a_matrix_that_was_ended_goes_on(tmp_path: Path, monkeypatch: pytest.Mon
         if len(done) == most:
             raise KeyboardInterrupt
         done.append((family, place.label))
-        claim = Claim(family, "digest", ("dp_shard",), {"sync": place.label}, True, versions())
+        claim = Claim(family, "digest", ("dp_shard",), {"sync": place.label}, True, versions(), "code")
         return Cell(Outcome.WORKS, {"float32": len(done) * 1e-7}, f"note of {family}", (claim,))
 
     def write(name: str) -> list[str]:

@@ -110,7 +110,18 @@ def _keep(config: RunConfig, setup: RunSetup, report: AuditReport, say: Callable
         say("the verdict was not recorded: the audit's small model differs in structure from the run's; audit that with --full")
         return
     worst = report.worst_gradient if math.isfinite(report.worst_gradient) else None
-    entry = Record(report.passed, report.verdict, today(), report.dtype, report.layout, report.world_size, report.steps, worst)
+    entry = Record(
+        passed=report.passed,
+        verdict=report.verdict,
+        date=today(),
+        dtype=report.dtype,
+        layout=report.layout,
+        world_size=report.world_size,
+        steps=report.steps,
+        worst=worst,
+        seconds=report.seconds,
+        code=report.claim.code,
+    )
     record(replace(report.claim, model=model_digest(spec, model, config.imports)), entry, say)
 
 

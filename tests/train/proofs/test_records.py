@@ -13,6 +13,7 @@ from maintain.tiny import TINY_MODELS
 from meshwright.models.specs.derived import DefaultParallelizationStrategy
 from meshwright.train.config import RunConfig
 from meshwright.train.proofs import claim as claims
+from meshwright.train.proofs import own_code
 from meshwright.train.proofs import records as proof
 from meshwright.train.proofs.claim import claim_of
 from meshwright.train.proofs.records import (
@@ -184,8 +185,9 @@ def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def keep(setup: Any, say: Callable[[str], None] = pytest.fail, **values: Any) -> None:
     outcome = {"passed": True, "verdict": "PASS: all", "dtype": "float64", "layout": "dp_shard=2", "world_size": 2}
-    entry = Record(**{**outcome, "steps": 3, "worst": 2e-15, "date": today(), **values})
-    record(claim_of(setup), entry, say)
+    claim = claim_of(setup)
+    entry = Record(**{**outcome, "steps": 3, "worst": 2e-15, "date": today(), "seconds": 12.0, "code": claim.code, **values})
+    record(claim, entry, say)
 
 
 def standing(setup: Any, said: list[str] | None = None) -> Standing:
@@ -232,7 +234,32 @@ def test_a_failed_audit_is_told_until_the_same_passes() -> None:
     assert standing(setup_of()).state is State.PROVEN
 
 
-WRONG = {"passed": True, "verdict": "", "date": "", "dtype": "", "layout": "", "world_size": 2, "steps": "x", "worst": None}
+def of_other_code(monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    known = own_code._digests()
+    assert path in known
+    monkeypatch.setattr(own_code, "_digests", lambda: {**known, path: "another"})
+
+
+def test_an_audit_of_an_earlier_version_of_the_code_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = {"layout": {"tp": 2}}
+    for setup in (setup_of(), setup_of(**two)):
+        keep(setup)
+    of_other_code(monkeypatch, "distributed/tensor/moves.py")
+    assert standing(setup_of()).state is State.PROVEN
+    found = standing(setup_of(**two))
+    assert found.state is State.UNPROVEN
+    assert (
+        ", dp_shard=2) is of an earlier version of Meshwright's code; an audit took 12 s; prove it: meshwright audit"
+        in found.words
+    )
+    keep(setup_of(**two))
+    assert standing(setup_of(**two)).state is State.PROVEN
+
+
+WRONG = {
+    "passed": True, "verdict": "", "date": "", "dtype": "", "layout": "", "world_size": 2, "steps": "x", "worst": None,
+    "seconds": 1, "code": "",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"passed": true}', "\x00\xff", json.dumps(WRONG), None], ids=repr)
@@ -293,6 +320,19 @@ def test_a_cell_proves_its_family_on_its_axes_under_its_options(monkeypatch: pyt
         assert standing(setup).state is State.UNPROVEN, other
     monkeypatch.setattr(torch, "__version__", "9.9.9")
     assert standing(setup_of()).state is State.UNPROVEN
+
+
+def test_a_cell_of_an_earlier_version_of_the_code_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_matrix(monkeypatch, setup_of())
+    of_other_code(monkeypatch, "distributed/context/attend.py")
+    assert standing(setup_of()).state is State.PROVEN
+    of_other_code(monkeypatch, "distributed/data/grad_sync.py")
+    found = standing(setup_of())
+    assert found.state is State.UNPROVEN
+    assert (
+        "(llama, shard 2) is of an earlier version of Meshwright's code; an audit takes 10 s to a minute; prove it: "
+        in found.words
+    )
 
 
 def test_a_cell_that_failed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

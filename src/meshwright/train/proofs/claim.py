@@ -1,4 +1,4 @@
-"""The claim of a run, which is what an audit proves: family x axes x choices x versions.
+"""The claim of a run, which is what an audit proves: family x axes x choices x versions x code.
 
 A family declares how it is parallelized; that is a claim. An audit proves it for one model, set of axes and set of options, and
 for no others. A :class:`Claim` holds what decides whether a proof applies to a run, and leaves out the rest:
@@ -12,7 +12,9 @@ for no others. A :class:`Claim` holds what decides whether a proof applies to a 
 - **The axes** that are above 1. Their sizes do not count.
 - **The choices** that change what is computed, sent or kept, as the plan has resolved them: `sync: null` counts as the policies
   that the plan chose for it. Dtypes do not count: a record says which arithmetic was audited.
-- **The versions** of torch, transformers and Meshwright.
+- **The versions** of torch and transformers.
+- **The code** of Meshwright that carries the plan out, see :mod:`~meshwright.train.proofs.own_code`. A record of an
+  earlier version is found, and proves nothing.
 """
 
 import hashlib
@@ -33,6 +35,7 @@ from meshwright.plan.given.inspection import model_sizes
 from meshwright.plan.given.names import generalize, holder_of
 from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.result.sharding_plan import ShardingPlan
+from meshwright.train.proofs.own_code import code_digest
 from meshwright.train.start.setup import RunSetup
 
 __all__ = ["Claim", "axes_above_1", "claim_of", "model_digest", "versions"]
@@ -57,6 +60,7 @@ class Claim:
         choices: name to value; each value is a word or a digest.
         accumulates: whether an optimizer step has several microbatches.
         versions: library to version.
+        code: digest of the files of Meshwright that carry the plan out.
     """
 
     family: str
@@ -65,11 +69,12 @@ class Claim:
     choices: Mapping[str, str]
     accumulates: bool
     versions: Mapping[str, str]
+    code: str
 
     @property
     def key(self) -> str:
-        """The digest by which records of this claim are found."""
-        return _digest(asdict(self))
+        """The digest by which records of this claim are found, also those of other code."""
+        return _digest({**asdict(self), "code": ""})
 
     @property
     def with_several_microbatches(self) -> "Claim":
@@ -82,13 +87,17 @@ def claim_of(setup: RunSetup) -> Claim:
     plan, moe = setup.plan, setup.config.moe
     balance = [name for name, value in (("loss", moe.aux_loss), ("bias", moe.bias_update_rate)) if value]
     choices = {**_choices(plan), "balance": "+".join(balance) or "none", "objective": type(setup.objective).__name__}
+    axes, strategy = axes_above_1(plan.layout), type(get_parallelization_strategy(setup.model))
+    has = {"experts": bool(setup.spec.experts), "adapter": setup.config.adapter is not None}
+    concerns = {*axes, *(name for name, there in has.items() if there)}
     return Claim(
         family=plan.family,
         model=model_digest(setup.spec, setup.model, setup.config.imports),
-        axes=axes_above_1(plan.layout),
+        axes=axes,
         choices=choices,
         accumulates=plan.options.microbatches > 1,
         versions=versions(),
+        code=code_digest(concerns, strategy.__module__),
     )
 
 
@@ -100,13 +109,11 @@ def axes_above_1(layout: Layout) -> tuple[str, ...]:
 
 
 def versions() -> dict[str, str]:
-    """The versions of torch, transformers and Meshwright, without the build (``+cpu``)."""
+    """The versions of torch and transformers, without the build (``+cpu``)."""
     import torch
     import transformers
 
-    import meshwright
-
-    installed = {"torch": torch.__version__, "transformers": transformers.__version__, "meshwright": meshwright.__version__}
+    installed = {"torch": torch.__version__, "transformers": transformers.__version__}
     return {name: str(version).partition("+")[0] for name, version in installed.items()}
 
 

@@ -49,6 +49,9 @@ together with docs/support-matrix.md and docs/coverage.md by the scripts of `mai
 MOST_PROCESSES = 8
 """An audit uses as many processes as the run if the run has at most this many; otherwise the audit chooses the number."""
 
+USUAL_TIME = "10 s to a minute"
+"""What an audit of a small model takes on two cores, see docs/measurements.md."""
+
 ARITHMETICS = ("float64", "float32", "bfloat16")
 
 
@@ -95,6 +98,8 @@ class Record:
         world_size: number of processes.
         steps: number of optimizer steps that were compared.
         worst: largest error of a gradient, relative to the gradient's largest entry; ``None``: no error was a number.
+        seconds: how long the audit took.
+        code: digest of the code that was audited, see :attr:`Claim.code`.
     """
 
     passed: bool
@@ -105,6 +110,8 @@ class Record:
     world_size: int
     steps: int
     worst: float | None
+    seconds: float
+    code: str
 
     @property
     def extent(self) -> str:
@@ -156,6 +163,7 @@ def record(claim: Claim, entry: Record, say: Callable[[str], None]) -> None:
 
 _KINDS: dict[str, Any] = {
     "passed": bool, "verdict": str, "date": str, "dtype": str, "layout": str, "steps": int, "worst": float | int | None,
+    "seconds": float | int, "code": str,
 }  # fmt: skip
 """Types of the values of a record that are used."""
 
@@ -238,7 +246,7 @@ def cell_data(cell: CellProof) -> dict[str, Any]:
     if cell.claims:
         first = cell.claims[0]
         choices = {name: sorted({claim.choices[name] for claim in cell.claims}) for name in first.choices}
-        named |= {"model": first.model, "axes": list(first.axes), "choices": choices}
+        named |= {"model": first.model, "axes": list(first.axes), "digest": first.code, "choices": choices}
     return named
 
 
@@ -255,7 +263,9 @@ def _matrix() -> Mapping[str, Any]:
 
 
 def _in_matrix(claim: Claim, matrix: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the cell of the matrix that covers a claim; if there are several, one that failed.
+    """Return the cell of the matrix that covers a claim, in this code or in an earlier version.
+
+    If there are several, it is one of this code, and one that failed.
 
     The cell has the same model and axes, and each of the claim's choices was audited in it. Below eight processes, the audits
     of a cell have every pair of values of two options, but not every combination of all options. On eight processes they only
@@ -263,7 +273,7 @@ def _in_matrix(claim: Claim, matrix: Mapping[str, Any]) -> dict[str, Any] | None
     """
     if dict(claim.versions) != matrix["versions"]:
         return None
-    for cell in sorted(matrix["cells"], key=lambda cell: not cell["failed"]):
+    for cell in sorted(matrix["cells"], key=lambda cell: (cell.get("digest") != claim.code, not cell["failed"])):
         same = cell["model"] == claim.model and cell["axes"] == list(claim.axes)
         if same and all(value in cell["choices"].get(name, ()) for name, value in claim.choices.items()):
             return dict(cell)
@@ -286,14 +296,17 @@ def standing_of(setup: RunSetup, source: Source | None, say: Callable[[str], Non
     claim = claim_of(setup)
     where = f"{claim.family} on {' x '.join(claim.axes)}"
     command = _command(setup, source)
-    own = read_records(claim, say)
+    records = read_records(claim, say)
+    own = [entry for entry in records if entry.code == claim.code]
     if failed := next((entry for entry in own if not entry.passed), None):
         verdict = failed.verdict.removeprefix("FAIL: ")
         words = f"your audit of {failed.date} ({failed.extent}) found {where} wrong: {verdict}; audit it again: {command}"
         return Standing(State.FAILED, words)
-    passed = own or [entry for entry in read_records(claim.with_several_microbatches, say) if entry.passed]
-    if passed:
-        best = passed[0]
+    if not own:
+        records += read_records(claim.with_several_microbatches, say)
+        own = [entry for entry in records if entry.code == claim.code and entry.passed]
+    if own:
+        best = own[0]
         worst = "" if best.worst is None else f", the worst gradient off by {best.worst:.1e}"
         return Standing(State.PROVEN, f"{where}, by your audit of {best.date} ({best.extent}{worst})")
     try:
@@ -301,9 +314,16 @@ def standing_of(setup: RunSetup, source: Source | None, say: Callable[[str], Non
     except (OSError, ValueError, KeyError, TypeError) as error:
         say(f"the support matrix is ignored: {type(error).__name__}: {error}")
         cell = None
+    current = cell is not None and cell.get("digest") == claim.code
+    if not current and records:
+        old = f"your audit of {records[0].date} ({records[0].extent}) is of an earlier version of Meshwright's code"
+        return Standing(State.UNPROVEN, f"{old}; an audit took {records[0].seconds:.0f} s; prove it: {command}")
     if cell is None:
         return Standing(State.UNPROVEN, f"no audit on record of {where} with these options and versions; prove it: {command}")
     page = cell.get("page", f"support matrix of {_matrix().get('date')}")
+    if not current:
+        old = f"the {page} ({cell['family']}, {cell['layout']}) is of an earlier version of Meshwright's code"
+        return Standing(State.UNPROVEN, f"{old}; an audit takes {USUAL_TIME}; prove it: {command}")
     if cell["failed"]:
         return Standing(State.FAILED, f"the {page} found {where} wrong: {cell['failed']}; audit it: {command}")
     return Standing(State.PROVEN, f"{where}, by the {page} ({cell['family']}, {cell['layout']})")
