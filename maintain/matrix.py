@@ -37,7 +37,7 @@ def write_matrix(
 ) -> bool:
     """Audit the matrix, and write its page and its data, from which `plan` and `train` read what is proven.
 
-    This takes an hour or more. The finished cells are kept in the file ``DATA.*.partial`` until all cells are finished. A matrix
+    This takes an hour or more. The finished cells are kept in the file ``DATA.*.partial`` until all are finished. A matrix
     that was interrupted continues from them, if versions, code and variants are the same. A cell that failed is audited again.
 
     Args:

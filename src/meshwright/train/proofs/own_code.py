@@ -20,7 +20,7 @@ _COUNTS = ("layout.py", "data/loader.py", "data/order.py", "data/packing.py", "d
 _DOES_NOT_COUNT = (
     "plan/cost/", "plan/show/", "train/proofs/", "train/schema/", "train/start/", "train/config.py", "train/forecast.py",
     "train/journal.py", "models/weights/bars.py", "distributed/comm_counter.py", "distributed/fsdp2.py",
-    "distributed/parallelizer.py", "models/diffusion_gemma/fsdp.py", "models/pipeline_by_hand.py",
+    "distributed/parallelizer.py", "models/pipeline_by_hand.py",
 )  # fmt: skip
 """Of these, beginnings of the paths of files that only print, price, start or check, or that a run of `train` does not use."""
 
@@ -42,6 +42,7 @@ def files_that_count(concerns: Collection[str], strategy: str) -> Iterator[str]:
         strategy: name of the module of the model's strategy.
     """
     own = strategy.removeprefix("meshwright.").replace(".", "/")
+    of_own_folder = {path.removesuffix("/declared.py") for path in _digests() if path.endswith("/declared.py")}
     for path in sorted(_digests()):
         parts = Path(path).with_suffix("").parts
         if not path.startswith(_COUNTS) or path.startswith(_DOES_NOT_COUNT):
@@ -52,11 +53,8 @@ def files_that_count(concerns: Collection[str], strategy: str) -> Iterator[str]:
         of_family = parts[:2] == ("models", "families") and parts[-1] not in ("family", "listed")
         if of_family and "/".join(parts) != own:
             continue
-        if (
-            parts[:2] == ("models", "diffusion_gemma")
-            and parts[-1] != "declared"
-            and not own.startswith("models/diffusion_gemma/")
-        ):
+        folder = "/".join(parts[:-1])
+        if folder in of_own_folder and parts[-1] != "declared" and not own.startswith(f"{folder}/"):
             continue
         yield path
 
