@@ -73,8 +73,8 @@ def measure(mode: str, layers: int) -> tuple[int, int, int]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from meshwright.distributed.memory.activation_checkpointing import recompute
+    from meshwright.plan.given.closed_choices import ActivationCheckpointing
     from meshwright.plan.given.inspection import inspect_model
-    from meshwright.plan.given.options import ActivationCheckpointing
     from meshwright.plan.given.spec import ParallelSpec
     from meshwright.plan.memory.recompute import recompute_layer
 

@@ -24,7 +24,7 @@ from report import Bound, Table, publish
 from rounds import say
 
 from meshwright.plan.cost.price import Totals, totals
-from meshwright.plan.given.options import SyncPolicy
+from meshwright.plan.given.closed_choices import SyncPolicy
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "diffusion_gemma_26b_8gpu.yaml"
 

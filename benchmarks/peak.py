@@ -20,7 +20,7 @@ from maintain.cells import LAYOUTS, Place, Variant, family_case
 from maintain.tiny import TINY_MODELS
 from meshwright.distributed.experts.dispatch import static_splits
 from meshwright.errors import MeshwrightError
-from meshwright.plan.given.options import SyncPolicy
+from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.ranks.pool import Pool
 from meshwright.trace.step import run_step, trace_step
 from meshwright.train.config import RunConfig

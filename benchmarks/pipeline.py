@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="exit with 1 if a bound fails")
     parser.add_argument("--markdown", type=Path, help="write the tables there")
     arguments = parser.parse_args()
-    from meshwright.plan.given.options import PipelineSchedule
+    from meshwright.plan.given.closed_choices import PipelineSchedule
 
     columns = (
         "schedule", "idle, equal stages", "idle, planned", "idle, CPU times", "waits", "alive by rank",

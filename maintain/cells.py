@@ -13,7 +13,7 @@ from meshwright.audit.conduct import Auditor, make_ready
 from meshwright.audit.data import draw_documents
 from meshwright.audit.report import AuditReport
 from meshwright.errors import ConfigError, MeshwrightError, UnsupportedError
-from meshwright.plan.given.options import ContextBalance, ContextMethod, PipelineSchedule, SyncPolicy
+from meshwright.plan.given.closed_choices import ContextBalance, ContextMethod, PipelineSchedule, SyncPolicy
 from meshwright.train.config import RunConfig
 from meshwright.train.proofs.claim import Claim
 

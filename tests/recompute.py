@@ -6,8 +6,8 @@ from typing import Any
 from torch import nn
 
 from meshwright.distributed.memory.activation_checkpointing import recompute
+from meshwright.plan.given.closed_choices import ActivationCheckpointing
 from meshwright.plan.given.inspection import inspect_model
-from meshwright.plan.given.options import ActivationCheckpointing
 from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.memory.recompute import parts_of_layer, recompute_layer
 

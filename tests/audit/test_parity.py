@@ -30,7 +30,7 @@ from meshwright.audit.report import AuditReport
 from meshwright.distributed.context import attention_kernels as kernels
 from meshwright.errors import WorkerError
 from meshwright.layout import AXES
-from meshwright.plan.given.options import ContextMethod, SyncPolicy
+from meshwright.plan.given.closed_choices import ContextMethod, SyncPolicy
 from meshwright.train.proofs.claim import Claim, versions
 from tests.tiny import SPARSE, UNPACKED
 

@@ -19,7 +19,7 @@ from meshwright.audit.conduct import Auditor
 from meshwright.audit.diagnose import Kind
 from meshwright.audit.noise import measure_drift
 from meshwright.audit.report import AuditReport
-from meshwright.plan.given.options import SyncPolicy
+from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.ranks.hang import HangError
 from tests.audit import plants
 
@@ -58,7 +58,7 @@ from pathlib import Path
 
 from meshwright.audit.conduct import Auditor
 from maintain.cells import LAYOUTS, Variant, family_case
-from meshwright.plan.given.options import SyncPolicy
+from meshwright.plan.given.closed_choices import SyncPolicy
 
 places = {place.label: place for place in LAYOUTS}
 with Auditor() as auditor:

@@ -160,7 +160,7 @@ def test_a_torch_whose_halves_of_backward_are_wrong_is_refused(monkeypatch: pyte
     from torch.distributed.pipelining import _backward
 
     from meshwright.distributed._torch_compat.pipelines import make_schedule
-    from meshwright.plan.given.options import PipelineSchedule
+    from meshwright.plan.given.closed_choices import PipelineSchedule
 
     monkeypatch.delattr(_backward, "_autograd_grad_for_inputs")
     for schedule in filter(lambda schedule: schedule.splits, PipelineSchedule):

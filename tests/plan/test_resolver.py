@@ -11,8 +11,9 @@ from meshwright.errors import LayoutError, PlanError
 from meshwright.layout import Layout
 from meshwright.models.specs.registry import spec_of
 from meshwright.plan.cost.price import totals
+from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.plan.given.names import generalize, match_names
-from meshwright.plan.given.options import ParallelOptions, SyncPolicy
+from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.spec import ExpertsRule, ParallelSpec, UnitRule
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ShardingPlan
@@ -225,7 +226,7 @@ def test_frozen_parameters_have_no_gradient_and_no_optimizer_state() -> None:
 def test_illegal_options_are_refused_together() -> None:
     with pytest.raises(PlanError) as error:
         ParallelOptions(sync="sometimes", param_dtype="int8", microbatches=0)
-    assert [line.split("=")[0] for line in error.value.problems] == ["sync", "param_dtype", "microbatches"]
+    assert [line.split("=")[0] for line in error.value.problems] == ["param_dtype", "sync", "microbatches"]
 
 
 def test_a_layout_without_world_size_must_be_resolved() -> None:

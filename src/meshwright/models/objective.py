@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from meshwright.models.token_loss import IGNORE, count_tokens, forward_loss
-from meshwright.plan.given.options import ActivationCheckpointing
+from meshwright.plan.given.closed_choices import ActivationCheckpointing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,7 +14,7 @@ from torch import nn
 
 from meshwright.distributed.data.fsdp_units import fsdp_units
 from meshwright.distributed.data.grad_sync import GradSync
-from meshwright.plan.given.options import SyncPolicy
+from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = ["NoSync", "give_no_sync"]

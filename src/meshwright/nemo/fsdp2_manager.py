@@ -25,8 +25,9 @@ from meshwright.nemo.accumulation import give_no_sync
 from meshwright.nemo.choices import choices_of
 from meshwright.nemo.functions import _get_parallel_plan, fsdp2_strategy_parallelize
 from meshwright.plan.axes.tensor.given_styles import declared_styles
+from meshwright.plan.given.closed_choices import ActivationCheckpointing, SyncPolicy
 from meshwright.plan.given.inspection import inspect_model
-from meshwright.plan.given.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
+from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.program import Assign, Recompute

@@ -34,8 +34,8 @@ from meshwright.distributed.data.fsdp_units import fsdp_units
 from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.distributed.pipeline.stage import scale_gradients, stage_backward
 from meshwright.errors import PlanError
+from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.plan.given.names import match_names
-from meshwright.plan.given.options import SyncPolicy
 
 __all__ = [
     "MoEFSDPSyncMixin",
@@ -53,8 +53,8 @@ class MoEFSDPSyncMixin:
     """Tells the FSDP units of a module when to reduce and to reshard. Without units it does nothing.
 
     Attributes:
-        fsdp_sync_policies: pattern of unit names to policy (:class:`~meshwright.plan.given.options.SyncPolicy`). A later entry
-            wins over an earlier one; units that match no pattern defer.
+        fsdp_sync_policies: pattern of unit names to policy (:class:`~meshwright.plan.given.closed_choices.SyncPolicy`). A later
+            entry wins over an earlier one; units that match no pattern defer.
     """
 
     fsdp_sync_policies: ClassVar[Mapping[str, str]] = {}

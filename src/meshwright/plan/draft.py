@@ -6,9 +6,10 @@ from functools import cached_property
 
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
+from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.plan.given.inspection import Inspection, ParameterFacts
 from meshwright.plan.given.names import generalize, match_names, without_repetition
-from meshwright.plan.given.options import ParallelOptions, SyncPolicy
+from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.sliceable_pairs import Pairs
 from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.result.sharding_plan import EXPERTS, LAYER, ParameterRow, shard_axis

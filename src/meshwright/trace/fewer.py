@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from meshwright.layout import Layout
 from meshwright.models.specs.registry import get_parallelization_strategy
 from meshwright.models.weights.build import build_on_meta
+from meshwright.plan.given.closed_choices import PipelineSchedule
 from meshwright.plan.given.names import inside
-from meshwright.plan.given.options import PipelineSchedule
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ROOT, ShardingPlan
 from meshwright.train.run_objective import make_objective

@@ -6,7 +6,7 @@ from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.plan.cost.hardware import Hardware
-from meshwright.plan.given.options import ActivationCheckpointing, SyncPolicy
+from meshwright.plan.given.closed_choices import ActivationCheckpointing, SyncPolicy
 from meshwright.trace.memory import MemoryForecast, Traces, forecast_memory
 from meshwright.train.config import RunConfig
 from meshwright.train.start.setup import RunSetup, make_setup

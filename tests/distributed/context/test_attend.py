@@ -23,7 +23,8 @@ from meshwright.layout import Layout
 from meshwright.models.specs.registry import get_parallelization_strategy, spec_of
 from meshwright.plan.axes.context import attention_program
 from meshwright.plan.cost.activation_traffic import activation_traffic
-from meshwright.plan.given.options import ActivationCheckpointing, ContextBalance, ContextMethod, ParallelOptions
+from meshwright.plan.given.closed_choices import ActivationCheckpointing, ContextBalance, ContextMethod
+from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.program import Attend
 from meshwright.plan.result.rows import AttentionRow

@@ -11,7 +11,7 @@ from meshwright.distributed.context.attention_kernels import AttentionRule, _seg
 from meshwright.distributed.context.sequences import Sequences
 from meshwright.errors import UnsupportedError
 from meshwright.plan.axes.context import positions_of
-from meshwright.plan.given.options import ContextBalance
+from meshwright.plan.given.closed_choices import ContextBalance
 from tests.distributed.context.test_attend import CASES, drawn, positions_of_documents, written_out
 
 PIECES = {"whole": (range(32),), "zigzag": positions_of(32, 4, ContextBalance.ZIGZAG, 1)}

@@ -16,7 +16,8 @@ from meshwright.distributed.mesh import build_mesh
 from meshwright.distributed.parallelizer import apply_fsdp2_sharding_recursively, unshard_fsdp2_model
 from meshwright.errors import LayoutError, PlanError
 from meshwright.layout import Layout
-from meshwright.plan.given.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
+from meshwright.plan.given.closed_choices import ActivationCheckpointing, SyncPolicy
+from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ShardingPlan

@@ -13,7 +13,8 @@ from meshwright.distributed.mesh import build_mesh, whole_tensor
 from meshwright.layout import Layout
 from meshwright.models.specs.registry import spec_of
 from meshwright.plan.cost.price import totals
-from meshwright.plan.given.options import ParallelOptions, SyncPolicy
+from meshwright.plan.given.closed_choices import SyncPolicy
+from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from tests.harness import run_ranks

@@ -21,7 +21,8 @@ from meshwright.models.diffusion_gemma.model import enable
 from meshwright.models.specs.registry import get_parallelization_strategy, spec_of
 from meshwright.plan.axes.data.prefetch import prefetch_targets
 from meshwright.plan.cost.price import totals
-from meshwright.plan.given.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
+from meshwright.plan.given.closed_choices import ActivationCheckpointing, SyncPolicy
+from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from tests.diffusion_gemma import TOKENS, texts, tiny_diffusion_gemma

@@ -21,7 +21,8 @@ from meshwright.errors import UnsupportedError
 from meshwright.layout import Layout
 from meshwright.models.specs.registry import spec_of
 from meshwright.plan.cost.price import totals
-from meshwright.plan.given.options import ParallelOptions, SyncPolicy
+from meshwright.plan.given.closed_choices import SyncPolicy
+from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ShardingPlan

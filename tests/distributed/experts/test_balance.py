@@ -16,7 +16,7 @@ from meshwright.distributed.parallelizer import get_lm_ac_layers
 from meshwright.errors import ConfigError, ModelError
 from meshwright.layout import Layout
 from meshwright.models.objective import NextToken
-from meshwright.plan.given.options import ActivationCheckpointing
+from meshwright.plan.given.closed_choices import ActivationCheckpointing
 from meshwright.plan.given.spec import Scores
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ExpertsRow

@@ -9,7 +9,8 @@ from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.distributed.mesh import build_mesh
 from meshwright.layout import Layout
-from meshwright.plan.given.options import ActivationCheckpointing, ParallelOptions
+from meshwright.plan.given.closed_choices import ActivationCheckpointing
+from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from tests.harness import run_ranks
 from tests.tiny import batches, make, summed_loss, whole

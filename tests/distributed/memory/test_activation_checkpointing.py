@@ -24,7 +24,8 @@ from meshwright.distributed.parallelizer import get_lm_ac_layers
 from meshwright.errors import ModelError, PlanError
 from meshwright.layout import Layout
 from meshwright.plan.cost.price import totals
-from meshwright.plan.given.options import ActivationCheckpointing, ParallelOptions, SyncPolicy
+from meshwright.plan.given.closed_choices import ActivationCheckpointing, SyncPolicy
+from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.spec import ParallelSpec, UnitRule
 from meshwright.plan.resolver import resolve
 from tests.harness import run_ranks

@@ -18,7 +18,8 @@ from meshwright.models.pipeline_by_hand import Pipeline
 from meshwright.models.specs.registry import spec_of
 from meshwright.models.token_loss import forward_arguments, forward_logits
 from meshwright.plan.cost.price import totals_of_rank
-from meshwright.plan.given.options import ActivationCheckpointing, ParallelOptions, PipelineSchedule, SyncPolicy
+from meshwright.plan.given.closed_choices import ActivationCheckpointing, PipelineSchedule, SyncPolicy
+from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from tests.harness import RankError, run_ranks

@@ -16,7 +16,8 @@ from meshwright.layout import Layout
 from meshwright.models.token_loss import forward_loss
 from meshwright.plan.cost.activation_traffic import activation_traffic
 from meshwright.plan.cost.price import totals
-from meshwright.plan.given.options import ParallelOptions, SyncPolicy
+from meshwright.plan.given.closed_choices import SyncPolicy
+from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from tests.harness import run_ranks
 from tests.tiny import FAMILIES, SPARSE, batches, make, summed_loss

@@ -15,7 +15,8 @@ from meshwright.errors import ModelError, PlanError
 from meshwright.layout import Layout
 from meshwright.models.specs.derived import derived_spec
 from meshwright.models.specs.registry import spec_of
-from meshwright.plan.given.options import ActivationCheckpointing, ParallelOptions
+from meshwright.plan.given.closed_choices import ActivationCheckpointing
+from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.spec import ExpertsRule, Scores
 from meshwright.plan.resolver import resolve
 from tests.harness import run_ranks

@@ -9,7 +9,8 @@ from meshwright.layout import Layout
 from meshwright.models.specs.registry import spec_of
 from meshwright.plan.axes.context import gathered_bytes, positions_of, unevenness
 from meshwright.plan.cost.activation_traffic import activation_traffic
-from meshwright.plan.given.options import ContextBalance, ContextMethod, ParallelOptions
+from meshwright.plan.given.closed_choices import ContextBalance, ContextMethod
+from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.program import Attend
 from meshwright.plan.result.sharding_plan import ShardingPlan

@@ -10,7 +10,8 @@ from rich.console import Console
 from meshwright.layout import Layout
 from meshwright.models.specs.registry import spec_of
 from meshwright.plan.axes.pipeline.replay import Phase, Replay, ScheduledOp, order_of, receive_buffers, replay, replay_of_plan
-from meshwright.plan.given.options import ParallelOptions, PipelineSchedule
+from meshwright.plan.given.closed_choices import PipelineSchedule
+from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.plan.show.pipeline_picture import timeline, timeline_svg

@@ -10,7 +10,8 @@ from meshwright.layout import Layout
 from meshwright.models.specs.registry import spec_of
 from meshwright.plan.axes.pipeline.stage_plan import crossing_shape, elsewhere, on_stages, pipeline_counts, stages_of_rank
 from meshwright.plan.cost.price import totals, totals_of_rank
-from meshwright.plan.given.options import ParallelOptions, PipelineSchedule
+from meshwright.plan.given.closed_choices import PipelineSchedule
+from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.program import Cut, Wrap
 from meshwright.plan.result.sharding_plan import ShardingPlan

@@ -9,7 +9,8 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
 from meshwright.models.specs.registry import spec_of
-from meshwright.plan.given.options import ActivationCheckpointing, ParallelOptions
+from meshwright.plan.given.closed_choices import ActivationCheckpointing
+from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.spec import ParallelSpec, UnitRule
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ShardingPlan

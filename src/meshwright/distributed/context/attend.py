@@ -29,7 +29,7 @@ from meshwright.distributed.mesh import ParallelMesh
 from meshwright.errors import UnsupportedError
 from meshwright.plan.axes.context import FUNCTION, positions_of
 from meshwright.plan.given.attentions import unknown_argument
-from meshwright.plan.given.options import ContextMethod
+from meshwright.plan.given.closed_choices import ContextMethod
 from meshwright.plan.result.program import Attend
 
 __all__ = ["attend_over_ranks"]

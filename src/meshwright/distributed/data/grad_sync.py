@@ -1,6 +1,6 @@
 """GradSync: the state machine that decides when each FSDP unit unshards, reshards and reduces within an optimizer step.
 
-Each unit has one of three policies (:class:`~meshwright.plan.given.options.SyncPolicy`). For microbatch ``i`` of ``n``:
+Each unit has one of three policies (:class:`~meshwright.plan.given.closed_choices.SyncPolicy`). For microbatch ``i`` of ``n``:
 
 | policy         | after forward            | after backward, ``i < n - 1``      | after the last backward |
 |----------------|--------------------------|------------------------------------|-------------------------|
@@ -27,7 +27,7 @@ from meshwright.distributed import _torch_compat
 from meshwright.distributed.data.fsdp_units import fsdp_units
 from meshwright.distributed.data.unused_parameters import FlagsOfUse
 from meshwright.errors import PlanError
-from meshwright.plan.given.options import SyncPolicy
+from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = ["GradSync"]

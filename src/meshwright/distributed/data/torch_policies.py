@@ -6,7 +6,8 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from meshwright.errors import UnsupportedError
-from meshwright.plan.given.options import ActivationCheckpointing, GradientReduction, ParallelOptions, SyncPolicy
+from meshwright.plan.given.closed_choices import ActivationCheckpointing, GradientReduction, SyncPolicy
+from meshwright.plan.given.options import ParallelOptions
 
 __all__ = ["options_of_policies"]
 

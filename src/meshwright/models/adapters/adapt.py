@@ -35,9 +35,9 @@ from meshwright.models.model_config import AdapterConfig
 from meshwright.models.weights.initial_values import derive_seed, keep_slice
 from meshwright.models.weights.packed import Packs, pack_linear
 from meshwright.plan.axes.tensor.styles import canonical
+from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.plan.given.inspection import PACKED_ATTRIBUTE
 from meshwright.plan.given.names import generalize, match_names, within
-from meshwright.plan.given.options import SyncPolicy
 from meshwright.plan.given.spec import UnitRule
 
 if TYPE_CHECKING:

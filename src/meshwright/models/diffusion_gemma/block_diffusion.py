@@ -14,7 +14,7 @@ from meshwright.models.diffusion_gemma.corruption import EVALUATION_RATES, corru
 from meshwright.models.diffusion_gemma.model import ATTENTIONS, enable, rounds_losses
 from meshwright.models.objective import Batch, Objective, RunFacts
 from meshwright.models.token_loss import IGNORE, count_tokens, token_loss_sum
-from meshwright.plan.given.options import ActivationCheckpointing
+from meshwright.plan.given.closed_choices import ActivationCheckpointing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -31,9 +31,9 @@ from meshwright.distributed.data.torch_policies import options_of_policies
 from meshwright.distributed.mesh import ParallelMesh, adopt_mesh
 from meshwright.errors import ModelError, PlanError, UnsupportedError
 from meshwright.plan.axes.tensor.given_styles import declared_styles, leaves_logits_sharded, read_plan, shards_sequence
+from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.plan.given.inspection import inspect_model
 from meshwright.plan.given.names import match_names
-from meshwright.plan.given.options import SyncPolicy
 from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ShardingPlan

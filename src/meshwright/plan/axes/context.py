@@ -18,8 +18,9 @@ from collections.abc import Iterator, Sequence
 from meshwright.errors import number_of
 from meshwright.layout import divisors
 from meshwright.plan.draft import Draft
+from meshwright.plan.given.closed_choices import ContextBalance, ContextMethod
 from meshwright.plan.given.names import holder_of, without_repetition
-from meshwright.plan.given.options import ContextBalance, ContextMethod, ParallelOptions
+from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.result.program import Action, Assign, Attend
 from meshwright.plan.result.sharding_plan import AttentionRow, ShardingPlan, itemsize
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from meshwright.layout import undivided
 from meshwright.plan.draft import Draft
 from meshwright.plan.given import widths
+from meshwright.plan.given.closed_choices import GradientReduction
 from meshwright.plan.given.inspection import EXPERTS_ATTRIBUTE
 from meshwright.plan.given.names import holder_of, inside, match_names
-from meshwright.plan.given.options import GradientReduction
 from meshwright.plan.given.spec import ExpertsRule
 from meshwright.plan.result.program import Action, Assign, Dispatch, Slice
 from meshwright.plan.result.sharding_plan import ExpertsRow, ShardingPlan

@@ -3,22 +3,22 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from enum import StrEnum
-from itertools import count
-from typing import Any
+from typing import Any, get_args
 
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
+from meshwright.plan.given.closed_choices import (
+    ActivationCheckpointing,
+    ContextBalance,
+    ContextMethod,
+    GradientReduction,
+    PipelineSchedule,
+    SyncPolicy,
+)
 
 __all__ = [
     "DTYPES",
-    "ActivationCheckpointing",
-    "ContextBalance",
-    "ContextMethod",
-    "GradientReduction",
     "ParallelOptions",
-    "PipelineSchedule",
-    "SyncPolicy",
 ]
 
 NF4 = "nf4"
@@ -31,221 +31,192 @@ DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 """Legal dtypes of parameters, reductions and outputs, with the bytes of one element."""
 
 
-class SyncPolicy(StrEnum):
-    """What a unit does between the microbatches of an optimizer step."""
+def _option(default: Any, description: str, **legal: Any) -> Any:
+    """Return a field with its description and what is legal.
 
-    DEFER = "defer"
-    """Gather once, reduce once. The gathered parameters and the unsharded gradients are kept through the step."""
-
-    RESHARD_EACH = "reshard_each"
-    """Gather in every microbatch, reduce once. Only the unsharded gradients are kept through the step."""
-
-    REDUCE_EACH = "reduce_each"
-    """Gather and reduce in every microbatch. Nothing unsharded is kept: the least memory, the most traffic."""
-
-
-class ActivationCheckpointing(StrEnum):
-    """Which activations of a layer are recomputed in backward instead of kept."""
-
-    NONE = "none"
-    """Keep all."""
-
-    FULL = "full"
-    """Keep the layer's input and recompute the rest at once: the least memory, a second forward of the whole layer."""
-
-    SUBMODULE = "submodule"
-    """Keep the inputs of its attention, its MLP and its norms, and recompute these modules one by one. This keeps more after
-    forward than ``full``, and needs less memory at once in backward."""
-
-    SELECTIVE = "selective"
-    """Keep the layer's input and the results of operators that are expensive to repeat: attention, communication, the routing
-    of experts and every second matrix product. Recompute the rest, which is cheap."""
+    Args:
+        default: a class is called.
+        description: for the option and the key of the configuration that is made from it.
+        legal: ``choices``, an enum or words, of the value or of each value of a dict; ``least``, a number, and ``why``.
+    """
+    value: dict[str, Any] = {"default_factory": default} if isinstance(default, type) else {"default": default}
+    return field(**value, metadata={"description": description, **legal})
 
 
-class GradientReduction(StrEnum):
-    """How the gradients of the data ranks are combined."""
-
-    SUM = "sum"
-    """Add them. The loss is divided by the number of valid tokens of the whole optimizer step, so no factor remains."""
-
-    MEAN = "mean"
-    """Average them over data ranks, as torch does by default, for loops whose loss is a mean on each rank."""
-
-
-class ContextMethod(StrEnum):
-    """How an attention gets the keys and values of the other ranks of `cp`."""
-
-    GATHER = "gather"
-    """All-gather keys and values. Any mask, any number of heads; a rank has all keys of an attention at once."""
-
-    ULYSSES = "ulysses"
-    """Exchange sequence for heads: a rank has all queries and keys of ``1 / cp`` of the heads. `cp` must divide the heads."""
-
-    RING = "ring"
-    """Pass keys and values from rank to rank. A rank never has more than two parts of them."""
-
-
-class ContextBalance(StrEnum):
-    """Which positions of a sequence each rank of `cp` has."""
-
-    ZIGZAG = "zigzag"
-    """Two chunks of ``2 cp``, one from the front and one from the back: under a causal mask all ranks have equal work."""
-
-    CONTIGUOUS = "contiguous"
-    """One chunk of ``cp``. Under a causal mask the last rank has the most work."""
-
-
-class PipelineSchedule(StrEnum):
-    """The order in which a rank of `pp` runs the forwards and backwards of its microbatches."""
-
-    GPIPE = "gpipe"
-    """All forwards, then all backwards (arXiv 1811.06965). The activations of all microbatches are alive at once."""
-
-    ONE_F_ONE_B = "1f1b"
-    """One forward, one backward (PipeDream-Flush, arXiv 2006.09503). At most as many microbatches as stages are alive."""
-
-    INTERLEAVED = "interleaved_1f1b"
-    """1f1b with several stages a rank (arXiv 2104.04473): a smaller bubble, more messages."""
-
-    INTERLEAVED_ZERO_BUBBLE = "interleaved_zero_bubble"
-    """The same with backward split in two halves, for inputs and for weights, of which the second fills the bubble."""
-
-    ZBV = "zbv"
-    """Zero bubble with two stages a rank in the form of a V (arXiv 2401.10241)."""
-
-    DUALPIPE_V = "dualpipe_v"
-    """DualPipe cut in half (arXiv 2412.19437): two stages a rank in the form of a V, forwards beside backwards."""
-
-    @property
-    def splits(self) -> bool:
-        """Whether backward is split in two halves, for inputs and for weights."""
-        return self not in (PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.INTERLEAVED)
-
-    @property
-    def single(self) -> bool:
-        """Whether each rank has one stage; otherwise it has several."""
-        return self in (PipelineSchedule.GPIPE, PipelineSchedule.ONE_F_ONE_B)
-
-    def takes(self, pp: int, microbatches: int) -> bool:
-        """Return whether torch's schedule runs a number of microbatches over ``pp`` ranks."""
-        if self is PipelineSchedule.ONE_F_ONE_B:
-            return microbatches >= pp
-        if self is PipelineSchedule.DUALPIPE_V:
-            return microbatches >= 2 * pp
-        if self in (PipelineSchedule.INTERLEAVED, PipelineSchedule.INTERLEAVED_ZERO_BUBBLE):
-            return microbatches % max(1, microbatches // pp) == 0
-        return True
-
-    def least(self, pp: int, microbatches: int) -> int:
-        """Return the least number of microbatches that the schedule runs, not below a given one."""
-        return next(number for number in count(max(1, microbatches)) if self.takes(pp, number))
-
-    @property
-    def turns(self) -> bool:
-        """Whether the stages of a rank have the form of a V: rank `i` of `p` has stages `i` and `2 p - 1 - i`."""
-        return self in (PipelineSchedule.ZBV, PipelineSchedule.DUALPIPE_V)
+def _chosen(name: str, word: Any, choices: Any, problems: list[str]) -> Any:
+    """Return what a word means: a member of an enum, or itself; an illegal one is added to the problems."""
+    if word not in tuple(choices):
+        problems.append(f"{name}={word!r}: legal are {', '.join(choices)}")
+        return word
+    return choices(word) if isinstance(choices, type) else word
 
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """Choices that the resolver turns into rows of the plan.
+    """Choices that the resolver turns into rows of the plan. Each field says what it is (``metadata["description"]``).
 
-    Args:
-        param_dtype: dtype of gathered parameters and of compute; ``None``: that of the stored parameters.
-        reduce_dtype: dtype of gradient reduction and accumulation; ``None``: ``param_dtype``.
-        output_dtype: dtype that the root casts its floating-point outputs to; ``None``: no cast.
-        reshard_after_forward: whether all units free their gathered parameters after forward; ``None``: the container rule (all
-            layers but the last do, the root does not).
-        sync: default policy of all units. ``None``: ``defer`` if everything that it keeps unsharded through a step (parameters
-            and, with several microbatches, gradients) is at most ``sync_budget`` bytes. Otherwise ``reduce_each`` for experts,
-            and for the rest too if that still does not fit.
-        sync_budget: budget in bytes, see ``sync``.
-        sync_units: pattern of unit names to policy; a later entry wins over an earlier one.
-        exclude_units: patterns of modules that are no units, though the spec says so; the unit around holds what they have.
-        all_reduce_once: with ``reduce_each`` and replicas, all-reduce across the replicas only in the last microbatch.
-        microbatches: number of forward-backward passes in an optimizer step; only prices, and the choice for ``sync=None``,
-            depend on it.
-        tokens: number of tokens of a microbatch on a rank, which with ``cp`` is its part of each sequence; only the bytes of
-            activations depend on it. ``None``: unknown.
-        experts_of_token: number of experts that each mixture routes a token to; only the bytes of activations depend on it.
-        packed: whether sequences hold several documents, which positions tell apart.
-        balance_loss: number of sequences in a microbatch if the loss balances routers, otherwise 0; only collectives over
-            ``cp`` depend on it.
-        prefetch_forward: how many layers ahead all-gathers are started in forward; ``None``: FSDP2's default.
-        prefetch_backward: the same in backward; 0: none.
-        cpu_offload: keep sharded parameters, gradients and optimizer state in host memory.
-        activation_checkpointing: what is recomputed in backward.
-        activation_checkpointing_layers: pattern of layer names to mode; a later entry wins over an earlier one.
-        activation_checkpointing_save: operators whose results ``selective`` keeps instead of its own choice, such as
-            ``aten.mm.default``.
-        compile: apply ``torch.compile`` to each layer.
-        compile_backend: backend of ``torch.compile``.
-        freeze: patterns of names of parameters that are not trained.
-        decay: patterns of names of parameters that are decayed although they are no matrices.
-        no_decay: patterns of names of parameters that are not decayed although they are matrices.
-        sharded_by: name of a function of the user that makes the units; empty: torch's ``fully_shard`` does.
-        gradient_reduction: whether gradients are added or averaged over data ranks.
-        twin_units: for a stack that runs twice, where two layers share their parameters. ``True``: each layer is a unit (it
-            gathers and reduces in each pass, and the gradients of one layer are held). ``False``: both layers are one unit (it
-            reduces once, and the gradients of the whole stack wait for it). ``None``: one unit if these gradients are at most
-            ``sync_budget`` bytes, otherwise two.
-        sequence_parallel: with ``tp``, each rank has only its slice of the sequence between attention and MLP.
-        loss_parallel: with ``tp``, leave logits sharded over the vocabulary (a DTensor), for the loss of
-            :mod:`~meshwright.distributed.tensor.loss_parallel`. ``None``: do so if the model's head is known.
-        loss_chunks: number of chunks of tokens whose logits and loss are computed one after another
-            (:mod:`meshwright.plan.memory.loss_chunks`); 0: the model returns all logits. ``None``: by vocabulary, tokens and
-            dtype.
-        tp_plan: tensor parallel styles that win over all others: pattern of module names to style, or the import path of such a
-            dict or of a function that returns one.
-        context_parallel: how attentions get keys and values of the other ranks of ``cp``.
-        context_balance: which positions of a sequence each rank of ``cp`` has.
-        context_recompute: whether backward gets the keys and values of other ranks again, instead of keeping them from forward.
-            ``None``: no. A layer that is recomputed gets them again in any case.
-        pipeline_schedule: with ``pp``, the order of forwards and backwards.
-        stages_per_rank: with ``pp``, the number of stages of a rank. ``None``: 1 for ``gpipe`` and ``1f1b``, otherwise 2.
-        pipeline_cuts: with ``pp``, for each stage but the first, the index of its first layer; empty: cuts of least cost.
-        runs_per_step: with ``pp``, the number of runs of the schedule in a step, each with its share of the microbatches.
+    The keys of the section ``parallel`` of a configuration are made from these fields
+    (:mod:`meshwright.train.schema.parallel_config`). The others come from the rest of the configuration.
     """
 
-    param_dtype: str | None = "bfloat16"
-    reduce_dtype: str | None = "float32"
-    output_dtype: str | None = None
-    reshard_after_forward: bool | None = None
-    sync: SyncPolicy | None = None
-    sync_budget: int = 8 * 2**30
-    sync_units: Mapping[str, SyncPolicy] = field(default_factory=dict)
-    exclude_units: tuple[str, ...] = ()
-    all_reduce_once: bool = True
-    microbatches: int = 1
-    tokens: int | None = None
-    experts_of_token: int | None = None
-    packed: bool = False
-    balance_loss: int = 0
-    prefetch_forward: int | None = None
-    prefetch_backward: int | None = None
-    cpu_offload: bool = False
-    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
-    activation_checkpointing_layers: Mapping[str, ActivationCheckpointing] = field(default_factory=dict)
-    activation_checkpointing_save: tuple[str, ...] = ()
-    compile: bool = False
-    compile_backend: str = "inductor"
-    freeze: tuple[str, ...] = ()
-    decay: tuple[str, ...] = ()
-    no_decay: tuple[str, ...] = ()
-    sharded_by: str = ""
-    gradient_reduction: GradientReduction = GradientReduction.SUM
-    twin_units: bool | None = None
-    sequence_parallel: bool = False
-    loss_parallel: bool | None = False
-    loss_chunks: int | None = 0
-    tp_plan: Mapping[str, Any] | str | None = None
-    context_parallel: ContextMethod = ContextMethod.GATHER
-    context_balance: ContextBalance = ContextBalance.ZIGZAG
-    context_recompute: bool | None = None
-    pipeline_schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
-    stages_per_rank: int | None = None
-    pipeline_cuts: tuple[int, ...] = ()
-    runs_per_step: int = 1
+    param_dtype: str | None = _option("bfloat16", "Dtype of compute and of gathered parameters.", choices=DTYPES)
+    reduce_dtype: str | None = _option("float32", "Dtype that gradients are added in.", choices=DTYPES)
+    output_dtype: str | None = _option(None, "Dtype that the model's outputs are cast to.", choices=DTYPES)
+    reshard_after_forward: bool | None = _option(
+        None,
+        "Free gathered parameters after forward. null: all layers but the last, and not the root. true excludes sync=defer, "
+        "which keeps them.",
+    )
+    sync: SyncPolicy | None = _option(
+        None,
+        "Between microbatches: 'defer' gathers and reduces once a step (fastest; whole parameters and gradients stay), "
+        "'reshard_each' gathers each time and reduces once (gradients stay), 'reduce_each' does both each time (least "
+        "memory). null: defer if what it keeps is at most sync_budget_gib, otherwise reduce_each: for experts, and if that "
+        "is not enough, for all.",
+        choices=SyncPolicy,
+    )
+    sync_budget: int = _option(8 * 2**30, "Budget in bytes, see 'sync'.")
+    sync_units: Mapping[str, SyncPolicy] = _option(
+        dict,
+        "Policies for some units, by pattern of their names, such as {'model.layers.*': reduce_each}.",
+        choices=SyncPolicy,
+    )
+    exclude_units: tuple[str, ...] = _option(
+        (),
+        "Patterns of modules that are no units of their own, though the family declares them so; the unit around them has "
+        "their parameters.",
+    )
+    all_reduce_once: bool = _option(
+        True,
+        "With reduce_each and replicas: all-reduce across replicas only in the last microbatch.",
+    )
+    microbatches: int = _option(
+        1,
+        "Number of forward-backward passes in an optimizer step; only prices, and the choice for 'sync=None', depend on it.",
+        least=1,
+    )
+    tokens: int | None = _option(
+        None,
+        "Number of tokens of a microbatch on a rank, which with 'cp' is its part of each sequence; only the bytes of "
+        "activations depend on it. 'None': unknown.",
+    )
+    experts_of_token: int | None = _option(
+        None,
+        "Number of experts that each mixture routes a token to; only the bytes of activations depend on it.",
+    )
+    packed: bool = _option(False, "Whether sequences hold several documents, which positions tell apart.")
+    balance_loss: int = _option(
+        0,
+        "Number of sequences in a microbatch if the loss balances routers, otherwise 0; only collectives over 'cp' depend on "
+        "it.",
+    )
+    prefetch_forward: int | None = _option(
+        None,
+        "How many layers ahead all-gathers are started in forward; each holds one layer more. null: FSDP2's own way, which "
+        "overlaps one where the CPU runs ahead of the GPU.",
+        least=1,
+        why="; FSDP2 cannot be kept from running ahead",
+    )
+    prefetch_backward: int | None = _option(
+        None,
+        "The same in backward; 0: none. null: FSDP2's own way, one ahead. A number excludes sync=defer, under which backward "
+        "gathers nothing.",
+        least=0,
+    )
+    cpu_offload: bool = _option(False, "Keep shards, gradients and optimizer state in host memory.")
+    activation_checkpointing: ActivationCheckpointing = _option(
+        ActivationCheckpointing.NONE,
+        "What is recomputed in backward instead of kept. 'full': each layer, from its input (least memory). 'submodule': its "
+        "attention, MLP and norms, one by one. 'selective': each layer, but the results of attention, communication, expert "
+        "routing and every second matrix product are kept.",
+        choices=ActivationCheckpointing,
+    )
+    activation_checkpointing_layers: Mapping[str, ActivationCheckpointing] = _option(
+        dict,
+        "Modes for some layers, by pattern of their names; a later one wins, as in {'model.layers.*': selective, "
+        "'model.layers.0': none}.",
+        choices=ActivationCheckpointing,
+    )
+    activation_checkpointing_save: tuple[str, ...] = _option(
+        (),
+        "What 'selective' keeps instead: names of operators, as in [aten.mm.default, aten.addmm.default].",
+    )
+    compile: bool = _option(False, "torch.compile each layer.")
+    compile_backend: str = _option("inductor", "Backend of torch.compile.")
+    freeze: tuple[str, ...] = _option(
+        (),
+        "Patterns of parameter names that are not trained; '*' is one component of a name, '**' one or more, as in "
+        "'model.layers.0.**'.",
+    )
+    decay: tuple[str, ...] = _option((), "Patterns of names of parameters that are decayed although they are no matrices.")
+    no_decay: tuple[str, ...] = _option((), "Patterns of names of parameters that are not decayed although they are matrices.")
+    sharded_by: str = _option("", "Name of a function of the user that makes the units; empty: torch's 'fully_shard' does.")
+    gradient_reduction: GradientReduction = _option(
+        GradientReduction.SUM,
+        "Whether gradients are added or averaged over data ranks.",
+        choices=GradientReduction,
+    )
+    twin_units: bool | None = _option(
+        None,
+        "Where two layers share parameters (an encoder's and a decoder's): true makes a unit of each, which holds one "
+        "layer's gradients and sends twice as much; false one of both, which holds those of the whole stack. null: one of "
+        "both where these are at most sync_budget_gib.",
+    )
+    sequence_parallel: bool = _option(
+        False,
+        "With tp: between attention and MLP each rank holds its part of the sequence. Less activation memory; a gather and a "
+        "scatter for each all-reduce. Sequences are padded to a multiple of tp.",
+    )
+    loss_parallel: bool | None = _option(
+        False,
+        "With tp: logits stay sharded over the vocabulary, and the loss is computed there. null: wherever the model's output "
+        "head is known.",
+    )
+    loss_chunks: int | None = _option(
+        0,
+        "Compute logits and loss of a microbatch in so many chunks of tokens, so that only the logits of one chunk exist at "
+        "a time. 0: at once. null: by vocabulary, tokens of a microbatch and dtype, so that a chunk has at most 512 MiB of "
+        "logits.",
+        least=0,
+        why="; 0 and 1 compute all logits at once",
+    )
+    tp_plan: Mapping[str, Any] | str | None = _option(
+        None,
+        "Tensor parallel styles that win over the family's and the model's own: {pattern of modules: style}, or the import "
+        "path of such a dict or of a function that returns one.",
+    )
+    context_parallel: ContextMethod = _option(
+        ContextMethod.GATHER,
+        "With cp, how attention gets the keys of the other ranks. 'gather': all-gather keys and values (any mask, any "
+        "heads). 'ulysses': exchange sequence for heads, tp * cp must divide them. 'ring': pass keys on from rank to rank, "
+        "so that none ever has all.",
+        choices=ContextMethod,
+    )
+    context_balance: ContextBalance = _option(
+        ContextBalance.ZIGZAG,
+        "With cp, which positions a rank has. 'zigzag': a chunk from the front and one from the back, so that causal "
+        "attention is equal work for all. 'contiguous': one chunk.",
+        choices=ContextBalance,
+    )
+    context_recompute: bool | None = _option(
+        None,
+        "With cp: backward gets keys of other ranks again instead of keeping them. null: no; a layer that is recomputed gets "
+        "them again anyway.",
+    )
+    pipeline_schedule: PipelineSchedule = _option(
+        PipelineSchedule.ONE_F_ONE_B,
+        "Order of forwards and backwards. 'gpipe': all forwards first. '1f1b': one forward, one backward. "
+        "'interleaved_1f1b': the same with several stages a rank. 'interleaved_zero_bubble', 'zbv', 'dualpipe_v': backward "
+        "is split in two halves, of which the second fills the bubble.",
+        choices=PipelineSchedule,
+    )
+    stages_per_rank: int | None = _option(None, "Stages of each rank. null: 1 for gpipe and 1f1b, 2 for the others.", least=1)
+    pipeline_cuts: tuple[int, ...] = _option(
+        (),
+        "For each stage but the first, the number of its first layer, counted from 0. Empty: the largest stage gets the "
+        "least work, with embedding and head.",
+    )
+    runs_per_step: int = _option(1, "Runs of the schedule in a step, each with its share of the microbatches.", least=1)
 
     def __post_init__(self) -> None:
         """Convert plain strings to the enums of closed choices, and refuse illegal values.
@@ -253,44 +224,19 @@ class ParallelOptions:
         Raises:
             PlanError: all illegal values together.
         """
-        problems = []
-        for name, choices in (
-            ("sync", SyncPolicy),
-            ("activation_checkpointing", ActivationCheckpointing),
-            ("gradient_reduction", GradientReduction),
-            ("context_parallel", ContextMethod),
-            ("context_balance", ContextBalance),
-            ("pipeline_schedule", PipelineSchedule),
-        ):
-            if name == "sync" and self.sync is None:
-                continue
-            try:
-                object.__setattr__(self, name, choices(getattr(self, name)))
-            except ValueError:
-                problems.append(f"{name}={getattr(self, name)!r}: legal are {', '.join(choices)}")
-        for name, choices in (("sync_units", SyncPolicy), ("activation_checkpointing_layers", ActivationCheckpointing)):
-            chosen = {}
-            for pattern, value in getattr(self, name).items():
-                try:
-                    chosen[pattern] = choices(value)
-                except ValueError:
-                    problems.append(f"{name}[{pattern!r}]={value!r}: legal are {', '.join(choices)}")
-            object.__setattr__(self, name, chosen)
-        for name in ("exclude_units", "freeze", "decay", "no_decay", "activation_checkpointing_save", "pipeline_cuts"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-            if getattr(self, name) not in (None, *DTYPES):
-                problems.append(f"{name}={getattr(self, name)!r}: legal are {', '.join(DTYPES)}")
-        if self.microbatches < 1:
-            problems.append(f"microbatches={self.microbatches}: must be at least 1")
-        if self.prefetch_forward is not None and self.prefetch_forward < 1:
-            problems.append(
-                f"prefetch_forward={self.prefetch_forward}: must be at least 1; FSDP2 cannot be kept from running ahead"
-            )
-        if self.loss_chunks is not None and self.loss_chunks < 0:
-            problems.append(f"loss_chunks={self.loss_chunks}: must be at least 0; 0 and 1 compute all logits at once")
-        if self.prefetch_backward is not None and self.prefetch_backward < 0:
-            problems.append(f"prefetch_backward={self.prefetch_backward}: must be at least 0")
+        problems: list[str] = []
+        for item in fields(self):
+            name, value, choices = item.name, getattr(self, item.name), item.metadata.get("choices")
+            optional = type(None) in get_args(item.type)
+            if isinstance(item.default, tuple):
+                value = tuple(value)
+            elif isinstance(value, Mapping) and choices:
+                value = {key: _chosen(f"{name}[{key!r}]", word, choices, problems) for key, word in value.items()}
+            elif choices and not (optional and value is None):
+                value = _chosen(name, value, choices, problems)
+            elif (least := item.metadata.get("least")) is not None and value is not None and value < least:
+                problems.append(f"{name}={value}: must be at least {least}{item.metadata.get('why', '')}")
+            object.__setattr__(self, name, value)
         if problems:
             raise PlanError(problems)
 
@@ -303,15 +249,8 @@ class ParallelOptions:
     def to_dict(self) -> dict[str, object]:
         """Return the options as plain values, for JSON."""
         plain = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {
-            **plain,
-            "sync_units": dict(self.sync_units),
-            "activation_checkpointing_layers": dict(self.activation_checkpointing_layers),
-            "activation_checkpointing_save": list(self.activation_checkpointing_save),
-            "exclude_units": list(self.exclude_units),
-            "freeze": list(self.freeze),
-            "decay": list(self.decay),
-            "no_decay": list(self.no_decay),
-            "pipeline_cuts": list(self.pipeline_cuts),
-            "tp_plan": dict(self.tp_plan) if isinstance(self.tp_plan, Mapping) else self.tp_plan,
-        }
+        return {name: _plain(value) for name, value in plain.items()}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value

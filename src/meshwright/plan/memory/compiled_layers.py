@@ -9,9 +9,9 @@ not compiled either, because their shapes change in every microbatch.
 from collections.abc import Collection, Iterator
 
 from meshwright.plan.draft import Draft
+from meshwright.plan.given.closed_choices import ActivationCheckpointing
 from meshwright.plan.given.inspection import Inspection
 from meshwright.plan.given.names import holder_of, within
-from meshwright.plan.given.options import ActivationCheckpointing
 from meshwright.plan.memory.recompute import parts_of_layer
 from meshwright.plan.result.program import Compile
 from meshwright.plan.result.sharding_plan import ShardingPlan

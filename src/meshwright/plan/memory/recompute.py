@@ -3,9 +3,9 @@
 from collections.abc import Collection, Iterator
 
 from meshwright.plan.draft import Draft
+from meshwright.plan.given.closed_choices import ActivationCheckpointing
 from meshwright.plan.given.inspection import Inspection
 from meshwright.plan.given.names import generalize, holder_of, inside, match_names, within
-from meshwright.plan.given.options import ActivationCheckpointing
 from meshwright.plan.result.program import Action, Assign, Recompute
 from meshwright.plan.result.sharding_plan import ShardingPlan
 

@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from meshwright.plan.axes.tensor.move_kinds import Move
-from meshwright.plan.given.options import ContextBalance, ContextMethod, SyncPolicy
+from meshwright.plan.given.closed_choices import ContextBalance, ContextMethod, SyncPolicy
 
 __all__ = [
     "ACTIONS",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from meshwright.plan.axes.tensor.move_kinds import Move
-from meshwright.plan.given.options import ActivationCheckpointing, ContextMethod, SyncPolicy
+from meshwright.plan.given.closed_choices import ActivationCheckpointing, ContextMethod, SyncPolicy
 
 __all__ = ["DECAYED", "AttentionRow", "ExpertsRow", "ParameterRow", "StageRow", "TensorParallelRow", "UnitRow"]
 

@@ -7,17 +7,9 @@ from typing import Any, get_type_hints
 
 from meshwright.layout import Layout
 from meshwright.plan.axes.tensor.move_kinds import Move
+from meshwright.plan.given.closed_choices import ActivationCheckpointing, ContextBalance, ContextMethod, SyncPolicy
 from meshwright.plan.given.names import within
-from meshwright.plan.given.options import (
-    DTYPES,
-    NF4,
-    NF4_BLOCK,
-    ActivationCheckpointing,
-    ContextBalance,
-    ContextMethod,
-    ParallelOptions,
-    SyncPolicy,
-)
+from meshwright.plan.given.options import DTYPES, NF4, NF4_BLOCK, ParallelOptions
 from meshwright.plan.result.differences import PlanDifference, field_differences, row_differences
 from meshwright.plan.result.program import ACTIONS, Action, Bias, Engine, Kernel, describe
 from meshwright.plan.result.rows import AttentionRow, ExpertsRow, LossRow, ParameterRow, StageRow, TensorParallelRow, UnitRow

@@ -20,8 +20,8 @@ from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.axes.tensor.traffic import tensor_parallel_counts
 from meshwright.plan.cost.activation_traffic import activation_traffic
 from meshwright.plan.cost.price import Totals, totals
+from meshwright.plan.given.closed_choices import ContextMethod, SyncPolicy
 from meshwright.plan.given.names import generalize
-from meshwright.plan.given.options import ContextMethod, SyncPolicy
 from meshwright.plan.result.program import describe
 from meshwright.plan.result.sharding_plan import (
     AttentionRow,

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.draft import Draft
+from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.plan.given.names import inside
-from meshwright.plan.given.options import SyncPolicy
 from meshwright.plan.result.program import Prefetch
 from meshwright.plan.result.sharding_plan import ROOT, ShardingPlan, UnitRow
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.plan.axes.data.prefetch import layer_groups
-from meshwright.plan.given.options import SyncPolicy
+from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.plan.result.sharding_plan import ParameterRow, ShardingPlan, UnitRow, shard_axis
 
 __all__ = ["UnitTraffic", "gradient_peak", "unit_bytes", "unit_traffic", "use_traffic"]

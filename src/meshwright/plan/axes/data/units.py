@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from meshwright.plan.axes.data.twin_stacks import twin_parameters
 from meshwright.plan.draft import Draft, UnitDraft
+from meshwright.plan.given.closed_choices import ActivationCheckpointing, GradientReduction, SyncPolicy
 from meshwright.plan.given.names import inside, last_of_each_container, nearest, within
-from meshwright.plan.given.options import ActivationCheckpointing, GradientReduction, SyncPolicy
 from meshwright.plan.result.program import Action, Engine, JoinTwins, PartTwins, Wrap
 from meshwright.plan.result.sharding_plan import (
     EXPERTS,

@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwright.errors import UnsupportedError
 from meshwright.plan.axes.pipeline.stage_plan import first_trained
-from meshwright.plan.given.options import ActivationCheckpointing, PipelineSchedule
+from meshwright.plan.given.closed_choices import ActivationCheckpointing, PipelineSchedule
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = [
@@ -116,7 +116,7 @@ def order_of(schedule: PipelineSchedule, pp: int, each: int, microbatches: int) 
     if kind is None:
         raise UnsupportedError(f"pipeline_schedule={schedule}: this torch has no {TORCH_SCHEDULES[schedule]}")
     count = pp * each
-    own = (0, count - 1) if schedule.turns else range(0, count, pp)
+    own = (0, count - 1) if schedule.is_v_shaped else range(0, count, pp)
     stages = [
         SimpleNamespace(
             stage_index=index,

@@ -15,9 +15,10 @@ from meshwright.errors import number_of
 from meshwright.plan.axes.data.prefetch import prefetch_actions
 from meshwright.plan.axes.data.units import gathered_in_backward
 from meshwright.plan.draft import Draft
+from meshwright.plan.given.closed_choices import ActivationCheckpointing, PipelineSchedule
 from meshwright.plan.given.cut_points import StageFacts
 from meshwright.plan.given.names import within
-from meshwright.plan.given.options import ActivationCheckpointing, ParallelOptions, PipelineSchedule
+from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.result.program import Action, Cut, Freeze, Pack, Prefetch, Slice, Wrap
 from meshwright.plan.result.rows import ExpertsRow, StageRow
 from meshwright.plan.result.sharding_plan import ROOT, ShardingPlan, UnitRow, itemsize
@@ -107,14 +108,14 @@ def resolve_stages(draft: Draft, experts: Sequence[ExpertsRow]) -> tuple[tuple[S
 
 
 def _rank_of(stage: int, pp: int, schedule: PipelineSchedule) -> int:
-    return 2 * pp - 1 - stage if schedule.turns and stage >= pp else stage % pp
+    return 2 * pp - 1 - stage if schedule.is_v_shaped and stage >= pp else stage % pp
 
 
 def _schedule_problems(options: ParallelOptions, pp: int, each: int) -> list[str]:
     schedule, runs, microbatches = options.pipeline_schedule, options.runs_per_step, options.microbatches
     problems = []
     single = schedule.single
-    if each != (1 if single else 2) and (single or schedule.turns):
+    if each != (1 if single else 2) and (single or schedule.is_v_shaped):
         problems.append(f"stages_per_rank={each}: pipeline_schedule={schedule} has {1 if single else 2} on each rank")
     elif not single and each < 2:
         problems.append(f"stages_per_rank={each}: pipeline_schedule={schedule} needs at least 2")
