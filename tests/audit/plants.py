@@ -553,14 +553,14 @@ def keys_not_reduced(trainer: RankTrainer) -> None:
 
 
 def around_share(trainer: RankTrainer, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    inner = trainer._share
+    inner = trainer.batches.share
 
     def share(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         shard = inner(batch)
         change(shard)
         return shard
 
-    trainer._share = share  # type: ignore[method-assign]
+    trainer.batches.share = share  # type: ignore[method-assign]
 
 
 def contiguous_positions_under_zigzag(trainer: RankTrainer) -> None:

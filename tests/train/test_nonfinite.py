@@ -177,7 +177,7 @@ def _waits(rank: int, config: RunConfig, store: Path) -> tuple[set[str], set[str
     return in_step.found, in_metrics.found
 
 
-ELSEWHERE = {"token_loss.<genexpr>", "trainer.<genexpr>", "token_loss.forward_logits", "unused_parameters._maximum"}
+ELSEWHERE = {"token_loss.<genexpr>", "batches.<genexpr>", "token_loss.forward_logits", "unused_parameters._maximum"}
 """Values that the host has: tokens that are counted before they go to the device, and flags of use. And what transformers asks
 of positions in each forward (``find_packed_sequence_indices``)."""
 

@@ -27,7 +27,7 @@ from meshwright.plan.given.inspection import model_sizes
 from meshwright.plan.given.options import NF4
 from meshwright.train.config import LayoutConfig, ParallelConfig, RunConfig
 from meshwright.train.engine import Batch, Engine, Sums
-from meshwright.train.parts import PartialTrainer, Parts, engine_of_plan, fill, train_loader
+from meshwright.train.parts import Parts, RankSetup, engine_of_plan, fill, train_loader
 from meshwright.train.start.setup import make_setup
 from meshwright.train.trainer import Trainer
 
@@ -183,14 +183,14 @@ class AuditTrainer(Trainer):
         setup = make_setup(case.config, dist.get_world_size())
         silence_dropout(setup.model)
 
-        def noting(trainer: PartialTrainer) -> Engine:
-            chosen = engine(engine_of_plan(trainer))
+        def noting(*made: Any) -> Engine:
+            chosen = engine(engine_of_plan(*made))
             chosen.trainer = self
             return chosen
 
         # All cases of a layout share one mesh: its process groups have threads, and cannot be destroyed one by one.
         own = {
-            "mesh": lambda trainer: _mesh(setup.layout, device.type),
+            "mesh": lambda setup, device: _mesh(setup.layout, device.type),
             "loader": _loader,
             "fill": partial(_fill, filled=filled),
             "engine": noting,
@@ -202,10 +202,10 @@ class AuditTrainer(Trainer):
         self.sequences.append(sequence_digests(batches, self.config.data.sequence_length))
 
 
-def _loader(trainer: PartialTrainer, store: TokenStore) -> TrainLoader:
+def _loader(run: RankSetup, store: TokenStore) -> TrainLoader:
     """Build the loader of the audit. Some microbatches leave experts without a token, and the difficult cases are fed."""
-    loader = train_loader(trainer, store, UnevenLoader)
-    setup, training = trainer.setup, trainer.config.training
+    loader = train_loader(run, store, UnevenLoader)
+    setup, training = run.setup, run.config.training
     loader.starves = bool(model_sizes(setup.spec, setup.model).experts)
     config = setup.model.config
     text = config.get_text_config()
@@ -215,18 +215,18 @@ def _loader(trainer: PartialTrainer, store: TokenStore) -> TrainLoader:
     return loader
 
 
-def _fill(trainer: PartialTrainer, device: torch.device, filled: Callable[[nn.Module], None] | None) -> None:
+def _fill(run: RankSetup, model: nn.Module, device: torch.device, filled: Callable[[nn.Module], None] | None) -> None:
     """Initialize the model as a run does. If its weights were not loaded, add noise to them.
 
     Biases that begin as zero, and norms that begin as one, would hide errors in them and behind them.
     """
-    fill(trainer, device)
-    packed = {row.name for row in trainer.setup.plan.parameters if row.dtype == NF4}
-    if trainer.config.model.path is None:
-        _jitter(trainer.model, trainer.config.training.seed, packed)
-    if filled is not None and trainer.config.model.path is None:
-        filled(trainer.model)
-    _round(trainer.model, packed)
+    fill(run, model, device)
+    packed = {row.name for row in run.plan.parameters if row.dtype == NF4}
+    if run.config.model.path is None:
+        _jitter(model, run.config.training.seed, packed)
+    if filled is not None and run.config.model.path is None:
+        filled(model)
+    _round(model, packed)
 
 
 @functools.cache

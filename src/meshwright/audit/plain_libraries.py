@@ -41,7 +41,7 @@ from meshwright.plan.axes.tensor.styles import canonical
 from meshwright.plan.given.inspection import model_sizes
 from meshwright.plan.given.options import NF4
 from meshwright.train.config import MoEConfig
-from meshwright.train.parts import PartialTrainer, clip
+from meshwright.train.parts import RankSetup
 
 __all__ = ["PlainResult", "PlainRow", "compare_with_plain", "finding_of"]
 
@@ -163,23 +163,16 @@ class _Ours(AuditTrainer):
             device,
             NotingEngine,
             distribute=plain_model,
-            sync=lambda trainer: GradSync(trainer.model),
-            clip=lambda trainer: self._clip(trainer),
-            loader=lambda trainer, _: self._loader(trainer, whole),
+            sync=lambda run, model: GradSync(model),
+            loader=lambda run, _: _in_order(run, whole),
         )
 
-    def _loader(self, trainer: PartialTrainer, store: TokenStore) -> TrainLoader:
-        data = trainer.config.data
-        dataset = SequenceDataset(store, "train", data.sequence_length, data.packing, 0)
-        return TrainLoader(
-            store, sequence_length=data.sequence_length, global_batch_size=len(dataset), microbatch_size=1, packing=data.packing
-        )
-
-    def _clip(self, trainer: PartialTrainer) -> torch.Tensor:
+    def clip(self) -> torch.Tensor:
+        """Keep gradients and parameters as they are before the update, and clip as a run does."""
         trained = {name: own for name, own in self.model.named_parameters() if own.requires_grad}
         self.gradients = {name: own.grad.clone() for name, own in trained.items() if own.grad is not None}
         self.before = {name: own.detach().clone() for name, own in trained.items()}
-        return clip(trainer)
+        return super().clip()
 
     def train_step(self) -> None:
         """Train the step, and read its loss."""
@@ -199,6 +192,15 @@ class _Ours(AuditTrainer):
                 if own.requires_grad:
                     found[name] = (self.gradients.get(name), own.detach() - self.before[name])
         return found
+
+
+def _in_order(run: RankSetup, store: TokenStore) -> TrainLoader:
+    """Return the loader of all sequences of a store, in one batch."""
+    data = run.config.data
+    dataset = SequenceDataset(store, "train", data.sequence_length, data.packing, 0)
+    return TrainLoader(
+        store, sequence_length=data.sequence_length, global_batch_size=len(dataset), microbatch_size=1, packing=data.packing
+    )
 
 
 class _Theirs:

@@ -34,7 +34,6 @@ from meshwright.plan.given.names import within
 from meshwright.plan.result.border_places import first_microbatch, portion_of_rank
 from meshwright.plan.result.sharding_plan import ParameterRow
 from meshwright.train.engine import Batch, Sums
-from meshwright.train.parts import clip
 
 __all__ = ["RankTrainer", "audit_on_rank", "axis_names"]
 
@@ -84,7 +83,7 @@ class RankTrainer(AuditTrainer):
         noise: dict[str, float],
         checkpoints: Path | None = None,
     ) -> None:
-        super().__init__(case, device, ComparingEngine, clip=lambda trainer: self._clip())
+        super().__init__(case, device, ComparingEngine)
         self.folder = checkpoints
         self.reference, self.noise = reference, noise
         self.compiled = any(unit.compile for unit in self.setup.plan.units)
@@ -183,9 +182,9 @@ class RankTrainer(AuditTrainer):
             by_axis.setdefault(names.get(ranks, str(ranks)), Counter()).update(counts)
         return by_axis
 
-    def _clip(self) -> torch.Tensor:
+    def clip(self) -> torch.Tensor:
         """Clip the gradient as a run does, and measure its norm again afterwards."""
-        norm = clip(self)
+        norm = super().clip()
         if self.step == 0:
             self.result.clipped_norm = float(self.engine.clip(None))
         return norm

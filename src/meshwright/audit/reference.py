@@ -31,7 +31,7 @@ from meshwright.plan.given.inspection import model_sizes
 from meshwright.plan.result.border_places import borders
 from meshwright.plan.result.sharding_plan import ShardingPlan, UnitRow
 from meshwright.train.engine import Batch, Sums
-from meshwright.train.parts import PartialTrainer, clip
+from meshwright.train.parts import RankSetup
 
 __all__ = ["LOSS", "Reference", "ReferenceTrainer", "plain_model", "record_reference"]
 
@@ -173,19 +173,18 @@ class ReferenceTrainer(AuditTrainer):
             ReferenceEngine,
             None if files is None else lambda model: write_files(model, case.config.adapter, files),
             distribute=plain_model,
-            optimizer=lambda trainer: self._plain_optimizer(),
-            sync=lambda trainer: GradSync(trainer.model),  # there is nothing to sync
-            clip=lambda trainer: self._clip(),
+            optimizer=self._plain_optimizer,
+            sync=lambda run, model: GradSync(model),  # there is nothing to sync
         )
         copies = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         self.keeps_parts = copies * self.loader.accumulation <= MOST_BYTES_OF_PARTS
 
-    def _plain_optimizer(self) -> torch.optim.Optimizer:
+    def _plain_optimizer(self, run: RankSetup, model: nn.Module) -> torch.optim.Optimizer:
         """Build AdamW. Which parameters it decays is derived here once more, and not read from the plan."""
-        experts = model_sizes(self.setup.spec, self.setup.model).experts or 0
-        settings = self.config.optimizer
-        self.decayed = to_be_decayed(self.model, experts, settings.no_decay, settings.decay)
-        return plain_optimizer(self.model, settings, self.decayed)
+        experts = model_sizes(run.setup.spec, run.setup.model).experts or 0
+        settings = run.config.optimizer
+        self.decayed = to_be_decayed(model, experts, settings.no_decay, settings.decay)
+        return plain_optimizer(model, settings, self.decayed)
 
     def note(self, batches: list[Batch]) -> None:
         """Record facts of the first step that are not results: modules in evaluation, documents, token ids that were fed."""
@@ -198,14 +197,14 @@ class ReferenceTrainer(AuditTrainer):
         begin = loader.unlabelled.start if loader.unlabelled else None
         self.meta["unlabelled_step"] = None if begin is None else begin // loader.global_batch_size
 
-    def _clip(self) -> torch.Tensor:
+    def clip(self) -> torch.Tensor:
         """Clip the gradient. If the run clips, the first step lowers the limit so that it takes effect; later steps keep it."""
         limit = self.config.training.clip_norm
         if self.step == 0 and limit is not None:
             limit = min(limit, float(total_grad_norm(self.model.parameters())) / 2)
             training = self.config.training.model_copy(update={"clip_norm": limit})
             self.config = self.config.model_copy(update={"training": training})
-        norm = clip(self)
+        norm = super().clip()
         if self.step == 0:
             self.meta["clipped_norm"] = float(total_grad_norm(self.model.parameters()))
             self.meta["clip_norm"] = limit
@@ -280,13 +279,13 @@ def record_reference(device: torch.device, case: Case, folder: Path, readers: in
 # -- the plain model, and the mixed precision of the plan ---------------------------------------------------------------------
 
 
-def plain_model(trainer: PartialTrainer) -> nn.Module:
-    """Return the model of a trainer, with only the trainability of the parameters and the dtypes set as in the plan."""
-    model, plan = trainer.setup.model, trainer.setup.plan
+def plain_model(run: RankSetup) -> nn.Module:
+    """Return the model of a run, with only the trainability of the parameters and the dtypes set as in the plan."""
+    model, plan = run.setup.model, run.plan
     for row in plan.parameters:
         model.get_parameter(row.name).requires_grad_(row.trainable)
     for action in attention_program(plan):  # only of a family whose own attention lets packed documents see each other
-        PERFORMERS[type(action)](model, action, trainer.mesh)
+        PERFORMERS[type(action)](model, action, run.mesh)
     _compute_in_dtypes(model, plan)
     return model
 

@@ -3,12 +3,13 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from meshwright.data.loader import TrainLoader
+from meshwright.data.loader import EvalLoader, TrainLoader
+from meshwright.data.packing import SequenceDataset
 from meshwright.data.store import TokenStore
 from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.distributed.experts.balance import Balance
@@ -18,6 +19,7 @@ from meshwright.models.objective import Objective
 from meshwright.models.specs.registry import get_parallelization_strategy
 from meshwright.models.weights.build import materialize
 from meshwright.plan.axes.pipeline.stage_plan import crossing_shape, elsewhere, on_stages, stages_of_rank
+from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.train.config import RunConfig
 from meshwright.train.engine import Engine, Sequential
 from meshwright.train.forecast import Forecast
@@ -25,67 +27,77 @@ from meshwright.train.optimizer import build_optimizer
 from meshwright.train.start.setup import RunSetup
 
 Loader = TypeVar("Loader", bound=TrainLoader)
+Progress = Callable[..., None]
+"""Called before each microbatch, with words such as ``microbatch 2 of 4`` or with nothing."""
 
-__all__ = ["PARTS", "PartialTrainer", "Parts", "balance_of_plan", "clip", "engine_of_plan", "fill", "train_loader"]
+__all__ = ["PARTS", "Parts", "RankSetup", "balance_of_plan", "engine_of_plan", "eval_loader", "fill", "train_loader"]
 
 
-class PartialTrainer(Protocol):
-    """A trainer under construction: the attributes that its parts may read. Each is set before the parts that need it."""
+@dataclass(frozen=True)
+class RankSetup:
+    """What this rank has before it has a model.
+
+    Attributes:
+        setup: the resolved run.
+        device: the device to compute on.
+        mesh: the mesh of the layout.
+    """
 
     setup: RunSetup
-    config: RunConfig
     device: torch.device
-    step: int
-    progress: Callable[[str], None]
     mesh: ParallelMesh
-    model: nn.Module
-    objective: Objective
-    sync: GradSync | None
-    balance: Balance
-    engine: Engine
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration of the run."""
+        return self.setup.config
+
+    @property
+    def plan(self) -> ShardingPlan:
+        """The plan of the run."""
+        return self.setup.plan
 
 
-def mesh_of_layout(trainer: PartialTrainer) -> ParallelMesh:
+def mesh_of_layout(setup: RunSetup, device: torch.device) -> ParallelMesh:
     """Build the mesh of the layout, over all ranks."""
-    return build_mesh(trainer.setup.layout, trainer.device.type)
+    return build_mesh(setup.layout, device.type)
 
 
-def carry_out(trainer: PartialTrainer) -> nn.Module:
+def carry_out(run: RankSetup) -> nn.Module:
     """Carry out the plan on the model, which has no values yet, and return the model, or the stages of this rank."""
-    model, plan = trainer.setup.model, trainer.setup.plan
+    model = run.setup.model
     strategy = get_parallelization_strategy(model)
-    if plan.stages:
-        return make_parts(lambda: copy.deepcopy(model), plan, trainer.mesh, strategy.carry_out)
-    return strategy.carry_out(model, plan, trainer.mesh)
+    if run.plan.stages:
+        return make_parts(lambda: copy.deepcopy(model), run.plan, run.mesh, strategy.carry_out)
+    return strategy.carry_out(model, run.plan, run.mesh)
 
 
-def fill(trainer: PartialTrainer, device: torch.device) -> None:
+def fill(run: RankSetup, model: nn.Module, device: torch.device) -> None:
     """Give parameters and buffers their first values, on the device that holds the shards."""
-    config, setup = trainer.config, trainer.setup
-    stages = stages_of_rank(setup.plan, trainer.mesh.rank("pp"))
-    for model, stage in zip(models_of(trainer.model), stages, strict=True):
-        others = elsewhere(setup.plan, [stage])
-        materialize(model, config.model, device, config.training.seed, setup.plan.layers, others, config.adapter)
+    config, stages = run.config, stages_of_rank(run.plan, run.mesh.rank("pp"))
+    for part, stage in zip(models_of(model), stages, strict=True):
+        others = elsewhere(run.plan, [stage])
+        materialize(part, config.model, device, config.training.seed, run.plan.layers, others, config.adapter)
 
 
-def optimizer_of_plan(trainer: PartialTrainer) -> torch.optim.Optimizer:
+def optimizer_of_plan(run: RankSetup, model: nn.Module) -> torch.optim.Optimizer:
     """Build AdamW. The plan says which parameters are trained, and which of them are decayed."""
-    return build_optimizer(trainer.model, trainer.config.optimizer, trainer.setup.plan.parameters)
+    return build_optimizer(model, run.config.optimizer, run.plan.parameters)
 
 
-def sync_of_plan(trainer: PartialTrainer) -> GradSync | None:
+def sync_of_plan(run: RankSetup, model: nn.Module) -> GradSync | None:
     """Build what decides when the units of the model gather and reduce; ``None``: each stage of a pipeline has its own."""
-    return None if trainer.setup.plan.stages else GradSync.from_plan(trainer.model, trainer.setup.plan)
+    return None if run.plan.stages else GradSync.from_plan(model, run.plan)
 
 
-def balance_of_plan(trainer: PartialTrainer) -> Balance:
+def balance_of_plan(run: RankSetup, model: nn.Module) -> Balance:
     """Build the balance of the experts. The loads of all stages are added up, so it knows the mixtures of the whole model."""
-    plan, moe, mesh = trainer.setup.plan, trainer.config.moe, trainer.mesh
+    plan, moe, mesh = run.plan, run.config.moe, run.mesh
     own = on_stages(plan, stages_of_rank(plan, mesh.rank("pp"))).experts
     return Balance(
-        trainer.model,
+        model,
         plan.experts,
-        trainer.device,
+        run.device,
         aux_loss=moe.aux_loss or 0.0,
         bias_update_rate=moe.bias_update_rate or 0.0,
         load_metrics=moe.load_metrics,
@@ -94,20 +106,35 @@ def balance_of_plan(trainer: PartialTrainer) -> Balance:
     )
 
 
-def train_loader(trainer: PartialTrainer, store: TokenStore, kind: type[Loader] = TrainLoader) -> Loader:  # type: ignore[assignment]
+def train_loader(run: RankSetup, store: TokenStore, kind: type[Loader] = TrainLoader) -> Loader:  # type: ignore[assignment]
     """Build the loader of this rank's training data."""
-    training, data = trainer.config.training, trainer.config.data
+    training, data = run.config.training, run.config.data
     return kind(
         store,
         sequence_length=data.sequence_length,
         global_batch_size=training.global_batch_size,
         microbatch_size=training.microbatch_size,
-        data_rank=trainer.mesh.rank("dp"),
-        data_ranks=trainer.setup.layout.size("dp"),
+        data_rank=run.mesh.rank("dp"),
+        data_ranks=run.setup.layout.size("dp"),
         seed=training.seed,
         packing=data.packing,
         shuffle=data.shuffle,
-        multiple=sequence_multiple(trainer.setup),
+        multiple=sequence_multiple(run.setup),
+    )
+
+
+def eval_loader(run: RankSetup, store: TokenStore) -> EvalLoader | None:
+    """Build the loader of this rank's part of the documents that are held out; ``None``: none are."""
+    if not store.index.eval_documents:
+        return None
+    training, data = run.config.training, run.config.data
+    return EvalLoader(
+        SequenceDataset(store, "eval", data.sequence_length, data.packing, shuffle=False),
+        training.microbatch_size,
+        run.mesh.rank("dp"),
+        run.setup.layout.size("dp"),
+        training.eval_sequences,
+        multiple=run.plan.sequence_multiple,
     )
 
 
@@ -120,36 +147,26 @@ def sequence_multiple(setup: RunSetup) -> int:
     return -(-setup.config.data.sequence_length // multiple) * multiple if setup.plan.stages else multiple
 
 
-def engine_of_plan(trainer: PartialTrainer) -> Engine:
+def engine_of_plan(
+    run: RankSetup, model: nn.Module, objective: Objective, sync: GradSync | None, balance: Balance, progress: Progress
+) -> Engine:
     """Build the engine: one microbatch after another, or the stages of a pipeline."""
-
-    def progress(words: str = "") -> None:
-        trainer.progress(f"step {trainer.step + 1}{words and ', '}{words}")
-
-    setup = trainer.setup
-    if not setup.plan.stages:
-        assert trainer.sync is not None
-        return Sequential(trainer.model, trainer.objective, trainer.sync, trainer.balance, progress)
+    if sync is not None:
+        return Sequential(model, objective, sync, balance, progress)
     from meshwright.distributed.pipeline.scheduled_stages import ScheduledStages
     from meshwright.train.pipelined import Pipelined
 
-    assert isinstance(trainer.model, StageParts)
-    stages = ScheduledStages(trainer.model, setup.plan, trainer.mesh, trainer.device, progress)
-    stages.prepare(crossing_shape(setup.plan, setup.config.training.microbatch_size, sequence_multiple(setup)))
-    return Pipelined(stages, trainer.objective, trainer.balance)
-
-
-def clip(trainer: PartialTrainer) -> torch.Tensor:
-    """Clip the gradient of the whole model, and return its norm before clipping."""
-    return trainer.engine.clip(trainer.config.training.clip_norm)
+    assert isinstance(model, StageParts)
+    stages = ScheduledStages(model, run.plan, run.mesh, run.device, progress)
+    stages.prepare(crossing_shape(run.plan, run.config.training.microbatch_size, sequence_multiple(run.setup)))
+    return Pipelined(stages, objective, balance)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The functions that a trainer is made of. Each gets the trainer, with the attributes set so far.
+    """The functions that a trainer is made of. Each gets what those before it have made.
 
-    While it is constructed, the trainer calls all but ``clip`` once, in this order (``fill`` only if it does not resume). It
-    calls ``clip`` in every step.
+    While it is constructed, the trainer calls each once, in this order (``fill`` only if it does not resume).
 
     Attributes:
         mesh: makes the mesh.
@@ -159,18 +176,16 @@ class Parts:
         sync: makes what decides when the model's units gather and reduce.
         loader: makes the loader of training data, from a token store.
         engine: makes what runs microbatches.
-        clip: clips the gradient after the microbatches, and returns its norm before clipping.
         forecast: the command that makes the forecast that is printed beside a step; ``None``: none is made.
     """
 
-    mesh: Callable[[PartialTrainer], ParallelMesh] = mesh_of_layout
-    distribute: Callable[[PartialTrainer], nn.Module] = carry_out
-    fill: Callable[[PartialTrainer, torch.device], None] = fill
-    optimizer: Callable[[PartialTrainer], torch.optim.Optimizer] = optimizer_of_plan
-    sync: Callable[[PartialTrainer], GradSync | None] = sync_of_plan
-    loader: Callable[[PartialTrainer, TokenStore], TrainLoader] = train_loader
-    engine: Callable[[PartialTrainer], Engine] = engine_of_plan
-    clip: Callable[[PartialTrainer], torch.Tensor] = clip
+    mesh: Callable[[RunSetup, torch.device], ParallelMesh] = mesh_of_layout
+    distribute: Callable[[RankSetup], nn.Module] = carry_out
+    fill: Callable[[RankSetup, nn.Module, torch.device], None] = fill
+    optimizer: Callable[[RankSetup, nn.Module], torch.optim.Optimizer] = optimizer_of_plan
+    sync: Callable[[RankSetup, nn.Module], GradSync | None] = sync_of_plan
+    loader: Callable[[RankSetup, TokenStore], TrainLoader] = train_loader
+    engine: Callable[[RankSetup, nn.Module, Objective, GradSync | None, Balance, Progress], Engine] = engine_of_plan
     forecast: Forecast | None = None
 
 

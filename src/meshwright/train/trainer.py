@@ -3,29 +3,23 @@
 import math
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.markup import escape
-from torch import nn
 
 from meshwright.checkpoint import state, storage
 from meshwright.checkpoint.directory import latest, read_meta
 from meshwright.checkpoint.manager import CheckpointManager, check_same_model
-from meshwright.data.loader import EvalLoader
-from meshwright.data.packing import SequenceDataset
 from meshwright.data.store import TokenStore
-from meshwright.distributed.context.sequences import carry_sequences_to, share_batch
 from meshwright.distributed.data.fsdp_units import move_buffers
 from meshwright.distributed.pipeline.stage_parts import models_of
 from meshwright.errors import CheckpointError, NonFiniteError, StoppedError, number_of
-from meshwright.files import save_tensors
-from meshwright.models.objective import ROUTED
 from meshwright.models.weights.initial_values import derive_seed, initialize_buffers
 from meshwright.plan.given.inspection import model_sizes
+from meshwright.train.batches import RankBatches
 from meshwright.train.boundaries import check_boundaries
 from meshwright.train.engine import Batch
 from meshwright.train.forecast import Expectation
@@ -33,7 +27,7 @@ from meshwright.train.guard import Guard, is_finite
 from meshwright.train.journal import Journal
 from meshwright.train.metrics import Recorder, memory_in_use
 from meshwright.train.optimizer import learning_rate, set_learning_rate
-from meshwright.train.parts import PARTS, Parts, balance_of_plan
+from meshwright.train.parts import PARTS, Parts, RankSetup, balance_of_plan, eval_loader
 from meshwright.train.start.ending import Agreement
 from meshwright.train.start.setup import RunSetup, plain_config, source_facts
 
@@ -42,12 +36,6 @@ __all__ = ["Trainer"]
 
 def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _stacked(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate the rows of several microbatches; shorter rows are padded with zeros at their end."""
-    columns = max(tensor.shape[1] for tensor in tensors)
-    return torch.cat([nn.functional.pad(tensor, (0, columns - tensor.shape[1])) for tensor in tensors])
 
 
 class Trainer:
@@ -63,8 +51,8 @@ class Trainer:
     Attributes:
         model: the parallelized model.
         mesh: the mesh of the layout.
+        batches: makes the microbatches of this rank.
         engine: runs the microbatches.
-        clip: clips the gradient, and returns its norm before clipping.
         guard: makes steps that are not finite change nothing.
         step: number of optimizer steps done.
         skipped: number of steps skipped in a row, among those that the host has read.
@@ -78,7 +66,8 @@ class Trainer:
         self, setup: RunSetup, store: TokenStore, device: torch.device, resume: Path | None = None, parts: Parts = PARTS
     ) -> None:
         self.setup, self.config, self.device = setup, setup.config, device
-        self.mesh = parts.mesh(self)
+        self.mesh = parts.mesh(setup, device)
+        run = RankSetup(setup, device, self.mesh)
         self.rank, self._source = dist.get_rank(), source_facts(setup.paths)  # read before there is anything to lose
         self.step = self.skipped = 0
         self._skipped_since_metrics = 0
@@ -90,38 +79,26 @@ class Trainer:
 
         self.objective = setup.objective
         self.expectation = Expectation(setup, device, parts.forecast, speaks=self.rank == 0)  # before the model is parallelized
-        self.model = parts.distribute(self)
+        self.model = parts.distribute(run)
         self.objective.attach(self.model)
         shards_on = torch.device("cpu") if setup.plan.options.cpu_offload else device
         if resume is None or self.config.saves_trained_only:
-            parts.fill(self, shards_on)
+            parts.fill(run, self.model, shards_on)
         else:
             for model in models_of(self.model):
                 initialize_buffers(model, shards_on)
         move_buffers(self.model, device)
         self.model.train()
-        self.optimizer = parts.optimizer(self)
+        self.optimizer = parts.optimizer(run, self.model)
         state.initialize_optimizer(self.optimizer)
         self.guard = Guard(self.optimizer, device, training.max_skipped if training.on_nonfinite == "skip" else 1)
-        self.sync = parts.sync(self)
-        self.balance = balance_of_plan(self)
-        self._cut = partial(share_batch, setup.plan, self.mesh.rank("cp"))  # once: a slice of a mesh reads a tensor
-        data_rank, data_ranks = self.mesh.rank("dp"), setup.layout.size("dp")
-        self.loader = parts.loader(self, store)
-        self.engine = parts.engine(self)
-        self.clip: Callable[[], torch.Tensor] = lambda: parts.clip(self)
+        self.sync, self.balance = parts.sync(run, self.model), balance_of_plan(run, self.model)
+        self.loader = parts.loader(run, store)
+        self.batches = RankBatches(run, self.objective, self.loader)
+        made = (self.model, self.objective, self.sync, self.balance)
+        self.engine = parts.engine(run, *made, self._before_microbatch)
         self.steps = training.steps or self.loader.steps(training.epochs or 0)
-        self.evaluation = None
-        if store.index.eval_documents:
-            held_out = SequenceDataset(store, "eval", data.sequence_length, data.packing, shuffle=False)
-            self.evaluation = EvalLoader(
-                held_out,
-                training.microbatch_size,
-                data_rank,
-                data_ranks,
-                training.eval_sequences,
-                multiple=setup.plan.sequence_multiple,
-            )
+        self.evaluation = eval_loader(run, store)
         self.checkpoints = CheckpointManager(
             setup.paths.checkpoints,
             self.config.checkpoint.keep,
@@ -135,9 +112,16 @@ class Trainer:
             dense, multiple = not model_sizes(setup.spec, setup.model).experts, setup.plan.sequence_multiple
             rows, length = training.microbatch_size, data.sequence_length
             check_boundaries(
-                self.engine.logits, setup.model, device, rows, length, exact=dense, multiple=multiple, share=self._cut
+                self.engine.logits, setup.model, device, rows, length, exact=dense, multiple=multiple, share=self.batches.cut
             )
         self.recorder = Recorder(self.config, speaks=self.rank == 0, steps=self.steps, resumed_step=self.step)
+
+    def _before_microbatch(self, words: str = "") -> None:
+        self.progress(f"step {self.step + 1}{words and ', '}{words}")
+
+    def clip(self) -> torch.Tensor:
+        """Clip the gradient of the whole model, and return its norm before clipping."""
+        return self.engine.clip(self.config.training.clip_norm)
 
     def _streams(self) -> tuple[int, ...]:
         """Return what tells the random numbers of this rank from those of ranks with other tokens or layers."""
@@ -196,10 +180,9 @@ class Trainer:
     def train_step(self) -> None:
         """Run one optimizer step. The host does not wait for it; :meth:`metrics` returns how it went."""
         begun = time.perf_counter()
-        on_host = self._microbatches(self.step)
+        on_host = self.batches.of_step(self.step)
         # Tokens are counted before backward: the loss is divided by all tokens of the step, so no factor depends on the layout.
-        counts = torch.tensor([*self.objective.counts(on_host), self._routed(on_host)])
-        *batches, counted = [self._to_device(batch) for batch in (*on_host, {"counts": counts})]
+        *batches, counted = map(self.batches.to_device, (*on_host, {"counts": self.batches.counts(on_host)}))
         counts = self.mesh.sum(counted["counts"])
         counts, routed = counts[:-1], counts[-1]
         self.balance.begin_step(routed)
@@ -230,7 +213,7 @@ class Trainer:
         Times are means since the last call, and ``skipped`` counts the steps since then that changed nothing.
 
         Raises:
-            NonFiniteError: see :meth:`learn`.
+            NonFiniteError: see :meth:`read_finished_steps`.
         """
         self.read_finished_steps()
         skipped, self._skipped_since_metrics = self._skipped_since_metrics, 0
@@ -257,31 +240,6 @@ class Trainer:
                 self._skipped_since_metrics += 1
                 self._not_finite(step, values)
 
-    def _microbatches(self, step: int) -> list[Batch]:
-        """Return the microbatches of this rank in a step, on the host. They are the same in every call."""
-        whole = self.objective.training(self.loader.microbatches(step), self.loader.numbers(step))
-        return [self._share(batch) for batch in whole]
-
-    def _share(self, batch: Batch) -> Batch:
-        """Return this rank's part of each sequence of a batch, which is on the host; without context parallel, all of it."""
-        routed = self.objective.routed(batch) if self.setup.layout.size("cp") > 1 else None
-        known = {} if routed is None else {ROUTED: routed}
-        return self._cut({**batch, **known})
-
-    def _routed(self, batches: list[Batch]) -> int:
-        """Return the number of tokens that count for the balance of experts."""
-        return sum(int(mask.sum()) for batch in batches if (mask := self.objective.routed(batch)) is not None)
-
-    def _to_device(self, batch: Batch) -> Batch:
-        pinned = self.device.type == "cuda"
-        moved = {
-            name: (tensor.pin_memory() if pinned else tensor).to(self.device, non_blocking=True)
-            for name, tensor in batch.items()
-        }
-        if "position_ids" in batch:
-            carry_sequences_to(batch["position_ids"], moved["position_ids"])
-        return moved
-
     def _not_finite(self, step: int, values: dict[str, float]) -> None:
         """Save the batch and end the run, or print that the step was skipped. All ranks have the same numbers."""
         share = self.config.training.global_batch_size
@@ -297,11 +255,8 @@ class Trainer:
                     f"training.max_skipped={most} is the limit"
                 )
             return
-        batches = self._microbatches(step)
         folder = self.setup.paths.root / f"nonfinite-step-{step + 1}"
-        folder.mkdir(parents=True, exist_ok=True)
-        stacked = {name: _stacked([batch[name] for batch in batches]) for name in batches[0]}
-        save_tensors(stacked, folder / f"batch-rank-{self.rank}.safetensors")
+        self.batches.write(step, folder / f"batch-rank-{self.rank}.safetensors")
         raise NonFiniteError(
             f"{failure}; the batch of each rank is in {folder}; {kept}. training.on_nonfinite=skip leaves such steps out"
         )
@@ -311,7 +266,7 @@ class Trainer:
         """Return the mean loss in nats over the held-out tokens, the same on all ranks; ``None``: nothing is held out.
 
         Raises:
-            NonFiniteError: see :meth:`learn`.
+            NonFiniteError: see :meth:`read_finished_steps`.
         """
         self.read_finished_steps()
         self.unevaluated = False
@@ -323,9 +278,9 @@ class Trainer:
         def held_out() -> Iterator[Batch]:
             for index, batch in enumerate(evaluation):
                 self.progress(f"the evaluation after step {self.step}")
-                on_host = self._share(objective.held_out(batch, evaluation.numbers(index)))
+                on_host = self.batches.share(objective.held_out(batch, evaluation.numbers(index)))
                 counted.add_(torch.tensor(objective.counts([on_host])))
-                yield self._to_device(on_host)
+                yield self.batches.to_device(on_host)
 
         summed = self.engine.evaluate(held_out())
         sums, counts = self.mesh.sum(torch.stack([summed, counted.to(self.device)]))
@@ -352,7 +307,7 @@ class Trainer:
         """Save a checkpoint with everything that resuming needs, and return its path.
 
         Raises:
-            NonFiniteError: see :meth:`learn`; then nothing is saved.
+            NonFiniteError: see :meth:`read_finished_steps`; then nothing is saved.
         """
         self.read_finished_steps()
         self.progress(f"the checkpoint of step {self.step}")

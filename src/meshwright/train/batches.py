@@ -1,0 +1,69 @@
+"""The microbatches of this rank: its sequences, of each its part, on its device."""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from meshwright.data.loader import TrainLoader
+from meshwright.distributed.context.sequences import carry_sequences_to, share_batch
+from meshwright.files import save_tensors
+from meshwright.models.objective import ROUTED, Batch, Objective
+from meshwright.train.parts import RankSetup
+
+__all__ = ["RankBatches"]
+
+
+class RankBatches:
+    """Makes the microbatches that the objective asks for.
+
+    Args:
+        run: the run on this rank.
+        objective: what the model is trained to do.
+        loader: the loader of this rank's training data.
+    """
+
+    def __init__(self, run: RankSetup, objective: Objective, loader: TrainLoader) -> None:
+        self.objective, self.loader, self.device = objective, loader, run.device
+        self.shares = run.plan.layout.size("cp") > 1
+        self.cut = partial(share_batch, run.plan, run.mesh.rank("cp"))  # once: a slice of a mesh reads a tensor
+
+    def of_step(self, step: int) -> list[Batch]:
+        """Return the microbatches of a step, on the host. They are the same in every call."""
+        whole = self.objective.training(self.loader.microbatches(step), self.loader.numbers(step))
+        return [self.share(batch) for batch in whole]
+
+    def share(self, batch: Batch) -> Batch:
+        """Return this rank's part of each sequence of a batch, which is on the host; without context parallel, all of it."""
+        routed = self.objective.routed(batch) if self.shares else None
+        known = {} if routed is None else {ROUTED: routed}
+        return self.cut({**batch, **known})
+
+    def counts(self, batches: list[Batch]) -> torch.Tensor:
+        """Return the number of targets of each term of the loss, and last that of tokens that balance experts."""
+        routed = sum(int(mask.sum()) for batch in batches if (mask := self.objective.routed(batch)) is not None)
+        return torch.tensor([*self.objective.counts(batches), routed])
+
+    def to_device(self, batch: Batch) -> Batch:
+        """Return a batch on the device of this rank."""
+        pinned = self.device.type == "cuda"
+        moved = {
+            name: (tensor.pin_memory() if pinned else tensor).to(self.device, non_blocking=True)
+            for name, tensor in batch.items()
+        }
+        if "position_ids" in batch:
+            carry_sequences_to(batch["position_ids"], moved["position_ids"])
+        return moved
+
+    def write(self, step: int, file: Path) -> None:
+        """Write the microbatches of a step to a file, as rows of one batch."""
+        batches = self.of_step(step)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_tensors({name: _stacked([batch[name] for batch in batches]) for name in batches[0]}, file)
+
+
+def _stacked(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Concatenate the rows of several microbatches; shorter rows are padded with zeros at their end."""
+    columns = max(tensor.shape[1] for tensor in tensors)
+    return torch.cat([nn.functional.pad(tensor, (0, columns - tensor.shape[1])) for tensor in tensors])
