@@ -11,9 +11,9 @@ from meshwright.errors import PlanError
 from meshwright.layout import Layout
 from meshwright.models.families.default_configs import MISSING_DEFAULTS, model_types
 from meshwright.models.families.tiny import HEADS
+from meshwright.models.reading.module_runs import count_runs
 from meshwright.models.reading.tensor.pairs import trace_pairs
 from meshwright.models.reading.tensor.regions import trace_regions
-from meshwright.models.reading.tracing import count_runs
 from meshwright.models.specs.registry import spec_of
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.sliceable_pairs import Pair
