@@ -24,7 +24,6 @@ from meshwright.models.reading.tracing import (
     Operator,
     Rules,
     first_that_runs,
-    fresh,
     meta_positions,
     prime_length,
     tensors_in,
@@ -164,7 +163,7 @@ class _StageRules(Rules):
         elif self.hidden is not None and value is not self.hidden:
             self.problems.append(f"the input of layer {name!r} is not the output of {self.layers[-1].name!r}")
         if isinstance(value, torch.Tensor):
-            own = fresh(value)
+            own = _fresh(value)
             args = tuple(own if item is value else item for item in args)
             kwargs = {key: own if item is value else item for key, item in kwargs.items()}
         self.running = len(self.layers)
@@ -194,7 +193,7 @@ class _StageRules(Rules):
             self.problems.append(f"layer {name!r} returns {type(output).__name__}, and no hidden state first")
             return None
         self.layers[index] = LayerFacts(name, self.layers[index].argument, len(output) if several else 0)
-        self.hidden = fresh(value)
+        self.hidden = _fresh(value)
         return (self.hidden, *output[1:]) if several else self.hidden
 
     # -- operators ---------------------------------------------------------------------------------------------------------
@@ -237,6 +236,11 @@ class _StageRules(Rules):
         reader = f"{module or 'the model'!r}" if self.running is None else f"layer {self.layers[self.running].name!r}"
         source = "what runs before the first layer" if origin == _BEFORE else f"layer {self.layers[origin].name!r}"
         self.problems.append(f"{reader} reads more than its hidden state of {source}")
+
+
+def _fresh(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same shape that comes from nowhere."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def _around(model: nn.Module, layers: Sequence[str]) -> str:

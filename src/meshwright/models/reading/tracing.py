@@ -38,7 +38,6 @@ __all__ = [
     "attributes",
     "first_that_runs",
     "forward",
-    "fresh",
     "hooked",
     "meta_positions",
     "meta_tensors",
@@ -174,12 +173,18 @@ class _Mode(TorchDispatchMode):
         return self.rules.leave(name, module, args, kwargs, output)
 
     def attend(
-        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, **options: Any
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any = None,
+        **options: Any,
     ) -> tuple[torch.Tensor, None]:
         """Stand in for the attention function: query [B, heads, S, key size], key and value [B, key/value heads, S, size]."""
         output = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
         name = self.names.get(module, type(module).__name__)
-        self.rules.attention(Attention(name, query, key, value, mask, options, output))
+        self.rules.attention(Attention(name, query, key, value, attention_mask, options, output))
         return output, None
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -310,8 +315,8 @@ def attributes(changes: Iterable[tuple[Any, Mapping[str, Any]]]) -> Iterator[Non
         yield
     finally:
         for (own, values), old in zip(changes, before, strict=True):
-            for name in values:
-                own.pop(name, None)
+            for name in values.keys() - old.keys():
+                del own[name]
             own.update(old)
 
 
@@ -321,11 +326,6 @@ def attributes(changes: Iterable[tuple[Any, Mapping[str, Any]]]) -> Iterator[Non
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in nested containers."""
     return [item for item in tree_leaves(tree) if isinstance(item, torch.Tensor)]
-
-
-def fresh(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same shape that comes from nowhere."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def meta_positions(length: int, rows: int = 1) -> torch.Tensor:
