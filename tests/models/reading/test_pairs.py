@@ -155,6 +155,15 @@ def test_heads_are_followed(change: Callable[[Attention, torch.Tensor], torch.Te
         assert pair is None or (pair.blocks, pair.counts) == (4, ((f"{layer}.self_attn", "num_heads", 4),))
 
 
+def test_attributes_that_count_heads_keep_value_and_order() -> None:
+    model = tiny_model("llama", meta=True, num_key_value_heads=4)
+    for layer in model.model.layers:
+        layer.self_attn = Attention(layer.self_attn, lambda _, scores: scores)
+    before = {name: [*vars(module).items()] for name, module in model.named_modules()}
+    assert any(pair.counts for pair in trace_pairs(model, LAYERS).found)
+    assert {name: [*vars(module).items()] for name, module in model.named_modules()} == before
+
+
 @pytest.mark.parametrize(
     "before",
     [

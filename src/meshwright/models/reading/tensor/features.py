@@ -219,24 +219,22 @@ class FeatureRules(Rules):
             self.numbers += _numbers((operator.kwargs, operator.args[2:]))
             return
         sources = frozenset().union(*(mark.sources for mark in marks))
-        operands = operator.operands
-        found = self._after(operator.function, operator.name, operands, tensors, results)
+        found = self._after(operator)
         if found is not None:
             for item in results:
                 self._mark(item, replace(found, sources=sources))
             return
         self._unfit |= sources
         first = self._marks.get(tensors[0])
-        if operator.name in _COMPUTE_ALONG and first and first.dim in _dims(tensors[0], operands):
+        if operator.name in _COMPUTE_ALONG and first and first.dim in _dims(tensors[0], operator.operands):
             self.mixed.update(dict.fromkeys(first.sources, str(operator.function)))
 
-    def _after(
-        self, function: Any, name: str, operands: dict[str, Any], tensors: list[torch.Tensor], results: list[torch.Tensor]
-    ) -> _Mark | None:
+    def _after(self, operator: Operator) -> _Mark | None:
         """Return the mark of the results of an operator; ``None``: it does not treat each block alone."""
+        name, operands, tensors, results = operator.name, operator.operands, operator.tensors, operator.results
         first = tensors[0]
         mark, place = self._marks.get(first), self._place(first)
-        if torch.Tag.pointwise in function.tags or name in _SAME:
+        if torch.Tag.pointwise in operator.function.tags or name in _SAME:
             return self._pointwise(tensors, results, operands)
         if mark is None:
             return None
