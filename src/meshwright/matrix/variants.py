@@ -14,7 +14,7 @@ from typing import Any
 
 from meshwright.models.model_config import ModelConfig
 from meshwright.models.reading.context import trace_attentions
-from meshwright.models.reading.tracing import Inputs, Operator, Rules, traced
+from meshwright.models.reading.tracing import Inputs, Operator, Tracer, traced
 from meshwright.models.specs.registry import spec_of
 from meshwright.models.weights.build import build_on_meta, pretrained_config
 from meshwright.plan.given.attentions import AttentionFacts
@@ -90,7 +90,7 @@ def _candidates(model: ModelConfig) -> Iterator[tuple[str, Any]]:
                 yield key, absent if value else there
 
 
-class _Operators(Rules):
+class _Operators(Tracer):
     """Counts the operators of a forward."""
 
     def __init__(self, inputs: Inputs) -> None:

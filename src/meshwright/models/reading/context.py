@@ -18,7 +18,7 @@ from torch import nn
 
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.reading.token_dimension import TokenDimension
-from meshwright.models.reading.tracing import RULE, Attention, Inputs, Labels, Operator, Rules, traced
+from meshwright.models.reading.tracing import RULE, Attention, Inputs, Labels, Operator, Tracer, traced
 from meshwright.plan.given.attentions import AttentionFacts, Attentions, unknown_argument
 from meshwright.plan.given.spec import ExpertsRule
 
@@ -42,7 +42,7 @@ def trace_attentions(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = 
     if problems:
         return Attentions((), tuple(problems))
     # A mask of ones, because without one documents are looked for, which needs values.
-    found, why = traced(model, experts, _AttentionRules, ("cpu", "meta"))
+    found, why = traced(model, experts, _AttentionTracer, ("cpu", "meta"))
     if found is None:
         return Attentions((), (f"its forward cannot be traced without values ({why})",))
     return Attentions(tuple(found.rows.values()), tuple(dict.fromkeys(found.problems)), compat.attention_of(model))
@@ -62,7 +62,7 @@ def _rope_types(module: nn.Module) -> Iterator[str]:
     yield from (kind for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]) if isinstance(kind, str))
 
 
-class _AttentionRules(Rules):
+class _AttentionTracer(Tracer):
     """Records calls of the attention function, and operators outside of it that mix tokens."""
 
     def __init__(self, inputs: Inputs) -> None:

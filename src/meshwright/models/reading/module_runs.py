@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from meshwright.models.reading.tracing import Inputs, Rules, traced
+from meshwright.models.reading.tracing import Inputs, Tracer, traced
 from meshwright.plan.given.spec import ExpertsRule
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def count_runs(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = ()) ->
     return {} if counted is None else {name: counted.runs.get(name, (0, 0)) for name, _ in model.named_modules()}
 
 
-class _Runs(Rules):
+class _Runs(Tracer):
     """Counts calls of modules."""
 
     def __init__(self, inputs: Inputs) -> None:

@@ -8,7 +8,7 @@ from meshwright.errors import UnsupportedError
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.reading.tracing import (
     Inputs,
-    Rules,
+    Tracer,
     first_that_runs,
     forward,
     meta_positions,
@@ -43,7 +43,7 @@ def trace_head(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = ()) ->
     def called(device: str | None) -> Any:
         with deferring(head, words):
             try:
-                return forward(model, experts, Rules(Inputs(tensors, meta_positions(prime_length(model)), device)))
+                return forward(model, experts, Tracer(Inputs(tensors, meta_positions(prime_length(model)), device)))
             except UnsupportedError as error:
                 return error
 

@@ -22,7 +22,7 @@ from meshwright.models.reading.tracing import (
     Inputs,
     Labels,
     Operator,
-    Rules,
+    Tracer,
     first_that_runs,
     meta_positions,
     prime_length,
@@ -55,7 +55,7 @@ def trace_stages(model: "PreTrainedModel", layers: Sequence[str], experts: Seque
     """
     if model.config.get_text_config() is not model.config:
         return StageFacts(problems=("it has parts beside its language model, whose stages would not run what is around it",))
-    found, why = traced(model, experts, partial(_StageRules, model, layers))
+    found, why = traced(model, experts, partial(_StageTracer, model, layers))
     if found is None:
         return StageFacts(problems=(f"its forward cannot be traced without values ({why})",))
     facts = found.facts()
@@ -74,7 +74,7 @@ def _problems_of_parts(model: "PreTrainedModel", facts: StageFacts, experts: Seq
         if begin:
             dtype = next(model.parameters()).dtype
             crossing_of(part).received = torch.empty((*positions.shape, facts.hidden), dtype=dtype, device="meta")
-        _, why = traced(part, experts, Rules, positions=positions)
+        _, why = traced(part, experts, Tracer, positions=positions)
         if not why and all(tensor.is_meta for tensor in shared.values()):
             _, why = first_that_runs(partial(lambda model, _: model.apply(model._init_weights), part), (None,))
         if why:
@@ -82,7 +82,7 @@ def _problems_of_parts(model: "PreTrainedModel", facts: StageFacts, experts: Seq
     return ()
 
 
-class _StageRules(Rules):
+class _StageTracer(Tracer):
     """Follows what each tensor was computed from, and records how layers are called."""
 
     def __init__(self, model: nn.Module, layers: Sequence[str], inputs: Inputs) -> None:

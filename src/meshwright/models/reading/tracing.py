@@ -3,9 +3,9 @@
 The model is called with tensors on the meta device: they have shapes, and nothing is computed. What depends on values is
 replaced for this call: the attention function with its masks, and mixtures of experts.
 
-Each question about a model is a set of :class:`Rules`: which labels tensors have at first, and what operators, attentions and
-the borders of modules do with them. A forward follows the rules of one question. A plan asks few questions, and most of them
-change what the model computes with, so there is little that two of them could share.
+Each question about a model has a :class:`Tracer` of its own: which labels tensors have at first, and what operators, attentions
+and the borders of modules do with them. It has a forward of its own, too, because most questions change what the model computes
+with, and a plan asks few of them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ __all__ = [
     "Inputs",
     "Labels",
     "Operator",
-    "Rules",
+    "Tracer",
     "attributes",
     "first_that_runs",
     "forward",
@@ -54,7 +54,7 @@ MASK_DEVICES = ("cpu", "meta", None)
 """The mask devices to try, see :class:`Inputs`: which of them a model can be called with depends on its code."""
 
 
-# -- rules -------------------------------------------------------------------------------------------------------------------
+# -- tracers -----------------------------------------------------------------------------------------------------------------
 
 
 class Inputs(NamedTuple):
@@ -125,8 +125,8 @@ class Attention(NamedTuple):
     output: torch.Tensor
 
 
-class Rules:
-    """What one question follows through a forward. These rules follow nothing: a question overrides what it needs.
+class Tracer:
+    """Follows one question through a forward. This one follows nothing: a question overrides what it needs.
 
     Args:
         inputs: what the model is called with.
@@ -148,16 +148,16 @@ class Rules:
         """After a call of the attention function."""
 
 
-R = TypeVar("R", bound=Rules)
+R = TypeVar("R", bound=Tracer)
 
 
 class _Mode(TorchDispatchMode):
-    """Tells rules what happens in a forward."""
+    """Tells a tracer what happens in a forward: the only dispatch mode that reads a model."""
 
-    def __init__(self, model: nn.Module, rules: Rules) -> None:
+    def __init__(self, model: nn.Module, tracer: Tracer) -> None:
         super().__init__()
         self.names = {module: name for name, module in model.named_modules()}
-        self.rules, self.running = rules, [""]
+        self.tracer, self.running = tracer, [""]
 
     def hooks(self) -> Iterator[RemovableHandle]:
         for module, name in self.names.items():
@@ -166,11 +166,11 @@ class _Mode(TorchDispatchMode):
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.running.append(name)
-        return self.rules.enter(name, module, args, kwargs)
+        return self.tracer.enter(name, module, args, kwargs)
 
     def _leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         self.running.pop()
-        return self.rules.leave(name, module, args, kwargs, output)
+        return self.tracer.leave(name, module, args, kwargs, output)
 
     def attend(
         self,
@@ -184,14 +184,14 @@ class _Mode(TorchDispatchMode):
         """Stand in for the attention function: query [B, heads, S, key size], key and value [B, key/value heads, S, size]."""
         output = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
         name = self.names.get(module, type(module).__name__)
-        self.rules.attention(Attention(name, query, key, value, attention_mask, options, output))
+        self.tracer.attention(Attention(name, query, key, value, attention_mask, options, output))
         return output, None
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = function(*args, **kwargs)
         read, made = tensors_in((args, kwargs)), tensors_in(result)
-        self.rules.operator(Operator(function, args, kwargs, read, made, self.running[-1]))
+        self.tracer.operator(Operator(function, args, kwargs, read, made, self.running[-1]))
         return result
 
 
@@ -207,12 +207,12 @@ def traced(
     tensors: Mapping[str, torch.Tensor] | None = None,
     positions: torch.Tensor | None = None,
 ) -> tuple[R | None, str]:
-    """Return rules after a forward that they followed, or ``None`` and the reason why the model cannot be called.
+    """Return a tracer after the forward that it followed, or ``None`` and the reason why the model cannot be called.
 
     Args:
         model: a causal language model, on any device. It is not changed.
         experts: its mixtures, see :func:`forward`.
-        make: makes the rules, anew for each attempt.
+        make: makes a tracer, for each attempt another one.
         devices: the mask devices to try, in this order.
         tensors: parameters and buffers, by default :func:`meta_tensors`.
         positions: by default one row of a prime length.
@@ -220,23 +220,23 @@ def traced(
 
     def attempt(device: str | None) -> R:
         given = meta_tensors(model) if tensors is None else tensors
-        rules = make(Inputs(given, meta_positions(prime_length(model)) if positions is None else positions, device))
-        forward(model, experts, rules)
-        return rules
+        tracer = make(Inputs(given, meta_positions(prime_length(model)) if positions is None else positions, device))
+        forward(model, experts, tracer)
+        return tracer
 
     return first_that_runs(attempt, devices)
 
 
-def forward(model: "PreTrainedModel", experts: Sequence[ExpertsRule], rules: Rules) -> Any:
-    """Call a model once, in training mode, with the inputs of rules that follow it, and return its output.
+def forward(model: "PreTrainedModel", experts: Sequence[ExpertsRule], tracer: Tracer) -> Any:
+    """Call a model once, in training mode, with the inputs of a tracer that follows it, and return its output.
 
     Args:
         model: the model, on any device. It is not changed.
         experts: its mixtures. They return their hidden state, because which experts compute depends on values.
-        rules: the rules. Masks are tensors without values that carry their rule, see :data:`RULE`.
+        tracer: what follows it. Masks are tensors without values that carry their rule, see :data:`RULE`.
     """
-    tensors, positions, device = rules.inputs
-    shape, mode, modules = tuple(positions.shape), _Mode(model, rules), dict(model.named_modules())
+    tensors, positions, device = tracer.inputs
+    shape, mode, modules = tuple(positions.shape), _Mode(model, tracer), dict(model.named_modules())
     mixtures = [modules[name] for rule in experts for name in match_names(rule.pattern, modules)]
     inputs = {"input_ids": torch.zeros(shape, dtype=torch.long, device="meta"), "position_ids": positions, "use_cache": False}
     if device is not None:
@@ -246,7 +246,7 @@ def forward(model: "PreTrainedModel", experts: Sequence[ExpertsRule], rules: Rul
         stack.enter_context(_registered(model, mode.attend))
         stack.enter_context(attributes((module, {"training": True}) for module in mode.names))  # it may drop attention weights
         stack.enter_context(attributes((module, {"forward": _pass_over}) for module in mixtures))
-        if type(rules).operator is not Rules.operator:  # a mode takes time
+        if type(tracer).operator is not Tracer.operator:  # a mode takes time
             stack.enter_context(mode)
         return torch.func.functional_call(model, dict(tensors), (), inputs)
 

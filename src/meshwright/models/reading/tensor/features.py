@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from meshwright.models.reading.tracing import Attention, Inputs, Labels, Operator, Rules, tensors_in
+from meshwright.models.reading.tracing import Attention, Inputs, Labels, Operator, Tracer, tensors_in
 from meshwright.plan.given.sliceable_pairs import Pair
 
-__all__ = ["FeatureRules"]
+__all__ = ["FeatureTracer"]
 
 _SAME = {
     "clone",
@@ -83,7 +83,7 @@ class _Mark:
         return None
 
 
-class FeatureRules(Rules):
+class FeatureTracer(Tracer):
     """Follows features from linear layers to others.
 
     Args:
@@ -150,7 +150,7 @@ class FeatureRules(Rules):
                 found.append(Pair(tuple(sorted(names)), taker, math.gcd(*(self._blocks[name] for name in names)), (), beside))
         return tuple(found)
 
-    def repeats(self, other: "FeatureRules") -> bool:
+    def repeats(self, other: "FeatureTracer") -> bool:
         """Return whether all that should not depend on the number of features is the same in another trace."""
         return repr((self.numbers, self.plain)) == repr((other.numbers, other.plain))  # NaN is not equal to itself
 

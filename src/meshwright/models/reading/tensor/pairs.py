@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from meshwright.models import _transformers_compat as compat
-from meshwright.models.reading.tensor.features import FeatureRules
+from meshwright.models.reading.tensor.features import FeatureTracer
 from meshwright.models.reading.tracing import attributes, traced
 from meshwright.plan.given.names import holder_of, within
 from meshwright.plan.given.parameter_storage import is_conv1d, names_of_parameters
@@ -66,8 +66,8 @@ def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequen
     }
     owners = {holder_of(own) for tied in embeddings.values() for own in tied}
     watched = {name: first for name, (first, *_) in embeddings.items()}
-    rules = partial(FeatureRules, linear, parameters, watched, owners)
-    whole, _ = traced(model, experts, rules)
+    tracer = partial(FeatureTracer, linear, parameters, watched, owners)
+    whole, _ = traced(model, experts, tracer)
     if whole is None:
         return Pairs()
     found = [pair for pair in whole.pairs() if pair.blocks > 1]
@@ -77,7 +77,7 @@ def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequen
         counts = ((modules[holder], {name: 2 * value}) for pair in tried for holder, name, value in pair.counts)
         with attributes(counts):
             tensors = _doubled(whole.inputs.tensors, linear, tried)
-            trial, _ = traced(model, experts, rules, (whole.inputs.mask_device,), tensors=tensors)
+            trial, _ = traced(model, experts, tracer, (whole.inputs.mask_device,), tensors=tensors)
         expected = {replace(pair, blocks=2 * pair.blocks) for pair in pairs}
         if trial is not None and trial.repeats(whole) and expected <= set(trial.pairs()):
             return Pairs(tuple(tried), whole.mixed, _vocabulary(model, names), tuple(whole.read))

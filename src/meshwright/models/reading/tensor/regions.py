@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from meshwright.models.reading.token_dimension import TokenDimension
-from meshwright.models.reading.tracing import Attention, Inputs, Labels, Operator, Rules, prime_length, tensors_in, traced
+from meshwright.models.reading.tracing import Attention, Inputs, Labels, Operator, Tracer, prime_length, tensors_in, traced
 from meshwright.plan.given.hidden_argument import hidden_argument, value_of, with_argument
 from meshwright.plan.given.names import within
 from meshwright.plan.given.sequence_regions import RegionFacts
@@ -41,11 +41,11 @@ def trace_regions(model: "PreTrainedModel", layers: Sequence[str], experts: Sequ
     regions = _regions_of(model, layers)
     if not regions:
         return RegionFacts(problem=f"layer {layers[0]!r} has no attention and MLP that are modules of their own")
-    found, why = traced(model, experts, partial(_RegionRules, model, layers, regions))
+    found, why = traced(model, experts, partial(_RegionTracer, model, layers, regions))
     if found is None:
         return RegionFacts(problem=f"its stream cannot be sliced ({why})")
     # The norm after the layers is not on a stage before the last, and what follows gets a slice there.
-    cut, why = traced(model, experts, partial(_RegionRules, model, layers, regions, cut=True))
+    cut, why = traced(model, experts, partial(_RegionTracer, model, layers, regions, cut=True))
     facts = found.facts()
     return facts if cut is not None else replace(facts, problem_in_stages=f"a slice cannot leave a stage ({why})")
 
@@ -62,7 +62,7 @@ def _regions_of(model: nn.Module, layers: Sequence[str]) -> list[str]:
     return regions
 
 
-class _RegionRules(Rules):
+class _RegionTracer(Tracer):
     """Redistributes the stream at the borders of regions, and records what does not fit.
 
     Args:
