@@ -14,6 +14,7 @@ from meshwright.audit.data import draw_documents
 from meshwright.audit.report import AuditReport
 from meshwright.errors import ConfigError, MeshwrightError, UnsupportedError
 from meshwright.plan.given.closed_choices import ContextBalance, ContextMethod, PipelineSchedule, SyncPolicy
+from meshwright.shrink.kinds import with_layers
 from meshwright.train.config import RunConfig
 from meshwright.train.proofs.claim import Claim
 
@@ -176,9 +177,7 @@ def deepened(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """Return a model's config with a multiple of its layers, at least so many. Lists of one entry a layer are repeated."""
     key = next(key for key in ("num_hidden_layers", "n_layer", "layers_block_type") if key in config)
     had = config[key] if isinstance(config[key], int) else len(config[key])
-    times = -(-layers // had)
-    longer = {name: value * times for name, value in config.items() if isinstance(value, list) and len(value) == had}
-    return {**config, **longer, **({key: had * times} if isinstance(config[key], int) else {})}
+    return {**config, **with_layers(config, key, [*range(had)] * -(-layers // had))}
 
 
 class Outcome(StrEnum):

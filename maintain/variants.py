@@ -12,18 +12,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from meshwright.models.model_config import ModelConfig
 from meshwright.models.reading.context import trace_attentions
-from meshwright.models.reading.tracing import (
-    call_on_meta,
-    first_that_runs,
-    meta_positions,
-    meta_tensors,
-    no_attention,
-    prime_length,
-)
+from meshwright.models.reading.tracing import Inputs, Operator, Tracer, traced
 from meshwright.models.specs.registry import spec_of
 from meshwright.models.weights.build import build_on_meta, pretrained_config
 from meshwright.plan.given.attentions import AttentionFacts
@@ -99,16 +90,15 @@ def _candidates(model: ModelConfig) -> Iterator[tuple[str, Any]]:
                 yield key, absent if value else there
 
 
-class _Operators(TorchDispatchMode):
-    """Counts the operators that are called inside."""
+class _Operators(Tracer):
+    """Counts the operators of a forward."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, inputs: Inputs) -> None:
+        super().__init__(inputs)
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
+    def operator(self, operator: Operator) -> None:
+        self.counts[str(operator.function)] += 1
 
 
 def _signature(model: ModelConfig) -> Signature | None:
@@ -126,11 +116,5 @@ def _signature(model: ModelConfig) -> Signature | None:
         name if name in distinct else f"{name} (tied)": tuple(own.shape)
         for name, own in built.named_parameters(remove_duplicate=False)
     }
-    tensors, positions = meta_tensors(built), meta_positions(prime_length(built))
-
-    def counted(device: str | None) -> Counter[str]:
-        with _Operators() as operators:
-            call_on_meta(built, experts, no_attention, tensors, positions, device)
-        return operators.counts
-
-    return shapes, first_that_runs(counted)[0] or Counter(), trace_attentions(built, experts).rows
+    counted, _ = traced(built, experts, _Operators)
+    return shapes, counted.counts if counted else Counter(), trace_attentions(built, experts).rows

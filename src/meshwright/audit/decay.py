@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from meshwright.plan.given.names import match_names
+from meshwright.plan.given.parameter_storage import names_of_parameters
 from meshwright.train.config import OptimizerConfig
 
 __all__ = ["decayed_by_optimizer", "plain_optimizer", "to_be_decayed"]
@@ -26,20 +27,15 @@ def to_be_decayed(model: nn.Module, experts: int, no_decay: Iterable[str], decay
         no_decay: patterns of the names that the user excepts.
         decay: patterns of the names that the user adds.
     """
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
     decayed = []
-    for name, parameter in model.named_parameters():
-        excepted, added = (
-            any(match_names(pattern, names[id(parameter)]) for pattern in patterns) for patterns in (no_decay, decay)
-        )
-        if parameter.requires_grad and not excepted and (added or not _is_vector(model, name, parameter, experts)):
-            decayed.append(name)
+    for parameter, names in names_of_parameters(model).items():
+        excepted, added = (any(match_names(pattern, names) for pattern in patterns) for patterns in (no_decay, decay))
+        if parameter.requires_grad and not excepted and (added or not _is_vector(model, names[0], parameter, experts)):
+            decayed.append(names[0])
     return decayed
 
 
-def _is_vector(model: nn.Module, name: str, parameter: nn.Parameter, experts: int) -> bool:
+def _is_vector(model: nn.Module, name: str, parameter: torch.Tensor, experts: int) -> bool:
     path, _, own = name.rpartition(".")
     holder = model.get_submodule(path)
     shape = list(parameter.shape)

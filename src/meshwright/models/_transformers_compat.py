@@ -139,14 +139,6 @@ def tp_style_names() -> frozenset[str]:
     return frozenset(ALL_PARALLEL_STYLES.keys())
 
 
-def linear_classes() -> "tuple[type[nn.Module], ...]":
-    """Return the classes of linear layers. The weight of the second one is [in, out]."""
-    from torch import nn
-    from transformers.pytorch_utils import Conv1D
-
-    return nn.Linear, Conv1D
-
-
 def embedding_and_head(model: "PreTrainedModel") -> "tuple[nn.Module | None, nn.Module | None]":
     """Return the embedding of tokens and the output head of a model, or ``None`` for what it does not have.
 

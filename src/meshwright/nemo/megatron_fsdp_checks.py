@@ -11,6 +11,7 @@ from meshwright.errors import ModelError, PlanError
 from meshwright.nemo.functions import get_lm_ac_layers
 from meshwright.plan.axes.tensor.given_styles import import_object
 from meshwright.plan.given.names import inside
+from meshwright.plan.given.parameter_storage import names_of_parameters
 
 __all__ = ["model_problems", "parameter_groups", "unit_classes"]
 
@@ -56,18 +57,11 @@ def model_problems(model: nn.Module, from_meta: bool) -> list[str]:
     lost = [name for name, buffer in model.named_buffers() if buffer.is_meta and id(buffer) not in owned]
     if lost:
         problems.append(f"init_nvfsdp_with_meta_device=True: nothing would fill the buffer {lost[0]!r}; materialise the model")
-    tied = _names_by_parameter(model)
+    tied = names_of_parameters(model)
     shared = next((names for names in tied.values() if len(names) > 1 and named[names[0]].is_meta), None)
     if shared:
         problems.append(f"init_nvfsdp_with_meta_device=True: {' and '.join(shared)} are one parameter, and would become two")
     return problems
-
-
-def _names_by_parameter(model: nn.Module) -> dict[int, list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return names
 
 
 def unit_classes(
@@ -134,8 +128,8 @@ def parameter_groups(model: nn.Module, optimizer: Optimizer | None) -> tuple[lis
     if optimizer is None:
         return [], []
     problems = []
-    names = {key: alike[0] for key, alike in _names_by_parameter(model).items()}
-    groups = [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+    names = {key: alike[0] for key, alike in names_of_parameters(model).items()}
+    groups = [[names.get(parameter, "") for parameter in group["params"]] for group in optimizer.param_groups]
     if strangers := sum(not name for name in _flat(groups)):
         problems.append(f"optimizer: {strangers} of its parameters are not the model's")
     if not all(groups):

@@ -1,7 +1,7 @@
-"""The layers of a model and their kinds, and what a small model lacks of a large one."""
+"""The layers of a model and their kinds, a config with other layers, and what a small model lacks of a large one."""
 
 import re
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -13,7 +13,7 @@ from meshwright.plan.given.spec import ParallelSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["kinds_of", "layers_of", "lists_of", "lost_between", "second_of_ties"]
+__all__ = ["kinds_of", "layers_of", "lists_of", "lost_between", "second_of_ties", "with_layers"]
 
 LARGE = 50_000_000
 """Most parameters of a small model."""
@@ -30,10 +30,23 @@ def layers_of(model: nn.Module, patterns: Iterable[str]) -> tuple[str, int]:
     return path, parents.count(path)
 
 
-def lists_of(model: "PreTrainedModel", count: int) -> list[str]:
-    """Return the keys of the config whose value is a list with an entry for each layer."""
-    text = model.config.get_text_config().to_dict()
-    return [key for key, value in text.items() if isinstance(value, list) and len(value) == count and "token" not in key]
+def lists_of(config: Mapping[str, Any], count: int) -> list[str]:
+    """Return the keys of a config whose value is a list with an entry for each layer."""
+    return [key for key, value in config.items() if isinstance(value, list) and len(value) == count and "token" not in key]
+
+
+def with_layers(config: Mapping[str, Any], key: str, layers: Sequence[int]) -> dict[str, Any]:
+    """Return the values of a config that other layers change: their number, and its lists with an entry for each layer.
+
+    Args:
+        config: the values of the config.
+        key: the key that has the number of layers, or a list of them.
+        layers: numbers of the config's layers, one for each new layer; one may stand several times.
+    """
+    number = isinstance(config[key], int)
+    lists = lists_of(config, config[key] if number else len(config[key]))
+    picked: dict[str, Any] = {name: [config[name][index] for index in layers] for name in lists}
+    return {**picked, key: len(layers)} if number else picked
 
 
 def kinds_of(
@@ -86,7 +99,7 @@ def lost_between(
     for kind, (old, new) in (("class", classes), ("parameter", names), ("tie", tied)):
         differences += [f"the {kind} {name} would be lost" for name in sorted(old - new)]
         differences += [f"the {kind} {name} would be new" for name in sorted(new - old)]
-    lists = lists_of(large, sum(1 for _ in large.get_submodule(path).children()))
+    lists = lists_of(large.config.get_text_config().to_dict(), sum(1 for _ in large.get_submodule(path).children()))
     if (left := sum(1 for _ in small.get_submodule(path).children())) != len(kept):
         return [*differences, f"{left} layers would be left, not {len(kept)}"]
     pairs = zip(kept, kinds_of(large, path, kept, lists), kinds_of(small, path, range(len(kept)), lists), strict=True)

@@ -240,9 +240,8 @@ def _shrink_model(
     path, count = layers_of(large, spec.layers)
     everything = list(range(count))
     stays = sum(parameter.numel() for parameter in large.parameters()) <= SMALL
-    kinds: list[Any] = (
-        everything if stays else kinds_of(large, path, everything, lists_of(large, count), _marks(patterns, large, path, count))
-    )
+    lists = lists_of(large.config.get_text_config().to_dict(), count)
+    kinds: list[Any] = everything if stays else kinds_of(large, path, everything, lists, _marks(patterns, large, path, count))
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     more = [index for index in everything if index not in firsts]
     firsts = sorted([*firsts, *more[: max(0, max(2, needs.stages) - len(firsts))]])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.models.model_config import ModelConfig
 from meshwright.models.weights.build import legal_keys
+from meshwright.shrink.kinds import lists_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -188,7 +189,7 @@ class _Numbers:
             return [[[kinds[index] for index in self.kept], 1]], ""
         if re.search(r"(layers|layer_ids|idxs|indexes)$", key) and numbers and value == sorted(set(value)):
             return [new for new, index in enumerate(self.kept) if index in value], "numbers of the layers that stay"
-        if self.layers and len(value) == self.layers and "token" not in key:
+        if self.layers and lists_of({key: value}, self.layers):
             value = [value[index] for index in self.kept]
         return [self.new(key, item, RULES)[0] for item in value] if numbers else value, ""
 

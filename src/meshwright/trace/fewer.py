@@ -15,6 +15,7 @@ from meshwright.plan.given.closed_choices import PipelineSchedule
 from meshwright.plan.given.names import inside
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ROOT, ShardingPlan
+from meshwright.shrink.kinds import with_layers
 from meshwright.train.run_objective import make_objective
 from meshwright.train.start.setup import RunSetup
 
@@ -27,7 +28,8 @@ __all__ = ["kinds_of_layers", "layers_of_config", "with_fewer", "world_of"]
 def kinds_of_layers(plan: ShardingPlan) -> list[int]:
     """Return the kind of each layer, a number: layers of a kind have parameters of the same shapes, and the same units.
 
-    That the last layer stays gathered after forward does not count: it does so in a run with fewer layers too.
+    That the last layer stays gathered after forward does not count: it does so in a run with fewer layers too. The kinds of an
+    audit (:func:`meshwright.shrink.kinds.kinds_of`) are finer: a window makes another kind there, but holds the same here.
     """
     kinds: dict[Any, int] = {}
     found = []
@@ -110,11 +112,8 @@ def _config(setup: RunSetup, layers: int) -> "PretrainedConfig":
     *path, name = setup.spec.sizes["layers"].split(".")
     for part in path:
         section = getattr(section, part)
-    count = getattr(section, name)
-    if layers == len(setup.plan.layers):
-        return config
-    for key, value in vars(section).items():
-        if isinstance(value, list) and len(value) == count:
-            setattr(section, key, value[:layers])
-    setattr(section, name, layers)
+    if layers != len(setup.plan.layers):
+        values = {name: getattr(section, name), **vars(section)}
+        for key, value in with_layers(values, name, range(layers)).items():
+            setattr(section, key, value)
     return config

@@ -141,6 +141,11 @@ def test_chunks_are_neither_a_window_nor_causal() -> None:
     assert any(row.problem for row in attentions_of(model).rows)
 
 
+def test_a_mask_may_be_passed_by_keyword() -> None:
+    model = built("afmoe", intermediate_size=64, num_dense_layers=4)
+    assert [(row.problem, row.causal) for row in attentions_of(model).rows] == [("", True)] * 4
+
+
 def test_a_model_is_not_changed() -> None:
     model = tiny_model("mixtral")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -11,9 +11,9 @@ from maintain.default_configs import MISSING_DEFAULTS, model_types
 from maintain.tiny import HEADS
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
+from meshwright.models.reading.module_runs import count_runs
 from meshwright.models.reading.tensor.pairs import trace_pairs
 from meshwright.models.reading.tensor.regions import trace_regions
-from meshwright.models.reading.tracing import count_runs
 from meshwright.models.specs.registry import spec_of
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.sliceable_pairs import Pair
@@ -153,6 +153,15 @@ def test_heads_are_followed(change: Callable[[Attention, torch.Tensor], torch.Te
         pair = found.get(f"{layer}.self_attn.o_proj")
         assert (pair is not None) is sliced
         assert pair is None or (pair.blocks, pair.counts) == (4, ((f"{layer}.self_attn", "num_heads", 4),))
+
+
+def test_attributes_that_count_heads_keep_value_and_order() -> None:
+    model = tiny_model("llama", meta=True, num_key_value_heads=4)
+    for layer in model.model.layers:
+        layer.self_attn = Attention(layer.self_attn, lambda _, scores: scores)
+    before = {name: [*vars(module).items()] for name, module in model.named_modules()}
+    assert any(pair.counts for pair in trace_pairs(model, LAYERS).found)
+    assert {name: [*vars(module).items()] for name, module in model.named_modules()} == before
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from meshwright.models.adapters.adapter_files import (
     read_adapter,
     wrappers,
 )
-from meshwright.models.adapters.adapter_targets import CONV1D, Chosen, choose
+from meshwright.models.adapters.adapter_targets import Chosen, choose
 from meshwright.models.adapters.expert_adapters import adapt_experts, bare_experts, merge_experts
 from meshwright.models.model_config import AdapterConfig
 from meshwright.models.weights.initial_values import derive_seed, keep_slice
@@ -38,6 +38,7 @@ from meshwright.plan.axes.tensor.styles import canonical
 from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.plan.given.inspection import PACKED_ATTRIBUTE
 from meshwright.plan.given.names import generalize, match_names, within
+from meshwright.plan.given.parameter_storage import is_conv1d
 from meshwright.plan.given.spec import UnitRule
 
 if TYPE_CHECKING:
@@ -236,7 +237,7 @@ def _norms(wrapper: Any) -> torch.Tensor:
     if isinstance(wrapper.base_layer, Packs) and wrapper.base_layer.packed_weights:  # stored in 4 bits, if not yet, then later
         dtype = wrapper.base_layer.unpacked_dtype
         weight = dequantize(weight if is_packed(weight) else quantize(weight), dtype)
-    weight = weight.T if class_name(wrapper.base_layer) == CONV1D else weight
+    weight = weight.T if is_conv1d(wrapper.base_layer) else weight
     return torch.linalg.norm(weight.to(torch.promote_types(weight.dtype, torch.float32)), dim=1)
 
 
@@ -255,7 +256,7 @@ def merge(model: nn.Module) -> None:
             base.weight.data = (base.weight.data.to(wide) + scale * (small_b @ small_a).T).to(base.weight.dtype)
             continue
         delta = scale * (wrapper.lora_B[NAME].weight.data.to(wide) @ wrapper.lora_A[NAME].weight.data.to(wide))
-        turned = class_name(base) == CONV1D
+        turned = is_conv1d(base)
         whole = (base.weight.data.T if turned else base.weight.data).to(wide) + delta
         if NAME in wrapper.lora_magnitude_vector:
             magnitude = wrapper.lora_magnitude_vector[NAME].weight.data.to(wide)

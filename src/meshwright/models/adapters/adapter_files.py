@@ -19,6 +19,7 @@ from meshwright.models.adapters import expert_adapters
 from meshwright.models.model_config import AdapterConfig
 from meshwright.paths import mistaken, no_directory
 from meshwright.plan.given.names import within
+from meshwright.plan.given.parameter_storage import names_of_parameters
 
 __all__ = [
     "NAME",
@@ -129,13 +130,12 @@ class Entry(NamedTuple):
 
 def file_entries(model: nn.Module) -> list[Entry]:
     """Return the trained parameters by their names in files; a tied one by each of its names, because peft unties them."""
-    first: dict[int, str] = {}
+    names = names_of_parameters(model)
     of_experts = dict(expert_adapters.adapted_experts(model))
     entries = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             continue
-        first.setdefault(id(parameter), name)
         holder, _, own = name.rpartition(".")
         to_files, from_files, key = _same, _same, name
         if holder in of_experts and "lora_" in own:
@@ -145,7 +145,7 @@ def file_entries(model: nn.Module) -> list[Entry]:
             from_files = partial(expert_adapters.from_files, own, experts)
         key = key.removesuffix(f".{NAME}") if "lora_embedding_" in key else key
         key = key.replace(f".{NAME}.weight", ".weight").replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
-        entries.append(Entry(first[id(parameter)], parameter, f"{PREFIX}{key}", to_files, from_files))
+        entries.append(Entry(names[parameter][0], parameter, f"{PREFIX}{key}", to_files, from_files))
     return entries
 
 

@@ -12,11 +12,9 @@ from meshwright.models import _transformers_compat as compat
 from meshwright.models.model_config import AdapterConfig
 from meshwright.models.reading.read_weights import read_by_others
 from meshwright.plan.given.names import match_names, within
+from meshwright.plan.given.parameter_storage import is_conv1d, names_of_parameters
 
-__all__ = ["CONV1D", "Chosen", "choose"]
-
-CONV1D = "Conv1D"
-"""Linear layer of transformers whose weight is [in, out]."""
+__all__ = ["Chosen", "choose"]
 
 PLAIN = ("FalconLinear",)
 """Subclasses of ``nn.Linear`` with a forward of their own that computes W x + b. Others may compute anything."""
@@ -120,7 +118,7 @@ def _linear(model: nn.Module) -> dict[str, nn.Module]:
         name: module
         for name, module in model.named_modules()
         if (isinstance(module, nn.Linear) and (type(module).forward is nn.Linear.forward or class_name(module) in PLAIN))
-        or class_name(module) == CONV1D
+        or is_conv1d(module)
     }
 
 
@@ -177,17 +175,9 @@ def _read_by_kernels(model: nn.Module, ends: set[str]) -> set[str]:
     return refused
 
 
-def _tied(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [tied for tied in names.values() if len(tied) > 1]
-
-
 def _refuse_shared(model: nn.Module, targets: list[str]) -> None:
     """Refuse a matrix that several modules share, if one of them would have no adapter."""
-    for tied in _tied(model):
+    for tied in names_of_parameters(model).values():
         without = [name for name in tied if not within(name, targets)]
         kinds = {type(model.get_submodule(name.rpartition(".")[0])) for name in tied}
         if len(kinds) > 1 and not without:
@@ -224,7 +214,7 @@ def _saved(model: nn.Module, config: AdapterConfig) -> list[str]:
         if not matched:
             problems.append(f"adapter.save_modules: {wanted!r} is no module of {class_name(model)}")
         found += matched
-    for tied in _tied(model):
+    for tied in names_of_parameters(model).values():
         inside = [name for name in tied if within(name, found)]
         if inside and len(inside) < len(tied):
             other = next(name for name in tied if name not in inside)

@@ -11,26 +11,14 @@ Such operators are found by the length of the sequence, a prime that no paramete
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.models import _transformers_compat as compat
-from meshwright.models.reading.tracing import (
-    RULE,
-    TokenDimension,
-    call_on_meta,
-    first_that_runs,
-    hooked,
-    meta_tensors,
-    prime_length,
-)
+from meshwright.models.reading.token_dimension import TokenDimension
+from meshwright.models.reading.tracing import RULE, Attention, Inputs, Labels, Operator, Tracer, traced
 from meshwright.plan.given.attentions import AttentionFacts, Attentions, unknown_argument
 from meshwright.plan.given.spec import ExpertsRule
 
@@ -54,15 +42,10 @@ def trace_attentions(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = 
     if problems:
         return Attentions((), tuple(problems))
     # A mask of ones, because without one documents are looked for, which needs values.
-    found, why = first_that_runs(partial(_traced, model, experts), ("cpu", "meta"))
-    return found or Attentions((), (f"its forward cannot be traced without values ({why})",))
-
-
-def _traced(model: "PreTrainedModel", experts: Sequence[ExpertsRule], mask_device: str) -> Attentions:
-    trace = _Trace({id(module): name for name, module in model.named_modules()}, prime_length(model))
-    with trace.watching(model):
-        call_on_meta(model, experts, trace.attend, meta_tensors(model), trace.positions, mask_device)
-    return Attentions(tuple(trace.rows.values()), tuple(dict.fromkeys(trace.problems)), compat.attention_of(model))
+    found, why = traced(model, experts, _AttentionTracer, ("cpu", "meta"))
+    if found is None:
+        return Attentions((), (f"its forward cannot be traced without values ({why})",))
+    return Attentions(tuple(found.rows.values()), tuple(dict.fromkeys(found.problems)), compat.attention_of(model))
 
 
 def _unfit_rotary(model: nn.Module) -> list[str]:
@@ -79,66 +62,36 @@ def _rope_types(module: nn.Module) -> Iterator[str]:
     yield from (kind for kind in (kinds.values() if isinstance(kinds, dict) else [kinds]) if isinstance(kind, str))
 
 
-class _Trace(TorchDispatchMode):
+class _AttentionTracer(Tracer):
     """Records calls of the attention function, and operators outside of it that mix tokens."""
 
-    def __init__(self, names: dict[int, str], length: int) -> None:
-        super().__init__()
-        self.names, self.length, self.tokens = names, length, TokenDimension(length)
-        self.positions = torch.zeros((1, length), dtype=torch.long, device="meta")
+    def __init__(self, inputs: Inputs) -> None:
+        super().__init__(inputs)
+        self.tokens = TokenDimension(inputs.positions.shape[1])
         self.rows: dict[str, AttentionFacts] = {}
         self.problems: list[str] = []
-        self._stack: list[str] = [""]
-        self._own_positions = WeakIdKeyDictionary()
+        self._own_positions = Labels()
         self._kinds: dict[Any, tuple[str, bool, int | None]] = {}
 
-    @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
-        handles = []
-
-        def enter(module: nn.Module, *_: Any) -> None:
-            self._stack.append(self.names.get(id(module), ""))
-
-        def leave(*_: Any) -> None:
-            self._stack.pop()
-
-        for module in model.modules():
-            handles.append(module.register_forward_pre_hook(enter))
-            handles.append(module.register_forward_hook(leave, always_call=True))
-        with hooked(handles), self:
-            yield
-
-    # -- the attention function --------------------------------------------------------------------------------------------
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: Any,
-        dropout: float = 0.0,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """Record one call: query [B, heads, S, key size], key and value [B, key/value heads, S, size]."""
-        name = self.names.get(id(module), type(module).__name__)
-        problem, causal, window = self._mask(module, attention_mask)
-        if not problem and (query.shape[2] != self.length or key.shape[2] != self.length):
-            problem = f"has {query.shape[2]} queries and {key.shape[2]} keys for {self.length} tokens"
-        if not problem and kwargs.get("position_ids") is not self.positions:
+    def attention(self, call: Attention) -> None:
+        """Record one call."""
+        query, key, options = call.query, call.key, dict(call.options)
+        dropout = options.pop("dropout", 0.0)
+        problem, causal, window = self._mask(call.mask)
+        if not problem and (query.shape[2] != self.tokens.length or key.shape[2] != self.tokens.length):
+            problem = f"has {query.shape[2]} queries and {key.shape[2]} keys for {self.tokens.length} tokens"
+        if not problem and options.get("position_ids") is not self.inputs.positions:
             problem = "does not get the position_ids of the batch, which say where its tokens are in the sequence"
-        if not problem and (unknown := unknown_argument(kwargs)):
+        if not problem and (unknown := unknown_argument(options)):
             problem = f"calls its attention function with {unknown!r}, which context parallel does not know"
-        if not problem and name in self.rows:
+        if not problem and call.module in self.rows:
             problem = "runs twice in a forward"
-        self.rows[name] = AttentionFacts(
-            name, query.shape[1], key.shape[1], key.shape[3], value.shape[3], causal, window,
-            sinks=isinstance(kwargs.get("s_aux"), torch.Tensor), dropout=float(dropout or 0.0), problem=problem,
+        self.rows[call.module] = AttentionFacts(
+            call.module, query.shape[1], key.shape[1], key.shape[3], call.value.shape[3], causal, window,
+            sinks=isinstance(options.get("s_aux"), torch.Tensor), dropout=float(dropout or 0.0), problem=problem,
         )  # fmt: skip
-        batch, heads, tokens, _ = query.shape
-        return query.new_empty((batch, tokens, heads, value.shape[3])), None
 
-    def _mask(self, module: nn.Module, mask: Any) -> tuple[str, bool, int | None]:
+    def _mask(self, mask: Any) -> tuple[str, bool, int | None]:
         """Return why the mask is none that can be shared (empty: it can), whether it is causal, and its window."""
         rule = getattr(mask, RULE, None)
         if mask is not None and rule is None:
@@ -152,26 +105,20 @@ class _Trace(TorchDispatchMode):
                 self._kinds[rule] = (f"has a mask of its own ({type(error).__name__})", True, None)
         return self._kinds[rule]
 
-    # -- the rest ----------------------------------------------------------------------------------------------------------
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        name = function._schema.name.partition("::")[2]
-        tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor) and item.is_meta]
-        results = [item for item in tree_leaves(result) if isinstance(item, torch.Tensor)]
-        if name == "arange" and self.tokens.has(results[0]):
-            self._own_positions[results[0]] = True
-        elif any(tensor in self._own_positions for tensor in tensors):
+    def operator(self, operator: Operator) -> None:
+        """Record what mixes tokens, or computes with positions that the model makes itself."""
+        tensors, results = operator.on_meta, operator.results
+        if operator.name == "arange" and self.tokens.has(results[0]):
+            self._own_positions.put(results)
+        elif self._own_positions.among(tensors):
             if any(tensor.is_floating_point() for tensor in tensors):
-                self._report("computes with positions of its own, and not with the position_ids of the batch", function)
-            for tensor in results:
-                self._own_positions[tensor] = True
-        elif any(map(self.tokens.has, tensors)) and self.tokens.mixed(name, tensors, args, results):
-            self._report("mixes tokens outside of an attention", function)
-        return result
+                self._report("computes with positions of its own, and not with the position_ids of the batch", operator)
+            self._own_positions.put(results)
+        elif self.tokens.mixed(operator):
+            self._report("mixes tokens outside of an attention", operator)
 
-    def _report(self, what: str, function: Any) -> None:
-        self.problems.append(f"{self._stack[-1] or 'the model'!r} {what} ({function})")
+    def _report(self, what: str, operator: Operator) -> None:
+        self.problems.append(f"{operator.module or 'the model'!r} {what} ({operator.function})")
 
 
 def _kind_of(rule: Callable[..., Any]) -> tuple[str, bool, int | None]:

@@ -5,18 +5,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from meshwright.models.reading.context import trace_attentions
+from meshwright.models.reading.module_runs import count_runs
 from meshwright.models.reading.output_layer import trace_head
 from meshwright.models.reading.pipeline import trace_stages
 from meshwright.models.reading.tensor.pairs import trace_pairs
 from meshwright.models.reading.tensor.regions import trace_regions
-from meshwright.models.reading.tracing import count_runs
 from meshwright.plan.given.attentions import Attentions
 from meshwright.plan.given.cut_points import StageFacts
-from meshwright.plan.given.output_head import HeadFacts
-from meshwright.plan.given.sequence_regions import RegionFacts
 from meshwright.plan.given.sliceable_pairs import Pairs
 from meshwright.plan.given.spec import ExpertsRule
-from meshwright.plan.given.traces import Traces
+from meshwright.plan.given.traces import HeadFacts, RegionFacts, Traces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,7 +46,7 @@ class ModelTraces(Traces):
 
     @cached_property
     def runs(self) -> Mapping[str, tuple[int, int]]:
-        """See :func:`~meshwright.models.reading.tracing.count_runs`."""
+        """See :func:`~meshwright.models.reading.module_runs.count_runs`."""
         return count_runs(self.model, self.experts) if self.counts_runs else {}
 
     def stages(self, layers: Sequence[str]) -> StageFacts:

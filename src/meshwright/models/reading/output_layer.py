@@ -7,15 +7,16 @@ from meshwright.distributed.memory.chunked_loss import DeferredLogits, deferring
 from meshwright.errors import UnsupportedError
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.reading.tracing import (
-    call_on_meta,
+    Inputs,
+    Tracer,
     first_that_runs,
+    forward,
     meta_positions,
     meta_tensors,
-    no_attention,
     prime_length,
 )
-from meshwright.plan.given.output_head import HeadFacts
 from meshwright.plan.given.spec import ExpertsRule
+from meshwright.plan.given.traces import HeadFacts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,8 +43,7 @@ def trace_head(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = ()) ->
     def called(device: str | None) -> Any:
         with deferring(head, words):
             try:
-                positions = meta_positions(prime_length(model))
-                return call_on_meta(model, experts, no_attention, tensors, positions, device)
+                return forward(model, experts, Tracer(Inputs(tensors, meta_positions(prime_length(model)), device)))
             except UnsupportedError as error:
                 return error
 

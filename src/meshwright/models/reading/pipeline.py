@@ -6,8 +6,7 @@ layers. A layer that reads anything of another layer besides its hidden state ca
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -16,24 +15,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.distributed.pipeline.cut import crossing_of, cut_model
 from meshwright.models.reading.tracing import (
-    call_on_meta,
+    Attention,
+    Inputs,
+    Labels,
+    Operator,
+    Tracer,
     first_that_runs,
-    hooked,
     meta_positions,
-    meta_tensors,
-    no_attention,
     prime_length,
+    tensors_in,
+    traced,
 )
 from meshwright.plan.axes.pipeline.stage_plan import cut_of
 from meshwright.plan.given.cut_points import LayerFacts, LeadingFacts, StageFacts
 from meshwright.plan.given.hidden_argument import hidden_argument
 from meshwright.plan.given.names import holder_of, inside
+from meshwright.plan.given.parameter_storage import names_of_parameters
 from meshwright.plan.given.spec import ExpertsRule
 
 if TYPE_CHECKING:
@@ -43,9 +43,6 @@ __all__ = ["trace_stages"]
 
 _BEFORE = -1
 """Where a tensor comes from if parameters outside of the layers were used for it before the first layer."""
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------------
 
 
 def trace_stages(model: "PreTrainedModel", layers: Sequence[str], experts: Sequence[ExpertsRule] = ()) -> StageFacts:
@@ -58,12 +55,13 @@ def trace_stages(model: "PreTrainedModel", layers: Sequence[str], experts: Seque
     """
     if model.config.get_text_config() is not model.config:
         return StageFacts(problems=("it has parts beside its language model, whose stages would not run what is around it",))
-    found, why = first_that_runs(partial(_traced, model, layers, experts))
+    found, why = traced(model, experts, partial(_StageTracer, model, layers))
     if found is None:
         return StageFacts(problems=(f"its forward cannot be traced without values ({why})",))
-    if found.problems or len(found.layers) < 2:
-        return found
-    return replace(found, problems=_problems_of_parts(model, found, experts))
+    facts = found.facts()
+    if facts.problems or len(facts.layers) < 2:
+        return facts
+    return replace(facts, problems=_problems_of_parts(model, facts, experts))
 
 
 def _problems_of_parts(model: "PreTrainedModel", facts: StageFacts, experts: Sequence[ExpertsRule]) -> tuple[str, ...]:
@@ -76,8 +74,7 @@ def _problems_of_parts(model: "PreTrainedModel", facts: StageFacts, experts: Seq
         if begin:
             dtype = next(model.parameters()).dtype
             crossing_of(part).received = torch.empty((*positions.shape, facts.hidden), dtype=dtype, device="meta")
-        run = partial(call_on_meta, part, experts, no_attention, meta_tensors(part), positions)
-        _, why = first_that_runs(run)
+        _, why = traced(part, experts, Tracer, positions=positions)
         if not why and all(tensor.is_meta for tensor in shared.values()):
             _, why = first_that_runs(partial(lambda model, _: model.apply(model._init_weights), part), (None,))
         if why:
@@ -85,33 +82,16 @@ def _problems_of_parts(model: "PreTrainedModel", facts: StageFacts, experts: Seq
     return ()
 
 
-def _traced(
-    model: "PreTrainedModel", layers: Sequence[str], experts: Sequence[ExpertsRule], mask_device: str | None
-) -> StageFacts:
-    tensors = meta_tensors(model)
-    trace = _Trace(model, layers, tensors)
-    positions = meta_positions(prime_length(model))
-    with trace.watching(model):
-        call_on_meta(model, experts, trace.attend, tensors, positions, mask_device)
-    return trace.facts()
-
-
-class _Trace(TorchDispatchMode):
+class _StageTracer(Tracer):
     """Follows what each tensor was computed from, and records how layers are called."""
 
-    def __init__(self, model: nn.Module, layers: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        self.model = model
-        self.names = {id(module): name for name, module in model.named_modules()}
-        self.expected = set(layers)
-        self.parameters = {name for name, _ in model.named_parameters()}
-        self.all_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        first = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.first_names = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
-        self.of_tensor = WeakIdKeyDictionary()
-        for name in self.parameters:
-            self.of_tensor[tensors[name]] = name
-        self.origins = WeakIdKeyDictionary()
+    def __init__(self, model: nn.Module, layers: Sequence[str], inputs: Inputs) -> None:
+        super().__init__(inputs)
+        self.model, self.expected = model, set(layers)
+        tied = names_of_parameters(model).values()
+        self.first_names = {name: names[0] for names in tied for name in names}
+        self.parameters = Labels({inputs.tensors[names[0]]: names[0] for names in tied})
+        self.origins = Labels()
         self.layers: list[LayerFacts] = []
         self.leading: dict[str, LeadingFacts] = {}
         self.calls: list[tuple[str, bool]] = []
@@ -119,20 +99,6 @@ class _Trace(TorchDispatchMode):
         self.problems: list[str] = []
         self.hidden: torch.Tensor | None = None
         self.running: int | None = None
-        self._stack: list[str] = [""]
-        self._handles: list[Any] = []
-
-    @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
-        for name, module in model.named_modules():
-            if name in self.expected:
-                self._handles.append(module.register_forward_pre_hook(self._enter_layer(name), with_kwargs=True))
-                self._handles.append(module.register_forward_hook(self._leave_layer(name), with_kwargs=True))
-            elif name:
-                self._handles.append(module.register_forward_pre_hook(self._enter))
-                self._handles.append(module.register_forward_hook(self._leave, with_kwargs=True, always_call=True))
-        with hooked(self._handles), self:
-            yield
 
     def facts(self) -> StageFacts:
         """Return what was read."""
@@ -153,14 +119,14 @@ class _Trace(TorchDispatchMode):
         self.problems += [f"module {name!r} runs before the first layer and returns no tensor" for name in opaque]
         tied = {name for name, sides in self.used.items() if {"first", "last"} <= sides}
         for name in (facts.name for facts in leading):
-            own = {self.first_names[parameter] for parameter in self.all_names if inside(parameter, name)}
+            own = {self.first_names[parameter] for parameter in self.first_names if inside(parameter, name)}
             if own & tied and (len(own) > 1 or not all(inside(parameter, name) for parameter in own)):
                 self.problems.append(f"module {name!r} has a matrix that runs after the last layer too, and other parameters")
         both = {facts.name for facts in leading} & set(trailing)
         self.problems += [f"module {name!r} runs before the first layer and after the last" for name in sorted(both)]
         idle = sorted(
             name
-            for name in self.parameters
+            for name in set(self.first_names.values())
             if name not in self.used and not any(inside(name, layer) for layer in self.expected)
         )
         if idle:
@@ -179,95 +145,84 @@ class _Trace(TorchDispatchMode):
     def calls_with_parameters(self) -> Iterator[str]:
         """Yield the names of the outermost modules outside of layers that ran and have parameters."""
         called = dict.fromkeys(name for name, _ in self.calls)
-        own = [name for name in called if any(inside(parameter, name) for parameter in self.all_names)]
+        own = [name for name in called if any(inside(parameter, name) for parameter in self.first_names)]
         yield from (name for name in own if not any(other != name and inside(name, other) for other in own))
 
     # -- modules -----------------------------------------------------------------------------------------------------------
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        self._stack.append(self.names[id(module)])
+    def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Note how a layer is called, and give it a hidden state that comes from nowhere."""
+        if name not in self.expected:
+            return None
+        if any(layer.name == name for layer in self.layers):
+            self.problems.append(f"layer {name!r} runs twice in a forward")
+        place, argument = hidden_argument(module)
+        value = kwargs.get(argument, args[place] if place < len(args) else None)
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            self.problems.append(f"layer {name!r} does not get its hidden state as {argument!r}")
+        elif self.hidden is not None and value is not self.hidden:
+            self.problems.append(f"the input of layer {name!r} is not the output of {self.layers[-1].name!r}")
+        if isinstance(value, torch.Tensor):
+            own = _fresh(value)
+            args = tuple(own if item is value else item for item in args)
+            kwargs = {key: own if item is value else item for key, item in kwargs.items()}
+        self.running = len(self.layers)
+        self.layers.append(LayerFacts(name, (place, argument)))
+        for origins in self.origins.among(tensors_in((args, kwargs))):  # also what no operator reads here, such as indices
+            self._report(min(origins), name)
+        return args, kwargs
 
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        name = self._stack.pop()
+    def leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Note what a module outside of the layers did, or what a layer returns."""
+        if name in self.expected:
+            return self._leave_layer(name, output)
         if self.running is not None or any(inside(layer, name) for layer in self.expected):
-            return
+            return None
         self.calls.append((name, bool(self.layers)))
-        if not self.layers:
-            given, made = _first_tensor((args, kwargs)), _first_tensor(output)
-            if given is not None and made is not None and made.ndim:
-                self.leading[name] = LeadingFacts(name, made.shape[-1], made.ndim == given.ndim + 1)
+        given, made = tensors_in((args, kwargs)), tensors_in(output)
+        if not self.layers and given and made and made[0].ndim:
+            self.leading[name] = LeadingFacts(name, made[0].shape[-1], made[0].ndim == given[0].ndim + 1)
+        return None
 
-    def _enter_layer(self, name: str) -> Callable[..., Any]:
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if any(layer.name == name for layer in self.layers):
-                self.problems.append(f"layer {name!r} runs twice in a forward")
-            place, argument = hidden_argument(module)
-            value = kwargs.get(argument, args[place] if place < len(args) else None)
-            if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-                self.problems.append(f"layer {name!r} does not get its hidden state as {argument!r}")
-            elif self.hidden is not None and value is not self.hidden:
-                self.problems.append(f"the input of layer {name!r} is not the output of {self.layers[-1].name!r}")
-            if isinstance(value, torch.Tensor):
-                fresh = _fresh(value)
-                args = tuple(fresh if item is value else item for item in args)
-                kwargs = {key: fresh if item is value else item for key, item in kwargs.items()}
-            self.layers.append(LayerFacts(name, (place, argument)))
-            self.running = len(self.layers) - 1
-            self._stack.append(name)
-            for item in tree_leaves((args, kwargs)):  # also what no operator reads here, such as indices
-                if isinstance(item, torch.Tensor) and (origins := self.origins.get(item)):
-                    self._report(min(origins))
-            return args, kwargs
-
-        return enter
-
-    def _leave_layer(self, name: str) -> Callable[..., Any]:
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-            index, self.running = self.running, None
-            self._stack.pop()
-            assert index is not None
-            several = isinstance(output, tuple)
-            value = output[0] if several and output else output
-            if not isinstance(value, torch.Tensor):
-                self.problems.append(f"layer {name!r} returns {type(output).__name__}, and no hidden state first")
-                return None
-            self.layers[index] = LayerFacts(name, self.layers[index].argument, len(output) if several else 0)
-            self.hidden = _fresh(value)
-            return (self.hidden, *output[1:]) if several else self.hidden
-
-        return leave
-
-    def attend(
-        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, **kwargs: Any
-    ) -> tuple[torch.Tensor, None]:
-        """Stand in for the attention function; read all that it would read."""
-        key.sum()
-        batch, heads, tokens, _ = query.shape
-        return value.new_empty((batch, tokens, heads, value.shape[3])) + query.sum(), None
+    def _leave_layer(self, name: str, output: Any) -> Any:
+        index, self.running = self.running, None
+        assert index is not None
+        several = isinstance(output, tuple)
+        value = output[0] if several and output else output
+        if not isinstance(value, torch.Tensor):
+            self.problems.append(f"layer {name!r} returns {type(output).__name__}, and no hidden state first")
+            return None
+        self.layers[index] = LayerFacts(name, self.layers[index].argument, len(output) if several else 0)
+        self.hidden = _fresh(value)
+        return (self.hidden, *output[1:]) if several else self.hidden
 
     # -- operators ---------------------------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
-        origins: set[int] = set()
-        for tensor in tensors:
-            origins |= self.origins.get(tensor, set())
-            if (parameter := self.of_tensor.get(tensor)) is not None:
-                self._use(parameter)
-                if self.running is None and not self.layers:
-                    origins.add(_BEFORE)
+    def attention(self, call: Attention) -> None:
+        """An attention reads queries, keys and values."""
+        for tensors in ([call.key], [call.value], [call.value, call.query]):
+            self._computed(tensors, [call.output], call.module)
+
+    def operator(self, operator: Operator) -> None:
+        """Carry on what results were computed from, and report what should not be read here."""
+        self._computed(operator.tensors, operator.results, operator.module)
+
+    def _computed(self, tensors: list[torch.Tensor], results: list[torch.Tensor], module: str) -> None:
+        origins: set[int] = set().union(*self.origins.among(tensors))
+        parameters = self.parameters.among(tensors)
+        for parameter in parameters:
+            self._use(parameter)
+        if parameters and self.running is None and not self.layers:
+            origins.add(_BEFORE)
         foreign = origins - {self.running if self.running is not None else _BEFORE}
         if self.running is None and self.layers:
             foreign |= origins
         if foreign:
-            self._report(min(foreign))
-        if self.running is not None and (origins or any(tensor in self.of_tensor for tensor in tensors)):
+            self._report(min(foreign), module)
+        if self.running is not None and (origins or parameters):
             origins = {self.running}
-        for item in tree_leaves(result):
-            if isinstance(item, torch.Tensor) and origins:
-                self.origins[item] = origins
-        return result
+        if origins:
+            self.origins.put(results, origins)
 
     def _use(self, parameter: str) -> None:
         if self.running is not None:
@@ -277,16 +232,10 @@ class _Trace(TorchDispatchMode):
             after = len(self.layers) == len(self.expected)
             self.used.setdefault(parameter, set()).add("last" if after else "between" if self.layers else "first")
 
-    def _report(self, origin: int) -> None:
-        reader = (
-            f"layer {self.layers[self.running].name!r}" if self.running is not None else f"{self._stack[-1] or 'the model'!r}"
-        )
+    def _report(self, origin: int, module: str) -> None:
+        reader = f"{module or 'the model'!r}" if self.running is None else f"layer {self.layers[self.running].name!r}"
         source = "what runs before the first layer" if origin == _BEFORE else f"layer {self.layers[origin].name!r}"
         self.problems.append(f"{reader} reads more than its hidden state of {source}")
-
-
-def _first_tensor(values: Any) -> torch.Tensor | None:
-    return next((item for item in tree_leaves(values) if isinstance(item, torch.Tensor)), None)
 
 
 def _fresh(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,15 +2,23 @@
 
 The model is called with tensors on the meta device: they have shapes, and nothing is computed. What depends on values is
 replaced for this call: the attention function with its masks, and mixtures of experts.
+
+Each question about a model has a :class:`Tracer` of its own: which labels tensors have at first, and what operators, attentions
+and the borders of modules do with them. It has a forward of its own, too, because most questions change what the model computes
+with, and a plan asks few of them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from meshwright.models import _transformers_compat as compat
 from meshwright.plan.given.hidden_argument import HIDDEN, value_of
@@ -22,55 +30,225 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RULE",
-    "TokenDimension",
-    "call_on_meta",
-    "count_runs",
+    "Attention",
+    "Inputs",
+    "Labels",
+    "Operator",
+    "Tracer",
+    "attributes",
     "first_that_runs",
+    "forward",
     "hooked",
     "meta_positions",
     "meta_tensors",
-    "no_attention",
     "prime_length",
+    "tensors_in",
+    "traced",
 ]
 
 _NAME = "meshwright_trace"
 RULE = "_meshwright_rule"
 """Attribute of a traced mask that holds its rule: (batch, head, query, key) -> bool."""
 
-
 MASK_DEVICES = ("cpu", "meta", None)
-"""The mask devices to try, see :func:`call_on_meta`: which of them a model can be called with depends on its code."""
+"""The mask devices to try, see :class:`Inputs`: which of them a model can be called with depends on its code."""
 
 
-@contextmanager
-def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Remove hooks at the end."""
-    handles = list(handles)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+# -- tracers -----------------------------------------------------------------------------------------------------------------
 
 
-def meta_positions(length: int, rows: int = 1) -> torch.Tensor:
-    """Return the positions [rows, length] of a sequence, without values."""
-    return torch.arange(length).to("meta").expand(rows, -1)
+class Inputs(NamedTuple):
+    """What a model is called with.
+
+    Attributes:
+        tensors: its parameters and buffers, from :func:`meta_tensors`.
+        positions: the positions [rows, length].
+        mask_device: device of an attention mask of ones. Models ask whether it is all ones, which needs values, or multiply
+            with it, which needs none. ``None``: no mask is given.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    positions: torch.Tensor
+    mask_device: str | None
 
 
-def prime_length(model: nn.Module, above: int = 30) -> int:
-    """Return a prime above a number that divides no size of a parameter: otherwise features would look like tokens."""
-    sizes = {size for parameter in model.parameters() for size in parameter.shape if size}
-    primes = (
-        number for number in range(above + 1, 1000) if all(number % divisor for divisor in range(2, 32) if divisor < number)
-    )
-    return next(prime for prime in primes if all(size % prime for size in sizes))
+class Labels(WeakIdKeyDictionary):
+    """A label of each tensor that has one. Tensors are told apart by identity, and none is kept alive."""
+
+    def among(self, tensors: Iterable[torch.Tensor]) -> list[Any]:
+        """Return the labels of those tensors that have one."""
+        return [self[tensor] for tensor in tensors if tensor in self]
+
+    def put(self, tensors: Iterable[torch.Tensor], label: Any = True) -> None:
+        """Give tensors a label."""
+        for tensor in tensors:
+            self[tensor] = label
 
 
-def meta_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a tensor without values for each parameter and buffer, by name; tied parameters are one tensor."""
-    named = (model.named_parameters(), model.named_buffers())
-    return {name: tensor.detach().to("meta") for some in named for name, tensor in some}
+class Operator(NamedTuple):
+    """An operator that ran, the tensors that it read and made, and the name of the innermost module that was running."""
+
+    function: Any
+    args: Any
+    kwargs: dict[str, Any]
+    tensors: list[torch.Tensor]
+    results: list[torch.Tensor]
+    module: str
+
+    @property
+    def name(self) -> str:
+        """The name without namespace and overload."""
+        return str(self.function._schema.name.partition("::")[2])
+
+    @property
+    def on_meta(self) -> list[torch.Tensor]:
+        """The tensors without values among those that it read."""
+        return [tensor for tensor in self.tensors if tensor.is_meta]
+
+    @property
+    def operands(self) -> dict[str, Any]:
+        """All arguments by name, with the defaults of those that were not given."""
+        declared = [(argument.name, argument.default_value) for argument in self.function._schema.arguments]
+        given = {name: value for (name, _), value in zip(declared, self.args, strict=False)}
+        return {**dict(declared), **given, **self.kwargs}
+
+
+class Attention(NamedTuple):
+    """A call of the attention function by a module, and the tensor [batch, token, head, size] that stands for its output."""
+
+    module: str
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: Any
+    options: dict[str, Any]
+    output: torch.Tensor
+
+
+class Tracer:
+    """Follows one question through a forward. This one follows nothing: a question overrides what it needs.
+
+    Args:
+        inputs: what the model is called with.
+    """
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs = inputs
+
+    def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """At the start of a module: return its new ``(args, kwargs)``, or ``None``."""
+
+    def leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """At the end of a module: return its new output, or ``None``."""
+
+    def operator(self, operator: Operator) -> None:
+        """After an operator."""
+
+    def attention(self, call: Attention) -> None:
+        """After a call of the attention function."""
+
+
+R = TypeVar("R", bound=Tracer)
+
+
+class _Mode(TorchDispatchMode):
+    """Tells a tracer what happens in a forward: the only dispatch mode that reads a model."""
+
+    def __init__(self, model: nn.Module, tracer: Tracer) -> None:
+        super().__init__()
+        self.names = {module: name for name, module in model.named_modules()}
+        self.tracer, self.running = tracer, [""]
+
+    def hooks(self) -> Iterator[RemovableHandle]:
+        for module, name in self.names.items():
+            yield module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
+            yield module.register_forward_hook(partial(self._leave, name), with_kwargs=True)
+
+    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.running.append(name)
+        return self.tracer.enter(name, module, args, kwargs)
+
+    def _leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        self.running.pop()
+        return self.tracer.leave(name, module, args, kwargs, output)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Stand in for the attention function: query [B, heads, S, key size], key and value [B, key/value heads, S, size]."""
+        output = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
+        name = self.names.get(module, type(module).__name__)
+        self.tracer.attention(Attention(name, query, key, value, attention_mask, options, output))
+        return output, None
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        read, made = tensors_in((args, kwargs)), tensors_in(result)
+        self.tracer.operator(Operator(function, args, kwargs, read, made, self.running[-1]))
+        return result
+
+
+# -- the forward -------------------------------------------------------------------------------------------------------------
+
+
+def traced(
+    model: "PreTrainedModel",
+    experts: Sequence[ExpertsRule],
+    make: Callable[[Inputs], R],
+    devices: Sequence[str | None] = MASK_DEVICES,
+    *,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+    positions: torch.Tensor | None = None,
+) -> tuple[R | None, str]:
+    """Return a tracer after the forward that it followed, or ``None`` and the reason why the model cannot be called.
+
+    Args:
+        model: a causal language model, on any device. It is not changed.
+        experts: its mixtures, see :func:`forward`.
+        make: makes a tracer, for each attempt another one.
+        devices: the mask devices to try, in this order.
+        tensors: parameters and buffers, by default :func:`meta_tensors`.
+        positions: by default one row of a prime length.
+    """
+
+    def attempt(device: str | None) -> R:
+        given = meta_tensors(model) if tensors is None else tensors
+        tracer = make(Inputs(given, meta_positions(prime_length(model)) if positions is None else positions, device))
+        forward(model, experts, tracer)
+        return tracer
+
+    return first_that_runs(attempt, devices)
+
+
+def forward(model: "PreTrainedModel", experts: Sequence[ExpertsRule], tracer: Tracer) -> Any:
+    """Call a model once, in training mode, with the inputs of a tracer that follows it, and return its output.
+
+    Args:
+        model: the model, on any device. It is not changed.
+        experts: its mixtures. They return their hidden state, because which experts compute depends on values.
+        tracer: what follows it. Masks are tensors without values that carry their rule, see :data:`RULE`.
+    """
+    tensors, positions, device = tracer.inputs
+    shape, mode, modules = tuple(positions.shape), _Mode(model, tracer), dict(model.named_modules())
+    mixtures = [modules[name] for rule in experts for name in match_names(rule.pattern, modules)]
+    inputs = {"input_ids": torch.zeros(shape, dtype=torch.long, device="meta"), "position_ids": positions, "use_cache": False}
+    if device is not None:
+        inputs["attention_mask"] = torch.ones(shape, dtype=torch.long, device=device)
+    with ExitStack() as stack:
+        stack.enter_context(hooked(mode.hooks()))
+        stack.enter_context(_registered(model, mode.attend))
+        stack.enter_context(attributes((module, {"training": True}) for module in mode.names))  # it may drop attention weights
+        stack.enter_context(attributes((module, {"forward": _pass_over}) for module in mixtures))
+        if type(tracer).operator is not Tracer.operator:  # a mode takes time
+            stack.enter_context(mode)
+        return torch.func.functional_call(model, dict(tensors), (), inputs)
 
 
 def first_that_runs(attempt: Callable[[Any], Any], devices: Sequence[str | None] = MASK_DEVICES) -> tuple[Any, str]:
@@ -89,72 +267,19 @@ def first_that_runs(attempt: Callable[[Any], Any], devices: Sequence[str | None]
     return None, reasons[0]
 
 
-def call_on_meta(
-    model: "PreTrainedModel",
-    experts: Sequence[ExpertsRule],
-    attend: Callable[..., Any],
-    tensors: Mapping[str, torch.Tensor],
-    positions: torch.Tensor,
-    mask_device: str | None,
-) -> Any:
-    """Call a model once, in training mode, and return its output. The model is not changed.
-
-    Args:
-        model: the model, on any device.
-        experts: its mixtures. They return their hidden state, because which experts compute depends on values.
-        attend: the attention function. Masks are tensors without values that carry their rule, see :data:`RULE`.
-        tensors: parameters and buffers, from :func:`meta_tensors`.
-        positions: the positions [rows, length].
-        mask_device: device of an attention mask of ones. Models ask whether it is all ones, which needs values, or multiply
-            with it, which needs none. ``None``: no mask is given.
-    """
-    shape = tuple(positions.shape)
-    inputs = {"input_ids": torch.zeros(shape, dtype=torch.long, device="meta"), "position_ids": positions, "use_cache": False}
-    if mask_device is not None:
-        inputs["attention_mask"] = torch.ones(shape, dtype=torch.long, device=mask_device)
-    with ExitStack() as stack:
-        stack.enter_context(_in_training(model))  # where it drops attention weights, if ever
-        stack.enter_context(_registered(model, attend))
-        stack.enter_context(_passed_over(model, experts))
-        return torch.func.functional_call(model, dict(tensors), (), inputs)
+@contextmanager
+def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove hooks at the end."""
+    handles = list(handles)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
-def no_attention(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
-) -> tuple[torch.Tensor, None]:
-    """Stand in for the attention function: return a tensor of the shape of its output."""
-    batch, heads, tokens, _width = query.shape
-    return query.new_empty((batch, tokens, heads, value.shape[3])), None
-
-
-def count_runs(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = ()) -> dict[str, tuple[int, int]]:
-    """Return how often each module runs in one forward on tokens, and how often with gradient.
-
-    A vision tower does not run, and a stack of layers may run twice. What is inside of a mixture is not called. The result is
-    empty if the forward cannot be called without values.
-
-    Args:
-        model: a causal language model, on any device; it is called with tensors on the meta device, and not changed.
-        experts: its mixtures.
-    """
-    tensors, positions = meta_tensors(model), meta_positions(prime_length(model))
-
-    def counted(device: str | None) -> dict[str, tuple[int, int]]:
-        runs = {name: (0, 0) for name, _ in model.named_modules()}
-
-        def count(name: str) -> Callable[..., None]:
-            def hook(*_: Any) -> None:
-                all_runs, with_gradient = runs[name]
-                runs[name] = (all_runs + 1, with_gradient + torch.is_grad_enabled())
-
-            return hook
-
-        with hooked(module.register_forward_pre_hook(count(name)) for name, module in model.named_modules()):
-            call_on_meta(model, experts, no_attention, tensors, positions, device)
-        return runs
-
-    found, _ = first_that_runs(counted)
-    return found or {}
+def _pass_over(*args: Any, **kwargs: Any) -> Any:
+    return value_of((0, HIDDEN), args, kwargs, "experts")
 
 
 @contextmanager
@@ -163,14 +288,14 @@ def _registered(model: nn.Module, attend: Callable[..., Any]) -> Iterator[None]:
     before = [(config, config._attn_implementation) for config in compat.attention_configs(model)]
     try:
         compat.set_attention(model, _NAME)
-        with compat.attention_function(_NAME, attend, _rule):
+        with compat.attention_function(_NAME, attend, _mask):
             yield
     finally:
         for config, name in before:
             config._attn_implementation = name
 
 
-def _rule(
+def _mask(
     mask_function: Callable[..., Any], batch_size: int = 1, q_length: int = 1, kv_length: int = 1, **_: Any
 ) -> torch.Tensor:
     """Stand in for a mask of transformers: a tensor that carries the rule."""
@@ -180,75 +305,44 @@ def _rule(
 
 
 @contextmanager
-def _in_training(model: nn.Module) -> Iterator[None]:
-    before = {module: module.training for module in model.modules()}
+def attributes(changes: Iterable[tuple[Any, Mapping[str, Any]]]) -> Iterator[None]:
+    """Let objects have other values of attributes."""
+    changes = [(vars(owner), values) for owner, values in changes]
+    before = [{name: own[name] for name in values if name in own} for own, values in changes]
     try:
-        model.train()
+        for own, values in changes:
+            own.update(values)
         yield
     finally:
-        for module, training in before.items():
-            module.training = training
+        for (own, values), old in zip(changes, before, strict=True):
+            for name in values.keys() - old.keys():
+                del own[name]
+            own.update(old)
 
 
-@contextmanager
-def _passed_over(model: nn.Module, experts: Sequence[ExpertsRule]) -> Iterator[None]:
-    modules = dict(model.named_modules())
-    mixtures = [modules[name] for rule in experts for name in match_names(rule.pattern, modules)]
-    before = [module.__dict__.get("forward") for module in mixtures]
-    try:
-        for module in mixtures:
-            module.forward = lambda *args, **kwargs: value_of((0, HIDDEN), args, kwargs, "experts")
-        yield
-    finally:
-        for module, forward in zip(mixtures, before, strict=True):
-            del module.forward
-            if forward is not None:
-                module.forward = forward
+# -- tensors -----------------------------------------------------------------------------------------------------------------
 
 
-_MIXING = ("convolution", "roll", "flip", "_fft", "gru", "lstm", "rnn", "_thnn", "unfold", "_scaled_dot_product")
-"""Beginnings of the names of operators that mix along some dimension that is not named in their arguments."""
-_LAST_NUMBER = {"sort", "topk", "_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"}
-_ALONG_A_DIMENSION = {*_LAST_NUMBER, "gather", "index_select", "scatter", "scatter_add", "select"}
-"""Operators whose dimension is the last number among their arguments, or the first."""
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested containers."""
+    return [item for item in tree_leaves(tree) if isinstance(item, torch.Tensor)]
 
 
-class TokenDimension:
-    """Finds the dimension of tokens by its size: a prime, or a multiple of it, that no parameter has as a size."""
+def meta_positions(length: int, rows: int = 1) -> torch.Tensor:
+    """Return the positions [rows, length] of a sequence, without values."""
+    return torch.arange(length).to("meta").expand(rows, -1)
 
-    def __init__(self, length: int) -> None:
-        self.length = length
 
-    def has(self, tensor: torch.Tensor) -> bool:
-        """Return whether a dimension counts tokens, or tokens times something."""
-        return any(map(self._counts, tensor.shape))
+def meta_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a tensor without values for each parameter and buffer, by name; tied parameters are one tensor."""
+    named = (model.named_parameters(), model.named_buffers())
+    return {name: tensor.detach().to("meta") for some in named for name, tensor in some}
 
-    def _counts(self, size: int) -> bool:
-        return size > 0 and size % self.length == 0
 
-    def mixed(self, name: str, tensors: list[torch.Tensor], args: Any, results: list[torch.Tensor]) -> bool:
-        """Return whether an operator combines or moves the entries of the dimension of tokens."""
-        first = tensors[0]
-        if not all(map(self.has, results)):  # a sum, a mean, a single token
-            return True
-        if name.startswith(_MIXING):
-            return True
-        if name in ("mm", "bmm"):
-            return self._counts(first.shape[-1])
-        if name in ("addmm", "baddbmm"):
-            return len(tensors) > 1 and self._counts(tensors[1].shape[-1])
-        if name in _ALONG_A_DIMENSION:
-            dims = [item for item in args[1:] if isinstance(item, int) and not isinstance(item, bool)]
-            dim = dims[-1] if name in _LAST_NUMBER else dims[0] if dims else 0
-            return bool(dims) and -first.ndim <= dim < first.ndim and self._counts(first.shape[dim])
-        if name == "index":
-            return any(
-                index is not None and dim < first.ndim and self._counts(first.shape[dim]) for dim, index in enumerate(args[1])
-            )
-        if name == "native_layer_norm":
-            return any(map(self._counts, args[1]))
-        if name == "constant_pad_nd":
-            padded = [first.ndim - 1 - place // 2 for place, size in enumerate(args[1]) if size]
-            return any(self._counts(first.shape[dim]) for dim in padded)
-        # The head may take the last tokens alone (logits_to_keep); here it takes all.
-        return name == "slice" and sum(map(self._counts, first.shape)) != sum(map(self._counts, results[0].shape))
+def prime_length(model: nn.Module, above: int = 30) -> int:
+    """Return a prime above a number that divides no size of a parameter: otherwise features would look like tokens."""
+    sizes = {size for parameter in model.parameters() for size in parameter.shape if size}
+    primes = (
+        number for number in range(above + 1, 1000) if all(number % divisor for divisor in range(2, 32) if divisor < number)
+    )
+    return next(prime for prime in primes if all(size % prime for size in sizes))

@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 from itertools import islice, takewhile
 from types import CodeType, FunctionType
 
+import torch
 from torch import nn
 
 from meshwright.errors import PlanError
@@ -16,6 +17,7 @@ from meshwright.plan.given.hidden_argument import HIDDEN, forward_of, hidden_arg
 from meshwright.plan.given.names import holder_of, inside
 from meshwright.plan.given.norms import is_norm
 from meshwright.plan.given.options import NF4
+from meshwright.plan.given.parameter_storage import is_transposed, names_of_parameters
 from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.given.traces import Traces
 
@@ -201,18 +203,12 @@ def inspect_model(spec: ParallelSpec, model: nn.Module) -> Inspection:
                 f"parameter {name!r} is of bitsandbytes, and FSDP2 would lose its scales and some of its bytes, without an "
                 "error; build the model in bfloat16, and for frozen weights in 4 bits see adapter.base (docs/fine-tuning.md)"
             )
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, nn.Parameter] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-        tensors[id(parameter)] = parameter
     packed = {f"{name}.{own}" for name, module in model.named_modules() for own in getattr(module, PACKED_ATTRIBUTE, ())}
     parameters = tuple(
         ParameterFacts(
-            first, tuple(others), tuple(tensors[key].shape), NF4 if first in packed else _dtype_of(tensors[key]),
-            tensors[key].requires_grad
+            first, tuple(others), tuple(own.shape), NF4 if first in packed else _dtype_of(own), own.requires_grad
         )
-        for key, (first, *others) in names.items()
+        for own, (first, *others) in names_of_parameters(model).items()
     )  # fmt: skip
     modules = dict(model.named_modules())
     configs: dict[int, str] = {}
@@ -251,8 +247,7 @@ def _facts_of(name: str, module: nn.Module, places: Mapping[int, str]) -> Module
         children={own: places[id(child)] for own, child in module._modules.items() if child is not None},
         container=forward_of(kind) is nn.Module.forward,
         embedding=isinstance(module, nn.Embedding),
-        transposed=(kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
-        or bool(getattr(module, "is_transposed", False)),
+        transposed=is_transposed(module),
         padding=getattr(module, "padding_idx", None),
         hidden=hidden_argument(module),
         code=_names_of(kind),  # type: ignore[arg-type]  # classes are hashable
@@ -264,7 +259,7 @@ def _facts_of(name: str, module: nn.Module, places: Mapping[int, str]) -> Module
     )
 
 
-def _dtype_of(parameter: nn.Parameter) -> str:
+def _dtype_of(parameter: torch.Tensor) -> str:
     return str(parameter.dtype).removeprefix("torch.")
 
 

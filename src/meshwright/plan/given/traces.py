@@ -1,14 +1,48 @@
 """What is read from a model by calling it once without values: the facts that no name, shape or config states."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from meshwright.plan.given.attentions import Attentions
 from meshwright.plan.given.cut_points import StageFacts
-from meshwright.plan.given.output_head import HeadFacts
-from meshwright.plan.given.sequence_regions import RegionFacts
 from meshwright.plan.given.sliceable_pairs import Pairs
 
-__all__ = ["Traces"]
+__all__ = ["HeadFacts", "RegionFacts", "Traces"]
+
+
+@dataclass(frozen=True)
+class HeadFacts:
+    """The output head of a model.
+
+    Attributes:
+        name: of its module.
+        vocabulary: number of its words.
+        problem: why its logits cannot be computed in chunks; empty: they can.
+    """
+
+    name: str = ""
+    vocabulary: int = 0
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class RegionFacts:
+    """Where the residual stream of a model can be shared by ranks that each have a slice of the sequence.
+
+    Attributes:
+        regions: names of the modules of layers that need the whole sequence or are sliced: attention, MLP, experts.
+        tokenwise: names of the modules after the layers that process each token alone, in the order in which they run.
+        around: names of the regions whose output has a part that passed no matrix of theirs, such as a residual inside an MLP.
+            If they were split over features, that part would be added once for each rank.
+        problem: why the stream cannot be shared; empty: it can.
+        problem_in_stages: why it cannot be shared where the model is cut into stages; empty: it can.
+    """
+
+    regions: tuple[str, ...] = ()
+    tokenwise: tuple[str, ...] = ()
+    around: tuple[str, ...] = ()
+    problem: str = ""
+    problem_in_stages: str = ""
 
 
 class Traces:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from meshwright.plan.draft import Draft
 from meshwright.plan.given.names import within
-from meshwright.plan.given.output_head import HeadFacts
+from meshwright.plan.given.traces import HeadFacts
 from meshwright.plan.result.program import ChunkLoss
 from meshwright.plan.result.rows import LossRow
 from meshwright.plan.result.sharding_plan import ROOT, ShardingPlan, itemsize

@@ -6,19 +6,18 @@ computes of them. Where features enter another linear layer in their old order, 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
+from meshwright.models.reading.tracing import Attention, Inputs, Labels, Operator, Tracer, tensors_in
 from meshwright.plan.given.sliceable_pairs import Pair
 
-__all__ = ["FeatureTrace"]
+__all__ = ["FeatureTracer"]
 
 _SAME = {
     "clone",
@@ -84,14 +83,16 @@ class _Mark:
         return None
 
 
-class FeatureTrace(TorchDispatchMode):
-    """Follows features while it is entered.
+class FeatureTracer(Tracer):
+    """Follows features from linear layers to others.
 
     Args:
-        parameters: the tensors that stand for the model's trained parameters, with the names of those that may stand beside
-            features.
-        watched: tensors of which it is noted whether an operator outside of :meth:`owned` modules reads them, to their names.
-        given: all tensors that stand for parameters and buffers.
+        linear: names of the linear layers.
+        parameters: names of the model's trained parameters, to whether one may stand beside features.
+        watched: names of embeddings, to the names of their matrices, of which it is noted whether an operator outside of
+            ``owners`` reads them.
+        owners: names of the modules that hold such a matrix.
+        inputs: what the model is called with.
 
     Attributes:
         read: names of the watched tensors that were read.
@@ -102,17 +103,21 @@ class FeatureTrace(TorchDispatchMode):
 
     def __init__(
         self,
-        parameters: Iterable[tuple[torch.Tensor, str | None]],
-        watched: Iterable[tuple[torch.Tensor, str]] = (),
-        given: Iterable[torch.Tensor] = (),
+        linear: Collection[str],
+        parameters: Mapping[str, bool],
+        watched: Mapping[str, str],
+        owners: Collection[str],
+        inputs: Inputs,
     ) -> None:
-        super().__init__()
-        self._watched: Any = WeakIdKeyDictionary(dict(watched))
+        super().__init__(inputs)
+        self.linear, self.owners = linear, owners
+        self._watched = Labels({inputs.tensors[own]: name for name, own in watched.items()})
         self._owners = 0
         self.read: set[str] = set()
-        self._marks: Any = WeakIdKeyDictionary()
+        self._marks = Labels()
         # What has a gradient, to the names of the parameters that alone made it; None: others made it too.
-        self._learned: Any = WeakIdKeyDictionary({own: frozenset({name}) if name else None for own, name in parameters})
+        learned = {name: frozenset({name}) if beside else None for name, beside in parameters.items()}
+        self._learned = Labels({inputs.tensors[name]: label for name, label in learned.items()})
         self._beside: dict[str, frozenset[str]] = {}  # parameter that treats each block alike, to the layers of the blocks
         self._elsewhere: set[str] = set()  # parameters that do something else, too
         self._blocks: dict[str, int] = {}
@@ -124,7 +129,8 @@ class FeatureTrace(TorchDispatchMode):
         self.mixed: dict[str, str] = {}
         self.numbers: list[float] = []
         self.plain: list[tuple[str, list[float], list[tuple[int, ...]]]] = []
-        self._known: Any = WeakIdKeyDictionary(dict.fromkeys(given, True))  # what was given, or made by an operator
+        self._known = Labels()  # what was given, or made by an operator
+        self._known.put(inputs.tensors.values())
 
     def pairs(self) -> tuple[Pair, ...]:
         """Return what can be sliced together."""
@@ -144,115 +150,91 @@ class FeatureTrace(TorchDispatchMode):
                 found.append(Pair(tuple(sorted(names)), taker, math.gcd(*(self._blocks[name] for name in names)), (), beside))
         return tuple(found)
 
-    def repeats(self, other: "FeatureTrace") -> bool:
+    def repeats(self, other: "FeatureTracer") -> bool:
         """Return whether all that should not depend on the number of features is the same in another trace."""
         return repr((self.numbers, self.plain)) == repr((other.numbers, other.plain))  # NaN is not equal to itself
 
-    def entering(self, name: str) -> Any:
-        """Return the hook for the start of a linear layer."""
+    def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note which features enter a linear layer."""
+        self._owners += name in self.owners
+        if name not in self.linear:
+            return
+        mark = self._marks.get(args[0]) if args else None
+        sources = mark.sources if mark else frozenset()
+        if mark and (mark.dim, mark.before) != (args[0].ndim - 1, 1):
+            self._unfit |= sources
+        for source in sources:
+            self._takers.setdefault(source, set()).add(name)
+        if name in self._ran or not args:
+            self._several |= {name, *sources}
+        self._ran.add(name)
+        self._inside += 1
 
-        def enter(module: nn.Module, args: Any) -> None:
-            mark = self._marks.get(args[0]) if args else None
-            sources = mark.sources if mark else frozenset()
-            if mark and (mark.dim, mark.before) != (args[0].ndim - 1, 1):
-                self._unfit |= sources
-            for source in sources:
-                self._takers.setdefault(source, set()).add(name)
-            if name in self._ran or not args:
-                self._several |= {name, *sources}
-            self._ran.add(name)
-            self._inside += 1
-
-        return enter
-
-    def leaving(self, name: str) -> Any:
-        """Return the hook for the end of a linear layer."""
-
-        def leave(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    def leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Mark the features that a linear layer puts out."""
+        self._owners -= name in self.owners
+        if name in self.linear:
             self._inside -= 1
             self._blocks[name] = output.shape[-1]
             self._marks[output] = _Mark(frozenset({name}), output.ndim - 1, 1, output.shape[-1])
 
-        return leave
-
-    def owned(self, module: nn.Module) -> tuple[Any, Any]:
-        """Return the hooks for the start and the end of a module that may read watched tensors."""
-
-        def enter(*_: Any) -> None:
-            self._owners += 1
-
-        def leave(*_: Any) -> None:
-            self._owners -= 1
-
-        return module.register_forward_pre_hook(enter), module.register_forward_hook(leave)
-
-    def attend(
-        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any = None, **options: Any
-    ) -> tuple[torch.Tensor, None]:
-        """Stand in for the attention function, which treats each head [batch, head, token, feature] alone."""
-        output = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
-        marks = [self._marks.get(tensor) for tensor in (query, key, value)]
-        sources = frozenset().union(*(mark.sources for mark in marks if mark))
-        beside = [item for item in tree_leaves((mask, options)) if isinstance(item, torch.Tensor)]
-        found = [mark for mark in marks if mark is not None and (mark.dim, mark.before) == (1, 1)]
-        fit = len(found) == 3 and all(item not in self._learned and _of_no_head(item, query.shape[1]) for item in beside)
-        self.numbers += [item for item in tree_leaves(options) if isinstance(item, int | float)]
+    def attention(self, call: Attention) -> None:
+        """An attention treats each head [batch, head, token, feature] alone."""
+        marks = self._marks.among((call.query, call.key, call.value))
+        sources = frozenset().union(*(mark.sources for mark in marks))
+        beside = tensors_in((call.mask, call.options))
+        fit = [(mark.dim, mark.before) for mark in marks] == 3 * [(1, 1)]
+        fit &= all(item not in self._learned and _of_no_head(item, call.query.shape[1]) for item in beside)
+        self.numbers += [item for item in tree_leaves(call.options) if isinstance(item, int | float)]
         if fit:
-            self._mark(output, _Mark(sources, 2, 1, math.gcd(*(mark.blocks for mark in found))))
+            self._mark(call.output, _Mark(sources, 2, 1, math.gcd(*(mark.blocks for mark in marks))))
         else:
             self._unfit |= sources
-        return output, None
 
     def _mark(self, tensor: torch.Tensor, mark: _Mark) -> None:
         self._marks[tensor] = mark
         for source in mark.sources:
             self._blocks[source] = math.gcd(self._blocks[source], mark.blocks)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
-        results = [item for item in tree_leaves(result) if isinstance(item, torch.Tensor)]
-        for item in results:
-            self._known[item] = True
-        learned = [self._learned[tensor] for tensor in tensors if tensor in self._learned]
+    def operator(self, operator: Operator) -> None:
+        """Carry the marks of features on, or note that they are mixed."""
+        tensors, results = operator.tensors, operator.results
+        self._known.put(results)
+        learned = self._learned.among(tensors)
         if learned:
             alone = len(learned) == len(tensors) and None not in learned
-            for item in results:
-                self._learned[item] = frozenset().union(*learned) if alone else None
+            self._learned.put(results, frozenset().union(*learned) if alone else None)
         if not self._owners:
-            self.read |= {self._watched[tensor] for tensor in tensors if tensor in self._watched}
-        marked = [tensor for tensor in tensors if tensor in self._marks]
+            self.read.update(self._watched.among(tensors))
         if self._inside:
-            return result
-        if not marked:
+            return
+        marks = self._marks.among(tensors)
+        if not marks:
             if len(learned) < len(tensors) or None in learned:  # with something that is no feature
                 self._elsewhere.update(*filter(None, learned))
-            self.plain.append((str(function), _numbers((args, kwargs)), [tuple(item.shape) for item in results]))
-            return result
-        name = function._schema.name.partition("::")[2]
-        if name in _NEW:
-            self.numbers += _numbers((kwargs, args[2:]))
-            return result
-        declared = [(argument.name, argument.default_value) for argument in function._schema.arguments]
-        operands = {**dict(declared), **{own: value for (own, _), value in zip(declared, args, strict=False)}, **(kwargs or {})}
-        sources = frozenset().union(*(self._marks[tensor].sources for tensor in marked))
-        found = self._after(function, name, operands, tensors, results)
-        if found is None:
-            self._unfit |= sources
-            if name in _COMPUTE_ALONG and (mark := self._marks.get(tensors[0])) and mark.dim in _dims(tensors[0], operands):
-                self.mixed.update(dict.fromkeys(mark.sources, str(function)))
-            return result
-        for item in results:
-            self._mark(item, replace(found, sources=sources))
-        return result
+            numbers = _numbers((operator.args, operator.kwargs))
+            self.plain.append((str(operator.function), numbers, [tuple(item.shape) for item in results]))
+            return
+        if operator.name in _NEW:
+            self.numbers += _numbers((operator.kwargs, operator.args[2:]))
+            return
+        sources = frozenset().union(*(mark.sources for mark in marks))
+        found = self._after(operator)
+        if found is not None:
+            for item in results:
+                self._mark(item, replace(found, sources=sources))
+            return
+        self._unfit |= sources
+        first = self._marks.get(tensors[0])
+        if operator.name in _COMPUTE_ALONG and first and first.dim in _dims(tensors[0], operator.operands):
+            self.mixed.update(dict.fromkeys(first.sources, str(operator.function)))
 
-    def _after(
-        self, function: Any, name: str, operands: dict[str, Any], tensors: list[torch.Tensor], results: list[torch.Tensor]
-    ) -> _Mark | None:
+    def _after(self, operator: Operator) -> _Mark | None:
         """Return the mark of the results of an operator; ``None``: it does not treat each block alone."""
+        name, operands, tensors, results = operator.name, operator.operands, operator.tensors, operator.results
         first = tensors[0]
         mark, place = self._marks.get(first), self._place(first)
-        if torch.Tag.pointwise in function.tags or name in _SAME:
+        if torch.Tag.pointwise in operator.function.tags or name in _SAME:
             return self._pointwise(tensors, results, operands)
         if mark is None:
             return None

@@ -8,9 +8,7 @@ their second one, as a gate does, and as queries, keys and values do.
 """
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,16 +17,10 @@ import torch
 from torch import nn
 
 from meshwright.models import _transformers_compat as compat
-from meshwright.models.reading.tensor.features import FeatureTrace
-from meshwright.models.reading.tracing import (
-    call_on_meta,
-    first_that_runs,
-    hooked,
-    meta_positions,
-    meta_tensors,
-    prime_length,
-)
+from meshwright.models.reading.tensor.features import FeatureTracer
+from meshwright.models.reading.tracing import attributes, traced
 from meshwright.plan.given.names import holder_of, within
+from meshwright.plan.given.parameter_storage import is_conv1d, names_of_parameters
 from meshwright.plan.given.sliceable_pairs import Pair, Pairs
 from meshwright.plan.given.spec import ExpertsRule
 
@@ -54,148 +46,89 @@ def trace_pairs(model: "PreTrainedModel", layers: Sequence[str], experts: Sequen
         layers: names of its layers.
         experts: its mixtures. They are not called, because what they do depends on values.
     """
-    classes, uses = compat.linear_classes(), _uses(model)
-    adapters = [name for name, module in model.named_modules() if hasattr(module, "base_layer")]
+    names, modules = names_of_parameters(model), dict(model.named_modules())
+    adapters = [name for name, module in modules.items() if hasattr(module, "base_layer")]
     linear = {
         name: module
-        for name, module in model.named_modules()
-        if type(module) in classes
+        for name, module in modules.items()
+        if (type(module) is nn.Linear or is_conv1d(module))
         and within(name, layers)
         and not within(name, adapters)
-        and all(uses[id(own)] == 1 for own in module.parameters())
+        and all(len(names[own]) == 1 for own in module.parameters())
     }
-
-    embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    leaves = {  # norms of heads; what else holds parameters computes something with them
-        f"{name}.{own}"
-        for name, module in model.named_modules()
-        if not any(True for _ in module.children())
-        for own, parameter in module.named_parameters(recurse=False)
-        if uses[id(parameter)] == 1 and within(name, layers)
+    parameters = {  # norms of heads; what else holds parameters computes something with them
+        first: not others and within(holder_of(first), layers) and not any(True for _ in modules[holder_of(first)].children())
+        for own, (first, *others) in names.items()
+        if own.requires_grad
     }
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-
-    def traced(
-        tensors: Mapping[str, torch.Tensor], counts: Mapping[str, Mapping[str, int]], device: str | None
-    ) -> FeatureTrace:
-        trace = FeatureTrace(
-            ((tensors[name], name if name in leaves else None) for name, own in model.named_parameters() if own.requires_grad),
-            ((tensors[first[id(module.weight)]], name) for name, module in embeddings.items()),
-            tensors.values(),
-        )
-        hooks = [module.register_forward_pre_hook(trace.entering(name)) for name, module in linear.items()]
-        hooks += [module.register_forward_hook(trace.leaving(name)) for name, module in linear.items()]
-        tied = {id(module.weight) for module in embeddings.values()}
-        for module in model.modules():
-            if any(id(own) in tied for own in module.parameters(recurse=False)):
-                hooks += trace.owned(module)
-        with hooked(hooks), _counting(model, counts), trace:
-            call_on_meta(model, experts, trace.attend, tensors, meta_positions(prime_length(model)), device)
-        return trace
-
-    tensors = meta_tensors(model)
-    runs, _ = first_that_runs(lambda device: (traced(tensors, {}, device), device))
-    if runs is None:
+    embeddings = {
+        name: names[own.weight] for name, own in modules.items() if isinstance(own, nn.Embedding) and own.weight in names
+    }
+    owners = {holder_of(own) for tied in embeddings.values() for own in tied}
+    watched = {name: first for name, (first, *_) in embeddings.items()}
+    tracer = partial(FeatureTracer, linear, parameters, watched, owners)
+    whole, _ = traced(model, experts, tracer)
+    if whole is None:
         return Pairs()
-    whole, device = runs
     found = [pair for pair in whole.pairs() if pair.blocks > 1]
     plain = [pair for pair in found if pair.blocks == _width(linear[pair.second], 1)]
-    for pairs, names in [*((found, names) for names in _COUNTED), (plain, _COUNTED[0])]:
-        tried = _Doubled(model, linear, pairs, names)
-        trial, _ = first_that_runs(partial(traced, tried.tensors(tensors), tried.counts), (device,))
-        if trial is not None and trial.repeats(whole) and tried.expected <= set(trial.pairs()):
-            return Pairs(tried.pairs, whole.mixed, _vocabulary(model), tuple(whole.read))
+    for pairs, counted in [*((found, counted) for counted in _COUNTED), (plain, _COUNTED[0])]:
+        tried = [_with_counts(pair, modules, counted) for pair in pairs]
+        counts = ((modules[holder], {name: 2 * value}) for pair in tried for holder, name, value in pair.counts)
+        with attributes(counts):
+            tensors = _doubled(whole.inputs.tensors, linear, tried)
+            trial, _ = traced(model, experts, tracer, (whole.inputs.mask_device,), tensors=tensors)
+        expected = {replace(pair, blocks=2 * pair.blocks) for pair in pairs}
+        if trial is not None and trial.repeats(whole) and expected <= set(trial.pairs()):
+            return Pairs(tuple(tried), whole.mixed, _vocabulary(model, names), tuple(whole.read))
     return Pairs(mixed=whole.mixed, read=tuple(whole.read))
 
 
-class _Doubled:
-    """Pairs with twice their features, to try whether a model computes with another number of them.
+def _with_counts(pair: Pair, modules: Mapping[str, nn.Module], names: re.Pattern[str]) -> Pair:
+    """Return a pair with the attributes of modules, of these names, that count what is divided."""
+    widths = {_width(modules[pair.second], 1), *(_width(modules[name], 0) for name in pair.firsts)}
+    counts = [(name, "nf", _width(modules[name], 0)) for name in pair.firsts if is_conv1d(modules[name])]
+    for holder in dict.fromkeys(map(holder_of, pair.firsts)):
+        for name, value in vars(modules[holder]).items():
+            fits = type(value) is int and (value in widths if name in _WIDTHS else value and value % pair.blocks == 0)
+            if fits and names.fullmatch(name):
+                counts.append((holder, name, value))
+    return replace(pair, counts=tuple(counts))
+
+
+def _doubled(
+    tensors: Mapping[str, torch.Tensor], linear: Mapping[str, nn.Module], pairs: Sequence[Pair]
+) -> dict[str, torch.Tensor]:
+    """Return all tensors, with twice the features in those that belong to pairs.
 
     A number that is larger tells more than one that is smaller: one head has no dimension of its own.
-
-    Args:
-        model: the model.
-        linear: its linear layers, by name.
-        pairs: what is doubled.
-        names: names of attributes that count what is doubled.
-
-    Attributes:
-        pairs: the pairs with the attributes that count.
-        counts: attribute to its value for twice the features, by name of the module.
-        expected: the pairs as a trace finds them.
     """
-
-    def __init__(
-        self, model: nn.Module, linear: Mapping[str, nn.Module], pairs: Sequence[Pair], names: re.Pattern[str]
-    ) -> None:
-        self.linear = linear
-        self.counts: dict[str, dict[str, int]] = {}
-        counted = []
-        for pair in pairs:
-            widths = {_width(linear[pair.second], 1), *(_width(linear[name], 0) for name in pair.firsts)}
-            own = [(name, "nf", _width(linear[name], 0)) for name in pair.firsts if self._transposed(name)]
-            for holder in dict.fromkeys(map(holder_of, pair.firsts)):
-                for name, value in vars(model.get_submodule(holder)).items():
-                    fits = type(value) is int and (value in widths if name in _WIDTHS else value and value % pair.blocks == 0)
-                    if fits and names.fullmatch(name):
-                        own.append((holder, name, value))
-            for module, name, value in own:
-                self.counts.setdefault(module, {})[name] = 2 * value
-            counted.append(replace(pair, counts=tuple(own)))
-        self.pairs = tuple(counted)
-        self.expected = {replace(pair, blocks=2 * pair.blocks) for pair in pairs}
-
-    def _transposed(self, name: str) -> bool:
-        return type(self.linear[name]) is not nn.Linear
-
-    def tensors(self, before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return all tensors, with twice the features in those that belong to pairs."""
-        tensors = dict(before)
-
-        def double(name: str, dim: int) -> None:
-            if (tensor := tensors.get(name)) is not None:
-                tensors[name] = torch.cat([tensor, tensor], dim)
-
-        for pair in self.pairs:
-            for name in pair.firsts:
-                double(f"{name}.weight", 1 if self._transposed(name) else 0)
-                double(f"{name}.bias", 0)
-            double(f"{pair.second}.weight", 0 if self._transposed(pair.second) else 1)
-        return tensors
+    tensors = dict(tensors)
+    for pair in pairs:
+        sides = [*((name, 0) for name in pair.firsts), (pair.second, 1)]
+        dims = {f"{name}.weight": _dim(linear[name], side) for name, side in sides}
+        for name, dim in (dims | {f"{name}.bias": 0 for name in pair.firsts}).items():
+            if name in tensors:
+                tensors[name] = torch.cat([tensors[name], tensors[name]], dim)
+    return tensors
 
 
-def _width(linear: nn.Module, dim: int) -> int:
-    """Return the number of a linear layer's output features (dimension 0), or input features (dimension 1)."""
-    weight = linear.get_parameter("weight")
-    return weight.shape[dim if type(linear) is nn.Linear else 1 - dim]
+def _dim(linear: nn.Module, side: int) -> int:
+    """Return the dimension of a linear layer's weight that counts its output features (side 0), or input features (side 1)."""
+    return 1 - side if is_conv1d(linear) else side
 
 
-@contextmanager
-def _counting(model: nn.Module, counts: Mapping[str, Mapping[str, int]]) -> Iterator[None]:
-    """Let modules have other values of attributes."""
-    modules = [(vars(model.get_submodule(name)), values) for name, values in counts.items()]
-    before = [{name: own[name] for name in values} for own, values in modules]
-    try:
-        for own, values in modules:
-            own.update(values)
-        yield
-    finally:
-        for (own, _), values in zip(modules, before, strict=True):
-            own.update(values)
+def _width(linear: nn.Module, side: int) -> int:
+    return linear.get_parameter("weight").shape[_dim(linear, side)]
 
 
-def _uses(model: nn.Module) -> Counter[int]:
-    """Return how many names each parameter has, by its ``id``."""
-    return Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
-
-
-def _vocabulary(model: "PreTrainedModel") -> tuple[str, ...]:
+def _vocabulary(model: "PreTrainedModel", names: Mapping[torch.Tensor, Sequence[str]]) -> tuple[str, ...]:
     """Return the names of embedding and head, if what they hold is used by nobody else."""
-    names = {id(module): name for name, module in model.named_modules()}
-    uses = _uses(model)
     embedding, head = compat.embedding_and_head(model)
     if type(embedding) is not nn.Embedding or type(head) is not nn.Linear:
         return ()
+    own = {module: name for name, module in model.named_modules()}
     tied = embedding.weight is head.weight
-    alone = uses[id(embedding.weight)] == uses[id(head.weight)] == 1 + tied and (head.bias is None or uses[id(head.bias)] == 1)
-    return (names[id(embedding)], names[id(head)]) if alone else ()
+    alone = all(len(names[weight]) == 1 + tied for weight in (embedding.weight, head.weight))
+    alone = alone and (head.bias is None or len(names[head.bias]) == 1)
+    return (own[embedding], own[head]) if alone else ()

@@ -6,32 +6,20 @@ two primes. So what adds the two, or mixes the tokens of a slice, shows by its s
 right shape.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 
-from meshwright.models.reading.tracing import (
-    TokenDimension,
-    call_on_meta,
-    first_that_runs,
-    hooked,
-    meta_positions,
-    meta_tensors,
-    no_attention,
-    prime_length,
-)
+from meshwright.models.reading.token_dimension import TokenDimension
+from meshwright.models.reading.tracing import Attention, Inputs, Labels, Operator, Tracer, prime_length, tensors_in, traced
 from meshwright.plan.given.hidden_argument import hidden_argument, value_of, with_argument
 from meshwright.plan.given.names import within
-from meshwright.plan.given.sequence_regions import RegionFacts
 from meshwright.plan.given.spec import ExpertsRule
+from meshwright.plan.given.traces import RegionFacts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,12 +41,13 @@ def trace_regions(model: "PreTrainedModel", layers: Sequence[str], experts: Sequ
     regions = _regions_of(model, layers)
     if not regions:
         return RegionFacts(problem=f"layer {layers[0]!r} has no attention and MLP that are modules of their own")
-    found, why = first_that_runs(partial(_traced, model, layers, regions, experts))
+    found, why = traced(model, experts, partial(_RegionTracer, model, layers, regions))
     if found is None:
         return RegionFacts(problem=f"its stream cannot be sliced ({why})")
     # The norm after the layers is not on a stage before the last, and what follows gets a slice there.
-    cut, why = first_that_runs(partial(_traced, model, layers, regions, experts, cut=True))
-    return found if cut is not None else replace(found, problem_in_stages=f"a slice cannot leave a stage ({why})")
+    cut, why = traced(model, experts, partial(_RegionTracer, model, layers, regions, cut=True))
+    facts = found.facts()
+    return facts if cut is not None else replace(facts, problem_in_stages=f"a slice cannot leave a stage ({why})")
 
 
 def _regions_of(model: nn.Module, layers: Sequence[str]) -> list[str]:
@@ -73,50 +62,33 @@ def _regions_of(model: nn.Module, layers: Sequence[str]) -> list[str]:
     return regions
 
 
-def _traced(
-    model: "PreTrainedModel",
-    layers: Sequence[str],
-    regions: Sequence[str],
-    experts: Sequence[ExpertsRule],
-    device: str | None,
-    *,
-    cut: bool = False,
-) -> RegionFacts:
-    length, tensors = prime_length(model), meta_tensors(model)
-    trace = _Trace(model, layers, regions, length, prime_length(model, above=length), tensors.values(), cut=cut)
-    with trace.watching():
-        call_on_meta(model, experts, trace.attend, tensors, meta_positions(length), device)
-    return trace.facts()
-
-
-class _Trace(TorchDispatchMode):
+class _RegionTracer(Tracer):
     """Redistributes the stream at the borders of regions, and records what does not fit.
 
     Args:
         model: the model.
         layers: names of its layers.
         regions: names of its regions.
-        whole: length of the sequence.
-        part: length of a slice; no rank has so many tokens, but it is another prime.
-        parameters: the tensors that stand for the model's parameters and buffers.
+        inputs: what it is called with.
         cut: whether the sequence stays sliced after the layers, as on a stage before the last one.
     """
 
     def __init__(
-        self, model: nn.Module, layers: Sequence[str], regions: Sequence[str], whole: int, part: int, parameters: Any,
-        *, cut: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self._parameters = WeakIdKeyDictionary(dict.fromkeys(parameters, True))
-        self.model, self.layers, self.regions = model, layers, regions
-        self.whole, self.part, self.slices, self.cut = whole, part, TokenDimension(part), cut
+        self, model: nn.Module, layers: Sequence[str], regions: Sequence[str], inputs: Inputs, *, cut: bool = False
+    ) -> None:
+        super().__init__(inputs)
+        self.layers, self.regions, self.cut = layers, regions, cut
+        self.whole = inputs.positions.shape[1]
+        self.part = prime_length(model, above=self.whole)  # no rank has so many tokens, but it is another prime
+        self.slices = TokenDimension(self.part)
         self.problems: list[str] = []
         self.around: dict[str, None] = {}
-        self.after = [name for name, module in model.named_modules() if self._is_after(name, module)]
+        self.after = {name for name, module in model.named_modules() if self._is_after(name, module)}
         self.ran: list[str] = []
         self._region = ""
         self._early: set[str] = set()
-        self._inputs, self._products = WeakIdKeyDictionary(), WeakIdKeyDictionary()
+        self._parameters, self._inputs, self._products = Labels(), Labels(), Labels()
+        self._parameters.put(inputs.tensors.values())
 
     def _is_after(self, name: str, module: nn.Module) -> bool:
         """Return whether a module may run after the layers, on the stream: it has no matrix, and is in no layer."""
@@ -128,31 +100,32 @@ class _Trace(TorchDispatchMode):
             self.problems.append("no norm after its layers gives the whole sequence to the head")
         return RegionFacts(tuple(self.regions), tuple(self.ran), tuple(self.around), self.problems[0] if self.problems else "")
 
-    def attend(
-        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
-    ) -> tuple[torch.Tensor, None]:
-        """Stand in for an attention: its output depends on all three."""
-        output = no_attention(module, query, key, value)
-        self._products[output[0]] = True
+    # -- modules -----------------------------------------------------------------------------------------------------------
+
+    def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Slice the sequence before the first layer, and give all of it to regions."""
+        if name == self.layers[0]:
+            return self._moved(module, args, kwargs, self.whole, self.part, name)[:2]
+        if name not in self.regions:
+            return None
+        args, kwargs, moved = self._moved(module, args, kwargs, self.part, self.whole, name)
+        if any(map(self.slices.has, tensors_in((args, kwargs)))):
+            self.problems.append(f"{name!r} takes more of the residual stream than its hidden state")
+        self._region = name
+        self._inputs[moved] = True
+        return args, kwargs
+
+    def leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Slice what regions return, and give the whole sequence to what follows the last norm."""
+        if name in self.regions:
+            output = self._sliced(name, output)
+        elif name in self.after:
+            output = self._normed(name, output)
+        if any(parameter.ndim > 1 for parameter in module.parameters(recurse=False)):
+            for tensor in tensors_in(output):
+                self._inputs.pop(tensor, None)
+                self._products[tensor] = True
         return output
-
-    # -- the stream --------------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        handles = []
-        for name, module in self.model.named_modules():
-            if name == self.layers[0]:
-                handles.append(module.register_forward_pre_hook(self._at_first_layer, with_kwargs=True))
-            elif name in self.regions:
-                handles.append(module.register_forward_pre_hook(self._entering(name), with_kwargs=True))
-                handles.append(module.register_forward_hook(self._leaving(name)))
-            elif name in self.after:
-                handles.append(module.register_forward_hook(self._norm(name)))
-            if any(parameter.ndim > 1 for parameter in module.parameters(recurse=False)):
-                handles.append(module.register_forward_hook(self._product))
-        with hooked(handles), self:
-            yield
 
     def _resized(self, hidden: torch.Tensor, before: int, after: int, name: str) -> torch.Tensor:
         if hidden.ndim < 2 or hidden.shape[SEQUENCE] != before:
@@ -164,73 +137,43 @@ class _Trace(TorchDispatchMode):
         moved = self._resized(value_of(argument, args, kwargs, name), before, after, name)
         return *with_argument(argument, args, kwargs, lambda _: moved, name), moved
 
-    def _at_first_layer(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self._moved(module, args, kwargs, self.whole, self.part, self.layers[0])[:2]
+    def _sliced(self, name: str, output: Any) -> Any:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if self._parameters.among(tensors_in(output)):
+            self.problems.append(f"{name!r} returns a parameter, whose gradient would be that of a slice")
+        if hidden in self._inputs:
+            self.around[name] = None
+        self._region = ""
+        moved = self._resized(hidden, self.whole, self.part, name)
+        return (moved, *output[1:]) if isinstance(output, tuple) else moved
 
-    def _entering(self, name: str) -> Any:
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            args, kwargs, moved = self._moved(module, args, kwargs, self.part, self.whole, name)
-            if any(self.slices.has(item) for item in _tensors((args, kwargs))):
-                self.problems.append(f"{name!r} takes more of the residual stream than its hidden state")
-            self._region = name
-            self._inputs[moved] = True
-            return args, kwargs
-
-        return enter
-
-    def _leaving(self, name: str) -> Any:
-        def leave(module: nn.Module, args: Any, output: Any) -> Any:
-            hidden = output[0] if isinstance(output, tuple) else output
-            if any(tensor in self._parameters for tensor in _tensors(output)):
-                self.problems.append(f"{name!r} returns a parameter, whose gradient would be that of a slice")
-            if hidden in self._inputs:
-                self.around[name] = None
-            self._region = ""
-            moved = self._resized(hidden, self.whole, self.part, name)
-            return (moved, *output[1:]) if isinstance(output, tuple) else moved
-
-        return leave
-
-    def _norm(self, name: str) -> Any:
-        def norm(module: nn.Module, args: Any, output: Any) -> Any:
-            if not isinstance(output, torch.Tensor) or output.ndim < 2:
-                return output
-            if output.shape[SEQUENCE] == self.whole and not self.ran:
-                self._early.add(name)
-            if output.shape[SEQUENCE] == self.part:
-                if name in self._early:
-                    self.problems.append(f"{name!r} runs before the layers and after them")
-                self.ran.append(name)
-                return output if self.cut else self._resized(output, self.part, self.whole, name)
+    def _normed(self, name: str, output: Any) -> Any:
+        if not isinstance(output, torch.Tensor) or output.ndim < 2:
             return output
-
-        return norm
-
-    def _product(self, module: nn.Module, args: Any, output: Any) -> None:
-        for tensor in _tensors(output):
-            self._inputs.pop(tensor, None)
-            self._products[tensor] = True
+        if output.shape[SEQUENCE] == self.whole and not self.ran:
+            self._early.add(name)
+        if output.shape[SEQUENCE] != self.part:
+            return output
+        if name in self._early:
+            self.problems.append(f"{name!r} runs before the layers and after them")
+        self.ran.append(name)
+        return output if self.cut else self._resized(output, self.part, self.whole, name)
 
     # -- operators ---------------------------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        tensors, results = _tensors((args, kwargs)), _tensors(result)
+    def attention(self, call: Attention) -> None:
+        """The output of an attention depends on all that it reads."""
+        self._products[call.output] = True
+
+    def operator(self, operator: Operator) -> None:
+        """Follow what regions compute, and look for what mixes tokens between them."""
         if self._region:
-            inputs, products = (any(tensor in of for tensor in tensors) for of in (self._inputs, self._products))
-            for tensor in results:
-                if inputs:
-                    self._inputs[tensor] = True
-                if products:
-                    self._products[tensor] = True
+            inputs, products = (bool(labels.among(operator.on_meta)) for labels in (self._inputs, self._products))
+            if inputs:
+                self._inputs.put(operator.results)
+            if products:
+                self._products.put(operator.results)
             if inputs and products:
                 self.around[self._region] = None
-        elif any(map(self.slices.has, tensors)):
-            name = function._schema.name.partition("::")[2]
-            if self.slices.mixed(name, tensors, args, results):
-                self.problems.append(f"between attention and MLP, an operator mixes the tokens of a slice ({function})")
-        return result
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [item for item in tree_leaves(tree) if isinstance(item, torch.Tensor) and item.is_meta]
+        elif self.slices.mixed(operator):
+            self.problems.append(f"between attention and MLP, an operator mixes the tokens of a slice ({operator.function})")
