@@ -7,7 +7,7 @@ from enum import StrEnum
 from itertools import count
 from typing import Any
 
-from meshwright.errors import PlanError
+from meshwright.errors import PlanError, Problems
 from meshwright.layout import Layout
 
 __all__ = [
@@ -253,7 +253,7 @@ class ParallelOptions:
         Raises:
             PlanError: all illegal values together.
         """
-        problems = []
+        problems = Problems()
         for name, choices in (
             ("sync", SyncPolicy),
             ("activation_checkpointing", ActivationCheckpointing),
@@ -267,30 +267,33 @@ class ParallelOptions:
             try:
                 object.__setattr__(self, name, choices(getattr(self, name)))
             except ValueError:
-                problems.append(f"{name}={getattr(self, name)!r}: legal are {', '.join(choices)}")
+                problems.add("plan.option", f"{name}={getattr(self, name)!r}: legal are {', '.join(choices)}")
         for name, choices in (("sync_units", SyncPolicy), ("activation_checkpointing_layers", ActivationCheckpointing)):
             chosen = {}
             for pattern, value in getattr(self, name).items():
                 try:
                     chosen[pattern] = choices(value)
                 except ValueError:
-                    problems.append(f"{name}[{pattern!r}]={value!r}: legal are {', '.join(choices)}")
+                    problems.add("plan.option", f"{name}[{pattern!r}]={value!r}: legal are {', '.join(choices)}")
             object.__setattr__(self, name, chosen)
         for name in ("exclude_units", "freeze", "decay", "no_decay", "activation_checkpointing_save", "pipeline_cuts"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             if getattr(self, name) not in (None, *DTYPES):
-                problems.append(f"{name}={getattr(self, name)!r}: legal are {', '.join(DTYPES)}")
+                problems.add("plan.option", f"{name}={getattr(self, name)!r}: legal are {', '.join(DTYPES)}")
         if self.microbatches < 1:
-            problems.append(f"microbatches={self.microbatches}: must be at least 1")
+            problems.add("plan.option", f"microbatches={self.microbatches}: must be at least 1")
         if self.prefetch_forward is not None and self.prefetch_forward < 1:
-            problems.append(
-                f"prefetch_forward={self.prefetch_forward}: must be at least 1; FSDP2 cannot be kept from running ahead"
+            problems.add(
+                "plan.option",
+                f"prefetch_forward={self.prefetch_forward}: must be at least 1; FSDP2 cannot be kept from running ahead",
             )
         if self.loss_chunks is not None and self.loss_chunks < 0:
-            problems.append(f"loss_chunks={self.loss_chunks}: must be at least 0; 0 and 1 compute all logits at once")
+            problems.add(
+                "plan.option", f"loss_chunks={self.loss_chunks}: must be at least 0; 0 and 1 compute all logits at once"
+            )
         if self.prefetch_backward is not None and self.prefetch_backward < 0:
-            problems.append(f"prefetch_backward={self.prefetch_backward}: must be at least 0")
+            problems.add("plan.option", f"prefetch_backward={self.prefetch_backward}: must be at least 0")
         if problems:
             raise PlanError(problems)
 
