@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from meshwright.errors import Problems, Refusal
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.reading.tracing import (
     RULE,
@@ -41,6 +42,8 @@ __all__ = ["trace_attentions"]
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Kinds of rotary embedding that change with the largest position of a forward. Ranks that share a sequence differ in it."""
+_MOVES = ("cat", "constant_pad", "convolution", "flip", "index", "roll", "select", "slice")
+"""How the names of operators begin that move tokens, or carry a state from token to token."""
 
 
 def trace_attentions(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = ()) -> Attentions:
@@ -55,7 +58,7 @@ def trace_attentions(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = 
         return Attentions((), tuple(problems))
     # A mask of ones, because without one documents are looked for, which needs values.
     found, why = first_that_runs(partial(_traced, model, experts), ("cpu", "meta"))
-    return found or Attentions((), (f"its forward cannot be traced without values ({why})",))
+    return found or Attentions((), (Refusal("model.values", f"its forward cannot be traced without values ({why})"),))
 
 
 def _traced(model: "PreTrainedModel", experts: Sequence[ExpertsRule], mask_device: str) -> Attentions:
@@ -65,11 +68,14 @@ def _traced(model: "PreTrainedModel", experts: Sequence[ExpertsRule], mask_devic
     return Attentions(tuple(trace.rows.values()), tuple(dict.fromkeys(trace.problems)), compat.attention_of(model))
 
 
-def _unfit_rotary(model: nn.Module) -> list[str]:
+def _unfit_rotary(model: nn.Module) -> list[Refusal]:
     kinds = {kind: name for name, module in model.named_modules() for kind in _rope_types(module) if kind in _LENGTH_DEPENDENT}
     return [
-        f"the rotary embedding {name!r} ({kind}) changes with the largest position of a forward, and ranks that share a "
-        "sequence differ in it"
+        Refusal(
+            "cp.positions",
+            f"the rotary embedding {name!r} ({kind}) changes with the largest position of a forward, and ranks that share a "
+            "sequence differ in it",
+        )
         for kind, name in kinds.items()
     ]
 
@@ -87,7 +93,7 @@ class _Trace(TorchDispatchMode):
         self.names, self.length, self.tokens = names, length, TokenDimension(length)
         self.positions = torch.zeros((1, length), dtype=torch.long, device="meta")
         self.rows: dict[str, AttentionFacts] = {}
-        self.problems: list[str] = []
+        self.problems = Problems()
         self._stack: list[str] = [""]
         self._own_positions = WeakIdKeyDictionary()
         self._kinds: dict[Any, tuple[str, bool, int | None]] = {}
@@ -124,13 +130,17 @@ class _Trace(TorchDispatchMode):
         name = self.names.get(id(module), type(module).__name__)
         problem, causal, window = self._mask(module, attention_mask)
         if not problem and (query.shape[2] != self.length or key.shape[2] != self.length):
-            problem = f"has {query.shape[2]} queries and {key.shape[2]} keys for {self.length} tokens"
+            problem = Refusal("cp.attention", f"has {query.shape[2]} queries and {key.shape[2]} keys for {self.length} tokens")
         if not problem and kwargs.get("position_ids") is not self.positions:
-            problem = "does not get the position_ids of the batch, which say where its tokens are in the sequence"
+            problem = Refusal(
+                "cp.positions", "does not get the position_ids of the batch, which say where its tokens are in the sequence"
+            )
         if not problem and (unknown := unknown_argument(kwargs)):
-            problem = f"calls its attention function with {unknown!r}, which context parallel does not know"
+            problem = Refusal(
+                "cp.argument", f"calls its attention function with {unknown!r}, which context parallel does not know"
+            )
         if not problem and name in self.rows:
-            problem = "runs twice in a forward"
+            problem = Refusal("cp.twice", "runs twice in a forward")
         self.rows[name] = AttentionFacts(
             name, query.shape[1], key.shape[1], key.shape[3], value.shape[3], causal, window,
             sinks=isinstance(kwargs.get("s_aux"), torch.Tensor), dropout=float(dropout or 0.0), problem=problem,
@@ -142,14 +152,14 @@ class _Trace(TorchDispatchMode):
         """Return why the mask is none that can be shared (empty: it can), whether it is causal, and its window."""
         rule = getattr(mask, RULE, None)
         if mask is not None and rule is None:
-            return "changes its mask before it attends", True, None
+            return Refusal("cp.mask", "changes its mask before it attends"), True, None
         if rule is None:
-            return "has no mask that transformers makes", True, None
+            return Refusal("cp.mask", "has no mask that transformers makes"), True, None
         if rule not in self._kinds:
             try:
                 self._kinds[rule] = _kind_of(rule)
             except Exception as error:  # a rule of the model's own, which may read anything
-                self._kinds[rule] = (f"has a mask of its own ({type(error).__name__})", True, None)
+                self._kinds[rule] = (Refusal("cp.mask", f"has a mask of its own ({type(error).__name__})"), True, None)
         return self._kinds[rule]
 
     # -- the rest ----------------------------------------------------------------------------------------------------------
@@ -163,15 +173,18 @@ class _Trace(TorchDispatchMode):
             self._own_positions[results[0]] = True
         elif any(tensor in self._own_positions for tensor in tensors):
             if any(tensor.is_floating_point() for tensor in tensors):
-                self._report("computes with positions of its own, and not with the position_ids of the batch", function)
+                self._report(
+                    "cp.positions", "computes with positions of its own, and not with the position_ids of the batch", function
+                )
             for tensor in results:
                 self._own_positions[tensor] = True
         elif any(map(self.tokens.has, tensors)) and self.tokens.mixed(name, tensors, args, results):
-            self._report("mixes tokens outside of an attention", function)
+            code = "cp.state" if name.startswith(_MOVES) else "cp.mixes_tokens"
+            self._report(code, "mixes tokens outside of an attention", function)
         return result
 
-    def _report(self, what: str, function: Any) -> None:
-        self.problems.append(f"{self._stack[-1] or 'the model'!r} {what} ({function})")
+    def _report(self, code: str, what: str, function: Any) -> None:
+        self.problems.add(code, f"{self._stack[-1] or 'the model'!r} {what} ({function})")
 
 
 def _kind_of(rule: Callable[..., Any]) -> tuple[str, bool, int | None]:
@@ -195,14 +208,14 @@ def _kind_of(rule: Callable[..., Any]) -> tuple[str, bool, int | None]:
     window = None
     low, high = 0, 2**21
     if not sees(low):
-        return "has a mask under which a token does not see itself", causal, None
+        return Refusal("cp.mask", "has a mask under which a token does not see itself"), causal, None
     if not sees(high):
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if sees(middle) else (low, middle)
         window = high
     if window is not None and not causal:
-        return "has a window to both sides", causal, window
+        return Refusal("cp.mask", "has a window to both sides"), causal, window
     generator = torch.Generator().manual_seed(0)
     queries = torch.cat([torch.randint(0, 2**21, (4096,), generator=generator), torch.arange(256).repeat(8)])
     near = torch.randint(-64, 2 * (window or 4096), (len(queries),), generator=generator)
@@ -213,5 +226,5 @@ def _kind_of(rule: Callable[..., Any]) -> tuple[str, bool, int | None]:
         if window is not None:
             expected &= queries - keys < window
         if not torch.equal(allowed(queries, keys).bool(), expected):
-            return "has a mask that is neither causal nor a window", causal, window
+            return Refusal("cp.mask", "has a mask that is neither causal nor a window"), causal, window
     return "", causal, window

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from meshwright.errors import Problems, Refusal
 from meshwright.models.reading.tracing import (
     TokenDimension,
     call_on_meta,
@@ -52,13 +53,19 @@ def trace_regions(model: "PreTrainedModel", layers: Sequence[str], experts: Sequ
     """
     regions = _regions_of(model, layers)
     if not regions:
-        return RegionFacts(problem=f"layer {layers[0]!r} has no attention and MLP that are modules of their own")
+        return RegionFacts(
+            problem=Refusal("sp.regions", f"layer {layers[0]!r} has no attention and MLP that are modules of their own")
+        )
     found, why = first_that_runs(partial(_traced, model, layers, regions, experts))
     if found is None:
-        return RegionFacts(problem=f"its stream cannot be sliced ({why})")
+        return RegionFacts(problem=Refusal("sp.stream", f"its stream cannot be sliced ({why})"))
     # The norm after the layers is not on a stage before the last, and what follows gets a slice there.
     cut, why = first_that_runs(partial(_traced, model, layers, regions, experts, cut=True))
-    return found if cut is not None else replace(found, problem_in_stages=f"a slice cannot leave a stage ({why})")
+    return (
+        found
+        if cut is not None
+        else replace(found, problem_in_stages=Refusal("sp.stream", f"a slice cannot leave a stage ({why})"))
+    )
 
 
 def _regions_of(model: nn.Module, layers: Sequence[str]) -> list[str]:
@@ -110,7 +117,7 @@ class _Trace(TorchDispatchMode):
         self._parameters = WeakIdKeyDictionary(dict.fromkeys(parameters, True))
         self.model, self.layers, self.regions = model, layers, regions
         self.whole, self.part, self.slices, self.cut = whole, part, TokenDimension(part), cut
-        self.problems: list[str] = []
+        self.problems = Problems()
         self.around: dict[str, None] = {}
         self.after = [name for name, module in model.named_modules() if self._is_after(name, module)]
         self.ran: list[str] = []
@@ -125,7 +132,7 @@ class _Trace(TorchDispatchMode):
 
     def facts(self) -> RegionFacts:
         if not self.problems and not self.ran:
-            self.problems.append("no norm after its layers gives the whole sequence to the head")
+            self.problems.add("sp.stream", "no norm after its layers gives the whole sequence to the head")
         return RegionFacts(tuple(self.regions), tuple(self.ran), tuple(self.around), self.problems[0] if self.problems else "")
 
     def attend(
@@ -171,7 +178,7 @@ class _Trace(TorchDispatchMode):
         def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
             args, kwargs, moved = self._moved(module, args, kwargs, self.part, self.whole, name)
             if any(self.slices.has(item) for item in _tensors((args, kwargs))):
-                self.problems.append(f"{name!r} takes more of the residual stream than its hidden state")
+                self.problems.add("sp.stream", f"{name!r} takes more of the residual stream than its hidden state")
             self._region = name
             self._inputs[moved] = True
             return args, kwargs
@@ -182,7 +189,7 @@ class _Trace(TorchDispatchMode):
         def leave(module: nn.Module, args: Any, output: Any) -> Any:
             hidden = output[0] if isinstance(output, tuple) else output
             if any(tensor in self._parameters for tensor in _tensors(output)):
-                self.problems.append(f"{name!r} returns a parameter, whose gradient would be that of a slice")
+                self.problems.add("sp.stream", f"{name!r} returns a parameter, whose gradient would be that of a slice")
             if hidden in self._inputs:
                 self.around[name] = None
             self._region = ""
@@ -199,7 +206,7 @@ class _Trace(TorchDispatchMode):
                 self._early.add(name)
             if output.shape[SEQUENCE] == self.part:
                 if name in self._early:
-                    self.problems.append(f"{name!r} runs before the layers and after them")
+                    self.problems.add("sp.stream", f"{name!r} runs before the layers and after them")
                 self.ran.append(name)
                 return output if self.cut else self._resized(output, self.part, self.whole, name)
             return output
@@ -228,7 +235,9 @@ class _Trace(TorchDispatchMode):
         elif any(map(self.slices.has, tensors)):
             name = function._schema.name.partition("::")[2]
             if self.slices.mixed(name, tensors, args, results):
-                self.problems.append(f"between attention and MLP, an operator mixes the tokens of a slice ({function})")
+                self.problems.add(
+                    "sp.stream", f"between attention and MLP, an operator mixes the tokens of a slice ({function})"
+                )
         return result
 
 
