@@ -78,7 +78,9 @@ def test_training_does_not_start_after_an_audit_that_fails(meshwright, config: s
     refused = meshwright("train", config, "--nproc", 2, "--audit", *SMALL, before=plant(plants.divided_twice))
     assert refused.code == 1
     assert "FAIL: the gradient of all 9 parameters of unit model.layers.1 is 0.5 times that" in refused.out
-    assert refused.error == ("error: the layout does not compute what one process does; training is not started (--audit) [audit.failed]\n")
+    assert refused.error == (
+        "error: the layout does not compute what one process does; training is not started (--audit) [audit.failed]\n"
+    )
     assert "step 1/1" not in refused.out
     assert not (Path(load_config(config).output) / "checkpoints").exists()
     # Without --audit the run starts, and the verdict on record is not to be overlooked.
