@@ -219,9 +219,7 @@ class _Trace(TorchDispatchMode):
             if not isinstance(value, torch.Tensor) or not value.is_floating_point():
                 self.problems.add("pp.hidden_state", f"layer {name!r} does not get its hidden state as {argument!r}")
             elif self.hidden is not None and value is not self.hidden:
-                self.problems.add(
-                    "pp.reads_more", f"the input of layer {name!r} is not the output of {self.layers[-1].name!r}"
-                )
+                self.problems.add("pp.reads_more", f"the input of layer {name!r} is not the output of {self.layers[-1].name!r}")
             if isinstance(value, torch.Tensor):
                 fresh = _fresh(value)
                 args = tuple(fresh if item is value else item for item in args)
