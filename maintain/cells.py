@@ -198,12 +198,14 @@ class Cell:
         worst: dtype to the largest error of a gradient.
         note: what a user would be told, or the verdict of the variant that failed.
         claims: the claims that were audited, one for each variant that came to a verdict.
+        code: of the refusal or failure; of a wrong verdict ``audit.`` and the kind of its first finding; empty if it works.
     """
 
     outcome: Outcome
     worst: Mapping[str, float]
     note: str = ""
     claims: tuple[Claim, ...] = ()
+    code: str = ""
 
 
 def family_case(
@@ -305,21 +307,22 @@ def audited(auditor: Auditor, place: Place, variants: Iterable[V], case: Callabl
                 try:
                     report = audit(variant)
                 except ConfigError as error:
-                    if "data.packing" not in str(error):
+                    if not any(code.startswith("data.packing.") for code in error.codes):
                         raise
                     notes.append(f"with data.packing=pad only: {error.problems[0]}")
                     packing = "pad"
             if report is None:
                 report = audit(variant)
         except UnsupportedError as error:
-            return Cell(Outcome.NOT_YET, {}, error.problems[0])
+            return Cell(Outcome.NOT_YET, {}, error.problems[0], code=error.codes[0])
         except MeshwrightError as error:
             if error.exit_code != 2:  # a worker that failed, or a hang, is not a refusal
-                return Cell(Outcome.FAILS, {}, f"{variant}: {error}")
-            return Cell(Outcome.REFUSED, {}, error.problems[0])
+                return Cell(Outcome.FAILS, {}, f"{variant}: {error}", code=error.codes[0])
+            return Cell(Outcome.REFUSED, {}, error.problems[0], code=error.codes[0])
         claims.append(report.claim)
         if not report.passed:
-            return Cell(Outcome.FAILS, {}, f"{variant}: {report.verdict}", tuple(claims))
+            note, code = f"{variant}: {report.verdict}", f"audit.{report.findings[0].kind}"
+            return Cell(Outcome.FAILS, {}, note, tuple(claims), code)
         worst[report.dtype] = max(worst.get(report.dtype, 0.0), report.worst_gradient)
     return Cell(Outcome.WORKS, worst, "; ".join(notes), tuple(claims))
 

@@ -39,6 +39,9 @@ COLUMNS = tuple(
     next(place for place in LAYOUTS if place.label == label)
     for label in ("shard 2", "replicate 2", "tp 2", "tp 2 seq", "ep 2", "cp 2", "pp 2")
 )
+MIXED = ("fsdp.dtypes", "model.values", "pp.halves", "sp.stream", "worker.dtypes", "worker.overflow")
+"""Codes of what may not be so in float32: a model that stores or computes something in it, whatever the rest is in, has one
+dtype in float32 alone."""
 VARIANT_COLUMNS = tuple(place for place in COLUMNS if place.label not in ("replicate 2", "tp 2 seq"))
 """One layout for each axis. Replicas differ from shards in no switch, and sequence parallel is the stream of `tp 2`."""
 
@@ -51,7 +54,7 @@ def part_of(types: Sequence[str], part: str) -> list[str]:
     """
     match = re.fullmatch(r"(\d+)/(\d+)", part)
     if not match or not 1 <= int(match[1]) <= int(match[2]):
-        raise ConfigError(f"--part={part}: legal is K/N with K from 1 to N, such as 3/10")
+        raise ConfigError("cli.part", f"--part={part}: legal is K/N with K from 1 to N, such as 3/10")
     return list(types[int(match[1]) - 1 :: int(match[2])])
 
 
@@ -70,7 +73,9 @@ def run_of(name: str, place: Place, folder: Path, packing: str = "pack") -> RunC
         text = config.get_text_config()
         sizes: dict[str, Any] = {"vocab_size": text.vocab_size}
     except Exception as error:  # whatever a config checks or computes
-        raise ModelError(f"model: its default config cannot be made ({type(error).__name__}: {_first_line(error)})") from error
+        raise ModelError(
+            "model.build", f"model: its default config cannot be made ({type(error).__name__}: {_first_line(error)})"
+        ) from error
     if text is not config:
         key = next(key for key, value in vars(config).items() if value is text)
         sizes = {key: {"model_type": text.model_type, **odd.get(key, {}), **sizes}}
@@ -122,14 +127,13 @@ def _cell(auditor: Auditor, model_type: str, place: Place, folder: Path) -> Cell
 
     try:
         cell = audit("float64")
-        # A model that stores or computes something in fp32, whatever the rest is in, has one dtype in float32 alone.
-        mixed = reason_of(cell.note) == "dtypes" or re.search("same dtype, but got|without overflow", cell.note)
-        cell = audit("float32") if mixed and not cell.claims else cell
-        if cell.outcome is Outcome.FAILS and re.search("drew random numbers|without overflow", cell.note):
-            return Cell(Outcome.REFUSED, {}, cell.note)  # one process cannot be compared with itself
+        cell = audit("float32") if cell.code in MIXED and not cell.claims else cell
+        if cell.outcome is Outcome.FAILS and cell.code in ("audit.random", "worker.overflow"):
+            return Cell(Outcome.REFUSED, {}, cell.note, code=cell.code)  # one process cannot be compared with itself
         crashed = cell.outcome is Outcome.FAILS and not cell.claims
         if crashed and (why := _unable(_case_of(model_type, place, folder, "pad", "float32"))):
-            return Cell(Outcome.REFUSED, {}, f"{model_type} cannot be shrunk: the small model does not run by itself ({why})")
+            note = f"{model_type} cannot be shrunk: the small model does not run by itself ({why})"
+            return Cell(Outcome.REFUSED, {}, note, code="shrink.model")
         return cell
     except MeshwrightError:
         raise
@@ -212,7 +216,8 @@ Rows = dict[tuple[str, str], dict[str, Any]]
 
 def _row(model_type: str, label: str, cell: Cell) -> dict[str, Any]:
     proof = CellProof(model_type, label, cell.note if cell.outcome is Outcome.FAILS else "", cell.claims)
-    return {**cell_data(proof), "outcome": str(cell.outcome), "worst": dict(cell.worst), "note": cell.note}
+    code = {"code": cell.code} if cell.code else {}
+    return {**cell_data(proof), "outcome": str(cell.outcome), "worst": dict(cell.worst), "note": cell.note, **code}
 
 
 def _write(path: Path, rows: Rows) -> None:
@@ -307,7 +312,7 @@ def _counted(rows: Rows, names: Sequence[str], label: str) -> str:
 
 def _reason(row: Mapping[str, Any]) -> str:
     """Return the key of the reason of a refusal; empty if the cell is no refusal."""
-    return reason_of(row["note"]) if row["outcome"] in (Outcome.REFUSED, Outcome.NOT_YET) else ""
+    return reason_of(row["code"]) if row["outcome"] in (Outcome.REFUSED, Outcome.NOT_YET) else ""
 
 
 def _words(row: Mapping[str, Any] | None) -> str:

@@ -93,7 +93,7 @@ def _read_cells(partial: Path, variants: Sequence[Variant]) -> dict[tuple[str, s
         return cells
     for family, label, cell in content["cells"]:
         claims = tuple(Claim(**{**claim, "axes": tuple(claim["axes"])}) for claim in cell["claims"])
-        cells[family, label] = Cell(Outcome(cell["outcome"]), cell["worst"], cell["note"], claims)
+        cells[family, label] = Cell(Outcome(cell["outcome"]), cell["worst"], cell["note"], claims, cell["code"])
     return cells
 
 

@@ -1,20 +1,23 @@
-"""Runs a function on several gloo ranks, forked from this process, so that four ranks start in half a second."""
+"""Runs a function on several gloo ranks, forked from this process, so that four ranks start in half a second; and refusals."""
 
 import os
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch._dynamo  # preloaded: FSDP's hooks import it on first use, which would cost every forked rank a second
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from meshwright.distributed import _torch_compat
+from meshwright.errors import MeshwrightError
 
 TIMEOUT = timedelta(seconds=20)
 """Of every collective: a rank that failed makes its peers fail, not hang."""
@@ -22,6 +25,14 @@ TIMEOUT = timedelta(seconds=20)
 
 class RankError(AssertionError):
     """What failed on which ranks, with their tracebacks."""
+
+
+@contextmanager
+def refuses(kind: type[MeshwrightError], code: str) -> Iterator[pytest.ExceptionInfo[MeshwrightError]]:
+    """Inside, an error of a kind is expected that has a problem with a code of :mod:`meshwright.error_codes`."""
+    with pytest.raises(kind) as caught:
+        yield caught
+    assert code in caught.value.codes, caught.value
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, group: bool = True) -> list[Any]:

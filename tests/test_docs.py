@@ -180,7 +180,7 @@ def test_what_cannot_be_imported_is_named_in_one_report(files: Path, meshwright:
         lines = ended.error.splitlines()
         assert len(lines) == 4, ended.error
         assert lines[0].startswith("error: imports: 'absent.module' cannot be imported: ModuleNotFoundError")
-        assert lines[1] == "error: imports: 'broken' cannot be imported: ZeroDivisionError: division by zero"
+        assert lines[1] == "error: imports: 'broken' cannot be imported: ZeroDivisionError: division by zero [config.imports]"
         assert "'second': 'StableLmForCausalLM' has the strategy stablelm_family.StableLmStrategy already" in lines[2]
         assert "second.Other" in lines[2]
         assert "'./my_family.py' is no name of a module" in lines[3]

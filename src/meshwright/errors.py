@@ -2,11 +2,13 @@
 
 Every error that a user can cause is a :class:`MeshwrightError`. It holds a list of problems, so that one run reports all
 of them. The command line prints the problems without a traceback and exits with :attr:`MeshwrightError.exit_code`.
+Each problem is a :class:`Refusal`: prose with a code of :mod:`meshwright.error_codes`.
 """
 
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Self, overload
 
 __all__ = [
     "CheckpointError",
@@ -20,9 +22,12 @@ __all__ = [
     "NonFiniteError",
     "NotProvenError",
     "PlanError",
+    "Problems",
+    "Refusal",
     "StoppedError",
     "UnsupportedError",
     "WorkerError",
+    "coded",
     "described",
     "during",
     "number_of",
@@ -31,6 +36,48 @@ __all__ = [
 
 LONGEST_WORD, LONGEST_LINE = 300, 1500
 """Characters of a message that are shown whole. What is longer is somebody's value, or a list of what is not needed whole."""
+
+
+OTHER = "other"
+"""The code of a problem that has none of its own: one that a user's own code raises."""
+
+
+class Refusal(str):
+    """A problem as prose, with a code for programs. It is a string; what is made of it by string methods has no code.
+
+    Args:
+        code: a key of :data:`meshwright.error_codes.CODES`.
+        text: names the knob, its value and what is legal.
+    """
+
+    code: str
+
+    def __new__(cls, code: str, text: str) -> Self:
+        """Make the string, and give it its code."""
+        self = super().__new__(cls, text)
+        self.code = code
+        return self
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
+        """Keep the code in pickles and copies."""
+        return (self.code, str(self))
+
+    def within(self, before: str, after: str = "") -> "Refusal":
+        """Return the same problem with more prose around it."""
+        return Refusal(self.code, f"{before}{self}{after}")
+
+
+class Problems(list[Refusal]):
+    """Problems that are found one after another, and raised together."""
+
+    def add(self, code: str, text: str) -> None:
+        """Add one."""
+        self.append(Refusal(code, text))
+
+
+def coded(problem: str, code: str = OTHER) -> Refusal:
+    """Return a problem with its code; a plain string gets the given one."""
+    return problem if isinstance(problem, Refusal) else Refusal(code, problem)
 
 
 def shortened(text: str) -> str:
@@ -86,16 +133,32 @@ class MeshwrightError(Exception):
     """A problem that the user can mend, or several.
 
     Args:
-        problems: one message, or several that were found together. Each names the knob, its value and what is legal.
+        problems: one problem, or several that were found together; or, with ``text``, the code of one. A problem that is a
+            plain string, from a user's own code, gets the code ``other``.
+        text: the message of one problem. It names the knob, its value and what is legal.
     """
 
     exit_code = 2
 
-    def __init__(self, problems: str | Iterable[str]) -> None:
-        self.problems: tuple[str, ...] = tuple(map(shortened, (problems,) if isinstance(problems, str) else problems))
+    @overload
+    def __init__(self, problems: Refusal | Iterable[Refusal]) -> None: ...
+
+    @overload
+    def __init__(self, problems: str, text: str) -> None: ...
+
+    def __init__(self, problems: str | Iterable[str], text: str | None = None) -> None:
+        if text is not None:
+            problems = Refusal(str(problems), text)
+        found = map(coded, (problems,) if isinstance(problems, str) else problems)
+        self.problems: tuple[Refusal, ...] = tuple(Refusal(problem.code, shortened(problem)) for problem in found)
         super().__init__("\n".join(self.problems))
 
-    def __reduce__(self) -> tuple[type["MeshwrightError"], tuple[tuple[str, ...]]]:
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """The codes of the problems, one for each."""
+        return tuple(problem.code for problem in self.problems)
+
+    def __reduce__(self) -> tuple[type["MeshwrightError"], tuple[tuple[Refusal, ...]]]:
         """Survive pickling, which is how an error of a worker reaches its launcher."""
         return (type(self), (self.problems,))
 

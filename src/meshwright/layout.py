@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from math import isqrt, prod
 
-from meshwright.errors import LayoutError, number_of
+from meshwright.errors import LayoutError, Problems, Refusal, number_of
 
 __all__ = ["AXES", "EXPERT_AXES", "FLATTENED", "Layout", "ModelSizes", "divisors", "undivided"]
 
@@ -41,8 +41,8 @@ def _legal(values: Iterable[int]) -> str:
     return f"legal {'is' if len(listed) == 1 else 'are'} {', '.join(listed)}"
 
 
-def undivided(axis: str, size: int, count: int, noun: str) -> str:
-    """The message for a size that does not divide what its ranks share.
+def undivided(axis: str, size: int, count: int, noun: str) -> Refusal:
+    """The refusal of a size that does not divide what its ranks share.
 
     Args:
         axis: the knob.
@@ -50,7 +50,8 @@ def undivided(axis: str, size: int, count: int, noun: str) -> str:
         count: number of things to share.
         noun: what one of them is.
     """
-    return f"{axis}={size}: {number_of(count, noun)} cannot be divided by {size}; {_legal(divisors(count))}"
+    text = f"{axis}={size}: {number_of(count, noun)} cannot be divided by {size}; {_legal(divisors(count))}"
+    return Refusal("ep.experts" if axis == "ep" else "tp.heads", text)
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,9 @@ class ModelSizes:
     experts: int | None = None
     kv_groups: bool = False
 
-    def problems(self, layout: "Layout") -> list[str]:
+    def problems(self, layout: "Layout") -> Problems:
         """What of a layout does not fit the model, one message a knob."""
-        problems = []
+        problems = Problems()
         tp, pp = layout.size("tp"), layout.size("pp")
         for heads, count, grouped in (
             ("attention head", self.heads, False),
@@ -81,15 +82,16 @@ class ModelSizes:
         ):
             if count and tp > 1 and count % tp and not (grouped and tp % count == 0):
                 several = f", and multiples of {count}, whose ranks share heads" if grouped else ""
-                problems.append(undivided("tp", tp, count, heads) + several)
+                problems.append(undivided("tp", tp, count, heads).within("", several))
         if self.layers is not None and pp > self.layers:
-            problems.append(
+            problems.add(
+                "pp.layers",
                 f"pp={pp}: {number_of(self.layers, 'layer')} make at most {number_of(self.layers, 'stage')}; legal are 1 to "
-                f"{self.layers}"
+                f"{self.layers}",
             )
         if self.experts is not None and layout.ep > 1:
             if self.experts == 0:
-                problems.append(f"ep={layout.ep}: the model has no experts; the legal value is 1")
+                problems.add("ep.dense", f"ep={layout.ep}: the model has no experts; the legal value is 1")
             elif self.experts % layout.ep:
                 problems.append(undivided("ep", layout.ep, self.experts, "expert"))
         return problems
@@ -129,7 +131,7 @@ class Layout:
         """
         problems = self._illegal_values()
         if world_size < 1:
-            problems.append(f"world size {world_size}: must be at least 1")
+            problems.add("layout.world_size", f"world size {world_size}: must be at least 1")
         if problems:
             raise LayoutError(problems)
 
@@ -138,9 +140,10 @@ class Layout:
         product = prod(given.values())
         resolved = self
         if len(unknown) > 1:
-            problems.append(
+            problems.add(
+                "layout.unknown",
                 f"{' and '.join(unknown)}: not set (or -1), and only one can be inferred from the number of ranks; set "
-                f"the other{'s' if len(unknown) > 2 else ''}"
+                f"the other{'s' if len(unknown) > 2 else ''}",
             )
         elif (unknown and world_size % product) or (not unknown and world_size != product):
             inferred = unknown[0] if unknown else None
@@ -155,16 +158,17 @@ class Layout:
         if not problems:
             inside_replica = prod(resolved.sizes()[axis] for axis in ("dp_shard", "cp", "tp"))
             if inside_replica % self.ep:
-                problems.append(
+                problems.add(
+                    "ep.ranks",
                     f"ep={self.ep}: a replica has dp_shard * cp * tp = {number_of(inside_replica, 'rank')}, which cannot be "
-                    f"divided by {self.ep}; {_legal(divisors(inside_replica))}"
+                    f"divided by {self.ep}; {_legal(divisors(inside_replica))}",
                 )
         if problems:
             raise LayoutError(problems)
         return resolved
 
-    def _illegal_values(self) -> list[str]:
-        problems = []
+    def _illegal_values(self) -> Problems:
+        problems = Problems()
         for field in fields(self):
             value = getattr(self, field.name)
             inferable = field.name != "ep"
@@ -172,23 +176,24 @@ class Layout:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 legal = "a positive whole number" + (", or -1 to infer it" if inferable else "")
-                problems.append(f"{field.name}={value!r}: must be {legal}")
+                problems.add("layout.size", f"{field.name}={value!r}: must be {legal}")
         return problems
 
     @staticmethod
-    def _misfits(world_size: int, given: dict[str, int], inferred: str | None, model: ModelSizes) -> list[str]:
+    def _misfits(world_size: int, given: dict[str, int], inferred: str | None, model: ModelSizes) -> Problems:
+        problems = Problems()
         """Name each knob that another value would mend, with the values that fit the model too; a lone 1 is not to blame."""
         product = prod(given.values())
         above = [f"{axis}={size}" for axis, size in given.items() if size > 1]
         terms, ranks = " * ".join(above), number_of(world_size, "rank")
         if inferred:
             equals = f" = {product}" if len(above) > 1 else ""
-            problems = [f"{ranks} cannot be divided by {terms}{equals}"]
+            problems.add("layout.ranks", f"{ranks} cannot be divided by {terms}{equals}")
         elif above:
             make, there = "make" if len(above) > 1 else "makes", "is" if world_size == 1 else "are"
-            problems = [f"{terms} {make} {number_of(product, 'rank')}, and there {there} {world_size}"]
+            problems.add("layout.ranks", f"{terms} {make} {number_of(product, 'rank')}, and there {there} {world_size}")
         else:
-            problems = [f"the layout is one of 1 rank (all sizes are 1), and there are {world_size}"]
+            problems.add("layout.ranks", f"the layout is one of 1 rank (all sizes are 1), and there are {world_size}")
         for axis, size in given.items():
             others = product // size
             if size == 1 or world_size % others:
@@ -198,9 +203,9 @@ class Layout:
             legal = fit if inferred else [value for value in fit if value == rest]
             if not legal:
                 continue
-            problems.append(f"{axis}={size}: with {ranks} and the other sizes as they are, {_legal(legal)}")
+            problems.add("layout.ranks", f"{axis}={size}: with {ranks} and the other sizes as they are, {_legal(legal)}")
         if len(problems) == 1:
-            problems.append(f"each size must divide {world_size}: {_legal(divisors(world_size))}")
+            problems.add("layout.ranks", f"each size must divide {world_size}: {_legal(divisors(world_size))}")
         return problems
 
     # -- rank arithmetic, for a resolved layout -----------------------------------------------------------------------
@@ -213,7 +218,7 @@ class Layout:
         """
         unknown = [axis for axis in AXES if getattr(self, axis) in (None, -1)]
         if unknown:
-            raise LayoutError(f"{', '.join(unknown)}: not known yet; call resolve(world_size) first")
+            raise LayoutError("layout.unknown", f"{', '.join(unknown)}: not known yet; call resolve(world_size) first")
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
@@ -242,7 +247,7 @@ class Layout:
         """Where a rank stands on each axis of the mesh (or of the expert mesh)."""
         sizes = self.expert_sizes() if experts else self.sizes()
         if not 0 <= rank < prod(sizes.values()):
-            raise LayoutError(f"rank {rank}: legal are 0 to {self.world_size - 1}")
+            raise LayoutError("layout.rank", f"rank {rank}: legal are 0 to {self.world_size - 1}")
         coordinates: dict[str, int] = {}
         for axis in reversed(sizes):
             rank, coordinates[axis] = divmod(rank, sizes[axis])
@@ -260,7 +265,7 @@ class Layout:
         experts = bool(wanted & {"ep_shard", "ep"})
         legal = EXPERT_AXES if experts else AXES
         if unknown := wanted - set(legal):
-            raise LayoutError(f"axes {', '.join(sorted(unknown))}: legal are {', '.join(legal)}")
+            raise LayoutError("layout.axes", f"axes {', '.join(sorted(unknown))}: legal are {', '.join(legal)}")
         grouped: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world_size):
             place = self.coordinates(rank, experts=experts)

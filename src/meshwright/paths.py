@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator
 from pydantic_core import PydanticCustomError
 
-from meshwright.errors import described
+from meshwright.errors import Refusal, described
 
 __all__ = ["PathText", "mistaken", "nearby", "no_directory", "possible_hub_name"]
 
@@ -54,8 +54,8 @@ def possible_hub_name(value: str) -> bool:
     return ".." not in value and _HUB_NAME.fullmatch(value) is not None
 
 
-def no_directory(knob: str, value: str, *, hub: bool = True) -> str | None:
-    """The message for a value that should be a directory, and is none.
+def no_directory(knob: str, value: str, *, hub: bool = True) -> Refusal | None:
+    """The refusal of a value that should be a directory, and is none.
 
     A name that may be one of the hub is looked up there, unless it was loaded before: one request, without retries.
 
@@ -73,9 +73,9 @@ def no_directory(knob: str, value: str, *, hub: bool = True) -> str | None:
     problem = f"{knob}={value!r}: {'is a file, not a directory' if path.exists() else 'no such directory'}"
     problem += f"{nearby(path)} (working directory {Path.cwd()})"
     if not hub or path.exists() or not possible_hub_name(value):
-        return problem
+        return Refusal("config.directory", problem)
     unknown = _not_on_hub(value)
-    return f"{problem}; as a name of the hub: {unknown}" if unknown else None
+    return Refusal("config.directory", f"{problem}; as a name of the hub: {unknown}") if unknown else None
 
 
 def nearby(path: Path) -> str:

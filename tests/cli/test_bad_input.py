@@ -64,7 +64,8 @@ def test_heads_that_do_not_divide(meshwright: Meshwright, config: str, verb: str
 def test_key_value_heads_that_no_attention_can_share(meshwright: Meshwright, config: str, verb: tuple[str, ...]) -> None:
     """A config may leave them out, and its family's default is more than it has heads."""
     sizes = "model.config={model_type: gpt_oss, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4, vocab_size: 300}"
-    parts = ("error: model.config: num_key_value_heads=8 does not divide num_attention_heads=4; legal are 1, 2, 4\n",)
+    words = "num_key_value_heads=8 does not divide num_attention_heads=4; legal are 1, 2, 4"
+    parts = (f"error: model.config: {words} [model.config.heads]\n",)
     wrong(meshwright, verb[0], config, sizes, *verb[1:], parts=parts)
 
 
@@ -250,7 +251,7 @@ def test_an_error_that_says_nothing_is_not_an_empty_line(
 
     monkeypatch.setattr("meshwright.train.start.setup.make_setup", end)
     found = meshwright("plan", config)
-    assert (found.code, found.error) == (1, "error: EOFError without a message\n")
+    assert (found.code, found.error) == (1, "error: EOFError without a message [worker.exception]\n")
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def test_a_rank_that_crashes_in_native_code(meshwright: Meshwright, config: str)
     found = meshwright("train", config, "--nproc", 2, before=fail("abort", 1))
     assert found.code == 1
     assert found.error.startswith("Fatal Python error: Aborted")
-    assert found.error.splitlines()[-1] == "error: rank 1 ended with SIGABRT"
+    assert found.error.splitlines()[-1] == "error: rank 1 ended with SIGABRT [worker.ended]"
 
 
 @pytest.mark.thorough

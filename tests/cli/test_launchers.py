@@ -167,7 +167,7 @@ def test_the_number_in_the_file_does_not_stop_another_launcher(start: Callable[.
 def test_a_failing_rank_of_others(start: Callable[..., Command], config: str, variables: Variables) -> None:
     """Each says what it knows, and ends."""
     first, second = two_ranks(start, variables, config, before=fail("raise", 1))
-    assert second.error == f"error: rank 1: ValueError: {MESSAGE}\n"
+    assert second.error == f"error: rank 1: ValueError: {MESSAGE} [worker.exception]\n"
     assert first.error.startswith("error: rank 0: ")
     assert first.code == second.code == 1
     assert max(first.seconds, second.seconds) < 30

@@ -9,13 +9,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from meshwright.cli.problems import MOST_LINES, show_problems
+from meshwright.errors import coded
 from tests.cli.conftest import Outcome
 from tests.train.test_pretrained import saved
 
 
 def test_the_beginning_the_count_and_the_file(capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    show_problems(["first", *(f"a\nb {number}" for number in range(60))])
+    show_problems([coded("first"), *(coded(f"a\nb {number}") for number in range(60))])
     *shown, last = capsys.readouterr().err.splitlines()
     assert shown[:3] == ["error: first", "error: a", "b 0"]
     assert len(shown) == 30
@@ -23,13 +24,13 @@ def test_the_beginning_the_count_and_the_file(capsys, monkeypatch: pytest.Monkey
     assert found is not None
     assert Path(found.group(1)).read_text().splitlines()[-1] == "b 59"
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
-    show_problems(["x"] * 41, kind="")
+    show_problems([coded("x")] * 41, kind="")
     assert capsys.readouterr().err.endswith("... and 11 more lines; --debug prints all\n")
 
 
 @pytest.mark.parametrize(("lines", "whole"), [(MOST_LINES, False), (200, True)])
 def test_short_ones_and_those_of_debug_are_whole(capsys, lines: int, whole: bool) -> None:
-    show_problems(["x"] * lines, whole=whole)
+    show_problems([coded("x")] * lines, whole=whole)
     assert capsys.readouterr().err == "error: x\n" * lines
 
 

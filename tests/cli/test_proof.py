@@ -78,7 +78,9 @@ def test_training_does_not_start_after_an_audit_that_fails(meshwright, config: s
     refused = meshwright("train", config, "--nproc", 2, "--audit", *SMALL, before=plant(plants.divided_twice))
     assert refused.code == 1
     assert "FAIL: the gradient of all 9 parameters of unit model.layers.1 is 0.5 times that" in refused.out
-    assert refused.error == ("error: the layout does not compute what one process does; training is not started (--audit)\n")
+    assert refused.error == (
+        "error: the layout does not compute what one process does; training is not started (--audit) [audit.failed]\n"
+    )
     assert "step 1/1" not in refused.out
     assert not (Path(load_config(config).output) / "checkpoints").exists()
     # Without --audit the run starts, and the verdict on record is not to be overlooked.
@@ -158,7 +160,7 @@ def dies() -> None:
 def test_an_audit_that_is_killed_ends_all_ranks_of_others(start: Callable[..., Command], config: str) -> None:
     first, second = two_ranks(start, torchrun, config, "--audit", before=dies)
     assert (first.code, second.code) == (1, 1)
-    assert first.error == "error: the audit of the layout ended with SIGKILL\n"
+    assert first.error == "error: the audit of the layout ended with SIGKILL [worker.ended]\n"
     assert second.error == ""
 
 

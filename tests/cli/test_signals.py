@@ -194,7 +194,7 @@ def test_a_second_signal_ends_at_once(meshwright: Meshwright, config: str) -> No
     """A step that hangs has no end to wait for."""
     found = meshwright("train", config, "--nproc", 2, before=fail("terminate the launcher", 1))
     assert found.code == 1
-    assert found.error.endswith("error: ended by SIGTERM\n")
+    assert found.error.endswith("error: ended by SIGTERM [worker.ended]\n")
     assert found.seconds < 20
     found = meshwright("train", config, before=_hang_and_be_ended)
     assert (found.code, found.seconds < 20) == (128 + signal.SIGTERM, True), found

@@ -10,6 +10,7 @@ from meshwright.data.corpora import documents
 from meshwright.data.data_config import DataConfig
 from meshwright.data.store import prepare
 from meshwright.errors import DataError
+from tests.harness import refuses
 
 GOOD = {"messages": [{"role": "user", "content": "quick?"}, {"role": "assistant", "content": "fox"}]}
 SILENT = {"messages": [{"role": "user", "content": "quick?"}, {"role": "assistant", "content": None}]}
@@ -204,7 +205,7 @@ def test_nothing_but_bad_rows(tokenizer, tmp_path, jsonl):
     data = config(path, bad_rows="skip", bad_rows_limit=1)
     with pytest.raises(DataError, match=r"no document is left to train on: 0 dropped .*, 2 bad rows"):
         prepare(data, tokenizer, tmp_path / "store", 0)
-    with pytest.raises(DataError, match="holds no document"):
+    with refuses(DataError, "data.empty"):
         list(documents(config(jsonl([{}]), bad_rows="skip", bad_rows_limit=1)))
     assert not list((tmp_path / "store").glob("*/index.json"))
 

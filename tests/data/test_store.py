@@ -14,6 +14,7 @@ from meshwright.data.data_config import DataConfig
 from meshwright.data.index import FORMAT_VERSION, write_index
 from meshwright.data.store import TokenStore, prepare
 from meshwright.errors import ConfigError, DataError
+from tests.harness import refuses
 
 from .conftest import sentences
 
@@ -238,7 +239,7 @@ def test_a_store_written_meanwhile_wins(tmp_path, jsonl, tokenizer, monkeypatch)
 
 
 def test_broken_stores_are_refused(tmp_path, jsonl, tokenizer):
-    with pytest.raises(DataError, match="no token store"):
+    with refuses(DataError, "data.store.missing"):
         TokenStore.open(tmp_path / "nowhere")
     store = prepare(config(jsonl(ROWS)), tokenizer, tmp_path / "store", 0)
     index = (store.directory / "index.json").read_text()
@@ -478,5 +479,5 @@ def test_a_tokenizer_without_end(tmp_path, jsonl, tokenizer):
 
     endless = copy.deepcopy(tokenizer)
     endless.eos_token = None
-    with pytest.raises(ConfigError, match="no eos_token"):
+    with refuses(ConfigError, "tokenizer.eos_token"):
         prepare(config(jsonl(ROWS)), endless, tmp_path / "store", 0)

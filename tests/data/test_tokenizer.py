@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from meshwright.data.data_config import DataConfig, TokenizerConfig
 from meshwright.data.tokenizer import build_tokenizer, load_tokenizer, tokenizer_state, train_tokenizer
 from meshwright.errors import ConfigError, DataError
+from tests.harness import refuses
 
 from .conftest import sentences
 
@@ -52,7 +53,7 @@ def test_state_ignores_padding_and_truncation(tokenizer):
 def test_bad_sizes():
     with pytest.raises(ConfigError, match="vocab_size=100: must be at least 261"):
         train_tokenizer(sentences(5), 100)
-    with pytest.raises(DataError, match="corpus is too small"):
+    with refuses(DataError, "tokenizer.vocab_size"):
         train_tokenizer(["abc"], 5000)
     assert len(train_tokenizer(["abab"], 5000, at_most=True)) < 300
 
@@ -61,7 +62,7 @@ def test_bad_sizes():
 def test_a_directory_without_tokenizer(tmp_path, files):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigError, match="no tokenizer can be loaded"):
+    with refuses(ConfigError, "tokenizer.path"):
         load_tokenizer(tmp_path)
 
 

@@ -9,11 +9,13 @@ import pytest
 from maintain import coverage
 from maintain.cells import Cell, Outcome, Place
 from maintain.default_configs import model_types
-from maintain.reasons import EXPLAINED, OTHER, reason_of
+from maintain.reasons import CODES, EXPLAINED, OTHER, reason_of
 from maintain.variants import parsed, variants_of
 from meshwright.audit.case import Case
 from meshwright.audit.conduct import Auditor, make_ready
 from meshwright.audit.data import draw_documents
+from meshwright.audit.findings import Kind
+from meshwright.error_codes import CODES as ERROR_CODES
 from meshwright.errors import ConfigError
 from meshwright.models.model_config import ModelConfig
 from meshwright.shrink.run import shrink
@@ -29,7 +31,7 @@ def test_cells_are_audited_once_and_others_stay(tmp_path: Path) -> None:
     rows = {(row["family"], row["layout"]): row for row in json.loads(data.read_text())["cells"]}
     assert [rows[of, "shard 2"]["outcome"] for of in ("mamba", "gptj")] == ["works", "works"]
     assert (rows["mamba", "tp 2"]["outcome"], rows["gptj", "tp 2"]["outcome"]) == ("refused", "works")
-    assert reason_of(rows["mamba", "tp 2"]["note"]) == "styles"
+    assert reason_of(rows["mamba", "tp 2"]["code"]) == "styles"
     assert len(rows["gptj", "tp 2"]["model"]) == 20
     text = page.read_text()
     assert "| shard 2 | 2 | 0 | 0 |" in text
@@ -137,10 +139,15 @@ def test_the_page_that_is_here() -> None:
     assert len({row["family"] for row in rows if parsed(row["family"])[1]}) > 250
     assert [row["family"] for row in rows if row["outcome"] == "fails"] == []
     refused = [row for row in rows if row["outcome"] in ("refused", "not yet")]
-    assert [row["note"] for row in refused if reason_of(row["note"]) == OTHER] == []
+    assert [row["note"] for row in refused if reason_of(row["code"]) == OTHER] == []
     page = (Path(__file__).parents[2] / "docs" / "coverage.md").read_text()
-    used = {reason_of(row["note"]) for row in refused} - {"dense", "unbuilt"}
+    used = {reason_of(row["code"]) for row in refused} - {"dense", "unbuilt"}
     assert all(f"- *{key}* (" in page and EXPLAINED[key] in page for key in used)
+
+
+def test_each_reason_has_codes_that_exist() -> None:
+    assert set(CODES.values()) == EXPLAINED.keys() - {OTHER}
+    assert CODES.keys() - ERROR_CODES.keys() == {f"audit.{Kind.RANDOM}"}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -17,6 +17,7 @@ from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.spec import ExpertsRule, ParallelSpec, UnitRule
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ShardingPlan
+from tests.harness import refuses
 from tests.tiny import FAMILIES, PLAIN_SPEC, make, tiny_model
 
 FP32 = ParallelOptions(param_dtype="float32")
@@ -307,11 +308,11 @@ def test_expert_parallel_that_cannot_be_is_refused_with_what_is_legal() -> None:
         PlanError, match=r"tp_plan: slices the experts 'model.layers.1.mlp.experts', but ep=2 distributes whole"
     ):
         resolve(spec, model, Layout(dp_shard=1, tp=2, ep=2), options, world_size=2)
-    with pytest.raises(PlanError, match="router pattern 'gate' matches no module beside"):
+    with refuses(PlanError, "ep.router"):
         resolve(replace(spec, experts=(ExpertsRule("model.layers.*.mlp.experts", "gate"),)), model, Layout(), world_size=2)
     with pytest.raises(PlanError, match=r"experts 'model.layers.0.mlp': the first dimension"):
         resolve(replace(spec, experts=(ExpertsRule("model.layers.0.mlp"),)), model, Layout(), world_size=2)
-    with pytest.raises(PlanError, match=r"ep=2: Qwen3MoeForCausalLM declares no experts"):
+    with refuses(PlanError, "ep.dense"):
         resolve(replace(spec, experts=()), model, Layout(ep=2), world_size=2)
 
 

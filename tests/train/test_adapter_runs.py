@@ -25,7 +25,7 @@ from meshwright.train.config import RunConfig
 from meshwright.train.start.prepare import prepare_run
 from meshwright.train.start.setup import make_setup
 from tests.diffusion_gemma import CONFIG as DIFFUSION
-from tests.harness import run_ranks
+from tests.harness import refuses, run_ranks
 from tests.train.runs import losses, train, trainer_on_rank
 from tests.train.test_pretrained import saved
 
@@ -145,7 +145,7 @@ def test_a_new_model_with_an_adapter_is_saved_whole(tiny: Tiny, tmp_path: Path) 
     assert "model.embed_tokens.weight" in load_file(tmp_path / "merged" / "model.safetensors")
     plain = tiny("training.steps=2", f"output={tmp_path}/plain")
     train(plain, 1)
-    with pytest.raises(CheckpointError, match="trained the whole model, and has no adapter; leave --adapter out"):
+    with refuses(CheckpointError, "export.adapter"):
         export_checkpoint(newest(plain), tmp_path / "x", adapter=True)
 
 
@@ -314,7 +314,7 @@ def test_a_pipeline_reads_the_adapter_that_it_exported(
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     save_file({f"base_model.model.other.{name}": tensor for name, tensor in tensors.items()},
               tmp_path / "adapter" / "adapter_model.safetensors")  # fmt: skip
-    with pytest.raises(ModelError, match="is of another adapter"):
+    with refuses(ModelError, "adapter.path"):
         prepare_run(tiny(*again, *pad, f"output={tmp_path / 'refused'}"), 2)
 
 

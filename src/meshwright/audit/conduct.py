@@ -25,7 +25,7 @@ from meshwright.audit.reference import Reference, record_reference
 from meshwright.audit.report import AuditReport, row_checks
 from meshwright.audit.result import RankResult
 from meshwright.audit.tolerance import TOLERANCES, Tolerances, comparable_steps
-from meshwright.errors import ConfigError, LayoutError, MeshwrightError, described
+from meshwright.errors import ConfigError, LayoutError, MeshwrightError, Refusal, described
 from meshwright.plan.given.inspection import model_sizes
 from meshwright.ranks.pool import Pool
 from meshwright.shrink.run import MAX_PROCESSES, shrink
@@ -75,9 +75,9 @@ def audit(
         MeshwrightError: `train` would refuse the configuration or the layout too.
     """
     if dtype not in TOLERANCES:
-        raise ConfigError(f"dtype={dtype!r}: legal are {', '.join(TOLERANCES)}")
+        raise ConfigError("config.value", f"dtype={dtype!r}: legal are {', '.join(TOLERANCES)}")
     if steps < 1:
-        raise ConfigError(f"steps={steps}: must be at least 1")
+        raise ConfigError("config.value", f"steps={steps}: must be at least 1")
     changes: tuple[Change, ...] = ()
     if full:
         small, world_size = config, nproc or config.launch.nproc or _fewest(config)
@@ -194,7 +194,7 @@ def _store(config: RunConfig, setup: RunSetup, folder: Path, steps: int, drawn: 
         count = 4 * training.global_batch_size * steps
         return draw_documents(vocabulary, data.sequence_length, count, training.seed, folder / "documents").directory
     if problems := config.data.problems():
-        raise ConfigError([*problems, "--drawn audits with random tokens instead of the run's data"])
+        raise ConfigError([*problems, Refusal("data.source", "--drawn audits with random tokens instead of the run's data")])
     return documents_of_run(config, vocabulary, data.sequence_length, folder).directory
 
 

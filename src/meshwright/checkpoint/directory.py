@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshwright.checkpoint import checksums
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, Refusal
 from meshwright.paths import mistaken
 
 __all__ = ["FORMAT", "complete", "damage", "damage_in_brief", "latest", "newest", "read_meta", "set_aside"]
@@ -62,11 +62,13 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         last = latest(checkpoint / "checkpoints")
         instead = mistaken(checkpoint, "checkpoint") if last is None else f"; it is a run, whose newest checkpoint is {last}"
-        raise CheckpointError(f"{checkpoint}: not a complete checkpoint: {error}{instead}") from error
+        raise CheckpointError("checkpoint.incomplete", f"{checkpoint}: not a complete checkpoint: {error}{instead}") from error
     if not isinstance(meta, dict) or "format" not in meta:
-        raise CheckpointError(f"{checkpoint}: not a checkpoint of Meshwright")
+        raise CheckpointError("checkpoint.incomplete", f"{checkpoint}: not a checkpoint of Meshwright")
     if meta["format"] not in (WITHOUT_SUMS, FORMAT):
-        raise CheckpointError(f"{checkpoint}: has format {meta['format']!r}, this version reads {WITHOUT_SUMS} and {FORMAT}")
+        raise CheckpointError(
+            "checkpoint.format", f"{checkpoint}: has format {meta['format']!r}, this version reads {WITHOUT_SUMS} and {FORMAT}"
+        )
     return meta
 
 
@@ -132,7 +134,7 @@ def damage(checkpoint: Path, group: dist.ProcessGroup | None = None) -> list[str
         damages = damages + checksums.damage(checkpoint, {name: sums[name] for name in checksums.share(sizes, rank, ranks)})
     except OSError as error:
         refused = _unreadable(checkpoint, error)
-    outcomes: list[tuple[list[str], str]] = [(damages, refused)] * ranks
+    outcomes: list[tuple[list[str], Refusal | None]] = [(damages, refused)] * ranks
     if group is not None:
         dist.all_gather_object(outcomes, (damages, refused), group=group)
     if failures := [text for _, text in outcomes if text]:
@@ -140,17 +142,20 @@ def damage(checkpoint: Path, group: dist.ProcessGroup | None = None) -> list[str
     return sorted({line for lines, _ in outcomes for line in lines})
 
 
-def _table(checkpoint: Path) -> tuple[dict[str, str], dict[str, int], list[str], str]:
+def _table(checkpoint: Path) -> tuple[dict[str, str], dict[str, int], list[str], Refusal | None]:
     """Return checksums and sizes by file name, what is wrong with the list itself, and why nothing is known, if so."""
     try:
         sums, damages = _sums(checkpoint)
-        return sums, checksums.sizes(checkpoint, sums), damages, ""
+        return sums, checksums.sizes(checkpoint, sums), damages, None
     except OSError as error:
         return {}, {}, [], _unreadable(checkpoint, error)
 
 
-def _unreadable(checkpoint: Path, error: OSError) -> str:
-    return f"{error.filename or checkpoint}: cannot be read: {error.strerror or error}; whether it is damaged is not known"
+def _unreadable(checkpoint: Path, error: OSError) -> Refusal:
+    return Refusal(
+        "checkpoint.unreadable",
+        f"{error.filename or checkpoint}: cannot be read: {error.strerror or error}; whether it is damaged is not known",
+    )
 
 
 def set_aside(checkpoint: Path) -> Path:
@@ -165,4 +170,6 @@ def set_aside(checkpoint: Path) -> Path:
     try:
         return checkpoint.rename(place)
     except OSError as error:
-        raise CheckpointError(f"{checkpoint}: is damaged, and cannot be renamed: {error.strerror or error}") from error
+        raise CheckpointError(
+            "checkpoint.damaged", f"{checkpoint}: is damaged, and cannot be renamed: {error.strerror or error}"
+        ) from error

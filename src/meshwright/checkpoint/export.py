@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.checkpoint import storage
 from meshwright.checkpoint.directory import damage, read_meta
 from meshwright.checkpoint.manager import check_base, check_writable
-from meshwright.errors import CheckpointError, ModelError, described
+from meshwright.errors import CheckpointError, ModelError, Refusal, described
 from meshwright.files import honour_umask, put_in_place, save_tensors
 from meshwright.models.weights.bars import one_bar
 from meshwright.paths import mistaken, no_directory
@@ -65,13 +65,16 @@ def check_target(directory: Path, *, overwrite: bool, needed: Mapping[str, str |
         if kept.is_relative_to(place) or (place.is_relative_to(kept) and not mark.is_file()):
             where = "is" if kept == place else "contains" if kept.is_relative_to(place) else "is inside"
             raise CheckpointError(
-                f"{directory}: {where} {knob}={str(path)!r}, which the run needs to resume; choose another directory"
+                "export.directory",
+                f"{directory}: {where} {knob}={str(path)!r}, which the run needs to resume; choose another directory",
             )
     if not mark.is_file() and not _unmarked(directory):
-        raise CheckpointError(f"{directory}: has files that are no export of Meshwright; choose another directory")
+        raise CheckpointError(
+            "export.directory", f"{directory}: has files that are no export of Meshwright; choose another directory"
+        )
     if not overwrite:
         of = f" of {mark.read_text().strip()}" if mark.is_file() else ""
-        raise CheckpointError(f"{directory}: is an export{of} already; --overwrite replaces it")
+        raise CheckpointError("export.exists", f"{directory}: is an export{of} already; --overwrite replaces it")
 
 
 def needed_paths(config: Mapping[str, Any]) -> dict[str, str | None]:
@@ -120,7 +123,7 @@ def export_checkpoint(
 
     meta = read_meta(checkpoint)
     if damages := damage(checkpoint):
-        raise CheckpointError([f"{checkpoint}: is damaged: {line}" for line in damages])
+        raise CheckpointError([Refusal("checkpoint.damaged", f"{checkpoint}: is damaged: {line}") for line in damages])
     place = directory.resolve()  # what a link names is written, and the link stays
     temporary, replaced = (place.with_name(f".{place.name}.{kind}") for kind in ("tmp", "old"))
     if replaced.is_dir() and not place.exists():  # an export was killed between its two renames
@@ -131,9 +134,13 @@ def export_checkpoint(
     config = ModelConfig.model_validate(meta["config"]["model"])
     section = meta["config"].get("adapter")
     if adapter and section is None:
-        raise CheckpointError(f"{checkpoint}: its run trained the whole model, and has no adapter; leave --adapter out")
+        raise CheckpointError(
+            "export.adapter", f"{checkpoint}: its run trained the whole model, and has no adapter; leave --adapter out"
+        )
     if adapter and dtype is not None:
-        raise CheckpointError(f"--dtype={dtype}: an adapter is written as it was trained; leave it out, or export --merged")
+        raise CheckpointError(
+            "export.dtype", f"--dtype={dtype}: an adapter is written as it was trained; leave it out, or export --merged"
+        )
     adapted = None if section is None else AdapterConfig.model_validate({**section, "path": None, "base": None})
     base = config if adapted is not None and config.path is not None else None
     tokenizer = load_tokenizer(checkpoint / "tokenizer", config.trust_remote_code)
@@ -184,7 +191,7 @@ def export_checkpoint(
         honour_umask(temporary)
         put_in_place(temporary, place, replaced)
     except OSError as error:
-        raise CheckpointError(f"{directory}: not written: {described(error)}") from error
+        raise CheckpointError("export.unwritten", f"{directory}: not written: {described(error)}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -281,7 +288,7 @@ def generate(
         raise ModelError(absent)
     if not (directory / "config.json").is_file():
         instead = mistaken(directory, "model", "DIRECTORY", "--adapter")
-        raise ModelError(f"{directory}: holds no model (no config.json){instead}")
+        raise ModelError("generate.directory", f"{directory}: holds no model (no config.json){instead}")
     if adapter is not None:
         refuse_no_adapter(adapter)
     try:
@@ -290,11 +297,13 @@ def generate(
             family = family_named(config.model_type)
             model = family.auto_class().from_pretrained(directory, dtype="auto", trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{directory}: {str(error).splitlines()[0]}") from error
+        raise ModelError("generate.directory", f"{directory}: {str(error).splitlines()[0]}") from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ModelError(f"{directory}: holds no tokenizer that can be read: {str(error).splitlines()[0]}") from error
+        raise ModelError(
+            "generate.directory", f"{directory}: holds no tokenizer that can be read: {str(error).splitlines()[0]}"
+        ) from error
     if adapter is not None:
         model = with_adapter(model, adapter)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -303,7 +312,7 @@ def generate(
     inputs = _asked(tokenizer, prompt) if asked else tokenizer(prompt, return_tensors="pt", add_special_tokens=True)
     before = "\n" if asked else ""
     if inputs["input_ids"].shape[1] == 0:
-        raise ModelError("the prompt has no tokens")
+        raise ModelError("generate.prompt", "the prompt has no tokens")
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     tokens = inputs["input_ids"].shape[1] + max_new_tokens
     if warn is not None and isinstance(longest, int) and 0 < longest < tokens:
@@ -320,4 +329,6 @@ def _asked(tokenizer: Any, prompt: str) -> Any:
     try:
         return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     except Exception as error:  # a template is a program of others
-        raise ModelError(f"the chat template refuses the prompt ({described(error)}); raw does without it") from error
+        raise ModelError(
+            "generate.prompt", f"the chat template refuses the prompt ({described(error)}); raw does without it"
+        ) from error

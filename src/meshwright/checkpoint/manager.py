@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.checkpoint import checksums, storage
 from meshwright.checkpoint.directory import FORMAT, complete, read_meta
-from meshwright.errors import CheckpointError, described
+from meshwright.errors import CheckpointError, Refusal, described
 
 __all__ = ["CheckpointManager", "check_same_model", "check_writable"]
 
@@ -46,8 +46,9 @@ def check_base(checkpoint: Path, source: Mapping[str, Any], files: Sequence[Path
 
     if source.get("base") != fingerprint(list(files)):
         raise CheckpointError(
+            "adapter.base_weights",
             f"{checkpoint}: holds an adapter of other weights than those in {files[0].parent} (model.path); the files have "
-            "changed, or are those of another model"
+            "changed, or are those of another model",
         )
 
 
@@ -96,7 +97,8 @@ def check_same_model(
         differences += kind[:limit] + ([f"... and {len(kind) - limit} more like these"] if len(kind) > limit else [])
     if differences:
         raise CheckpointError(
-            "\n  ".join([f"{checkpoint} is of another model; nothing was read or overwritten:", *differences])
+            "checkpoint.model",
+            "\n  ".join([f"{checkpoint} is of another model; nothing was read or overwritten:", *differences]),
         )
 
 
@@ -116,12 +118,13 @@ def check_writable(directory: Path, needed: int = 0) -> None:
         probe.write_bytes(b"x")
         probe.unlink()
     except OSError as error:
-        raise CheckpointError(f"{directory}: cannot be written: {error.strerror or error}") from error
+        raise CheckpointError("checkpoint.unwritten", f"{directory}: cannot be written: {error.strerror or error}") from error
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise CheckpointError(
+            "checkpoint.space",
             f"{directory}: checkpoints need {needed / 2**30:.2f} GiB and {free / 2**30:.2f} GiB are free; "
-            "free some, choose another output, or keep fewer (checkpoint.keep)"
+            "free some, choose another output, or keep fewer (checkpoint.keep)",
         )
 
 
@@ -168,12 +171,12 @@ class CheckpointManager:
             self._pending = (self._commit_when_written(written, temporary, content), temporary)
             return final
         storage.write(temporary, tensors)
-        failure = ""
+        failure: Refusal | None = None
         if self._rank == 0:
             try:
                 self._commit(temporary, content)
             except OSError as error:
-                failure = f"{temporary}: not completed: {described(error)}"
+                failure = Refusal("checkpoint.unwritten", f"{temporary}: not completed: {described(error)}")
         self._raise_everywhere(failure, temporary)
         return final
 
@@ -203,11 +206,11 @@ class CheckpointManager:
             return
         complete, temporary = self._pending
         self._pending = None
-        failure = ""
+        failure: Refusal | None = None
         try:
             complete.result()
         except (Exception, CheckpointException) as error:  # any error of the thread is the reason why there is no checkpoint
-            failure = f"{temporary}: not written: {storage.reason(error)}"
+            failure = Refusal("checkpoint.unwritten", f"{temporary}: not written: {storage.reason(error)}")
         self._raise_everywhere(failure, temporary)
 
     def wait_for_save(self, seconds: float = 30.0) -> None:
@@ -235,11 +238,11 @@ class CheckpointManager:
             for old in complete(self.directory)[: -self.keep]:
                 _remove(old)
 
-    def _raise_everywhere(self, failure: str, temporary: Path) -> None:
+    def _raise_everywhere(self, failure: Refusal | None, temporary: Path) -> None:
         """Raise on all ranks if one failed."""
         failures = [failure]
         if dist.is_initialized():
-            failures = [""] * dist.get_world_size()
+            failures = [None] * dist.get_world_size()
             dist.all_gather_object(failures, failure)
         reported = [text for text in failures if text]
         if reported:

@@ -46,12 +46,16 @@ class _TableUnpickler(pickle.Unpickler):
         values = (torch.dtype, torch.layout, torch.memory_format)
         if (module, name) in _TABLE_CLASSES or (module == "torch" and isinstance(getattr(torch, name, None), values)):
             return super().find_class(module, name)
-        raise CheckpointError(f"the checkpoint's table of contents refers to {module}.{name}, so it is not read")
+        raise CheckpointError(
+            "checkpoint.pickle", f"the checkpoint's table of contents refers to {module}.{name}, so it is not read"
+        )
 
 
 def _member(kind: Any, name: str) -> Any:
     if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
-        raise CheckpointError(f"the checkpoint's table of contents refers to {name} of {kind}, so it is not read")
+        raise CheckpointError(
+            "checkpoint.pickle", f"the checkpoint's table of contents refers to {name} of {kind}, so it is not read"
+        )
     return kind[name]
 
 
@@ -74,9 +78,11 @@ def contents(directory: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     try:
         metadata = _Reader(directory).read_metadata()
     except CheckpointError as error:
-        raise CheckpointError(f"{directory}: {error}") from error
+        raise CheckpointError("checkpoint.unreadable", f"{directory}: {error}") from error
     except Exception as error:  # damaged pickles raise errors of all kinds
-        raise CheckpointError(f"{directory}: its table of contents cannot be read: {described(error)}") from error
+        raise CheckpointError(
+            "checkpoint.unreadable", f"{directory}: its table of contents cannot be read: {described(error)}"
+        ) from error
     return {
         name: (tuple(item.size), str(item.properties.dtype).removeprefix("torch."))
         for name, item in metadata.state_dict_metadata.items()
@@ -93,7 +99,7 @@ def write(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
     try:
         dcp.save(_plain(tensors), storage_writer=_Writer(directory), no_dist=not dist.is_initialized())
     except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
-        raise CheckpointError(f"{directory}: not written: {reason(error)}") from error
+        raise CheckpointError("checkpoint.unwritten", f"{directory}: not written: {reason(error)}") from error
 
 
 def write_in_background(directory: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> Any:
@@ -112,7 +118,7 @@ def read(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
     stored = contents(directory)
     if missing := [name for name in tensors if name not in stored]:
         shown = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
-        raise CheckpointError(f"{directory}: holds no tensor {shown}")
+        raise CheckpointError("checkpoint.unreadable", f"{directory}: holds no tensor {shown}")
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended here
@@ -125,7 +131,7 @@ def read(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
                     again = distribute_tensor(gathered, tensor.device_mesh, tensor.placements, src_data_rank=None)
                     tensor.to_local().copy_(again.to_local())
     except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
-        raise CheckpointError(f"{directory}: cannot be read: {reason(error)}") from error
+        raise CheckpointError("checkpoint.unreadable", f"{directory}: cannot be read: {reason(error)}") from error
 
 
 def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -33,6 +33,6 @@ def check_writable(option: str, file: Path, config: Path) -> None:
     from meshwright.errors import ConfigError
 
     if file.is_dir() or not file.absolute().parent.is_dir():
-        raise ConfigError(f"{option}={file}: is a directory, or its directory does not exist")
+        raise ConfigError("cli.file", f"{option}={file}: is a directory, or its directory does not exist")
     if file.resolve() == config.resolve():
-        raise ConfigError(f"{option}={file}: is the configuration itself; choose another file")
+        raise ConfigError("cli.file", f"{option}={file}: is the configuration itself; choose another file")

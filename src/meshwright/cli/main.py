@@ -35,7 +35,7 @@ class _Verbs(TyperGroup):
         except KeyboardInterrupt as error:
             raise _interrupted(error, ctx.invoked_subcommand) from error
         except EOFError as error:
-            raise WorkerError(described(error)) from error
+            raise WorkerError("worker.exception", described(error)) from error
         except Exception as error:
             if (interruption := _behind(error)) is not None:
                 raise _interrupted(interruption, ctx.invoked_subcommand) from error
@@ -58,7 +58,7 @@ def _interrupted(error: KeyboardInterrupt, verb: str | None) -> InterruptError:
     """The error for an interruption. Training itself takes Ctrl-C as a wish to end, so a run has not begun yet."""
     notes = getattr(error, "__notes__", ())
     words = f"interrupted while {notes[0]}" if notes else "interrupted"
-    return InterruptError(f"{words}, before the first step; nothing is lost" if verb == "train" else words)
+    return InterruptError("run.interrupted", f"{words}, before the first step; nothing is lost" if verb == "train" else words)
 
 
 app = typer.Typer(
@@ -168,7 +168,12 @@ def audit(
     except WorkerError as error:
         if json_file is not None:
             kind = "HANG" if isinstance(error, HangError) else "ERROR"
-            content = {"passed": False, "verdict": f"{kind}: {error.problems[0]}", "problems": list(error.problems)}
+            content = {
+                "passed": False,
+                "verdict": f"{kind}: {error.problems[0]}",
+                "problems": list(error.problems),
+                "codes": list(error.codes),
+            }
             json_file.write_text(json.dumps(content))
         raise
     console().print(report.explain())
@@ -193,7 +198,7 @@ def calibrate(
 
     check_writable("FILE", file, config)
     if file.exists() and not overwrite:
-        raise ConfigError(f"FILE={file}: exists already; --overwrite replaces it")
+        raise ConfigError("cli.exists", f"FILE={file}: exists already; --overwrite replaces it")
     import yaml
 
     from meshwright.train.config import load_config
@@ -231,13 +236,15 @@ def export(
     from meshwright.paths import mistaken, no_directory
 
     if dtype not in (None, "float32", "bfloat16", "float16"):
-        raise ConfigError(f"--dtype={dtype}: legal are float32, bfloat16, float16")
+        raise ConfigError("cli.dtype", f"--dtype={dtype}: legal are float32, bfloat16, float16")
     if absent := no_directory("CHECKPOINT", str(checkpoint), hub=False):
         raise CheckpointError(absent)
     newest = checkpoint if (checkpoint / "meta.json").is_file() else latest(checkpoint / "checkpoints")
     if newest is None:
         instead = mistaken(checkpoint, "checkpoint")
-        raise CheckpointError(f"{checkpoint}: neither a complete checkpoint nor a run that has one{instead}")
+        raise CheckpointError(
+            "checkpoint.incomplete", f"{checkpoint}: neither a complete checkpoint nor a run that has one{instead}"
+        )
     export_checkpoint(newest, directory, dtype, adapter=adapter, overwrite=overwrite)
     typer.echo(f"{newest} -> {directory}")
 

@@ -88,15 +88,15 @@ def plan(
     if len(chosen := [name for name, asked in ways.items() if asked]) > 1:
         from meshwright.errors import ConfigError
 
-        raise ConfigError(f"{' and '.join(chosen)}: give one of them")
+        raise ConfigError("cli.exclusive", f"{' and '.join(chosen)}: give one of them")
     if gpu is not None and chosen not in ([], ["--json"]):
         from meshwright.errors import ConfigError
 
-        raise ConfigError(f"--gpu: {chosen[0]} prints no forecast; leave one of them out")
+        raise ConfigError("cli.exclusive", f"--gpu: {chosen[0]} prints no forecast; leave one of them out")
     if load is not None and gpu is None:
         from meshwright.errors import ConfigError
 
-        raise ConfigError(f"--expert-load={load:g}: is for forecasts; add --gpu")
+        raise ConfigError("cli.exclusive", f"--expert-load={load:g}: is for forecasts; add --gpu")
     from meshwright.plan.cost.hardware import load_hardware
 
     hardware = load_hardware(gpu) if gpu is not None else None  # a wrong name is refused before any work
@@ -119,7 +119,7 @@ def plan(
         from meshwright.plan.show import pipeline_picture as pictures
 
         if not sharding_plan.stages:
-            raise ConfigError("--timeline: the layout has no pipeline; it needs layout.pp > 1")
+            raise ConfigError("cli.exclusive", "--timeline: the layout has no pipeline; it needs layout.pp > 1")
         if timeline_svg is not None:
             check_writable("--timeline-svg", timeline_svg, config)
             timeline_svg.write_text(pictures.timeline_svg(sharding_plan), encoding="utf-8")
@@ -185,6 +185,8 @@ def _plan_in(path: Path) -> "ShardingPlan":
     try:
         return ShardingPlan.from_json(path.read_text())
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
+        raise ConfigError("cli.diff", f"{path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, MeshwrightError) as error:
-        raise ConfigError(f"--diff={path}: is no plan of `plan --json` of this version: {described(error)}") from error
+        raise ConfigError(
+            "cli.diff", f"--diff={path}: is no plan of `plan --json` of this version: {described(error)}"
+        ) from error

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from meshwright.errors import OTHER, Refusal
 from meshwright.files import honour_umask
 
 __all__ = ["MOST_LINES", "show_problems"]
@@ -16,15 +17,15 @@ SHOWN = 30
 """Lines of a longer message that are printed; the rest is in a file."""
 
 
-def show_problems(problems: Sequence[str], *, kind: str = "error: ", whole: bool = False) -> None:
-    """Print messages to standard error.
+def show_problems(problems: Sequence[Refusal], *, kind: str = "error: ", whole: bool = False) -> None:
+    """Print messages to standard error, each with its code behind it.
 
     Args:
         problems: the messages; each may have several lines.
-        kind: what each of them starts with.
+        kind: what each of them starts with; empty: they are no errors, and have no codes.
         whole: print them in full, however long they are.
     """
-    lines = "\n".join(f"{kind}{problem}" for problem in problems).split("\n")
+    lines = "\n".join(f"{kind}{problem}{_code(problem) if kind else ''}" for problem in problems).split("\n")
     if whole or len(lines) <= MOST_LINES:
         print("\n".join(lines), file=sys.stderr)
         return
@@ -32,6 +33,10 @@ def show_problems(problems: Sequence[str], *, kind: str = "error: ", whole: bool
     file = _written(lines)
     where = f"all {len(lines):,} lines are in {file}" if file is not None else "--debug prints all"
     print(f"... and {len(lines) - SHOWN:,} more lines; {where}", file=sys.stderr)
+
+
+def _code(problem: Refusal) -> str:
+    return f" [{problem.code}]" if problem.code != OTHER else ""
 
 
 def _written(lines: Sequence[str]) -> Path | None:

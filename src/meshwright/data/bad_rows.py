@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from meshwright.data.data_config import DataConfig
-from meshwright.errors import DataError, number_of
+from meshwright.errors import DataError, Refusal, number_of
 
 __all__ = ["BadRows", "judge"]
 
@@ -93,11 +93,20 @@ def judge(config: DataConfig, rows: int, bad: int, too_long: int, lines: Sequenc
     limit = f"data.bad_rows_limit={config.bad_rows_limit:g}"
     count = f"data: {bad:,} of {rows:,} rows cannot be used"
     if config.bad_rows == "skip":
-        head = [f"{count}, a share of {bad / rows:.3g}; {limit} is the most that data.bad_rows='skip' leaves out"]
+        head = [
+            Refusal(
+                "data.bad_rows",
+                f"{count}, a share of {bad / rows:.3g}; {limit} is the most that data.bad_rows='skip' leaves out",
+            )
+        ]
     elif bad == too_long:
         head = []
     else:
         head = [
-            f"{count}, and data.bad_rows is 'stop'; correct them, or set 'skip', which leaves out at most a share of {limit}"
+            Refusal(
+                "data.bad_rows",
+                f"{count}, and data.bad_rows is 'stop'; correct them, or set 'skip', which leaves out at most a share of "
+                f"{limit}",
+            )
         ]
-    raise DataError([*head, *lines])
+    raise DataError([*head, *(Refusal("data.bad_rows", line) for line in lines)])

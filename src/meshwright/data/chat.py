@@ -33,9 +33,15 @@ def check_chat_tokenizer(tokenizer: "PreTrainedTokenizerBase", source: str = "da
         DataError: it has no template, or does not give the text that a token stands for.
     """
     if not tokenizer.chat_template:
-        raise DataError(f"{source}: the tokenizer has no chat template; set tokenizer.chat_template (jinja or a file)")
+        raise DataError(
+            "data.template.missing",
+            f"{source}: the tokenizer has no chat template; set tokenizer.chat_template (jinja or a file)",
+        )
     if not tokenizer.is_fast:
-        raise DataError(f"{source}: {type(tokenizer).__name__} does not say which text each token is for; use a fast tokenizer")
+        raise DataError(
+            "data.template.tokenizer",
+            f"{source}: {type(tokenizer).__name__} does not say which text each token is for; use a fast tokenizer",
+        )
 
 
 def encode_chat(
@@ -65,7 +71,7 @@ def encode_chat(
     _check_turns(messages, template.jinja, source)
     ids, mask, learned = template.encode(messages)
     if not any(mask) and any(is_learned(message) for message in messages):
-        raise DataError(f"{source}: the chat template gives the assistant's turns no token; {REMEDY}")
+        raise DataError("data.template.marks", f"{source}: the chat template gives the assistant's turns no token; {REMEDY}")
     at = 0
     for turn, message in enumerate(messages):
         if not is_learned(message):
@@ -78,8 +84,9 @@ def encode_chat(
             changed = [*messages[:turn], other, *messages[turn + 1 :]]
             if template.learned_of(changed) == learned:
                 raise DataError(
+                    "data.template.marks",
                     f"{source}: message {turn + 1}: the chat template leaves out the assistant's {part}, so it would not be "
-                    "learned; set tokenizer.chat_template to a template that writes it"
+                    "learned; set tokenizer.chat_template to a template that writes it",
                 )
     return ids, mask
 
@@ -124,16 +131,19 @@ def _check_turns(messages: Messages, template: str, source: str) -> None:
     roles = [message.get("role") for message in messages]
     if "assistant" not in roles:
         shown = ", ".join(str(role) for role in roles[:8]) or "none"
-        raise DataError(f"{source}: no turn of the assistant, so nothing to learn (roles: {shown})")
+        raise DataError("data.chat.answer", f"{source}: no turn of the assistant, so nothing to learn (roles: {shown})")
     for number, message in enumerate(messages, start=1):
         role, content = message.get("role"), message.get("content")
         where = f"{source}: message {number}"
         if role not in _ROLES and not any(f"{quote}{role}{quote}" in template for quote in "'\""):
-            raise DataError(f"{where} has the role {role!r:.40}; legal are {', '.join(_ROLES)}, and what the template names")
+            raise DataError(
+                "data.chat.role",
+                f"{where} has the role {role!r:.40}; legal are {', '.join(_ROLES)}, and what the template names",
+            )
         if role == "assistant" and is_learned(message) and not _said(message).strip() and not _calls(message):
-            raise DataError(f"{where}: the assistant's answer is {'null' if content is None else 'empty'}")
+            raise DataError("data.chat.answer", f"{where}: the assistant's answer is {'null' if content is None else 'empty'}")
         if role != "assistant" and content is None:
-            raise DataError(f"{where}, of the {role}, has no content")
+            raise DataError("data.chat.content", f"{where}, of the {role}, has no content")
 
 
 def _calls(message: dict[str, Any]) -> list[Any]:

@@ -17,7 +17,7 @@ from meshwright.data.bad_rows import BadRows
 from meshwright.data.data_config import TEXT_EXTENSIONS, DataConfig, expand_files, saved
 from meshwright.data.formats import Document, RowReader, check_columns
 from meshwright.data.row_files import Row, file_rows, library_rows, load_saved, open_file
-from meshwright.errors import DataError
+from meshwright.errors import DataError, Refusal
 from meshwright.paths import no_directory
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def _checked(config: DataConfig, stream: Iterator[Document], name: str, bad: Bad
     if judged or count == 0:
         bad.judge(config)
     if count == 0:
-        raise DataError(f"data: {name} holds no document")
+        raise DataError("data.empty", f"data: {name} holds no document")
 
 
 def training_texts(config: DataConfig, cache_dir: str | Path | None = None, bad: BadRows | None = None) -> Iterator[str]:
@@ -128,8 +128,9 @@ def _refuse_mixture(stream: Iterator[Document]) -> Iterator[Document]:
         first = first or document
         if (document.text is None) != (first.text is None):
             raise DataError(
+                "data.kind",
                 f"data: {first.source} is {_kind(first)}, but {document.source} is {_kind(document)}; "
-                "set data.kind to 'text' or 'chat', or leave one out"
+                "set data.kind to 'text' or 'chat', or leave one out",
             )
         yield document
 
@@ -153,7 +154,9 @@ def _stdlib_files() -> list[Path]:
             if name.endswith(".py") and (inside or _in_stdlib(name.removesuffix(".py"))):
                 files.append(((*inside, name), Path(folder, name)))
     if not files:
-        raise DataError(f"data.corpus='python-stdlib': no source files under {root}; this Python comes without them")
+        raise DataError(
+            "data.source", f"data.corpus='python-stdlib': no source files under {root}; this Python comes without them"
+        )
     return [path for _, path in sorted(files)]
 
 
@@ -177,8 +180,8 @@ def _file_documents(
 ) -> Iterator[Document]:
     missing = [pattern for pattern in patterns if not expand_files([pattern])]
     if missing:
-        raise DataError(f"data.{knob}: {pattern!r} matches no file" for pattern in missing)
-    broken: list[str] = []
+        raise DataError(Refusal("data.files", f"data.{knob}: {pattern!r} matches no file") for pattern in missing)
+    broken: list[Refusal] = []
     seen: dict[str, None] = {}
     for path in expand_files(patterns):
         try:
@@ -196,19 +199,19 @@ def _file_documents(
     except DataError as error:
         broken.extend(error.problems)
     if broken:
-        raise DataError([*broken, *(bad.lines if config.bad_rows == "stop" else [])])
+        raise DataError([*broken, *(Refusal("data.bad_rows", line) for line in bad.lines if config.bad_rows == "stop")])
 
 
 def _text_file(config: DataConfig, path: Path, bad: BadRows) -> Iterator[Document]:
     if config.wants_chat:
-        raise DataError(f"data.kind={config.kind!r}, data.format={config.format!r}: {str(path)!r} is text")
+        raise DataError("data.kind", f"data.kind={config.kind!r}, data.format={config.format!r}: {str(path)!r} is text")
     bad.rows += 1
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        bad.add(DataError(f"{path}: not UTF-8 text (byte {error.start}: {error.reason})"))
+        bad.add(DataError("data.text", f"{path}: not UTF-8 text (byte {error.start}: {error.reason})"))
     except OSError as error:
-        raise DataError(f"data: {str(path)!r} cannot be read ({error.strerror or error})") from error
+        raise DataError("data.unreadable", f"data: {str(path)!r} cannot be read ({error.strerror or error})") from error
     else:
         yield Document(text, None, str(path))
 
@@ -223,7 +226,10 @@ def _load_hub(config: DataConfig, cache_dir: str | Path | None) -> "Dataset":
     assert config.hub is not None
     if saved(folder := Path(config.hub).expanduser()):
         if config.hub_config is not None:
-            raise DataError(f"data.hub_config={config.hub_config!r}: {config.hub} is of save_to_disk, and has none; remove it")
+            raise DataError(
+                "data.source",
+                f"data.hub_config={config.hub_config!r}: {config.hub} is of save_to_disk, and has none; remove it",
+            )
         return load_saved(folder, config.hub_split)
     try:
         return load_dataset(
@@ -235,8 +241,8 @@ def _load_hub(config: DataConfig, cache_dir: str | Path | None) -> "Dataset":
     except Exception as error:  # network, name, configuration, split and format errors have no common class
         asked = f"hub_config={config.hub_config!r}, hub_split={config.hub_split or 'train'!r}"
         if (absent := no_directory("data.hub", config.hub, hub=False)) is not None:
-            raise DataError(f"{absent}; as a name of the hub ({asked}): {error}") from error
-        raise DataError(f"data.hub={config.hub!r} ({asked}): {error}") from error
+            raise DataError("data.source", f"{absent}; as a name of the hub ({asked}): {error}") from error
+        raise DataError("data.source", f"data.hub={config.hub!r} ({asked}): {error}") from error
 
 
 def _hub_documents(config: DataConfig, cache_dir: str | Path | None, bad: BadRows) -> Iterator[Document]:

@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from meshwright.data.columns import FORMATS
+from meshwright.errors import Problems, Refusal
 from meshwright.paths import PathText, no_directory, possible_hub_name
 
 __all__ = ["EXTENSIONS", "ROW_EXTENSIONS", "TEXT_EXTENSIONS", "DataConfig", "TokenizerConfig", "expand_files", "saved"]
@@ -49,31 +50,35 @@ def saved(folder: Path) -> Literal["Dataset", "DatasetDict"] | None:
     return "Dataset" if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file() else None
 
 
-def _file_problems(knob: str, patterns: list[str]) -> list[str]:
+def _file_problems(knob: str, patterns: list[str]) -> Problems:
     """Return what is wrong with a list of files, as far as names and sizes show."""
-    problems = []
+    problems = Problems()
     for pattern in patterns:
         expanded = os.path.expanduser(pattern)
         if os.path.isdir(expanded) and not saved(Path(expanded)):
-            problems.append(
+            problems.add(
+                "data.files",
                 f"data.{knob}: {pattern!r} is a directory, and not one of save_to_disk; give files or a glob, such as "
-                f"{pattern}/*.jsonl"
+                f"{pattern}/*.jsonl",
             )
             continue
         matches = expand_files([pattern])
         if not matches:
             kind = "glob matches no file" if glob.has_magic(expanded) else "no such file"
-            problems.append(f"data.{knob}: {pattern!r}: {kind} (working directory {os.getcwd()})")
+            problems.add("data.files", f"data.{knob}: {pattern!r}: {kind} (working directory {os.getcwd()})")
         for path in matches:
             if folder := saved(path):
                 if folder == "DatasetDict" and knob == "eval_files":
-                    problems.append(f"data.eval_files: {str(path)!r} has several splits; give one of them, such as {path}/test")
+                    problems.add(
+                        "data.files",
+                        f"data.eval_files: {str(path)!r} has several splits; give one of them, such as {path}/test",
+                    )
             elif path.suffix not in EXTENSIONS:
-                problems.append(f"data.{knob}: {str(path)!r}: readable extensions are {', '.join(EXTENSIONS)}")
+                problems.add("data.files", f"data.{knob}: {str(path)!r}: readable extensions are {', '.join(EXTENSIONS)}")
             elif not os.access(path, os.R_OK):
-                problems.append(f"data.{knob}: {str(path)!r} cannot be read (permissions)")
+                problems.add("data.unreadable", f"data.{knob}: {str(path)!r} cannot be read (permissions)")
             elif path.stat().st_size == 0:
-                problems.append(f"data.{knob}: {str(path)!r} is empty")
+                problems.add("data.empty", f"data.{knob}: {str(path)!r} is empty")
     return problems
 
 
@@ -172,51 +177,63 @@ class DataConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> "DataConfig":
-        problems = []
+        problems = Problems()
         sources = [name for name, value in (("corpus", self.corpus), ("files", self.files), ("hub", self.hub)) if value]
         if len(sources) != 1:
             empty = " (files is an empty list)" if "files" in self.model_fields_set and not self.files else ""
             shown = " and ".join(sources) or "none"
-            problems.append(f"data: exactly one of corpus, files and hub must be set; set here: {shown}{empty}")
+            problems.add("data.source", f"data: exactly one of corpus, files and hub must be set; set here: {shown}{empty}")
         folders = any(not pattern.endswith(EXTENSIONS) for pattern in self.files)  # they may be those of save_to_disk
         for name, possible in (("hub_config", False), ("hub_split", folders)):
             if getattr(self, name) is not None and self.hub is None and not possible:
-                problems.append(f"data.{name}={getattr(self, name)!r} needs data.hub")
+                problems.add("data.source", f"data.{name}={getattr(self, name)!r} needs data.hub")
         if self.kind == "chat" and self.corpus:
-            problems.append(f"data.kind='chat': corpus {self.corpus!r} is text; legal: 'auto', 'text'")
+            problems.add("data.kind", f"data.kind='chat': corpus {self.corpus!r} is text; legal: 'auto', 'text'")
         if self.wants_chat and self.long_documents == "split":
-            problems.append(
-                "data.long_documents='split': a chat cannot be split; legal for chat: 'auto', 'truncate', 'drop', 'error'"
+            problems.add(
+                "data.long_documents",
+                "data.long_documents='split': a chat cannot be split; legal for chat: 'auto', 'truncate', 'drop', 'error'",
             )
         problems.extend(self._format_problems())
         if self.bad_rows == "stop" and self.bad_rows_limit != DEFAULT_BAD_ROWS_LIMIT:
-            problems.append(f"data.bad_rows_limit={self.bad_rows_limit} needs data.bad_rows='skip'; 'stop' lets no row pass")
+            problems.add(
+                "data.bad_rows",
+                f"data.bad_rows_limit={self.bad_rows_limit} needs data.bad_rows='skip'; 'stop' lets no row pass",
+            )
         if problems:
-            raise ValueError("; ".join(problems))
+            raise ValueError(Refusal(problems[0].code, "; ".join(problems)))
         return self
 
-    def _format_problems(self) -> list[str]:
+    def _format_problems(self) -> Problems:
         """Return the contradictions between format, kind and columns."""
-        problems = []
+        problems = Problems()
         said = f"data.format={self.format!r}"
         if self.corpus and (self.format not in ("auto", "text") or self.columns):
-            problems.append(f"{said}, data.columns={self.columns}: corpus {self.corpus!r} has no rows; remove them")
+            problems.add(
+                "data.columns", f"{said}, data.columns={self.columns}: corpus {self.corpus!r} has no rows; remove them"
+            )
         elif self.kind != "auto" and self.format != "auto" and (self.kind == "text") != (self.format == "text"):
-            problems.append(f"{said} and data.kind={self.kind!r} exclude each other; format says the kind: remove data.kind")
+            problems.add(
+                "data.kind", f"{said} and data.kind={self.kind!r} exclude each other; format says the kind: remove data.kind"
+            )
         elif not self.formats:
             names = FORMATS if self.format == "auto" else (self.format,)
             legal = [f"{', '.join(FORMATS[name].names)} ({name})" for name in names]
-            problems.append(f"data.columns: no format has all of {', '.join(self.columns)}; legal together: {'; '.join(legal)}")
+            problems.add(
+                "data.columns",
+                f"data.columns: no format has all of {', '.join(self.columns)}; legal together: {'; '.join(legal)}",
+            )
         left_out = [key for key, column in self.columns.items() if column is None]
         dispensable = dict.fromkeys(key for name in self.formats for key in FORMATS[name].dispensable)
         for key in left_out if self.formats else ():
             if not all(key in FORMATS[name].dispensable for name in self.formats):
-                problems.append(
-                    f"data.columns.{key}=null: rows need it; legal to leave out: {', '.join(dispensable) or 'none'}"
+                problems.add(
+                    "data.columns",
+                    f"data.columns.{key}=null: rows need it; legal to leave out: {', '.join(dispensable) or 'none'}",
                 )
         for key, default in (("text", "text"), ("messages", "messages")):
             if key in self.columns and getattr(self, f"{key}_field") != default:
-                problems.append(f"data.{key}_field and data.columns.{key} say the same; remove one")
+                problems.add("data.columns", f"data.{key}_field and data.columns.{key} say the same; remove one")
         return problems
 
     @property
@@ -241,27 +258,31 @@ class DataConfig(BaseModel):
             return self.eval_fraction
         return 0.0 if self.eval_files else DEFAULT_EVAL_FRACTION
 
-    def problems(self) -> list[str]:
+    def problems(self) -> Problems:
         """Return what is wrong with the sources, as far as this machine's disk shows.
 
         That is: missing or empty files, a missing folder, globs without a match, unknown extensions.
 
         Only names and sizes are read, so this is cheap and may run before any process is started. Empty if all is well.
         """
-        problems = _file_problems("files", self.files) + _file_problems("eval_files", self.eval_files)
+        problems = Problems([*_file_problems("files", self.files), *_file_problems("eval_files", self.eval_files)])
         if self.hub is not None and not _ON_HUB.match(self.hub):
             elsewhere = possible_hub_name(self.hub) and not Path(self.hub).is_file()  # on the hub, which is not asked
             if not elsewhere and (absent := no_directory("data.hub", self.hub, hub=False)):
                 problems.append(absent)
         found = [path for path in expand_files(self.files) if saved(path) == "DatasetDict"]
         if self.files and self.hub_split is not None and not found:
-            problems.append(f"data.hub_split={self.hub_split!r}: data.files has no folder of a DatasetDict; remove one of them")
+            problems.add(
+                "data.source",
+                f"data.hub_split={self.hub_split!r}: data.files has no folder of a DatasetDict; remove one of them",
+            )
         if self.wants_chat:
             for path in expand_files(self.files + self.eval_files):
                 if path.suffix in TEXT_EXTENSIONS and not saved(path):
-                    problems.append(
+                    problems.add(
+                        "data.kind",
                         f"data.kind={self.kind!r}, data.format={self.format!r}: {str(path)!r} is text; chats come from "
-                        f"{', '.join(ROW_EXTENSIONS)}"
+                        f"{', '.join(ROW_EXTENSIONS)}",
                     )
         return problems
 

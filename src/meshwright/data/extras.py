@@ -52,24 +52,29 @@ def template_arguments(given: Mapping[str, Any], columns: Mapping[str, str], sou
         off = f"data.columns.{name}=null leaves the column out"
         if not isinstance(value, list):
             found = type(value).__name__
-            raise DataError(f"{source}: field {columns[name]!a} holds {found}, no list of objects or its JSON; {off}")
+            raise DataError(
+                "data.chat.arguments", f"{source}: field {columns[name]!a} holds {found}, no list of objects or its JSON; {off}"
+            )
         for number, item in enumerate(value, start=1):
             if not isinstance(item, dict):
                 raise DataError(
-                    f"{source}: field {columns[name]!a}: item {number} of its list is {item!a:.40}, no object; {off}"
+                    "data.chat.arguments",
+                    f"{source}: field {columns[name]!a}: item {number} of its list is {item!a:.40}, no object; {off}",
                 )
         arguments[name] = value
     more, column = _parsed(given.get("chat_template_kwargs")) or {}, columns.get("chat_template_kwargs")
     if not isinstance(more, dict):
         raise DataError(
+            "data.chat.arguments",
             f"{source}: field {column!a} holds {type(more).__name__}, no object or its JSON; "
-            "data.columns.chat_template_kwargs=null leaves the column out"
+            "data.columns.chat_template_kwargs=null leaves the column out",
         )
     for name in more:
         if name in _TAKEN or not name.isidentifier():
             raise DataError(
+                "data.chat.arguments",
                 f"{source}: field {column!a} sets {name!a:.40}; legal are names that the template reads, "
-                "but not those of arguments of apply_chat_template"
+                "but not those of arguments of apply_chat_template",
             )
     return {**arguments, **{name: value for name, value in more.items() if value is not None}}
 
@@ -103,8 +108,13 @@ def weight_of(message: Mapping[str, Any], key: str, where: str) -> bool:
         if value is None:
             continue
         if not isinstance(value, bool | int | float) or value not in (0, 1) or math.isnan(value):
-            raise DataError(f"{where} has {name}={value!a:.40}; legal are 0 or false (it is not learned) and 1 or true")
+            raise DataError(
+                "data.chat.messages",
+                f"{where} has {name}={value!a:.40}; legal are 0 or false (it is not learned) and 1 or true",
+            )
         found[name] = bool(value)
     if len(set(found.values())) > 1:
-        raise DataError(f"{where} has {' and '.join(f'{name}={value}' for name, value in found.items())}; remove one")
+        raise DataError(
+            "data.chat.messages", f"{where} has {' and '.join(f'{name}={value}' for name, value in found.items())}; remove one"
+        )
     return all(found.values())

@@ -13,7 +13,7 @@ from meshwright.data.columns import FORMATS
 from meshwright.data.data_config import DataConfig
 from meshwright.data.extras import template_arguments, weight_of
 from meshwright.data.row_files import DuplicateKeys, Row
-from meshwright.errors import DataError
+from meshwright.errors import DataError, Refusal
 
 __all__ = ["SPEAKERS", "Document", "RowReader", "check_columns"]
 
@@ -66,7 +66,10 @@ def check_columns(config: DataConfig, seen: dict[str, None], name: str) -> None:
     missing = [(key, column) for key, column in mapped if column not in seen and key not in within]
     if seen and missing:
         there = f"its columns are {_names(seen)}"
-        raise DataError(f"data.columns: {name} has no column {column!a} (for {key!r}); {there}" for key, column in missing)
+        raise DataError(
+            Refusal("data.columns", f"data.columns: {name} has no column {column!a} (for {key!r}); {there}")
+            for key, column in missing
+        )
 
 
 class RowReader:
@@ -102,7 +105,7 @@ class RowReader:
         read = (key for key in layout.required + layout.optional + layout.extra if key not in self.left_out)
         used = [self._column(key) for key in read]
         if isinstance(row.values, DuplicateKeys):
-            raise DataError(f"{row.source}: a key of the row occurs twice (keys: {_names(row.values)})")
+            raise DataError("data.json", f"{row.source}: a key of the row occurs twice (keys: {_names(row.values)})")
         _check_sound([row.values.get(column) for column in used], row.source)
         if name == "text":
             document = Document(_text(row, self._column("text")), None, row.source)
@@ -137,7 +140,7 @@ class RowReader:
             else f"no fields of a format: neither {', '.join(shown)}"
         )
         there = f"its fields are {_names(row.values)}"
-        raise DataError(f"{row.source}: {which}; {there}; set data.format, data.kind or data.columns")
+        raise DataError("data.format", f"{row.source}: {which}; {there}; set data.format, data.kind or data.columns")
 
     # ---- chats -----------------------------------------------------------------------------------------------------------
 
@@ -155,7 +158,7 @@ class RowReader:
                 continue
             turn = _message(message, from_key, value_key, weight_key, where)
             if turn["role"] not in SPEAKERS:
-                raise DataError(f"{where} is from {turn['role']!a:.40}; legal are {', '.join(SPEAKERS)}")
+                raise DataError("data.chat.role", f"{where} is from {turn['role']!a:.40}; legal are {', '.join(SPEAKERS)}")
             if turn["role"] == "function_call" and "content" in turn:
                 turn |= {"content": "", "tool_calls": [_call(turn["content"], where)]}
             messages.append(turn | {"role": SPEAKERS[turn["role"]]})
@@ -176,7 +179,7 @@ class RowReader:
         knob = "messages_field or data.columns" if key == "messages" else "columns"
         value = _field(row, column, knob)
         if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-            raise DataError(f"{row.source}: field {column!a} is not a list of messages")
+            raise DataError("data.chat.messages", f"{row.source}: field {column!a} is not a list of messages")
         for number, message in enumerate(value, start=1):
             yield number, {name: part for name, part in message.items() if part is not None}
 
@@ -197,7 +200,7 @@ def _message(message: dict[str, Any], role_key: str, content_key: str, weight_ke
     role = message.get(role_key)
     if not isinstance(role, str):
         wrong = f"no {role_key}" if role is None else f"a {role_key} that is {_kind(role)}, not text"
-        raise DataError(f"{where} has {wrong}; its keys are {_names(message)}")
+        raise DataError("data.chat.messages", f"{where} has {wrong}; its keys are {_names(message)}")
     read = {role_key, content_key, weight_key, "role", "content", "weight", "train"}
     rest = {key: part for key, part in message.items() if key not in read}
     weight = {} if weight_of(message, weight_key, where) else {"weight": 0}
@@ -212,14 +215,16 @@ def _exchange(asked: str, row: Row, answer: str) -> list[dict[str, Any]]:
 
 def _field(row: Row, column: str, knob: str) -> Any:
     if column not in row.values:
-        raise DataError(f"{row.source}: no field {column!a}; its fields are {_names(row.values)}; set data.{knob}")
+        raise DataError(
+            "data.format", f"{row.source}: no field {column!a}; its fields are {_names(row.values)}; set data.{knob}"
+        )
     return row.values[column]
 
 
 def _text(row: Row, column: str) -> str:
     value = _field(row, column, "text_field or data.columns" if column == "text" else "columns")
     if not isinstance(value, str):
-        raise DataError(f"{row.source}: field {column!a} holds {_kind(value)}, not text")
+        raise DataError("data.text", f"{row.source}: field {column!a} holds {_kind(value)}, not text")
     return value
 
 
@@ -230,13 +235,13 @@ def _content(value: Any, where: str) -> dict[str, Any]:
     if isinstance(value, str):
         return {"content": value}
     if not isinstance(value, list):
-        raise DataError(f"{where}: content is {_kind(value)}, not text")
+        raise DataError("data.chat.content", f"{where}: content is {_kind(value)}, not text")
     parts = []
     for part in value:
         text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
         if not isinstance(text, str):
             kind = f"of type {part.get('type')!a:.40}" if isinstance(part, dict) else _kind(part)
-            raise DataError(f"{where}: a part of its content is {kind}; only text can be learned")
+            raise DataError("data.chat.content", f"{where}: a part of its content is {kind}; only text can be learned")
         parts.append(text)
     return {"content": "".join(parts)}
 
@@ -248,7 +253,7 @@ def _call(text: str, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        raise DataError(f"{where}: a function_call is JSON with 'name' and 'arguments'")
+        raise DataError("data.chat.messages", f"{where}: a function_call is JSON with 'name' and 'arguments'")
     _check_sound(value, where)
     return {"type": "function", "function": {"name": value["name"], "arguments": value.get("arguments", {})}}
 
@@ -260,18 +265,20 @@ def _check_sound(value: Any, source: str) -> None:
         below: list[Any] = []
         for item in level:
             if isinstance(item, DuplicateKeys):
-                raise DataError(f"{source}: a key occurs twice in one object (keys: {_names(item)})")
+                raise DataError("data.json", f"{source}: a key occurs twice in one object (keys: {_names(item)})")
             if isinstance(item, dict):
                 below.extend(item)
                 below.extend(item.values())
             elif isinstance(item, (list, tuple)):
                 below.extend(item)
             elif isinstance(item, str) and not item.isascii() and (match := _SURROGATE.search(item)):
-                raise DataError(f"{source}: a text holds half of a character, the lone surrogate {match.group()!a}")
+                raise DataError(
+                    "data.text", f"{source}: a text holds half of a character, the lone surrogate {match.group()!a}"
+                )
         if not below:
             return
         level = below
-    raise DataError(f"{source}: nested deeper than {_DEEPEST} levels")
+    raise DataError("data.json", f"{source}: nested deeper than {_DEEPEST} levels")
 
 
 def _kind(value: Any) -> str:

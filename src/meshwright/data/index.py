@@ -88,7 +88,7 @@ def read_index(directory: Path) -> StoreIndex:
     except FileNotFoundError:
         raise DamagedStoreError(f"{path} is missing") from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise DataError("data.store.unreadable", f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise DamagedStoreError(f"{path}: not the index of a token store ({error})") from error
     if not isinstance(values, dict):

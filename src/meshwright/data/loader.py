@@ -16,7 +16,7 @@ import numpy as np
 from meshwright.data.identity import differences
 from meshwright.data.packing import IGNORE, Integers, SequenceDataset
 from meshwright.data.store import TokenStore
-from meshwright.errors import CheckpointError, ConfigError, number_of
+from meshwright.errors import CheckpointError, ConfigError, Refusal, number_of
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ def check_batch_sizes(global_batch_size: int, microbatch_size: int, data_ranks: 
     """
     for name, value in (("global_batch_size", global_batch_size), ("microbatch_size", microbatch_size)):
         if value < 1:
-            raise ConfigError(f"{name}={value}: must be at least 1")
+            raise ConfigError("config.value", f"{name}={value}: must be at least 1")
     unit = microbatch_size * data_ranks
     if global_batch_size % unit == 0:
         return
@@ -57,12 +57,12 @@ def check_batch_sizes(global_batch_size: int, microbatch_size: int, data_ranks: 
         share = global_batch_size // data_ranks
         divisors = ", ".join(str(size) for size in range(1, share + 1) if share % size == 0)
         message += f"; or microbatch_size one of {divisors}"
-    raise ConfigError(message)
+    raise ConfigError("config.batch_size", message)
 
 
 def _check_rank(data_rank: int, data_ranks: int) -> None:
     if not 0 <= data_rank < data_ranks:
-        raise ConfigError(f"data_rank={data_rank}: legal are 0 to {data_ranks - 1}")
+        raise ConfigError("layout.rank", f"data_rank={data_rank}: legal are 0 to {data_ranks - 1}")
 
 
 def _collate(sequences: list[dict[str, Integers]], dataset: SequenceDataset, multiple: int) -> Batch:
@@ -207,9 +207,11 @@ class TrainLoader:
         own = self.state_dict(0)
         missing = [key for key in own if key not in state and key != "data"]
         if missing:
-            raise CheckpointError(f"state of the data loader lacks {', '.join(missing)}")
+            raise CheckpointError("checkpoint.loader", f"state of the data loader lacks {', '.join(missing)}")
         problems = [
-            f"data loader: the checkpoint has {key}={state[name]!r}, this run has {key}={own[name]!r}"
+            Refusal(
+                "checkpoint.loader", f"data loader: the checkpoint has {key}={state[name]!r}, this run has {key}={own[name]!r}"
+            )
             for name, key in _DECIDE.items()
             if state[name] != own[name]
         ]
@@ -218,7 +220,7 @@ class TrainLoader:
             raise CheckpointError(problems)
         return int(state["next_step"])
 
-    def _other_data(self, state: dict[str, Any], alone: bool) -> list[str]:
+    def _other_data(self, state: dict[str, Any], alone: bool) -> list[Refusal]:
         """Say why the tokens to train on are not those of a state; `alone`: nothing else differs that may be the reason."""
         index = self.store.index
         if state.get("data") and index.parts:
@@ -226,14 +228,19 @@ class TrainLoader:
             if lines is None:
                 return []
             unknown = "the tokens to train on are others, with the same source and configuration: another version wrote them"
-            return [f"data loader: {line}" for line in lines or ([unknown] if alone else [])]
+            return [Refusal("checkpoint.data", f"data loader: {line}") for line in lines or ([unknown] if alone else [])]
         if state["fingerprint"] != index.fingerprint:
             found = f"the checkpoint has fingerprint={state['fingerprint']!r}, this run has fingerprint={index.fingerprint!r}"
             why = "documents (also those of data.eval_files), tokenizer, training.seed or other keys of data differ"
-            return [f"data loader: {found}: {why}; the checkpoint does not say which"]
+            return [Refusal("checkpoint.data", f"data loader: {found}: {why}; the checkpoint does not say which")]
         read = [name for name, count in index.given.items() if index.unwritten.get(name, 0) < count]
         if read := [*read, *(["weight"] if index.unlearned else [])]:
-            return [f"data loader: {', '.join(read)} of chats: the run of the checkpoint did not read them, this version does"]
+            return [
+                Refusal(
+                    "checkpoint.data",
+                    f"data loader: {', '.join(read)} of chats: the run of the checkpoint did not read them, this version does",
+                )
+            ]
         return []
 
     def _sequence(self, number: int) -> dict[str, Integers]:
@@ -293,7 +300,7 @@ class EvalLoader:
         _check_rank(data_rank, data_ranks)
         for name, value in (("microbatch_size", microbatch_size), ("max_sequences", max_sequences)):
             if value is not None and value < 1:
-                raise ConfigError(f"{name}={value}: must be at least 1")
+                raise ConfigError("config.value", f"{name}={value}: must be at least 1")
         self.dataset, self.microbatch_size = dataset, microbatch_size
         self.data_rank, self.data_ranks, self.multiple = data_rank, data_ranks, multiple
         self.sequences = len(dataset) if max_sequences is None else min(max_sequences, len(dataset))

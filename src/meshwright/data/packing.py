@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from meshwright.data.order import stable_permutation
 from meshwright.data.store import TokenStore
-from meshwright.errors import DataError
+from meshwright.errors import DataError, Refusal
 
 __all__ = ["IGNORE", "PackIndex", "Piece", "SequenceDataset", "pack", "pad"]
 
@@ -101,8 +101,9 @@ def pack(lengths: Integers, sequence_length: int, split: bool) -> PackIndex:
                 next_start = (start if end == document else 0) + tail - 1
         elif end == document:
             raise DataError(
+                "data.long_documents",
                 f"a document of {int(lengths[document])} tokens must not be split, but does not fit into sequences of "
-                f"{sequence_length}; prepare the data for this sequence_length"
+                f"{sequence_length}; prepare the data for this sequence_length",
             )
         rows.append((document, start, end, tail))
         document, start = end, next_start
@@ -164,9 +165,10 @@ class SequenceDataset:
         may_split = store.index.long_documents == "split"
         if not may_split and lengths.max() > sequence_length:
             raise DataError(
+                "data.long_documents",
                 f"sequence_length={sequence_length}: the store was prepared for {store.index.sequence_length} with "
                 f"long_documents={store.index.long_documents!r} and holds documents of {int(lengths.max())} tokens; "
-                "prepare it again"
+                "prepare it again",
             )
         self._documents = documents
         self._index = pack(lengths, sequence_length, may_split) if packing == "pack" else pad(lengths, sequence_length)
@@ -210,11 +212,14 @@ class SequenceDataset:
         return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
 
 
-def _empty_split(store: TokenStore, split: str) -> str:
+def _empty_split(store: TokenStore, split: str) -> Refusal:
     index = store.index
     if split == "train":
-        return f"no document to train on: all {index.documents} are for evaluation; lower data.eval_fraction"
-    return (
+        return Refusal(
+            "data.split", f"no document to train on: all {index.documents} are for evaluation; lower data.eval_fraction"
+        )
+    return Refusal(
+        "data.split",
         f"no document to evaluate on ({index.documents} in all, held out by whole documents); raise data.eval_fraction "
-        "above 0 with at least 2 documents, give data.eval_files, or turn evaluation off"
+        "above 0 with at least 2 documents, give data.eval_files, or turn evaluation off",
     )

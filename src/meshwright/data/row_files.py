@@ -62,9 +62,9 @@ def open_file(path: Path) -> Any:
     try:
         return path.open("rb")
     except FileNotFoundError:
-        raise DataError(f"data: {str(path)!r}: no such file") from None
+        raise DataError("data.files", f"data: {str(path)!r}: no such file") from None
     except OSError as error:
-        raise DataError(f"data: {str(path)!r} cannot be read ({error.strerror or error})") from error
+        raise DataError("data.unreadable", f"data: {str(path)!r} cannot be read ({error.strerror or error})") from error
 
 
 def file_rows(path: Path, bad: BadRows, cache_dir: str | Path | None) -> Iterator[Row]:
@@ -80,17 +80,19 @@ def file_rows(path: Path, bad: BadRows, cache_dir: str | Path | None) -> Iterato
     """
     readers = {".jsonl": _json_lines, ".json": _json_values}
     if path.suffix not in (*readers, ".parquet"):
-        raise DataError(f"data: {str(path)!r}: the extension of a file of rows must be one of {', '.join(readers)}, .parquet")
+        raise DataError(
+            "data.files", f"data: {str(path)!r}: the extension of a file of rows must be one of {', '.join(readers)}, .parquet"
+        )
     with open_file(path) as file:
         begin: bytes = file.read(4)
     if not begin:
-        raise DataError(f"data: {str(path)!r} is empty")
+        raise DataError("data.empty", f"data: {str(path)!r} is empty")
     if path.suffix == ".parquet":
         yield from _parquet(path, bad, cache_dir)
         return
     for magic, kind in _NOT_JSON.items():
         if begin.startswith(magic):
-            raise DataError(f"{path}: cannot be read as json: it is {kind}")
+            raise DataError("data.json", f"{path}: cannot be read as json: it is {kind}")
     yield from readers[path.suffix](path, bad)
 
 
@@ -100,7 +102,7 @@ def _row(value: Any, source: str, bad: BadRows) -> Iterator[Row]:
     if isinstance(value, dict):
         yield Row(value, source)
     else:
-        bad.add(DataError(f"{source}: holds {type(value).__name__}, not an object with fields"))
+        bad.add(DataError("data.json", f"{source}: holds {type(value).__name__}, not an object with fields"))
 
 
 def _json_lines(path: Path, bad: BadRows) -> Iterator[Row]:
@@ -114,7 +116,7 @@ def _json_lines(path: Path, bad: BadRows) -> Iterator[Row]:
                 value = _DECODER.decode(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:
                 bad.rows += 1
-                bad.add(DataError(f"{source}: cannot be read as json ({_reason(error)})"))
+                bad.add(DataError("data.json", f"{source}: cannot be read as json ({_reason(error)})"))
                 continue
             yield from _row(value, source, bad)
 
@@ -127,7 +129,7 @@ def _json_values(path: Path, bad: BadRows) -> Iterator[Row]:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}:{line}: cannot be read as json ({_reason(error)})") from error
+        raise DataError("data.json", f"{path}:{line}: cannot be read as json ({_reason(error)})") from error
     at, line, seen = _skip(text, 0), 1, 0
     array = text.startswith("[", at)
     if array:
@@ -141,19 +143,19 @@ def _json_values(path: Path, bad: BadRows) -> Iterator[Row]:
             value, at = _DECODER.raw_decode(text, at)
         except (ValueError, RecursionError) as error:
             wrong = error.lineno if isinstance(error, json.JSONDecodeError) else line
-            raise DataError(f"{path}:{wrong}: cannot be read as json from here on ({_reason(error)})") from error
+            raise DataError("data.json", f"{path}:{wrong}: cannot be read as json from here on ({_reason(error)})") from error
         yield from _row(value, f"{path}:{line}", bad)
         at = _skip(text, at)
         if array and text.startswith(",", at):
             at = _skip(text, at + 1)
         elif array and not text.startswith("]", at):
             line += text.count("\n", seen, at)
-            raise DataError(f"{path}:{line}: cannot be read as json from here on (a comma or ] is missing)")
+            raise DataError("data.json", f"{path}:{line}: cannot be read as json from here on (a comma or ] is missing)")
     end = _skip(text, at + 1) if at < len(text) else -1
     if array and end != len(text):
         line += text.count("\n", seen, end if end >= 0 else at)
         reason = "the ] at the end is missing" if end < 0 else "there is more after the ]"
-        raise DataError(f"{path}:{line}: cannot be read as json ({reason})")
+        raise DataError("data.json", f"{path}:{line}: cannot be read as json ({reason})")
 
 
 def _skip(text: str, at: int) -> int:
@@ -200,7 +202,7 @@ def library_rows(load: Callable[[], Iterable[Any]], name: str, bad: BadRows, kin
     except Exception as error:  # errors of arrow and of datasets for one cause
         where = f", after row {number}" if number else ""
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise DataError(f"{name}{where}: cannot be read{kind} ({reason})") from error
+        raise DataError("data.unreadable", f"{name}{where}: cannot be read{kind} ({reason})") from error
 
 
 def load_saved(folder: Path, split: str | None) -> "Dataset":
@@ -218,11 +220,15 @@ def load_saved(folder: Path, split: str | None) -> "Dataset":
     try:
         found = load_from_disk(str(folder))
     except Exception as error:  # errors of arrow, of datasets and of JSON for one cause
-        raise DataError(f"{folder}: cannot be read as a folder of save_to_disk ({' '.join(str(error).split())})") from error
+        raise DataError(
+            "data.unreadable", f"{folder}: cannot be read as a folder of save_to_disk ({' '.join(str(error).split())})"
+        ) from error
     if not isinstance(found, Dataset):
         name = split or "train"
         if name not in found:
-            raise DataError(f"{folder}: has no split {name!r}; its splits are {', '.join(found)}; set data.hub_split")
+            raise DataError(
+                "data.source", f"{folder}: has no split {name!r}; its splits are {', '.join(found)}; set data.hub_split"
+            )
         found = found[name]
     return found.with_format(None)  # a format of tensors is saved with the data
 

@@ -33,7 +33,7 @@ from meshwright.data.index import FORMAT_VERSION, INDEX, DamagedStoreError, Stor
 from meshwright.data.order import stable_hash
 from meshwright.data.sums import FileSums, SummedFile, damage, sizes_differ
 from meshwright.data.writer import Writer
-from meshwright.errors import ConfigError, DataError
+from meshwright.errors import ConfigError, DataError, Refusal
 from meshwright.files import honour_umask, put_in_place
 
 if TYPE_CHECKING:
@@ -70,11 +70,12 @@ class TokenStore:
         """
         directory = Path(directory)
         if not (directory / INDEX).exists():
-            raise DataError(f"{directory}: no token store (no {INDEX})")
+            raise DataError("data.store.missing", f"{directory}: no token store (no {INDEX})")
         try:
             return cls._open(directory)
         except DamagedStoreError as error:
-            raise DataError(f"{error}; start the run again, which makes damaged tokens again from their sources") from error
+            remedy = "start the run again, which makes damaged tokens again from their sources"
+            raise DataError("data.store.damaged", f"{error}; {remedy}") from error
 
     @classmethod
     def _open(cls, directory: Path) -> "TokenStore":
@@ -191,7 +192,8 @@ def prepare(
     except DataError as error:
         if not problems:
             raise
-        raise DataError([*(f"{line}, and cannot be made again" for line in problems), *error.problems]) from error
+        damages = [Refusal("data.store.damaged", f"{line}, and cannot be made again") for line in problems]
+        raise DataError([*damages, *error.problems]) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return TokenStore.open(final)
@@ -215,8 +217,9 @@ def _write(
         policy = "split" if kind == "text" else "error"
     if kind == "chat" and policy == "split":
         raise ConfigError(
+            "data.long_documents",
             f"data.long_documents='split': {first.source} is a chat, which cannot be split; "
-            "legal for chat: 'auto', 'truncate', 'drop', 'error'"
+            "legal for chat: 'auto', 'truncate', 'drop', 'error'",
         )
     writer = Writer(directory, tokenizer, kind, policy, config.sequence_length, bad)
     with writer:
@@ -232,8 +235,9 @@ def _write(
         held_out[np.argsort(stable_hash(trainable, seed, _HOLD_OUT), kind="stable")[:count]] = True
     if trainable == 0:
         raise DataError(
+            "data.split",
             f"data: no document is left to train on: {writer.dropped} dropped as longer than "
-            f"sequence_length={config.sequence_length}, {writer.empty} with nothing to learn, {bad.bad} bad rows"
+            f"sequence_length={config.sequence_length}, {writer.empty} with nothing to learn, {bad.bad} bad rows",
         )
     lengths, padding = np.array(writer.lengths, dtype=np.int64), _pad_token_id(tokenizer)
     trained = trained_digest(sums, lengths[:trainable], held_out[:trainable], padding)
@@ -349,7 +353,8 @@ def write_documents(
 def _same_kind(stream: Iterable[Document], first: Document) -> Iterator[Document]:
     for document in stream:
         if (document.text is None) != (first.text is None):
-            raise DataError(f"data.eval_files: {document.source} and {first.source} are not both texts or both chats")
+            text = f"data.eval_files: {document.source} and {first.source} are not both texts or both chats"
+            raise DataError("data.kind", text)
         yield document
 
 

@@ -154,7 +154,9 @@ def _read(block: tuple[Path, int]) -> str:
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(f"{path}: cannot be read: {error.strerror or error}; whether it is damaged is not known")
+    return DataError(
+        "data.store.unreadable", f"{path}: cannot be read: {error.strerror or error}; whether it is damaged is not known"
+    )
 
 
 def _bar(size: int) -> Progress:

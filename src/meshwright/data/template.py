@@ -92,18 +92,24 @@ class ChatTemplate:
             shown = [without(message, "weight") for message in messages]
             return self.tokenizer.apply_chat_template(shown, **self.arguments, **options)
         except Exception as error:  # a template is code of others, run on data of others
-            raise DataError(f"{self.source}: the chat template refuses the messages: {_reason(error)}") from error
+            raise DataError(
+                "data.template.refuses", f"{self.source}: the chat template refuses the messages: {_reason(error)}"
+            ) from error
 
     def _span(self, messages: Messages, turn: int, whole: str) -> tuple[int, int]:
         """Return where in `whole` the assistant's words of one turn begin and end, in characters."""
         if turn == 0:
-            raise DataError(f"{self.source}: begins with the assistant's turn, and the template does not mark it; {REMEDY}")
+            raise DataError(
+                "data.template.marks",
+                f"{self.source}: begins with the assistant's turn, and the template does not mark it; {REMEDY}",
+            )
         before = self.text(messages[:turn], add_generation_prompt=True)
         after = self.text(messages[: turn + 1])
         if not (whole.startswith(after) and after.startswith(before)):
             raise DataError(
+                "data.template.marks",
                 f"{self.source}: the chat template writes turn {turn + 1} differently when other turns follow, so the "
-                f"assistant's words cannot be told from the rest; {REMEDY}"
+                f"assistant's words cannot be told from the rest; {REMEDY}",
             )
         # Whitespace after the token that ends the turn belongs to the layout of the chat, not to the assistant's words.
         trimmed = after.rstrip()
@@ -124,8 +130,9 @@ class ChatTemplate:
             before, marked = self._blocks(messages[: turn + 1])
             if [before[slice(*block)] for block in marked] != [text[slice(*block)] for block in blocks[: len(marked)]]:
                 raise DataError(
+                    "data.template.marks",
                     f"{self.source}: message {turn + 1} has weight 0, but the chat template marks the assistant's words "
-                    "differently when other turns follow, so those of this message cannot be told from the rest"
+                    "differently when other turns follow, so those of this message cannot be told from the rest",
                 )
             spans += blocks[first : len(marked)]
         return spans
@@ -141,7 +148,9 @@ class ChatTemplate:
                 conversations=shown, chat_template=self.jinja, return_assistant_tokens_mask=True, **named
             )
         except Exception as error:  # as in _apply
-            raise DataError(f"{self.source}: the chat template refuses the messages: {_reason(error)}") from error
+            raise DataError(
+                "data.template.refuses", f"{self.source}: the chat template refuses the messages: {_reason(error)}"
+            ) from error
         return texts[0], [(start, end) for start, end in blocks[0]]
 
 

@@ -40,7 +40,8 @@ def _read_chat_template(value: str) -> str:
     path = Path(value).expanduser()
     if not path.is_file():
         raise ConfigError(
-            f"tokenizer.chat_template={value!r} is neither a jinja template (no '{{{{' and no '{{%' in it) nor a file"
+            "tokenizer.chat_template",
+            f"tokenizer.chat_template={value!r} is neither a jinja template (no '{{{{' and no '{{%' in it) nor a file",
         )
     return path.read_text(encoding="utf-8")
 
@@ -69,8 +70,9 @@ def load_tokenizer(
     except Exception as error:  # transformers raises OSError, ValueError, KeyError, ImportError and its own for one cause
         first = next(iter(str(error).splitlines()), "")
         raise ConfigError(
+            "tokenizer.path",
             f"tokenizer.path={str(path)!r}: no tokenizer can be loaded ({type(error).__name__}: {first}); "
-            f"a tokenizer directory holds one of {', '.join(_TOKENIZER_FILES)}"
+            f"a tokenizer directory holds one of {', '.join(_TOKENIZER_FILES)}",
         ) from error
     if chat_template is not None:
         tokenizer.chat_template = _read_chat_template(chat_template)
@@ -99,8 +101,9 @@ def train_tokenizer(
     smallest = len(alphabet) + len(SPECIAL_TOKENS)
     if vocab_size < smallest:
         raise ConfigError(
+            "tokenizer.vocab_size",
             f"tokenizer.vocab_size={vocab_size}: must be at least {smallest} ({len(alphabet)} bytes and "
-            f"{len(SPECIAL_TOKENS)} special tokens)"
+            f"{len(SPECIAL_TOKENS)} special tokens)",
         )
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -111,11 +114,12 @@ def train_tokenizer(
     backend.train_from_iterator(texts, trainer)
     trained = backend.get_vocab_size()
     if trained != vocab_size and trained == smallest and not at_most:
-        raise DataError("the documents hold no text to train a tokenizer on")
+        raise DataError("data.empty", "the documents hold no text to train a tokenizer on")
     if trained != vocab_size and not at_most:
         raise DataError(
+            "tokenizer.vocab_size",
             f"tokenizer.vocab_size={vocab_size}: the corpus is too small, it gives {trained} tokens; "
-            f"choose {smallest} to {trained}, or more text"
+            f"choose {smallest} to {trained}, or more text",
         )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -156,8 +160,9 @@ def build_tokenizer(
     vocab_size = default_vocab_size if config.vocab_size is None else config.vocab_size
     if vocab_size is None:
         raise ConfigError(
+            "tokenizer.missing",
             "tokenizer: the model has none; set tokenizer.path (a directory or hub name) or "
-            "tokenizer.vocab_size (to train one on the corpus)"
+            "tokenizer.vocab_size (to train one on the corpus)",
         )
     from meshwright.data.bad_rows import BadRows
     from meshwright.data.corpora import training_texts

@@ -44,7 +44,9 @@ class Writer:
         if kind == "chat":
             check_chat_tokenizer(tokenizer)
         if kind == "text" and tokenizer.eos_token_id is None:
-            raise ConfigError("tokenizer: it has no eos_token, which ends every text; give a tokenizer that has one")
+            raise ConfigError(
+                "tokenizer.eos_token", "tokenizer: it has no eos_token, which ends every text; give a tokenizer that has one"
+            )
         self.tokenizer, self.policy, self.sequence_length, self.bad = tokenizer, policy, sequence_length, bad
         largest = max(tokenizer.get_vocab().values())
         self.token_dtype: Literal["uint16", "uint32"] = "uint16" if largest < 2**16 else "uint32"

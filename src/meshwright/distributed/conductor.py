@@ -25,7 +25,7 @@ from meshwright.distributed.mesh import ParallelMesh
 from meshwright.distributed.pipeline.cut import cut_model
 from meshwright.distributed.slices import assign, freeze, slice_parameter
 from meshwright.distributed.tensor.slicing import compute_with_slices
-from meshwright.errors import PlanError
+from meshwright.errors import PlanError, Problems, Refusal
 from meshwright.plan.result.program import (
     Action,
     Assign,
@@ -96,21 +96,30 @@ def parallelize(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.
 
 
 def _check_belongs(model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> None:
-    problems = []
+    problems = Problems()
     if not plan.program:
-        problems.append(
-            "the plan has no program, because an earlier version of Meshwright wrote it; make it anew with resolve()"
+        problems.add(
+            "plan.model",
+            "the plan has no program, because an earlier version of Meshwright wrote it; make it anew with resolve()",
         )
     if mesh.layout != plan.layout:
-        problems.append(f"the mesh has the layout ({mesh.layout}), the plan has ({plan.layout})")
+        problems.add("plan.mesh", f"the mesh has the layout ({mesh.layout}), the plan has ({plan.layout})")
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     planned = {row.name: row.shape for row in plan.parameters}
-    problems.extend(f"parameter {name!r} is in the model but not in the plan" for name in shapes.keys() - planned.keys())
-    problems.extend(f"parameter {name!r} is in the plan but not in the model" for name in planned.keys() - shapes.keys())
+    problems.extend(
+        Refusal("plan.model", f"parameter {name!r} is in the model but not in the plan")
+        for name in shapes.keys() - planned.keys()
+    )
+    problems.extend(
+        Refusal("plan.model", f"parameter {name!r} is in the plan but not in the model")
+        for name in planned.keys() - shapes.keys()
+    )
     for name in shapes.keys() & planned.keys():
         if shapes[name] != planned[name]:
-            problems.append(f"parameter {name!r} has shape {shapes[name]} in the model and {planned[name]} in the plan")
+            problems.add(
+                "plan.model", f"parameter {name!r} has shape {shapes[name]} in the model and {planned[name]} in the plan"
+            )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        problems.append("the model has FSDP units already")
+        problems.add("fsdp.already", "the model has FSDP units already")
     if problems:
         raise PlanError(sorted(problems))

@@ -43,7 +43,7 @@ class ParallelMesh:
         """The submesh of an axis, a flattened name, or an expert axis."""
         if name in ("ep_shard", "ep"):
             if self.experts is None:
-                raise LayoutError(f"{name}: the layout has ep=1, so there is no expert mesh")
+                raise LayoutError("layout.axes", f"{name}: the layout has ep=1, so there is no expert mesh")
             return self.experts[name]
         return self.named[name]
 
@@ -86,7 +86,10 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> ParallelMesh:
         LayoutError: if the sizes do not fit the world size, or there is no process group.
     """
     if not dist.is_initialized():
-        raise LayoutError("no process group: start one first (torch.distributed.init_process_group, or `meshwright train`)")
+        raise LayoutError(
+            "run.process_group",
+            "no process group: start one first (torch.distributed.init_process_group, or `meshwright train`)",
+        )
     _torch_compat.check()
     _torch_compat.one_gloo_worker()
     layout = layout.resolve(dist.get_world_size())
@@ -130,7 +133,8 @@ def adopt_mesh(
     world = dist.get_world_size()
     if device_mesh.size() != world:  # its groups could not be made alike on all ranks
         raise LayoutError(
-            f"device_mesh: has {device_mesh.size()} of {world} ranks; legal is a mesh over all of them, with names"
+            "layout.device_mesh",
+            f"device_mesh: has {device_mesh.size()} of {world} ranks; legal is a mesh over all of them, with names",
         )
     _torch_compat.one_gloo_worker()
     roles = (replicate, shard, tp)
@@ -144,9 +148,11 @@ def adopt_mesh(
         "this order"
     )
     if not names:
-        raise LayoutError(f"device_mesh: its axes have no names; {legal}")
+        raise LayoutError("layout.device_mesh", f"device_mesh: its axes have no names; {legal}")
     if any(name not in roles and size > 1 for name, size in zip(names, device_mesh.mesh.shape, strict=True)):
-        raise LayoutError(f"device_mesh has the axes {dict(zip(names, device_mesh.mesh.shape, strict=True))}; {legal}")
+        raise LayoutError(
+            "layout.device_mesh", f"device_mesh has the axes {dict(zip(names, device_mesh.mesh.shape, strict=True))}; {legal}"
+        )
     order = [names.index(role) for role in roles if role in names]
     rest = [index for index in range(len(names)) if index not in order]
     sizes = {role: device_mesh.mesh.shape[names.index(role)] if role in names else 1 for role in roles}
@@ -174,7 +180,9 @@ def mesh_of(device_mesh: DeviceMesh, moe_mesh: DeviceMesh | None = None) -> Para
     for axis in ("ep", "ep_shard"):
         theirs, ours = moe_mesh[axis].mesh.tolist(), list(layout.group(axis, dist.get_rank()))
         if theirs != ours:
-            raise LayoutError(f"moe_mesh: this rank's group on {axis} is {theirs}; the layout ({layout}) needs {ours}")
+            raise LayoutError(
+                "layout.device_mesh", f"moe_mesh: this rank's group on {axis} is {theirs}; the layout ({layout}) needs {ours}"
+            )
     with _torch_compat.shared_groups():
         experts = init_device_mesh(mesh.device_type, tuple(layout.expert_sizes().values()), mesh_dim_names=EXPERT_AXES)
         return _complete(layout, mesh.root, experts)

@@ -43,8 +43,9 @@ def whole_number(variable: str, default: int | None = None, *, least: int = 0) -
     text = os.environ.get(variable) or ("" if default is None else str(default))
     if not (text.isascii() and text.isdigit() and int(text) >= least):
         raise ConfigError(
+            "run.environment",
             f"the environment variable {variable}={text!r}: must be a whole number of at least {least}, and launchers set it; "
-            "unset it, or correct the script that sets it"
+            "unset it, or correct the script that sets it",
         )
     return int(text)
 
@@ -74,11 +75,12 @@ def adopt_slurm() -> None:
 def _first_host(node_list: str) -> str:
     """The first name of a Slurm node list such as ``gpu[017-020,031],login1``."""
     if not node_list:
-        raise ConfigError("SLURM_STEP_NODELIST is not set; set MASTER_ADDR to the host of rank 0")
+        raise ConfigError("run.environment", "SLURM_STEP_NODELIST is not set; set MASTER_ADDR to the host of rank 0")
     match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\])?([^,\[]*)", node_list)
     if match is None:
         raise ConfigError(
-            f"SLURM_STEP_NODELIST={node_list!r}: does not begin with a host name; set MASTER_ADDR to the host of rank 0"
+            "run.environment",
+            f"SLURM_STEP_NODELIST={node_list!r}: does not begin with a host name; set MASTER_ADDR to the host of rank 0",
         )
     return "".join(part or "" for part in match.groups())
 
@@ -125,11 +127,17 @@ def _check_torchrun() -> None:
     """
     rank, ranks = whole_number("RANK"), whole_number("WORLD_SIZE", least=1)
     if rank >= ranks:
-        raise ConfigError(f"the environment variables RANK={rank} and WORLD_SIZE={ranks}: RANK must be 0 to {ranks - 1}")
+        raise ConfigError(
+            "run.environment", f"the environment variables RANK={rank} and WORLD_SIZE={ranks}: RANK must be 0 to {ranks - 1}"
+        )
     if not 1 <= whole_number("MASTER_PORT") <= 65535:
-        raise ConfigError(f"the environment variable MASTER_PORT={os.environ['MASTER_PORT']}: legal are 1 to 65535")
+        raise ConfigError(
+            "run.environment", f"the environment variable MASTER_PORT={os.environ['MASTER_PORT']}: legal are 1 to 65535"
+        )
     if not os.environ.get("MASTER_ADDR"):
-        raise ConfigError("the environment variable MASTER_ADDR is not set, although RANK is; set it to the host of rank 0")
+        raise ConfigError(
+            "run.environment", "the environment variable MASTER_ADDR is not set, although RANK is; set it to the host of rank 0"
+        )
 
 
 def end_openmp_threads() -> None:

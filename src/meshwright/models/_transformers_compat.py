@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from meshwright.distributed._torch_compat import own_memory
-from meshwright.errors import UnsupportedError
+from meshwright.errors import Problems, UnsupportedError
 from meshwright.models.weights.bars import one_bar
 
 if TYPE_CHECKING:
@@ -70,19 +70,19 @@ def check() -> None:
     import transformers
     from transformers import PreTrainedModel
 
-    problems = []
+    problems = Problems()
     if _version() < MINIMUM_TRANSFORMERS:
         needed = ".".join(map(str, MINIMUM_TRANSFORMERS))
-        problems.append(f"transformers {transformers.__version__}: Meshwright needs {needed} or later")
+        problems.add("transformers.version", f"transformers {transformers.__version__}: Meshwright needs {needed} or later")
     for name in ("_init_weights", "_load_pretrained_model", "_finalize_model_loading", "_no_split_modules"):
         if not hasattr(PreTrainedModel, name):
-            problems.append(f"transformers {transformers.__version__} has no PreTrainedModel.{name}")
+            problems.add("transformers.version", f"transformers {transformers.__version__} has no PreTrainedModel.{name}")
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: F401
         from transformers.initialization import guard_torch_init_functions  # noqa: F401
         from transformers.modeling_utils import LoadStateDictConfig  # noqa: F401
     except ImportError as error:
-        problems.append(f"transformers {transformers.__version__}: {error}")
+        problems.add("transformers.version", f"transformers {transformers.__version__}: {error}")
     if problems:
         raise UnsupportedError(problems)
 

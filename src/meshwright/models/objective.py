@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
+from meshwright.errors import Problems
 from meshwright.models.token_loss import IGNORE, count_tokens, forward_loss
 from meshwright.plan.given.closed_choices import ActivationCheckpointing
 
@@ -78,7 +79,7 @@ class Objective(ABC):
     frozen: tuple[str, ...] = ()
 
     @classmethod
-    def problems(cls, model: "PreTrainedModel", options: Any, run: RunFacts) -> list[str]:
+    def problems(cls, model: "PreTrainedModel", options: Any, run: RunFacts) -> Problems:
         """Return why the objective is impossible for a run or its model, one line for each reason.
 
         Args:
@@ -86,7 +87,7 @@ class Objective(ABC):
             options: the section of this objective; ``None`` if it has none.
             run: further facts of the run.
         """
-        return []
+        return Problems()
 
     @classmethod
     @abstractmethod

@@ -51,15 +51,17 @@ class Pipeline:
 
     def __init__(self, model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh, device: torch.device | None = None) -> None:
         if not plan.stages:
-            raise PlanError("Pipeline: the plan has no stages; resolve it for a layout with pp > 1")
+            raise PlanError("pp.stages", "Pipeline: the plan has no stages; resolve it for a layout with pp > 1")
         if plan.loss is not None:
-            raise PlanError(f"loss_chunks={plan.loss.chunks}: Pipeline.step takes a loss of all logits; the legal value is 0")
+            raise PlanError(
+                "loss.chunks", f"loss_chunks={plan.loss.chunks}: Pipeline.step takes a loss of all logits; the legal value is 0"
+            )
         device = device or torch.device(mesh.root.device_type)
         self.plan, self.place = plan, mesh.rank("cp")
         named = signature(model.forward).parameters
         self._named = [name for name in named if name != "labels"]
         if not {"input_ids", "inputs_embeds"} & {*named}:
-            raise PlanError("Pipeline: the forward of the model names neither input_ids nor inputs_embeds")
+            raise PlanError("pp.batch", "Pipeline: the forward of the model names neither input_ids nor inputs_embeds")
         self._constant: dict[str, Any] = {"use_cache": False} if "use_cache" in named else {}
         carry_out = get_parallelization_strategy(model).carry_out
         self.model = make_parts(lambda: copy.deepcopy(model), plan, mesh, carry_out)
@@ -86,15 +88,19 @@ class Pipeline:
         """
         planned = self.plan.options.microbatches
         if not 0 < len(batches) <= planned:
-            raise ConfigError(f"Pipeline.step: {len(batches)} batches; the plan has {planned} (microbatches of its options)")
+            raise ConfigError(
+                "pp.microbatches",
+                f"Pipeline.step: {len(batches)} batches; the plan has {planned} (microbatches of its options)",
+            )
         given = [self._checked(batch) for batch in batches]
         shapes = [_shape(batch) for batch in given]
         rows, length = self._shape or (max(rows for rows, _ in shapes), shapes[0][1])
         for own in shapes:
             if own[0] > rows or own[1] != length:
                 raise ConfigError(
+                    "pp.batch",
                     f"Pipeline.step: a batch has {own[0]} sequences of {own[1]} tokens; the first step had at most {rows} of "
-                    f"{length}, and buffers are for these. Pad sequences to one length, and put the largest batch first"
+                    f"{length}, and buffers are for these. Pad sequences to one length, and put the largest batch first",
                 )
         padded = [
             self._part({name: _rows(tensor, has, rows) for name, tensor in batch.items()})
@@ -159,13 +165,14 @@ class Pipeline:
         rows, length = _shape(found)
         if length % self.plan.sequence_multiple:
             raise ConfigError(
+                "cp.length",
                 f"Pipeline: sequences have {length} tokens; pad them to a multiple of {self.plan.sequence_multiple} "
-                "(plan.sequence_multiple)"
+                "(plan.sequence_multiple)",
             )
         for name, tensor in found.items():
             if tensor.ndim and tensor.shape[0] not in (rows, 1) and tuple(tensor.shape) != (length,):
                 shape = tuple(tensor.shape)
-                raise ConfigError(f"Pipeline: {name} has the shape {shape}; the batch has {rows} rows of {length}")
+                raise ConfigError("pp.batch", f"Pipeline: {name} has the shape {shape}; the batch has {rows} rows of {length}")
         return found
 
     def _part(self, batch: Batch) -> dict[str, torch.Tensor]:
@@ -187,7 +194,9 @@ class Pipeline:
 def _shape(batch: Batch) -> tuple[int, int]:
     tokens = batch.get("input_ids", batch.get("inputs_embeds"))
     if tokens is None or tokens.ndim < 2:
-        raise ConfigError("Pipeline: a batch needs input_ids [rows, length] (or inputs_embeds [rows, length, width])")
+        raise ConfigError(
+            "pp.batch", "Pipeline: a batch needs input_ids [rows, length] (or inputs_embeds [rows, length, width])"
+        )
     return tokens.shape[0], tokens.shape[1]
 
 

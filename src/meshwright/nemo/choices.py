@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
-from meshwright.errors import LayoutError, UnsupportedError
+from meshwright.errors import LayoutError, Refusal, UnsupportedError
 
 __all__ = ["choices_of"]
 
@@ -21,13 +21,15 @@ def choices_of(config: Any, known: Mapping[str, str]) -> dict[str, Any]:
         UnsupportedError: another field is set, to a value that is not its default.
     """
     if isinstance(config, type):
-        raise LayoutError(f"FSDP2Manager: {config.__name__} is a class; pass an instance of it")
+        raise LayoutError("manager.config", f"FSDP2Manager: {config.__name__} is a class; pass an instance of it")
     values = dict(config) if isinstance(config, Mapping) else {name: getattr(config, name) for name in _names(config)}
     if not known.keys() & values.keys():
-        raise LayoutError(f"FSDP2Manager(dp_size={config!r}): legal are a number, None, or a configuration object")
+        raise LayoutError(
+            "manager.config", f"FSDP2Manager(dp_size={config!r}): legal are a number, None, or a configuration object"
+        )
     defaults = _defaults(config)
     problems = [
-        f"FSDP2Manager(config): {name}={value!r} of {type(config).__name__} is not supported"
+        Refusal("manager.config", f"FSDP2Manager(config): {name}={value!r} of {type(config).__name__} is not supported")
         for name, value in values.items()
         if name not in known and value and not callable(value) and value != defaults.get(name, MISSING)
     ]

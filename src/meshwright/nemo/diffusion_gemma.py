@@ -122,8 +122,9 @@ _READY: WeakSet[nn.Module] = WeakSet()
 def _check_root(layer: nn.Module) -> None:
     if layer not in _READY:
         raise UnsupportedError(
+            "fsdp.whole_model",
             f"{class_name(layer)}: fully_shard_diffusion_gemma sharded this layer, but not the root; call it for the whole "
-            "model, too"
+            "model, too",
         )
 
 
@@ -139,8 +140,9 @@ def _sharded_before(module: nn.Module, originals: dict[str, nn.Parameter]) -> nn
         return None
     if len(firsts) > 1 or known.keys() != originals.keys() or any(name != own for name, (_, own) in known.items()):
         raise UnsupportedError(
+            "fsdp.whole_model",
             f"{class_name(module)}: shares {next(iter(known))!r} with a module that is sharded already, but not all of its "
-            "parameters under the same names; shard the whole model at once"
+            "parameters under the same names; shard the whole model at once",
         )
     return next(iter(firsts.values()))
 
@@ -155,7 +157,8 @@ def _by_plan(
 ) -> nn.Module:
     if unknown := sorted(fsdp_kwargs.keys() - {"reshard_after_forward"}):
         raise UnsupportedError(
-            f"{', '.join(unknown)}: for a whole model only reshard_after_forward is legal; the others are for single layers"
+            "fsdp.whole_model",
+            f"{', '.join(unknown)}: for a whole model only reshard_after_forward is legal; the others are for single layers",
         )
     if mesh.mesh_dim_names is None:
         mesh = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=("dp_replicate", "dp_shard_cp")[-mesh.ndim :])

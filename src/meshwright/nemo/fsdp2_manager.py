@@ -17,7 +17,7 @@ from meshwright.distributed.data.fsdp_units import refuse_parallelized
 from meshwright.distributed.memory.activation_checkpointing import recompute
 from meshwright.distributed.mesh import ParallelMesh, build_mesh, mesh_of
 from meshwright.distributed.slices import assign
-from meshwright.errors import LayoutError, MissingPlanError
+from meshwright.errors import LayoutError, MissingPlanError, Refusal
 from meshwright.layout import Layout
 from meshwright.models.specs.registry import get_parallelization_strategy, spec_of
 from meshwright.models.specs.strategy import ParallelizationStrategy, Request, requested
@@ -126,7 +126,9 @@ class FSDP2Manager:
             for name, value in choices_of(config, _CHOICES).items():
                 setattr(self, name, value)
             if self.device_mesh is None and _processes() > 1:
-                raise LayoutError("FSDP2Manager(config): needs device_mesh, the mesh that the configuration is for")
+                raise LayoutError(
+                    "manager.mesh", "FSDP2Manager(config): needs device_mesh, the mesh that the configuration is for"
+                )
         self._setup_distributed()
         self._adopt()  # of an override that builds its mesh itself
 
@@ -147,13 +149,16 @@ class FSDP2Manager:
             made = self._get_device_mesh()
             self.device_mesh = self.device_mesh if made is None else made  # a step of the user may set it and return nothing
             if not isinstance(self.device_mesh, DeviceMesh):
-                raise LayoutError(f"{type(self).__name__}._get_device_mesh(): returned {made!r}; legal is a DeviceMesh")
+                raise LayoutError(
+                    "manager.mesh", f"{type(self).__name__}._get_device_mesh(): returned {made!r}; legal is a DeviceMesh"
+                )
         if self.moe_mesh is None:
             experts = self._get_moe_mesh()
             self.moe_mesh = self.moe_mesh if experts is None else experts
             if not isinstance(self.moe_mesh, DeviceMesh | None):
                 raise LayoutError(
-                    f"{type(self).__name__}._get_moe_mesh(): returned {experts!r}; legal are a DeviceMesh and None"
+                    "manager.mesh",
+                    f"{type(self).__name__}._get_moe_mesh(): returned {experts!r}; legal are a DeviceMesh and None",
                 )
         self._adopt()
 
@@ -170,7 +175,10 @@ class FSDP2Manager:
     def _count_processes(self) -> int:
         processes = _processes()
         if self.world_size not in (None, processes):
-            raise LayoutError(f"world_size={self.world_size}: there are {processes} processes; legal are {processes} and None")
+            raise LayoutError(
+                "layout.world_size",
+                f"world_size={self.world_size}: there are {processes} processes; legal are {processes} and None",
+            )
         self.world_size = processes
         return processes
 
@@ -185,8 +193,9 @@ class FSDP2Manager:
             return
         if self.device_mesh is None:
             raise LayoutError(
+                "manager.mesh",
                 f"{type(self).__name__}: there are {processes} processes and no mesh; _setup_distributed() has to set "
-                "self.device_mesh"
+                "self.device_mesh",
             )
         if self._adopted is not None and self.device_mesh is self._adopted[0] and self.moe_mesh is self._adopted[1]:
             return
@@ -202,7 +211,10 @@ class FSDP2Manager:
         sizes = {"dp_size": "dp", "ep_size": "ep", **{f"{axis}_size": axis for axis in layout.sizes()}}
         sizes_given = {name: getattr(self, name) for name in _SIZES}
         problems = [
-            f"{name}={sizes_given[name]}: device_mesh has {layout.size(axis)}; leave the size out, or the mesh"
+            Refusal(
+                "manager.mesh",
+                f"{name}={sizes_given[name]}: device_mesh has {layout.size(axis)}; leave the size out, or the mesh",
+            )
             for name, axis in sizes.items()
             if name in sizes_given and sizes_given[name] not in (None, 1, layout.size(axis))
         ]
@@ -218,7 +230,8 @@ class FSDP2Manager:
         if self.dp_size is not None and self.dp_size > 0:
             if self.dp_size % replicas:
                 raise LayoutError(
-                    f"dp_replicate_size={replicas}: must divide dp_size={self.dp_size}; legal are divisors of {self.dp_size}"
+                    "layout.ranks",
+                    f"dp_replicate_size={replicas}: must divide dp_size={self.dp_size}; legal are divisors of {self.dp_size}",
                 )
             shard = self.dp_size // replicas
         return Layout(

@@ -20,7 +20,7 @@ from meshwright.distributed.data.fsdp_units import (
     shard_by,
     shard_unit,
 )
-from meshwright.errors import LayoutError, ModelError, PlanError, described
+from meshwright.errors import LayoutError, ModelError, PlanError, coded, described
 from meshwright.layout import Layout
 from meshwright.models._transformers_compat import tp_style_names
 from meshwright.models.specs.registry import get_parallelization_strategy, spec_of
@@ -120,13 +120,15 @@ def apply_fsdp2_sharding_recursively(
     check_depths(bool(enable_fsdp2_prefetch), fsdp2_forward_prefetch_depth, fsdp2_backward_prefetch_depth)
     if enable_fsdp2_prefetch and not (fsdp2_forward_prefetch_depth or fsdp2_backward_prefetch_depth):
         raise PlanError(
+            "fsdp.prefetch",
             "enable_fsdp2_prefetch=True: has no effect with both depths 0; legal are a depth of 1 or more, and "
-            "enable_fsdp2_prefetch=False"
+            "enable_fsdp2_prefetch=False",
         )
     if enable_fsdp2_prefetch and reshard_after_forward is False:
         raise PlanError(
+            "fsdp.prefetch",
             "enable_fsdp2_prefetch=True: has no effect with reshard_after_forward=False; legal with it is "
-            "enable_fsdp2_prefetch=False"
+            "enable_fsdp2_prefetch=False",
         )
     policy = mp_policy or MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     offload = offload_policy or OffloadPolicy()
@@ -183,8 +185,9 @@ def get_lm_ac_layers(model: nn.Module) -> list[nn.Module]:
     patterns = spec_of(model).layers
     if not patterns:
         raise ModelError(
+            "model.layers",
             f"{class_name(model)}: has no layers, which are entries of one class in a ModuleList or ModuleDict; register a "
-            "strategy that declares them (docs/adding-a-family.md)"
+            "strategy that declares them (docs/adding-a-family.md)",
         )
     return [module for name, module in model.named_modules() if any(match_names(pattern, [name]) for pattern in patterns)]
 
@@ -268,7 +271,10 @@ def _get_parallel_plan(
         return read_plan(tp_shard_plan)
     if use_hf_tp_plan:
         if sequence_parallel:
-            raise PlanError("use_hf_tp_plan=True: a model's own plan shards no sequence; legal is sequence_parallel=False")
+            raise PlanError(
+                "strategy.sequence_parallel",
+                "use_hf_tp_plan=True: a model's own plan shards no sequence; legal is sequence_parallel=False",
+            )
         return dict(get_hf_tp_shard_plan(model))
     spec = spec_of(model)
     options = ParallelOptions(sequence_parallel=sequence_parallel)
@@ -276,7 +282,9 @@ def _get_parallel_plan(
     _, styles, _ = choose_styles(draft)
     if sequence_parallel and (spec.structure is None or spec.structure.no_sequence_parallel or not spec.structure.regions):
         why = (spec.structure and spec.structure.no_sequence_parallel) or "the inside of its layers is unknown"
-        draft.problems.append(f"sequence_parallel=True: {why}; the legal value is False")
+        draft.problems.append(
+            coded(why, "strategy.sequence_parallel").within("sequence_parallel=True: ", "; the legal value is False")
+        )
     draft.refuse()
     plan = _as_torch(spec, styles, sequence_parallel)
     if sequence_parallel:

@@ -31,8 +31,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from meshwright.distributed import _torch_compat
-from meshwright.errors import UnsupportedError
-from meshwright.nemo.megatron_fsdp_checks import model_problems, parameter_groups, unit_classes
+from meshwright.errors import Problems, Refusal, UnsupportedError
+from meshwright.nemo.megatron_fsdp_checks import axis_sizes, machine_problems, model_problems, parameter_groups, unit_classes
 
 __all__ = ["HAVE_MEGATRON_FSDP", "HAVE_NVFSDP", "megatron_fsdp_strategy_parallelize", "nvfsdp_strategy_parallelize"]
 
@@ -106,21 +106,22 @@ def nvfsdp_strategy_parallelize(
     arguments = dict(locals())
     _torch_compat.check()
     settings = _Settings(**{item.name: arguments[item.name] for item in fields(_Settings)})
-    problems = [*_machine_problems(device_mesh), *settings.problems(model)]
+    problems = Problems([*machine_problems(device_mesh, HAVE_NVFSDP), *settings.problems(model)])
     names = {"dp_mesh_name": dp_mesh_name, "cp_mesh_name": cp_mesh_name, "tp_mesh_name": tp_mesh_name}
     axes = {argument: name for argument, name in names.items() if name is not None}
-    sizes, misfits = _axis_sizes(device_mesh, axes)
+    sizes, misfits = axis_sizes(device_mesh, axes)
     problems += misfits
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        problems.append("the model has FSDP units already")
+        problems.add("fsdp.already", "the model has FSDP units already")
     problems += model_problems(model, init_nvfsdp_with_meta_device)
     same_size = "nccl_ub" if nccl_ub else "fsdp_double_buffer" if fsdp_double_buffer else None
     units, misfits = unit_classes(model, nvfsdp_unit_modules, same_size)
     problems += misfits
     if tp_shard_plan is not None or sizes.get(tp_mesh_name, 1) > 1:
-        problems.append(
+        problems.add(
+            "megatron.layout",
             f"tp_shard_plan and {tp_mesh_name}={sizes.get(tp_mesh_name, 1)}: megatron-fsdp cannot hold weights that are sliced "
-            "along their inputs; legal are None and 1"
+            "along their inputs; legal are None and 1",
         )
     groups, misfits = parameter_groups(model, optimizer)
     problems += misfits
@@ -272,35 +273,55 @@ class _Settings:
             "grad_comm_dtype": fp32 if self.grad_reduce_in_fp32 else None,
         }
 
-    def problems(self, model: nn.Module) -> list[str]:
+    def problems(self, model: nn.Module) -> Problems:
         """Return the values that the library does not support for this model."""
-        strategy, problems = self.data_parallel_sharding_strategy, []
+        strategy, problems = self.data_parallel_sharding_strategy, Problems()
         if strategy not in STRATEGIES:
-            problems.append(f"data_parallel_sharding_strategy={strategy!r}: legal are {', '.join(STRATEGIES)}")
+            problems.add(
+                "megatron.argument", f"data_parallel_sharding_strategy={strategy!r}: legal are {', '.join(STRATEGIES)}"
+            )
         if self.init_nvfsdp_with_meta_device and strategy == "no_shard":
-            problems.append("init_nvfsdp_with_meta_device=True: not supported with no_shard; use False, or another strategy")
+            problems.add(
+                "megatron.meta_device",
+                "init_nvfsdp_with_meta_device=True: not supported with no_shard; use False, or another strategy",
+            )
         if not self.overlap_grad_reduce:
-            problems.append("overlap_grad_reduce=False: megatron-fsdp then reduces twice, or overlaps anyway; legal is True")
+            problems.add(
+                "megatron.argument",
+                "overlap_grad_reduce=False: megatron-fsdp then reduces twice, or overlaps anyway; legal is True",
+            )
         if not self.overlap_param_gather and strategy != "no_shard":
-            problems.append(
+            problems.add(
+                "megatron.argument",
                 "overlap_param_gather=False: megatron-fsdp then uses the weights from before the optimizer step, or overlaps "
-                "anyway; legal is True, or data_parallel_sharding_strategy='no_shard'"
+                "anyway; legal is True, or data_parallel_sharding_strategy='no_shard'",
             )
         if self.average_in_collective and self.calculate_per_token_loss:
-            problems.append("average_in_collective=True and calculate_per_token_loss=True exclude each other; set one to False")
+            problems.add(
+                "megatron.argument",
+                "average_in_collective=True and calculate_per_token_loss=True exclude each other; set one to False",
+            )
         if self.disable_bucketing:
-            problems.append("disable_bucketing=True: megatron-fsdp has one bucket a unit with both values; legal is False")
+            problems.add(
+                "megatron.argument",
+                "disable_bucketing=True: megatron-fsdp has one bucket a unit with both values; legal is False",
+            )
         if self.keep_fp8_transpose_cache_when_using_custom_fsdp and not _has_transformer_engine(model):
-            problems.append(
+            problems.add(
+                "megatron.argument",
                 "keep_fp8_transpose_cache_when_using_custom_fsdp=True: the model has no layers of TransformerEngine, so there "
-                "is no such cache; legal is False"
+                "is no such cache; legal is False",
             )
         if self.nccl_ub and not (_importable("megatron.core.nccl_allocator") or _importable("apex.contrib.nccl_allocator")):
-            problems.append("nccl_ub=True: needs the NCCL allocator of megatron-core or apex, not installed; legal is False")
+            problems.add(
+                "megatron.argument",
+                "nccl_ub=True: needs the NCCL allocator of megatron-core or apex, not installed; legal is False",
+            )
         for name in ("nccl_ub", "fsdp_double_buffer"):
             if getattr(self, name) and strategy in ("no_shard", "optim"):
-                problems.append(
-                    f"{name}=True: {strategy} gathers and scatters in place, so there is nothing to buffer; legal is False"
+                problems.add(
+                    "megatron.argument",
+                    f"{name}=True: {strategy} gathers and scatters in place, so there is nothing to buffer; legal is False",
                 )
         return problems
 
@@ -309,44 +330,7 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def _machine_problems(mesh: DeviceMesh) -> list[str]:
-    problems = []
-    if not HAVE_NVFSDP:
-        problems.append("megatron-fsdp is not installed: pip install 'meshwright[megatron]'")
-    if not torch.cuda.is_available():
-        problems.append("no CUDA device here: megatron-fsdp needs an NVIDIA GPU; fsdp2_strategy_parallelize runs anywhere")
-    elif mesh.device_type != "cuda":
-        problems.append(f"device_mesh: is of {mesh.device_type!r}; legal is 'cuda'")
-    return problems
-
-
-def _axis_sizes(mesh: DeviceMesh, axes: dict[str, str]) -> tuple[dict[str, int], list[str]]:
-    """Return the sizes of axes, and problems with them.
-
-    Together the axes must be the whole mesh, because gradients would not be reduced over any other axis.
-    """
-    sizes, problems, names = {}, [], list(axes.values())
-    for argument, name in axes.items():
-        try:
-            sizes[name] = mesh[name].size()
-        except (KeyError, RuntimeError):
-            known = ", ".join(mesh.mesh_dim_names or ())
-            problems.append(
-                f"{argument}={name!r}: device_mesh has no such axis; it has {known or 'no names'}; its size may be 1"
-            )
-    if len(sizes) == len(names):
-        total = 1
-        for size in sizes.values():
-            total *= size
-        if total != mesh.size():
-            shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
-            problems.append(f"device_mesh: {shown} are {total} of its {mesh.size()} ranks; legal are axes that span it all")
-    elif len(set(names)) < len(names):
-        problems.append(f"{', '.join(axes)}: {', '.join(names)} must be different axes")
-    return sizes, problems
-
-
-def _library_problems(library: ModuleType, settings: _Settings) -> list[str]:
+def _library_problems(library: ModuleType, settings: _Settings) -> Problems:
     """Return the arguments that this release of the library does not accept."""
     try:
         release = f"megatron-fsdp {version('megatron-fsdp')}"
@@ -361,13 +345,16 @@ def _library_problems(library: ModuleType, settings: _Settings) -> list[str]:
         "MixedPrecisionPolicy": set(settings.precision()),
         "fully_shard_optimizer": set(),
     }
-    problems = []
+    problems = Problems()
     for name, arguments in needed.items():
         if not hasattr(library, name):
-            problems.append(f"{release} has no {name}; the tests ran with 0.6.1")
+            problems.add("megatron.library", f"{release} has no {name}; the tests ran with 0.6.1")
             continue
         missing = arguments - inspect.signature(getattr(library, name)).parameters.keys()
-        problems += [f"{release}: {name} takes no {argument}; the tests ran with 0.6.1" for argument in sorted(missing)]
+        problems += [
+            Refusal("megatron.library", f"{release}: {name} takes no {argument}; the tests ran with 0.6.1")
+            for argument in sorted(missing)
+        ]
     return problems
 
 

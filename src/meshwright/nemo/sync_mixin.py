@@ -108,8 +108,9 @@ def _policies(module: Any, names: list[str]) -> dict[str, SyncPolicy]:
         matched = match_names(pattern, names)
         if not matched:
             raise PlanError(
+                "fsdp.policies",
                 f"fsdp_sync_policies pattern {pattern!r} of {class_name(module)} matches no FSDP unit; units are "
-                + ", ".join(map(repr, names))
+                + ", ".join(map(repr, names)),
             )
         policies.update(dict.fromkeys(matched, SyncPolicy(policy)))
     return policies

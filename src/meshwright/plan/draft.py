@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from meshwright.errors import PlanError
+from meshwright.errors import PlanError, Problems
 from meshwright.layout import Layout
 from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.plan.given.inspection import Inspection, ParameterFacts
@@ -66,7 +66,7 @@ class Draft:
     model: Inspection
     layout: Layout
     options: ParallelOptions
-    problems: list[str] = field(default_factory=list)
+    problems: Problems = field(default_factory=Problems)
     error: type[PlanError] = PlanError
     units: dict[str, UnitDraft] = field(default_factory=dict)
     twins: dict[str, str] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class Draft:
         matched = match_names(pattern, names)
         if not matched:
             there = "units are" if kind == "unit" else "there are, for example,"
-            self.problems.append(f"{rule} pattern {pattern!r} matches no {kind}; {there} {_examples(names)}")
+            self.problems.add("plan.pattern", f"{rule} pattern {pattern!r} matches no {kind}; {there} {_examples(names)}")
         return matched
 
 

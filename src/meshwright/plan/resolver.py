@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from meshwright.errors import LayoutError
+from meshwright.errors import LayoutError, Refusal
 from meshwright.layout import Layout
 from meshwright.plan.axes.context import attention_actions, resolve_attentions
 from meshwright.plan.axes.data.parameters import assign_units, choose_trained, freeze_actions, pack_actions, parameter_rows
@@ -60,7 +60,7 @@ def resolve(
         try:
             world_size = layout.world_size
         except LayoutError as error:
-            raise LayoutError([*error.problems, "or pass world_size"]) from None
+            raise LayoutError([*error.problems, Refusal("layout.world_size", "or pass world_size")]) from None
     draft = Draft(spec, facts, layout.resolve(world_size, facts.sizes), options or ParallelOptions())
 
     draft_units(draft)

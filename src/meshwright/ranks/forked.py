@@ -125,7 +125,7 @@ def work(seat: WorkerPlace, jobs: Connection, watch: Connection) -> None:
 def _join(seat: WorkerPlace) -> None:
     if seat.kind == "cuda":
         if torch.cuda.device_count() == 0:
-            raise UnsupportedError("workers on cuda: there is no GPU on this machine")
+            raise UnsupportedError("worker.device", "workers on cuda: there is no GPU on this machine")
         torch.cuda.set_device(seat.device)
     # torch warns that in-place operations on a unit's output may break gradients. The audit compares these gradients anyway.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -145,6 +145,15 @@ def _call(seat: WorkerPlace, job: bytes) -> Any:
     return function(seat.device, *args)
 
 
+_CODES = {"same dtype, but got": "worker.dtypes", "without overflow": "worker.overflow"}
+"""Words of torch's messages, which have no codes, to the code of a job that failed with one."""
+
+
+def exception_code(error: BaseException) -> str:
+    """Return the code of a job that an exception of somebody else ended."""
+    return next((code for words, code in _CODES.items() if words in str(error)), "worker.exception")
+
+
 def _attempt(function: Callable[..., Any], *args: Any) -> bytes:
     """Call a function, and return its :class:`Ending`, pickled by value: torch's shared memory would end with this process."""
     try:
@@ -152,7 +161,9 @@ def _attempt(function: Callable[..., Any], *args: Any) -> bytes:
     except BaseException as error:
         own = isinstance(error, MeshwrightError)
         ending = JobOutcome(
-            error=error if isinstance(error, MeshwrightError) else WorkerError(f"{type(error).__name__}: {error}"),
+            error=error
+            if isinstance(error, MeshwrightError)
+            else WorkerError(exception_code(error), f"{type(error).__name__}: {error}"),
             own=own,
             communication=is_communication(error),
             trace=traceback.format_exc(),
@@ -163,7 +174,7 @@ def _attempt(function: Callable[..., Any], *args: Any) -> bytes:
         return pickle.dumps(ending)
     except Exception as error:
         outcome = "result" if ending.error is None else "error"
-        reason = WorkerError(f"the {outcome} cannot be pickled: {type(error).__name__}: {error}")
+        reason = WorkerError("worker.lost", f"the {outcome} cannot be pickled: {type(error).__name__}: {error}")
         return pickle.dumps(JobOutcome(error=reason, trace=ending.trace, time=time.monotonic()))
 
 

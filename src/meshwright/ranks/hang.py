@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.distributed import _torch_compat
-from meshwright.errors import WorkerError
+from meshwright.errors import Refusal, WorkerError
 
 __all__ = [
     "Collective",
@@ -190,7 +190,7 @@ class HangError(WorkerError):
         states: the state of each rank.
     """
 
-    def __init__(self, problems: str | Iterable[str], states: Sequence[RankState] = ()) -> None:
+    def __init__(self, problems: Refusal | Iterable[Refusal], states: Sequence[RankState] = ()) -> None:
         super().__init__(problems)
         self.states = tuple(states)
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshwright.distributed.process_group import end_openmp_threads
-from meshwright.errors import ConfigError, MeshwrightError, UnsupportedError, WorkerError
+from meshwright.errors import ConfigError, MeshwrightError, Refusal, UnsupportedError, WorkerError
 from meshwright.ranks.forked import BEAT, JobOutcome, WorkerPlace, work
 from meshwright.ranks.hang import HangError, RankState, describe, mismatch, stack_of_text
 
@@ -70,7 +70,7 @@ class _Worker:
             self.process.join(5)
             alive = False
         except Exception as error:
-            reason = WorkerError(f"the result cannot be read: {type(error).__name__}: {error}")
+            reason = WorkerError("worker.lost", f"the result cannot be read: {type(error).__name__}: {error}")
             return JobOutcome(error=reason, time=time.monotonic())
         return None if alive else self._death()
 
@@ -79,7 +79,7 @@ class _Worker:
         name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         hint = " (the system kills with SIGKILL when memory runs out)" if name == "SIGKILL" else ""
         return JobOutcome(
-            error=WorkerError(f"ended with {name}{hint}"),
+            error=WorkerError("worker.ended", f"ended with {name}{hint}"),
             communication=name == "SIGABRT",  # gloo aborts a process that receives more bytes than it asked for
             dead=True,
             trace=self.stack(),
@@ -109,7 +109,9 @@ class Pool:
 
     def __init__(self, world_size: int, kind: str = "cpu", patience: float = 30.0) -> None:
         if world_size < 1 or kind not in ("cpu", "cuda"):
-            raise ConfigError(f"a pool of {world_size} processes on {kind}: legal are 1 or more, on cpu or cuda")
+            raise ConfigError(
+                "worker.device", f"a pool of {world_size} processes on {kind}: legal are 1 or more, on cpu or cuda"
+            )
         self.world_size, self.kind, self.patience = world_size, kind, patience
         self._workers: list[_Worker] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -174,7 +176,9 @@ class Pool:
     def _start(self) -> None:
         if self.kind == "cpu":
             if dist.is_initialized():
-                raise UnsupportedError("a pool of forked workers cannot start in a process that is in a process group")
+                raise UnsupportedError(
+                    "worker.pool", "a pool of forked workers cannot start in a process that is in a process group"
+                )
             import torch._dynamo  # noqa: F401 (FSDP's hooks need it; imported before the fork, every worker has it)
 
             end_openmp_threads()
@@ -236,12 +240,12 @@ class Pool:
         if not order or failed[order[0]].communication:
             states = self._states(endings)
             if not order or not failed[order[0]].dead or mismatch(states):
-                return HangError(describe(states), states)
+                return HangError([Refusal("worker.hang", line) for line in describe(states)], states)
         rank, ending = order[0], failed[order[0]]
         assert ending.error is not None
         error = ending.error
         if not (ending.own and self._alike(endings)):
-            error = type(error)([f"rank {rank}{' ' if ending.dead else ': '}{line}" for line in error.problems])
+            error = type(error)([line.within(f"rank {rank}{' ' if ending.dead else ': '}") for line in error.problems])
         if ending.trace:
             error.add_note(ending.trace)
         return error

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from meshwright.data.loader import check_batch_sizes
-from meshwright.errors import ConfigError, LayoutError, MeshwrightError, ModelError
+from meshwright.errors import ConfigError, LayoutError, MeshwrightError, ModelError, Refusal
 from meshwright.layout import AXES, Layout, ModelSizes, divisors
 from meshwright.models.model_config import ModelConfig
 from meshwright.models.specs.registry import spec_of
@@ -147,7 +147,7 @@ def _shrink_layout(config: RunConfig, world_size: int | None, sizes: ModelSizes)
     """Return the layout, the number of processes, and the microbatches of a step: at most 3, and above 1 if they were."""
     original, nproc, training = config.layout.layout(), config.launch.nproc, config.training
     if world_size is not None and world_size < 2:
-        raise LayoutError(f"--nproc={world_size}: an audit compares one process with at least 2")
+        raise LayoutError("audit.processes", f"--nproc={world_size}: an audit compares one process with at least 2")
     known = {axis: size for axis in AXES if (size := getattr(original, axis)) not in (None, -1)}
     free = [axis for axis in AXES if axis not in known]
     full_layout = None
@@ -217,16 +217,21 @@ def _smaller(size: int, most: int) -> list[int]:
     return [part for part in divisors(size) if part in few] or list(few)
 
 
-def _too_few(original: Layout, known: Mapping[str, int], least: int, world_size: int | None, legal: list[int]) -> str:
+def _too_few(original: Layout, known: Mapping[str, int], least: int, world_size: int | None, legal: list[int]) -> Refusal:
     above = [f"layout.{axis}" for axis in AXES if known.get(axis, least) > 1]
     if not above:
-        return f"layout ({original}): nothing to compare; set an axis above 1, or dp_shard to null"
+        return Refusal("audit.processes", f"layout ({original}): nothing to compare; set an axis above 1, or dp_shard to null")
     names = f"{', '.join(above)}: {'stays' if len(above) == 1 else 'stay'} above 1"
     if legal:
         shown = ", ".join(map(str, legal))
-        return f"--nproc={world_size}: {names}; the smallest legal --nproc is {legal[0]}, legal are {shown}"
+        return Refusal(
+            "audit.processes", f"--nproc={world_size}: {names}; the smallest legal --nproc is {legal[0]}, legal are {shown}"
+        )
     fewest = math.prod(_smaller(known.get(axis, least), known.get(axis, least))[0] for axis in AXES)
-    return f"{names}, which needs at least {fewest} processes; ask for them with --nproc, or set one of them to 1"
+    return Refusal(
+        "audit.processes",
+        f"{names}, which needs at least {fewest} processes; ask for them with --nproc, or set one of them to 1",
+    )
 
 
 # -- the model ------------------------------------------------------------------------------------------------------------
@@ -258,7 +263,12 @@ def _shrink_model(
         if not lost:
             break
     else:
-        raise ModelError([f"{type(large).__name__} cannot be shrunk: {line}; --full audits it as it is" for line in lost])
+        raise ModelError(
+            [
+                Refusal("shrink.model", f"{type(large).__name__} cannot be shrunk: {line}; --full audits it as it is")
+                for line in lost
+            ]
+        )
     changes.extend(noted)
     if len(kept) == count:
         return model, {}
@@ -340,8 +350,9 @@ def _renumbered(
             wrong.append(f"{pattern!r} would match nothing")
     if wrong:
         raise ConfigError(
+            "shrink.patterns",
             f"patterns of parallel and optimizer: the audit keeps only layers {', '.join(map(str, kept))}, and with the "
-            f"patterns renumbered for them {wrong[0]}; number layers as in '{path}.0.**', or audit the whole model with --full"
+            f"patterns renumbered for them {wrong[0]}; number layers as in '{path}.0.**', or audit the whole model with --full",
         )
     return result
 

@@ -94,7 +94,9 @@ def trace_step(setup: RunSetup, *, device: bool = False, load: float = 1.0) -> S
         except Exception as error:  # whatever a model raises where values are missing
             words = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
             where = _place(error, setup.model)
-            raise UnsupportedError(f"a step of this model cannot be traced without values{where} ({words})") from error
+            raise UnsupportedError(
+                "model.values", f"a step of this model cannot be traced without values{where} ({words})"
+            ) from error
 
 
 def _place(error: Exception, model: nn.Module) -> str:

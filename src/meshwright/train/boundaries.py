@@ -63,10 +63,12 @@ def check_boundaries(
     try:
         first, second = of_second(ids), of_second(other)
     except TypeError as error:
-        raise ConfigError(f"{_refusal(model, rows)} (it takes no position_ids: {error})") from error
+        raise ConfigError("data.packing.documents", f"{_refusal(model, rows)} (it takes no position_ids: {error})") from error
     difference, largest = _largest(first - second), _largest(first)
     if difference > (0.0 if exact else 0.02 * largest):
-        raise ConfigError(f"{_refusal(model, rows)} (logits of the second differ by {difference:.2g})")
+        raise ConfigError(
+            "data.packing.documents", f"{_refusal(model, rows)} (logits of the second differ by {difference:.2g})"
+        )
 
 
 def _largest(logits: torch.Tensor) -> float:

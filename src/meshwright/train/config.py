@@ -11,7 +11,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from meshwright.data.data_config import DataConfig, TokenizerConfig
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, Problems, Refusal
 from meshwright.models.model_config import AdapterConfig, DiffusionConfig, ModelConfig
 from meshwright.paths import PathText, nearby
 from meshwright.train.schema.config_problems import message
@@ -200,30 +200,35 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        problems = []
+        problems = Problems()
         if self.training.steps is not None and (problem := self.warmup_problem(self.training.steps)):
             problems.append(problem)
         if self.training.eval_every and not self.data.held_out and not self.data.eval_files:
-            problems.append(
-                f"training.eval_every={self.training.eval_every}: nothing is held out (data.eval_fraction, eval_files)"
+            problems.add(
+                "config.together",
+                f"training.eval_every={self.training.eval_every}: nothing is held out (data.eval_fraction, eval_files)",
             )
         if self.sample.prompts and not self.export:
-            problems.append("sample.prompts: the prompts are for the exported model; set export: true, or leave them out")
+            problems.add(
+                "config.together", "sample.prompts: the prompts are for the exported model; set export: true, or leave them out"
+            )
         if problems:
-            raise ValueError("; ".join(problems))
+            raise ValueError(Refusal(problems[0].code, "; ".join(problems)))
         return self
 
-    def warmup_problem(self, steps: int) -> str:
-        """Return what is wrong with the warmup in a run of ``steps`` optimizer steps; empty if nothing is."""
+    def warmup_problem(self, steps: int) -> Refusal | None:
+        """Return what is wrong with the warmup in a run of ``steps`` optimizer steps; ``None``: nothing is."""
         warmup, training = self.schedule.warmup_steps, self.training
         if warmup < steps:
-            return ""
+            return None
         said = (
             f"training.steps={steps}"
             if training.epochs is None
             else f"{steps}, the steps of training.epochs={training.epochs:g}"
         )
-        return f"schedule.warmup_steps={warmup}: must be below {said}, or the peak learning rate is never reached"
+        return Refusal(
+            "config.warmup", f"schedule.warmup_steps={warmup}: must be below {said}, or the peak learning rate is never reached"
+        )
 
     @property
     def saves_trained_only(self) -> bool:
@@ -251,14 +256,14 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ConfigError(f"{path}: no such file{nearby(file)}")
+        raise ConfigError("config.file", f"{path}: no such file{nearby(file)}")
     try:
         content = yaml.load(file.read_text(), Loader) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not readable as YAML: {error}") from None
+        raise ConfigError("config.file", f"{path}: not readable as YAML: {error}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: must be a mapping of sections, found {type(content).__name__}")
-    problems = []
+        raise ConfigError("config.file", f"{path}: must be a mapping of sections, found {type(content).__name__}")
+    problems = Problems()
     for name, field in RunConfig.model_fields.items():
         if hasattr(field.annotation, "model_fields") and content.get(name, ...) is None:
             content[name] = {}  # a section whose lines are all commented out
@@ -271,16 +276,16 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     except ValidationError as error:
         for item in error.errors():
             where = f"; {path} does not have it" if item["type"] == "missing" else ""
-            problems.append(message(item, RunConfig) + where)
+            problems.append(message(item, RunConfig).within("", where))
     if problems:
         raise ConfigError(problems)
     return config
 
 
-def _apply(content: dict[str, Any], override: str) -> str | None:
+def _apply(content: dict[str, Any], override: str) -> Refusal | None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        return f"{override!r}: an override has the form section.key=value"
+        return Refusal("config.override", f"{override!r}: an override has the form section.key=value")
     try:
         value = yaml.load(text, Loader) if text else ""
     except yaml.YAMLError:
@@ -290,6 +295,6 @@ def _apply(content: dict[str, Any], override: str) -> str | None:
     for part in path:
         section = section.setdefault(part, {})
         if not isinstance(section, dict):
-            return f"{key}: {part} is not a section"
+            return Refusal("config.override", f"{key}: {part} is not a section")
     section[last] = value
     return None

@@ -131,7 +131,9 @@ def kept_id(file: Path) -> str:
         write_whole(file, uuid.uuid4().hex[:12])
     content = file.read_bytes()
     if not re.fullmatch(rb"[0-9a-f]{12}", content):
-        raise CheckpointError(f"{file}: holds {content[:40]!r}, not an id; write the id of the run, or remove the file")
+        raise CheckpointError(
+            "run.id", f"{file}: holds {content[:40]!r}, not an id; write the id of the run, or remove the file"
+        )
     return content.decode()
 
 

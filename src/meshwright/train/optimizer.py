@@ -27,7 +27,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, rows: Iterable[Pa
     decayed = {name: row.decayed for row in rows for name in (row.name, *row.aliases)}
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if unknown := [name for name in trained if name not in decayed]:
-        raise PlanError(f"the plan has no row for the trained parameter {unknown[0]!r}, so its weight decay is unknown")
+        raise PlanError(
+            "plan.model", f"the plan has no row for the trained parameter {unknown[0]!r}, so its weight decay is unknown"
+        )
     groups = [
         {"params": [p for name, p in trained.items() if decayed[name]], "weight_decay": config.weight_decay},
         {"params": [p for name, p in trained.items() if not decayed[name]], "weight_decay": 0.0},

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from meshwright.distributed.class_names import class_name
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, Problems, Refusal
 from meshwright.models.families.listed import FAMILIES, family_of
 from meshwright.models.objective import Objective, RunFacts
 from meshwright.train.config import RunConfig
@@ -36,15 +36,20 @@ def make_objective(config: RunConfig, model: "PreTrainedModel") -> Objective:
         recomputed={parallel.activation_checkpointing, *parallel.activation_checkpointing_layers.values()},
     )
     options = getattr(config, kind.section) if kind.section else None
-    problems = []
+    problems = Problems()
     if wanted not in (None, kind.name):
-        problems.append(f"training.objective={wanted}: {name} is made for {kind.name}; legal are {kind.name} and null")
+        problems.add(
+            "config.objective", f"training.objective={wanted}: {name} is made for {kind.name}; legal are {kind.name} and null"
+        )
     for other in dict.fromkeys(family.objective() for family in FAMILIES):
         if other.section not in ("", kind.section):
             section = getattr(config, other.section)
             problems += [
-                f"{other.section}.{key}={value!r}: applies only to {other.name.replace('_', ' ')}, but {name} is trained to "
-                f"{kind.purpose}; leave it out"
+                Refusal(
+                    "config.objective",
+                    f"{other.section}.{key}={value!r}: applies only to {other.name.replace('_', ' ')}, but {name} is trained "
+                    f"to {kind.purpose}; leave it out",
+                )
                 for key, value in section
                 if value != getattr(type(section)(), key)
             ]

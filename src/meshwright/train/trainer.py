@@ -168,7 +168,7 @@ class Trainer:
                     auto = self.config.checkpoint.resume == "auto"
                     how = "the same command" if auto else "the same command with checkpoint.resume=auto"
                     where = f"after step {self.step} of {steps}, with the complete checkpoint {path}"
-                    raise StoppedError(f"{decision.end}: ended {where}; {how} goes on from it")
+                    raise StoppedError("run.stopped", f"{decision.end}: ended {where}; {how} goes on from it")
             self.checkpoints.finish()
         except BaseException:
             self.checkpoints.wait_for_save()
@@ -250,16 +250,14 @@ class Trainer:
         if self.config.training.on_nonfinite == "skip":
             self.recorder.say(f"[yellow]{failure}: step skipped (training.on_nonfinite=skip)[/yellow]")
             if most is not None and self.skipped >= most:
-                raise NonFiniteError(
-                    f"{failure}; {number_of(self.skipped, 'step')} in a row skipped, so that nothing is learned; {kept}. "
-                    f"training.max_skipped={most} is the limit"
-                )
+                many = f"{number_of(self.skipped, 'step')} in a row skipped, so that nothing is learned"
+                said = f"{failure}; {many}; {kept}. training.max_skipped={most} is the limit"
+                raise NonFiniteError("run.nonfinite", said)
             return
         folder = self.setup.paths.root / f"nonfinite-step-{step + 1}"
         self.batches.write(step, folder / f"batch-rank-{self.rank}.safetensors")
-        raise NonFiniteError(
-            f"{failure}; the batch of each rank is in {folder}; {kept}. training.on_nonfinite=skip leaves such steps out"
-        )
+        said = f"{failure}; the batch of each rank is in {folder}; {kept}. training.on_nonfinite=skip leaves such steps out"
+        raise NonFiniteError("run.nonfinite", said)
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
@@ -340,7 +338,8 @@ class Trainer:
         tensors = self._tensors()
         if missing := sorted(tensors.keys() - stored.keys()):
             shown = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
-            raise CheckpointError(f"{checkpoint}: lacks {shown}; its run trained other parameters (parallel.freeze)")
+            said = f"{checkpoint}: lacks {shown}; its run trained other parameters (parallel.freeze)"
+            raise CheckpointError("checkpoint.model", said)
         generators = state.rng_tensors(self.rank, self.device)
         same_ranks = meta["world_size"] == dist.get_world_size() and generators.keys() <= stored.keys()
         if same_ranks:

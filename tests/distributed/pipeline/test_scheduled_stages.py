@@ -22,7 +22,7 @@ from meshwright.plan.given.closed_choices import ActivationCheckpointing, Pipeli
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ShardingPlan
-from tests.harness import RankError, run_ranks
+from tests.harness import RankError, refuses, run_ranks
 from tests.tiny import tiny_model
 
 ROWS, LENGTH = 2, 12
@@ -271,7 +271,7 @@ def test_batches_that_do_not_fit_are_refused() -> None:
             pipeline.step(batches(2), loss_of)
         tied = pipeline_of(tiny_model("qwen2", num_hidden_layers=2), layout, 2)
         tied.step(batches(2), loss_of)
-        with pytest.raises(PlanError, match=r"gradients of an earlier step; call optimizer\.zero_grad"):
+        with refuses(PlanError, "pp.step"):
             tied.step(batches(2), loss_of)
         with pytest.raises(ConfigError, match=r"labels has the shape \(3, 12\); the batch has 2 rows of 12"):
             pipeline.step([{**batches(1)[0], "labels": torch.zeros(3, 12)}], loss_of)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from meshwright.errors import Refusal
 from meshwright.plan.given.names import without_repetition
 
 
@@ -18,4 +19,6 @@ from meshwright.plan.given.names import without_repetition
     ],
 )
 def test_only_numbers_of_layers_are_alike(lines: list[str], kept: list[str] | None) -> None:
-    assert without_repetition(lines) == (kept or lines)
+    kept_refusals = without_repetition(Refusal("plan.pattern", line) for line in lines)
+    assert kept_refusals == (kept or lines)
+    assert {refusal.code for refusal in kept_refusals} == {"plan.pattern"}

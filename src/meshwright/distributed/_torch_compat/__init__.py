@@ -13,4 +13,4 @@ try:
     from meshwright.distributed._torch_compat.tensors import *  # noqa: F403
     from meshwright.distributed._torch_compat.unit_state import *  # noqa: F403
 except ImportError as error:
-    raise UnsupportedError(f"this torch lacks a name that Meshwright needs: {error}") from error
+    raise UnsupportedError("torch.version", f"this torch lacks a name that Meshwright needs: {error}") from error

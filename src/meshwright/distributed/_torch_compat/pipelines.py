@@ -23,7 +23,7 @@ def make_schedule(chosen: PipelineSchedule, stages: Sequence[Any], microbatches:
     from torch.distributed.pipelining import schedules
 
     if (kind := getattr(schedules, TORCH_SCHEDULES[chosen], None)) is None:
-        raise UnsupportedError(f"torch {torch.__version__}: there is no {TORCH_SCHEDULES[chosen]}")
+        raise UnsupportedError("torch.version", f"torch {torch.__version__}: there is no {TORCH_SCHEDULES[chosen]}")
     if chosen.splits:
         _check_halves()
     own = stages[0] if chosen.single else stages
@@ -97,8 +97,9 @@ def _check_halves() -> None:
     """
     if not hasattr(_pipelining()[0], "_autograd_grad_for_inputs"):  # which came with the mend, after torch 2.11
         raise UnsupportedError(
+            "pp.split_backward",
             f"torch {torch.__version__}: its backward in halves gives wrong gradients where a weight is used twice; legal "
-            "schedules are gpipe, 1f1b and interleaved_1f1b, or take torch 2.13"
+            "schedules are gpipe, 1f1b and interleaved_1f1b, or take torch 2.13",
         )
 
 
@@ -108,7 +109,7 @@ def _pipelining() -> tuple[Any, Any]:
         from torch.distributed.pipelining import _backward
         from torch.distributed.pipelining.stage import _PipelineStageBase
     except ImportError as error:
-        raise UnsupportedError(f"torch {torch.__version__}: pipelining is not as it was ({error})") from error
+        raise UnsupportedError("torch.version", f"torch {torch.__version__}: pipelining is not as it was ({error})") from error
     return _backward, _PipelineStageBase
 
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContex
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, FSDPStateContext
 from torch.distributed.tensor import DTensor
 
-from meshwright.errors import UnsupportedError
+from meshwright.errors import Refusal, UnsupportedError
 
 __all__ = ["CEILING", "INSTANCE_ATTRIBUTES", "MINIMUM_TORCH", "NAMES", "check", "check_gathers_bytes", "untested"]
 
@@ -123,7 +123,7 @@ def check() -> None:
     Raises:
         UnsupportedError: names the release and what is missing.
     """
-    missing = [f"torch {torch.__version__}: {line}" for line in _missing()]
+    missing = [Refusal("torch.version", f"torch {torch.__version__}: {line}") for line in _missing()]
     if missing:
         raise UnsupportedError(missing)
 
@@ -139,7 +139,9 @@ def check_gathers_bytes(knob: str) -> None:
     """
     dtypes = getattr(FSDPParam, "init_dtype_attrs", None)
     if dtypes is None or "is_floating_point" not in dtypes.__code__.co_names:
-        raise UnsupportedError(f"{knob}: FSDP2 of torch {torch.__version__} shards numbers alone, and no bytes; torch 2.13 can")
+        raise UnsupportedError(
+            "torch.version", f"{knob}: FSDP2 of torch {torch.__version__} shards numbers alone, and no bytes; torch 2.13 can"
+        )
 
 
 def untested() -> str:

@@ -91,13 +91,18 @@ def attend(
     name = type(module).__name__
     if sequences is None:
         raise UnsupportedError(
+            "cp.positions",
             f"{name}: the position_ids of this forward are not those of a shard; call the model inside "
-            "`with context_parallel(plan, mesh, batch) as shard`, with shard['position_ids'] itself"
+            "`with context_parallel(plan, mesh, batch) as shard`, with shard['position_ids'] itself",
         )
     if attention_mask is not None or dropout:
-        raise UnsupportedError(f"{name}: context parallel knows no {'dropout' if dropout else 'attention_mask'} of attention")
+        raise UnsupportedError(
+            "cp.argument", f"{name}: context parallel knows no {'dropout' if dropout else 'attention_mask'} of attention"
+        )
     if unknown := unknown_argument({**others, "scaling": scaling, "softcap": softcap}):
-        raise UnsupportedError(f"{name}: context parallel does not know the argument {unknown!r} of an attention; leave it out")
+        raise UnsupportedError(
+            "cp.argument", f"{name}: context parallel does not know the argument {unknown!r} of an attention; leave it out"
+        )
     context: _Context = vars(module)[_CONTEXT]
     action = context.action
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling

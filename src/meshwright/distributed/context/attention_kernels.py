@@ -83,7 +83,9 @@ def attention(
     if is_flash(rule.kernel):
         if sinks is not None or sequences.prefix is not None:
             what = "sinks" if sinks is not None else "a prefix that sees itself"
-            raise UnsupportedError(f"context parallel: {rule.kernel} has no {what}; legal are sdpa, eager and flex_attention")
+            raise UnsupportedError(
+                "cp.kernel", f"context parallel: {rule.kernel} has no {what}; legal are sdpa, eager and flex_attention"
+            )
         return _flash(rule, sequences, pieces, query, key, value)
     return _blocks(rule, sequences, pieces, query, key, value, sinks)
 
@@ -247,7 +249,7 @@ def _flash(
     from transformers.integrations.flash_attention import flash_attention_forward
 
     if query.dtype == torch.float32:
-        raise UnsupportedError(f"{rule.kernel}: computes in 16 bits; set parallel.param_dtype=bfloat16")
+        raise UnsupportedError("cp.dtype", f"{rule.kernel}: computes in 16 bits; set parallel.param_dtype=bfloat16")
     segments = [found for row in range(len(query)) for found in _segments(rule, sequences, pieces, row)]
 
     def of_segments(tensor: torch.Tensor) -> torch.Tensor:

@@ -172,23 +172,29 @@ def share_batch(plan: ShardingPlan, rank: int, batch: Mapping[str, torch.Tensor]
     padding = _padding(whole.pop("attention_mask", None))
     tokens = whole.get("input_ids", whole.get("inputs_embeds"))
     if tokens is None or tokens.ndim < 2:
-        raise ConfigError("context parallel: the batch needs input_ids [rows, length] (or inputs_embeds [rows, length, width])")
+        raise ConfigError(
+            "cp.batch", "context parallel: the batch needs input_ids [rows, length] (or inputs_embeds [rows, length, width])"
+        )
     rows, length = tokens.shape[:2]
     if length % plan.sequence_multiple:
         raise ConfigError(
+            "cp.length",
             f"context parallel: sequences have {length} tokens; pad them to a multiple of {plan.sequence_multiple} "
-            "(plan.sequence_multiple)"
+            "(plan.sequence_multiple)",
         )
     positions = whole.pop("position_ids", torch.arange(length, device=tokens.device))
     if tuple(positions.shape) not in ((rows, length), (1, length), (length,)):
         raise ConfigError(
+            "cp.batch",
             f"context parallel: position_ids have the shape {tuple(positions.shape)}; legal are [{rows}, {length}] and "
-            f"[{length}]"
+            f"[{length}]",
         )
     whole["position_ids"] = positions.expand(rows, length)
     for name, tensor in whole.items():
         if tensor.ndim > 1 and tensor.shape[1] == length and tensor.shape[0] != rows:
-            raise ConfigError(f"context parallel: {name} has {tensor.shape[0]} rows of {length}; the batch has {rows}")
+            raise ConfigError(
+                "cp.batch", f"context parallel: {name} has {tensor.shape[0]} rows of {length}; the batch has {rows}"
+            )
     sequences = Sequences.of(whole["position_ids"], whole.pop("prefix", None), padding)
     pieces = positions_of(length, cp, plan.options.context_balance, rank)
     shard = {name: _cut(tensor, pieces) if tensor.shape[:2] == (rows, length) else tensor for name, tensor in whole.items()}
@@ -219,7 +225,8 @@ def _padding(mask: torch.Tensor | None) -> torch.Tensor | None:
     kept = mask != 0
     if mask.ndim != 2 or bool((kept[:, 1:] & ~kept[:, :-1]).any()):
         raise ConfigError(
+            "cp.batch",
             "context parallel: attention_mask masks more than padding at the end of sequences; give documents by position_ids "
-            "that restart, and leave attention_mask out"
+            "that restart, and leave attention_mask out",
         )
     return ~kept

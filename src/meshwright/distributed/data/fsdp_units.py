@@ -97,7 +97,7 @@ def shard_by(
     """
     made = function(unit, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=reshard)
     if made is not None and made is not unit:
-        raise PlanError(f"fully_shard_fn: {shown} returned another module for {name!r}; shard it in place")
+        raise PlanError("fsdp.function", f"fully_shard_fn: {shown} returned another module for {name!r}; shard it in place")
 
 
 _USERS: ContextVar[ShardFunction] = ContextVar("function that makes units")
@@ -125,15 +125,17 @@ def _shard_by_user(
     function = _USERS.get(None)
     if function is None:
         raise PlanError(
+            "fsdp.function",
             f"the plan leaves its units to {action.sharded_by}, a function of the user; pass it as fully_shard_fn= of the "
-            "strategy's parallelize()"
+            "strategy's parallelize()",
         )
     shard_by(function, action.sharded_by, unit, action.unit, mesh, policy, offload, action.reshard_after_forward)
     units = fsdp_units(unit)
     if action.unit == "" and not units and mesh.size() > 1:
         raise PlanError(
+            "fsdp.function",
             f"fully_shard_fn: {action.sharded_by} made no FSDP unit, neither of the root nor inside it, so {mesh.size()} ranks "
-            "would train apart; it has to call torch's fully_shard"
+            "would train apart; it has to call torch's fully_shard",
         )
     for module in units.values():
         _torch_compat.supervise(module, group)
@@ -216,8 +218,9 @@ def refuse_parallelized(model: nn.Module) -> None:
     """
     for name in fsdp_units(model):
         raise PlanError(
+            "fsdp.already",
             f"{class_name(model)}: the model is already parallelized ({name or 'its root'} is an FSDP unit); call this before "
-            "that, or build the model anew"
+            "that, or build the model anew",
         )
 
 
@@ -230,8 +233,9 @@ def refuse_sliced(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             raise PlanError(
+                "fsdp.already",
                 f"{class_name(model)}: {name!r} is a DTensor already, so parallelize_module was called; leave that to "
-                "tp_shard_plan, or shard all of the model by hand"
+                "tp_shard_plan, or shard all of the model by hand",
             )
 
 

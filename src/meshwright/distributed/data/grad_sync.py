@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.data.fsdp_units import fsdp_units
 from meshwright.distributed.data.unused_parameters import FlagsOfUse
-from meshwright.errors import PlanError
+from meshwright.errors import PlanError, Refusal
 from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
@@ -87,7 +87,9 @@ class GradSync:
         units = fsdp_units(model)
         if unknown := policies.keys() - units.keys():
             known = ", ".join(repr(name) for name in units) or "none"
-            raise PlanError([f"policies: {name!r} is no FSDP unit; units are {known}" for name in unknown])
+            raise PlanError(
+                [Refusal("fsdp.policies", f"policies: {name!r} is no FSDP unit; units are {known}") for name in unknown]
+            )
         for module in units.values():
             _torch_compat.supervise(module)
         self._model, self._use = model, FlagsOfUse(units, exchanged=exchange_use)

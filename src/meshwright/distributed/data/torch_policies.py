@@ -36,10 +36,13 @@ def options_of_policies(
     policy = mp_policy or MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
     if not policy.cast_forward_inputs:
         raise UnsupportedError(
-            "mp_policy.cast_forward_inputs=False: not supported, because units cast their inputs; the legal value is True"
+            "fsdp.torch_policy",
+            "mp_policy.cast_forward_inputs=False: not supported, because units cast their inputs; the legal value is True",
         )
     if isinstance(offload_policy, CPUOffloadPolicy) and not offload_policy.pin_memory and device_type != "cpu":
-        raise UnsupportedError("offload_policy.pin_memory=False: not supported on a GPU; the legal value is True")
+        raise UnsupportedError(
+            "fsdp.torch_policy", "offload_policy.pin_memory=False: not supported on a GPU; the legal value is True"
+        )
     return ParallelOptions(
         param_dtype=_name(policy.param_dtype),
         reduce_dtype=_name(policy.reduce_dtype),

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed._torch_compat import Event
-from meshwright.errors import UnsupportedError
+from meshwright.errors import Refusal, UnsupportedError
 
 __all__ = ["FlagsOfUse"]
 
@@ -84,8 +84,12 @@ class FlagsOfUse:
             if left_out and self._claimed and self.groups:
                 names = {parameter: name for name, parameter in model.named_parameters()}
                 raise UnsupportedError(
-                    f"parameter {names.get(parameter, '?')!r}: got no gradient, but the spec says that each microbatch uses "
-                    "all parameters; set ParallelSpec.uses_all_parameters=False, and the ranks exchange which they use"
+                    Refusal(
+                        "fsdp.unused",
+                        f"parameter {names.get(parameter, '?')!r}: got no gradient, but the spec says that each microbatch "
+                        "uses all parameters; set ParallelSpec.uses_all_parameters=False, and the ranks exchange which they "
+                        "use",
+                    )
                     for parameter in left_out
                 )
         except BaseException:
@@ -181,16 +185,17 @@ def _with_negative(number: int) -> list[int]:
     return [number, -number]
 
 
-def _difference(events_of: Mapping[int, Sequence[str]]) -> str:
+def _difference(events_of: Mapping[int, Sequence[str]]) -> Refusal:
     """The first event in which ranks differ, in words."""
     first, events = min(events_of.items())
     for rank, others in sorted(events_of.items()):
         for index in range(max(len(events), len(others))):
             ours, theirs = (list_[index] if index < len(list_) else "does nothing more" for list_ in (events, others))
             if ours != theirs:
-                return (
+                return Refusal(
+                    "fsdp.order",
                     f"ranks do not run the same units: rank {first} {ours} where rank {rank} {theirs}. Collectives are matched "
                     "by their order, so all ranks must run all units in one order; run the unit everywhere, and multiply its "
-                    "output by zero where it has nothing to do, or declare no unit there (ParallelSpec)"
+                    "output by zero where it has nothing to do, or declare no unit there (ParallelSpec)",
                 )
-    return "ranks did not run the same units in the same order"
+    return Refusal("fsdp.order", "ranks did not run the same units in the same order")

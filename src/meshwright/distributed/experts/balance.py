@@ -28,7 +28,7 @@ from torch import nn
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.memory.activation_checkpointing import unwatched
-from meshwright.errors import ModelError
+from meshwright.errors import ModelError, Problems, Refusal
 from meshwright.plan.given.names import inside
 from meshwright.plan.given.spec import Scores
 from meshwright.plan.result.sharding_plan import ExpertsRow, ShardingPlan
@@ -66,7 +66,9 @@ def sequence_balance(
         ModelError: it is unknown what the scores are.
     """
     if kind is Scores.UNKNOWN:
-        raise ModelError(f"the balance loss needs the kind of the router's scores, which is unknown; legal are {_KINDS}")
+        raise ModelError(
+            "moe.scores", f"the balance loss needs the kind of the router's scores, which is unknown; legal are {_KINDS}"
+        )
     experts, chosen = scores.shape[-1], index.shape[-1]
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if kind is Scores.SOFTMAX:
@@ -145,7 +147,7 @@ class Balance:
             known = []
         blind = [row.router for row in known if aux_loss and row.scores == Scores.UNKNOWN]
         if blind:
-            raise ModelError(f"aux_loss: the kind of scores of the routers {blind} is unknown; {_DECLARE}")
+            raise ModelError("moe.scores", f"aux_loss: the kind of scores of the routers {blind} is unknown; {_DECLARE}")
         self._all_loads = torch.zeros(sum(row.experts for row in known), dtype=torch.int64, device=device)
         loads = self._all_loads.split([row.experts for row in known])
         self._routers = [_Router(row, label, load) for row, label, load in zip(known, _labels(known), loads, strict=True)]
@@ -246,7 +248,9 @@ class Balance:
             problem = _misfit(output, router.row, self._counts)
             if problem:
                 if self.aux_loss or self.rate:
-                    raise ModelError(f"router {router.row.router!r}: {problem}; moe.aux_loss and moe.bias_update_rate need it")
+                    raise ModelError(
+                        "moe.router", f"router {router.row.router!r}: {problem}; moe.aux_loss and moe.bias_update_rate need it"
+                    )
                 if router.fits:
                     router.fits = False
                     self._told.append(f"router {router.row.router!r}: {problem}; its load is not reported (moe.load_metrics)")
@@ -297,7 +301,7 @@ def _labels(rows: Sequence[ExpertsRow]) -> list[str]:
     return numbers if unique else [row.module for row in rows]
 
 
-def refusals(plan: ShardingPlan, *, aux_loss: float, bias_update_rate: float, uncounted: str) -> list[str]:
+def refusals(plan: ShardingPlan, *, aux_loss: float, bias_update_rate: float, uncounted: str) -> Problems:
     """Return why the balance that is asked for is impossible for a plan, one line for each reason.
 
     Args:
@@ -306,35 +310,49 @@ def refusals(plan: ShardingPlan, *, aux_loss: float, bias_update_rate: float, un
         bias_update_rate: what is added to or subtracted from biases after a step; 0: not asked for.
         uncounted: why the objective does not say which tokens of a batch count; empty: it does.
     """
-    problems = []
+    problems = Problems()
     options = {"moe.aux_loss": aux_loss, "moe.bias_update_rate": bias_update_rate}
     asked = [f"{key}={value:g}" for key, value in options.items() if value]
     if asked and not plan.experts:
-        return [f"{option}: {plan.family} has no mixtures of experts; leave it out" for option in asked]
+        return Problems(
+            Refusal("moe.dense", f"{option}: {plan.family} has no mixtures of experts; leave it out") for option in asked
+        )
     for option in asked:
         problems += [
-            f"{option}: the router of {row.module!r} is unknown (router of its ExpertsRule), so nothing can balance it"
+            Refusal(
+                "moe.router",
+                f"{option}: the router of {row.module!r} is unknown (router of its ExpertsRule), so nothing can balance it",
+            )
             for row in plan.experts
             if not row.router
         ]
     if aux_loss:
         if uncounted:
-            problems.append(f"{asked[0]}: {uncounted}")
+            problems.add("moe.balance", f"{asked[0]}: {uncounted}")
         problems += [
-            f"{asked[0]}: the kind of scores of the router {row.router!r} is unknown; {_DECLARE}, or leave moe.aux_loss out"
+            Refusal(
+                "moe.scores",
+                f"{asked[0]}: the kind of scores of the router {row.router!r} is unknown; {_DECLARE}, or leave moe.aux_loss "
+                "out",
+            )
             for row in plan.experts
             if row.router and row.scores == Scores.UNKNOWN
         ]
         for row in plan.experts:
             own = [item for item in plan.parameters if row.router and inside(item.name, row.router)]
             if own and not any(item.trainable for item in own):
-                problems.append(
+                problems.add(
+                    "moe.balance",
                     f"{asked[0]}: the router {row.router!r} is frozen, so a balance loss cannot change its choices; train it "
-                    "(parallel.freeze), or leave moe.aux_loss out"
+                    "(parallel.freeze), or leave moe.aux_loss out",
                 )
     if bias_update_rate:
         problems += [
-            f"{asked[-1]}: the router {row.router!r} has no bias buffer for balance (bias of its ExpertsRule); use moe.aux_loss"
+            Refusal(
+                "moe.balance",
+                f"{asked[-1]}: the router {row.router!r} has no bias buffer for balance (bias of its ExpertsRule); use "
+                "moe.aux_loss",
+            )
             for row in plan.experts
             if row.router and not row.bias
         ]

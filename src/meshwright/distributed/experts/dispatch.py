@@ -89,7 +89,7 @@ def dispatch(
     """
     if hidden.ndim != 2 or index.shape != weights.shape or index.shape[:1] != hidden.shape[:1]:
         shapes = ", ".join(str(tuple(item.shape)) for item in (hidden, index, weights))
-        raise ModelError(f"experts take hidden [tokens, features], index and weights [tokens, k]; got {shapes}")
+        raise ModelError("moe.inputs", f"experts take hidden [tokens, features], index and weights [tokens, k]; got {shapes}")
     tokens = hidden.shape[0]
     if token_group is not None:
         hidden, weights = moves.split(hidden, 0, token_group), moves.split(weights, 0, token_group)
@@ -127,7 +127,7 @@ def _route(index: torch.Tensor, experts: int, group: dist.ProcessGroup) -> _Rout
     if any(totals[2 * ranks :]):
         where = zip(dist.get_process_group_ranks(group), totals[2 * ranks :], strict=True)
         shown = ", ".join(f"{count} times on rank {rank}" for rank, count in where if count)
-        raise ModelError(f"the router chose an expert that does not exist, {shown}; legal are 0 to {experts - 1}")
+        raise ModelError("moe.inputs", f"the router chose an expert that does not exist, {shown}; legal are 0 to {experts - 1}")
     local = torch.arange(experts // ranks, device=ids.device).repeat(ranks)
     taken = totals[ranks : 2 * ranks]
     return _Route(order, totals[:ranks], taken, local.repeat_interleave(received.flatten(), output_size=sum(taken)))

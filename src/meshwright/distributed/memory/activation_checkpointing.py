@@ -45,7 +45,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.mesh import ParallelMesh
-from meshwright.errors import PlanError, UnsupportedError
+from meshwright.errors import PlanError, Problems, UnsupportedError
 from meshwright.plan.result.program import Recompute
 
 __all__ = ["checkpoint_forward", "find_operators", "is_checkpointed", "recompute", "unwatched"]
@@ -256,8 +256,9 @@ class _Replay(_Watching):
             operator, result = self.run.results[self.position] if self.position < len(self.run.results) else (None, None)
             if operator is not func:
                 raise UnsupportedError(
+                    "checkpointing.differs",
                     f"activation_checkpointing: the recomputation of a layer runs {func} where its forward ran {operator}, so "
-                    f"the layer's code depends on more than its inputs; legal modes for this layer: {self.run.legal}"
+                    f"the layer's code depends on more than its inputs; legal modes for this layer: {self.run.legal}",
                 )
             self.position += 1
             # Code behind the layer may have overwritten it, too.
@@ -336,13 +337,16 @@ def find_operators(names: Iterable[str]) -> Operators:
     Raises:
         PlanError: for all names that are no operators or whose results cannot be kept, each with similar legal names.
     """
-    operators, problems = [], []
+    operators, problems = [], Problems()
     for name in names:
         operator = _operator(name)
         problem = "is no operator" if operator is None else _unkeepable(operator)
         if operator is None or problem:
             hint = f"; did you mean {' or '.join(near)}?" if (near := _near(name)) else ", such as aten.mm.default"
-            problems.append(f"activation_checkpointing_save={name!r}: {problem}; legal are namespace.operator.overload{hint}")
+            problems.add(
+                "checkpointing.operators",
+                f"activation_checkpointing_save={name!r}: {problem}; legal are namespace.operator.overload{hint}",
+            )
         else:
             operators.append(operator)
     if problems:

@@ -98,7 +98,9 @@ class DeferredLogits(torch.Tensor):
         beside = (item for index, item in enumerate((*args, *kwargs.values())) if index != place)
         others = [item for item in beside if isinstance(item, torch.Tensor) and plain not in _CONVERT]
         if not plain or any(item.numel() != 1 or item.requires_grad for item in others):
-            raise UnsupportedError(f"parallel.loss_chunks: the model calls {name} on its logits; the legal value is 0")
+            raise UnsupportedError(
+                "loss.chunks", f"parallel.loss_chunks: the model calls {name} on its logits; the legal value is 0"
+            )
         logits: DeferredLogits = args[place]
 
         def step(values: torch.Tensor) -> torch.Tensor:
@@ -115,7 +117,9 @@ class DeferredLogits(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Refuse to compute with values that are not there."""
-        raise UnsupportedError(f"parallel.loss_chunks: the model calls {function} on its logits; the legal value is 0")
+        raise UnsupportedError(
+            "loss.chunks", f"parallel.loss_chunks: the model calls {function} on its logits; the legal value is 0"
+        )
 
 
 @contextmanager
@@ -143,7 +147,9 @@ def chunk_loss(model: nn.Module, action: ChunkLoss, mesh: ParallelMesh) -> None:
         with deferring(head, action.vocabulary):
             logits = forward(*args, **kwargs).logits
         if not isinstance(logits, DeferredLogits):
-            raise UnsupportedError(f"parallel.loss_chunks: {action.module!r} did not give the logits; the legal value is 0")
+            raise UnsupportedError(
+                "loss.chunks", f"parallel.loss_chunks: {action.module!r} did not give the logits; the legal value is 0"
+            )
         return _loss(logits, *labels, chunks, [parameter for parameter in head.parameters() if parameter.requires_grad])
 
     model.forward = with_loss
@@ -176,7 +182,8 @@ def _check_leaves(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
         leaf: torch.Tensor | None = vars(type(node)).get("variable") and node.variable
         if leaf is not None and id(leaf) not in known:
             raise UnsupportedError(
-                "parallel.loss_chunks: the output head uses a trained parameter that is not its own; the legal value is 0"
+                "loss.chunks",
+                "parallel.loss_chunks: the output head uses a trained parameter that is not its own; the legal value is 0",
             )
         left += [following for following, _ in node.next_functions]
 

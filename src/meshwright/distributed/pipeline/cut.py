@@ -83,7 +83,10 @@ def _zeros(crossing: Crossing, features: int, lookup: bool) -> Callable[..., tor
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         given = next((item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)), None)
         if given is None:
-            raise PlanError("a module before the first layer is called without a tensor; a later stage cannot do without it")
+            raise PlanError(
+                "pp.stage_call",
+                "a module before the first layer is called without a tensor; a later stage cannot do without it",
+            )
         assert crossing.received is not None
         return crossing.received.new_zeros((*(given.shape if lookup else given.shape[:-1]), features))
 
@@ -112,8 +115,9 @@ def cut_model(model: nn.Module, action: Cut, mesh: object = None) -> None:
     """
     if action.end - action.begin == len(action.order):
         raise PlanError(
+            "pp.stages",
             "the plan is that of a whole model with stages; parallelize each stage with its part of the plan "
-            "(meshwright.distributed.pipeline.stage_parts.make_parts)"
+            "(meshwright.distributed.pipeline.stage_parts.make_parts)",
         )
     crossing = Crossing()
     first, last = action.begin == 0, action.end == len(action.order)

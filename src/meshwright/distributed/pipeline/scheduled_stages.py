@@ -107,7 +107,9 @@ class _Runner(nn.Module):
 def _check_sent(sent: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, name: str) -> None:
     """Refuse to send what the receiving rank does not expect: it would end without a word."""
     if tuple(sent.shape) != tuple(shape) or sent.dtype != dtype:
-        raise UnsupportedError(f"{name}: sends {sent.dtype} {tuple(sent.shape)}, and the plan has {dtype} {tuple(shape)}")
+        raise UnsupportedError(
+            "pp.stage_call", f"{name}: sends {sent.dtype} {tuple(sent.shape)}, and the plan has {dtype} {tuple(shape)}"
+        )
 
 
 class _Stage(PipelineStage):
@@ -140,8 +142,9 @@ class _Stage(PipelineStage):
                 if "not allocated" not in str(error):
                     raise
                 raise UnsupportedError(
+                    "pp.split_backward",
                     f"stage {self.stage_index}: an operator reads a weight in the half of backward for weights, when it is not "
-                    "gathered; set parallel.sync=defer, or a schedule that does not split backward"
+                    "gathered; set parallel.sync=defer, or a schedule that does not split backward",
                 ) from error
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
@@ -221,11 +224,12 @@ class ScheduledStages:
             PlanError: there are not as many as in the plan.
         """
         if len(work) != (planned := self.plan.options.microbatches):
-            raise PlanError(f"pipeline: {len(work)} microbatches, and the plan has {planned}")
+            raise PlanError("pp.microbatches", f"pipeline: {len(work)} microbatches, and the plan has {planned}")
         if any(parameter.grad is not None for copy in self.copies for parameter in copy.mine):
             raise PlanError(
+                "pp.step",
                 "pipeline: there are gradients of an earlier step; call optimizer.zero_grad(set_to_none=True) first. Several "
-                "runs of the schedule in one step are runs_per_step"
+                "runs of the schedule in one step are runs_per_step",
             )
         each = len(work) // self.runs
         self._refresh()

@@ -105,8 +105,9 @@ def _divisible(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     length, ranks = hidden.shape[SEQUENCE], dist.get_world_size(group)
     if length % ranks:
         raise LayoutError(
+            "sp.length",
             f"sequence_parallel=True: a sequence of {length} tokens cannot be shared by tp={ranks} ranks; pad it to a multiple "
-            f"of {ranks}, whose labels do not count"
+            f"of {ranks}, whose labels do not count",
         )
     return hidden
 

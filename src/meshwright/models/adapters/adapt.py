@@ -76,7 +76,8 @@ def adapt(model: "PreTrainedModel", config: AdapterConfig, param_dtype: str | No
     saved = chosen.saved
     if saved and param_dtype is None and next(model.parameters()).dtype not in (torch.float32, torch.float64):
         raise ConfigError(
-            "adapter.save_modules: are trained in fp32, and without parallel.param_dtype nothing casts their input; set it"
+            "adapter.save_modules",
+            "adapter.save_modules: are trained in fp32, and without parallel.param_dtype nothing casts their input; set it",
         )
     fp32 = {name for pattern in spec.fp32 for name, _ in model.named_modules() if match_names(pattern, [name])}
     master = torch.promote_types(next(model.parameters()).dtype, torch.float32)
@@ -95,10 +96,11 @@ def adapt(model: "PreTrainedModel", config: AdapterConfig, param_dtype: str | No
             with torch.device("meta"):
                 peft.inject_adapter_in_model(settings, holder, adapter_name=NAME, low_cpu_mem_usage=True)
         except Exception as error:  # peft raises errors of many kinds, all about what the adapter is for
-            raise ModelError(f"adapter: peft refuses {class_name(model)}: {described(error)}") from error
+            raise ModelError("adapter.peft", f"adapter: peft refuses {class_name(model)}: {described(error)}") from error
     if _share(model) and config.reduce == "once":
         raise ConfigError(
-            f"adapter.reduce=once: modules of {class_name(model)} share matrices, and run apart; the legal value is unit"
+            "adapter.reduce",
+            f"adapter.reduce=once: modules of {class_name(model)} share matrices, and run apart; the legal value is unit",
         )
     remarks = [f"adapter: all-linear leaves out {names}: {why}" for names, why in _together(chosen.left_out)]
     if config.kind == "dora" and (as_experts := named_as_experts(model, chosen.targets)):
@@ -140,7 +142,9 @@ def _pack(model: nn.Module, base: str, chosen: Chosen) -> None:
         if canonical(name) in frozen and not hasattr(module, "base_layer"):  # its wrapper has the same name
             pack_linear(module)
     if not any(getattr(module, PACKED_ATTRIBUTE, ()) for module in model.modules()):
-        raise ConfigError(f"adapter.base={base}: {class_name(model)} has no frozen matrix that can be in 4 bits; leave it out")
+        raise ConfigError(
+            "adapter.base", f"adapter.base={base}: {class_name(model)} has no frozen matrix that can be in 4 bits; leave it out"
+        )
 
 
 def _share(model: nn.Module) -> bool:
@@ -163,7 +167,7 @@ def unit_of_adapters(model: nn.Module) -> UnitRule:
     """
     pattern = f"**.lora_*.{NAME}"
     if not any(wrapper.lora_A for _, _, wrapper in wrappers(model)):
-        raise ConfigError("adapter.reduce=once: no linear layer has an adapter; the legal value is unit")
+        raise ConfigError("adapter.reduce", "adapter.reduce=once: no linear layer has an adapter; the legal value is unit")
     return UnitRule(pattern, reshard_after_forward=False, sync=SyncPolicy.DEFER, together=True)
 
 

@@ -64,9 +64,9 @@ def of_adapter(name: str) -> bool:
 def check_installed() -> None:
     """Raise a ConfigError if peft is not installed."""
     if find_spec("peft") is None:
-        raise ConfigError("adapter: needs `pip install 'meshwright[adapters]'`")
+        raise ConfigError("adapter.peft_missing", "adapter: needs `pip install 'meshwright[adapters]'`")
     if find_spec("peft.utils.transformers_weight_conversion") is None:
-        raise ConfigError("adapter: this peft is too old; `pip install -U peft`")
+        raise ConfigError("adapter.peft_missing", "adapter: this peft is too old; `pip install -U peft`")
 
 
 def peft_config(config: AdapterConfig, targets: list[str]) -> Any:
@@ -183,7 +183,7 @@ def read_adapter(model: nn.Module, path: str, elsewhere: Collection[str] = ()) -
         tensors, settings = load_file(folder / WEIGHTS), json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
     except (OSError, ValueError, SafetensorError) as error:
         why = f"{described(error)}{mistaken(path, 'adapter')}"
-        raise ModelError(f"adapter.path={path!r}: is no adapter of peft: {why}") from error
+        raise ModelError("adapter.path", f"adapter.path={path!r}: is no adapter of peft: {why}") from error
     entries = {entry.key: entry for entry in file_entries(model)}
     expected = {
         key: tuple(entry.to_files(torch.empty(entry.parameter.shape, device="meta")).shape) for key, entry in entries.items()
@@ -194,15 +194,18 @@ def read_adapter(model: nn.Module, path: str, elsewhere: Collection[str] = ()) -
     if differ:
         name = differ[0]
         raise ModelError(
+            "adapter.path",
             f"adapter.path={path!r}: is of another adapter: {name} is {found.get(name, 'not there')} in the files, and "
             f"{expected.get(name, 'not there')} in this run ({len(differ)} differ); set rank, targets, experts and "
-            f"save_modules as in its {SETTINGS}: r={settings.get('r')}, target_modules={settings.get('target_modules')}"
+            f"save_modules as in its {SETTINGS}: r={settings.get('r')}, target_modules={settings.get('target_modules')}",
         )
     values: dict[str, torch.Tensor] = {}
     for key, entry in entries.items():
         value = entry.from_files(tensors[key])
         if not torch.equal(values.setdefault(entry.name, value), value):
-            raise ModelError(f"adapter.path={path!r}: {key} has two values; {class_name(model)} shares it with {entry.name}")
+            raise ModelError(
+                "adapter.path", f"adapter.path={path!r}: {key} has two values; {class_name(model)} shares it with {entry.name}"
+            )
     return values
 
 
@@ -215,7 +218,9 @@ def refuse_no_adapter(folder: Path) -> None:
     if absent := no_directory("--adapter", str(folder), hub=False):
         raise ModelError(absent)
     if not (folder / SETTINGS).is_file():
-        raise ModelError(f"--adapter={folder}: holds no adapter (no {SETTINGS}){mistaken(folder, 'adapter', 'DIRECTORY')}")
+        raise ModelError(
+            "adapter.path", f"--adapter={folder}: holds no adapter (no {SETTINGS}){mistaken(folder, 'adapter', 'DIRECTORY')}"
+        )
 
 
 def with_adapter(model: nn.Module, folder: Path) -> Any:
@@ -234,7 +239,7 @@ def with_adapter(model: nn.Module, folder: Path) -> Any:
             warnings.filterwarnings("error", message=".*missing adapter keys.*")  # peft would leave zeros there
             return peft.PeftModel.from_pretrained(model, str(folder)).get_base_model()
     except (OSError, ValueError, RuntimeError, UserWarning) as error:
-        raise ModelError(f"--adapter={folder}: {str(error).splitlines()[0]}") from error
+        raise ModelError("adapter.path", f"--adapter={folder}: {str(error).splitlines()[0]}") from error
 
 
 def write_adapter(model: nn.Module, config: AdapterConfig, base: str | None, folder: Path) -> None:

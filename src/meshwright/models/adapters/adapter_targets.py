@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from meshwright.distributed.class_names import class_name
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, Problems, Refusal
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.model_config import AdapterConfig
 from meshwright.models.reading.read_weights import read_by_others
@@ -68,21 +68,26 @@ def choose(model: nn.Module, config: AdapterConfig, inside: list[str]) -> Chosen
     _refuse_shared(model, targets)
     if config.kind == "dora" and (tables := [name for name in targets if name in embeddings]):
         raise ConfigError(
-            f"adapter.targets: {tables[0]!r} is an embedding, which has no dora; legal are linear layers, or kind: lora"
+            "adapter.targets",
+            f"adapter.targets: {tables[0]!r} is an embedding, which has no dora; legal are linear layers, or kind: lora",
         )
     saved = _saved(model, config)
     experts = [name for name, module in model.named_modules() if compat.is_experts(module) and within(name, inside)]
     adapted = [*targets, *(experts if config.experts else ())]
     if both := [name for name in adapted if within(name, saved)]:
         knob = "adapter.experts" if both[0] in experts else "adapter.targets"
-        raise ConfigError(f"adapter.save_modules: {both[0]!r} is trained whole, and is among {knob}; name it in one of them")
+        raise ConfigError(
+            "adapter.save_modules",
+            f"adapter.save_modules: {both[0]!r} is trained whole, and is among {knob}; name it in one of them",
+        )
     if config.experts and not experts:
         raise ConfigError(
+            "adapter.experts",
             f"adapter.experts: {class_name(model)} has no experts with the interface of transformers for fused ones; the legal "
-            "value is false"
+            "value is false",
         )
     if not adapted:
-        raise ConfigError("adapter.targets: names no matrix; legal are all-linear, or a list of names")
+        raise ConfigError("adapter.targets", "adapter.targets: names no matrix; legal are all-linear, or a list of names")
     left_out: dict[str, str] = {}
     if config.targets == "all-linear":
         for name in [*linear, *(name for name in barred if name not in embeddings)]:
@@ -141,7 +146,7 @@ def _targets(wanted: list[str], matrices: list[str], barred: dict[str, str]) -> 
     """
     ends = {name.rpartition(".")[2] for name in matrices}
     found: list[str] = []
-    problems = []
+    problems = Problems()
     for target in wanted:
         matched = [
             name
@@ -152,8 +157,12 @@ def _targets(wanted: list[str], matrices: list[str], barred: dict[str, str]) -> 
             near = difflib.get_close_matches(target, sorted(ends), n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             legal = ", ".join(["all-linear", *sorted(ends)])
-            problems.append(f"adapter.targets: {target!r} matches no matrix; {hint}legal are {legal}")
-        problems += [f"adapter.targets: {name!r} cannot be adapted: {barred[name]}" for name in matched if name in barred][:1]
+            problems.add("adapter.targets", f"adapter.targets: {target!r} matches no matrix; {hint}legal are {legal}")
+        problems += [
+            Refusal("adapter.targets", f"adapter.targets: {name!r} cannot be adapted: {barred[name]}")
+            for name in matched
+            if name in barred
+        ][:1]
         found += [name for name in matched if name not in found]
     if problems:
         raise ConfigError(problems)
@@ -182,14 +191,16 @@ def _refuse_shared(model: nn.Module, targets: list[str]) -> None:
         kinds = {type(model.get_submodule(name.rpartition(".")[0])) for name in tied}
         if len(kinds) > 1 and not without:
             raise ConfigError(
+                "adapter.targets",
                 f"adapter.targets: {tied[0]!r} is also {tied[1]!r}, of a module of another kind, which cannot share its "
-                "adapter; name neither"
+                "adapter; name neither",
             )
         if 0 < len(without) < len(tied):
             adapted = next(name for name in tied if name not in without)
             raise ConfigError(
+                "adapter.targets",
                 f"adapter.targets: {adapted!r} is also {without[0]!r}, which would compute without the adapter; legal are "
-                "linear layers that are named together with all that share their matrix"
+                "linear layers that are named together with all that share their matrix",
             )
 
 
@@ -208,18 +219,19 @@ def _weighs(module: nn.Module) -> bool:
 def _saved(model: nn.Module, config: AdapterConfig) -> list[str]:
     """Return the names of the modules that are trained whole."""
     modules = [name for name, _ in model.named_modules() if name]
-    problems, found = [], []
+    problems, found = Problems(), []
     for wanted in config.save_modules:
         matched = [name for name in modules if name == wanted or name.endswith(f".{wanted}")]
         if not matched:
-            problems.append(f"adapter.save_modules: {wanted!r} is no module of {class_name(model)}")
+            problems.add("adapter.save_modules", f"adapter.save_modules: {wanted!r} is no module of {class_name(model)}")
         found += matched
     for tied in names_of_parameters(model).values():
         inside = [name for name in tied if within(name, found)]
         if inside and len(inside) < len(tied):
             other = next(name for name in tied if name not in inside)
-            problems.append(
-                f"adapter.save_modules: {inside[0]!r} is tied to {other!r}; name both, so that they stay tied, or neither"
+            problems.add(
+                "adapter.save_modules",
+                f"adapter.save_modules: {inside[0]!r} is tied to {other!r}; name both, so that they stay tied, or neither",
             )
     if problems:
         raise ConfigError(problems)

@@ -130,8 +130,9 @@ def adapt_experts(model: "PreTrainedModel", config: AdapterConfig, names: list[s
         chosen = module.config._experts_implementation
         if chosen not in IMPLEMENTATIONS:
             raise ConfigError(
+                "adapter.experts",
                 f"adapter: experts have neither adapters nor weights in 4 bits under "
-                f"model.experts_implementation={chosen}; legal are {', '.join(IMPLEMENTATIONS)}"
+                f"model.experts_implementation={chosen}; legal are {', '.join(IMPLEMENTATIONS)}",
             )
         module.__class__ = subclass(type(module), AdaptedExperts)  # type: ignore[arg-type]  # classes are hashable
         if config.base is not None:

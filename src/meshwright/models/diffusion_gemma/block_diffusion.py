@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import nn
 
+from meshwright.errors import Problems
 from meshwright.models._transformers_compat import attention_of
 from meshwright.models.diffusion_gemma.block_diffusion_options import DiffusionConfig
 from meshwright.models.diffusion_gemma.canvas import lay_out
@@ -54,30 +55,36 @@ class BlockDiffusion(Objective):
             self.frozen += ("model.**.router.**",)
 
     @classmethod
-    def problems(cls, model: "PreTrainedModel", options: DiffusionConfig, run: RunFacts) -> list[str]:
+    def problems(cls, model: "PreTrainedModel", options: DiffusionConfig, run: RunFacts) -> Problems:
         """Return problems: packed documents, attention without masks, outputs that would be rounded, graphs that differ."""
-        problems = []
+        problems = Problems()
         if run.packing != "pad":
-            problems.append(
+            problems.add(
+                "data.packing.kind",
                 f"data.packing={run.packing}: the blocks of a packed document would see the documents before it; "
-                "with block diffusion the legal value is pad"
+                "with block diffusion the legal value is pad",
             )
         if model.config.canvas_length < 1:
-            problems.append(f"model.config.canvas_length={model.config.canvas_length}: a block has at least 1 token")
+            problems.add(
+                "diffusion.canvas", f"model.config.canvas_length={model.config.canvas_length}: a block has at least 1 token"
+            )
         if attention_of(model) not in ATTENTIONS:
-            problems.append(
+            problems.add(
+                "diffusion.attention",
                 f"model.attn_implementation={attention_of(model)}: takes no mask of blocks; with block diffusion legal are "
-                f"{' and '.join(ATTENTIONS)}"
+                f"{' and '.join(ATTENTIONS)}",
             )
         if options.encoder_loss_weight > 0 and rounds_losses(run.output_dtype):
-            problems.append(
+            problems.add(
+                "diffusion.output_dtype",
                 f"parallel.output_dtype={run.output_dtype}: the encoder's loss, a sum in nats, would be rounded to "
-                "it as it leaves the model; with diffusion.encoder_loss_weight above 0 legal are null, float32 and float64"
+                "it as it leaves the model; with diffusion.encoder_loss_weight above 0 legal are null, float32 and float64",
             )
         if run.compiled and ActivationCheckpointing.FULL in run.recomputed:
-            problems.append(
+            problems.add(
+                "diffusion.compile",
                 "parallel.activation_checkpointing=full with parallel.compile: an encoder layer stores its keys and values "
-                "only in its first run, so its recomputation is another graph; legal are none and submodule"
+                "only in its first run, so its recomputation is another graph; legal are none and submodule",
             )
         return problems
 

@@ -108,7 +108,9 @@ def continue_text(
         ConfigError: the temperature is not above 0.
     """
     if temperature <= 0:
-        raise ConfigError(f"temperature={temperature}: must be above 0, because block diffusion samples its tokens")
+        raise ConfigError(
+            "generate.sampling", f"temperature={temperature}: must be above 0, because block diffusion samples its tokens"
+        )
     options: dict[str, Any] = {} if steps is None else {"max_denoising_steps": steps}
     own = model.generation_config
     output = model.generate(
@@ -132,7 +134,10 @@ def denoise(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", prom
         ConfigError: the temperature is not above 0, or ``top_p`` is not 1.
     """
     if sampling.top_p != 1.0:
-        raise ConfigError(f"top_p={sampling.top_p}: block diffusion samples from the whole distribution; the legal value is 1")
+        raise ConfigError(
+            "generate.sampling",
+            f"top_p={sampling.top_p}: block diffusion samples from the whole distribution; the legal value is 1",
+        )
     show = sampling.show
 
     def line(draft: Draft) -> None:

@@ -96,8 +96,9 @@ class _Forward:
             return _anchored(self._own(args, kwargs))
         if kwargs.get("encoder_loss") is not None and rounds_losses(self.output_dtype):
             raise PlanError(
+                "diffusion.output_dtype",
                 f"output_dtype={self.output_dtype}: the encoder's loss, a sum in nats, would be rounded to it as it leaves the "
-                "model; with encoder_loss legal are None, float32 and float64 (of mp_policy, or of parallel)"
+                "model; with encoder_loss legal are None, float32 and float64 (of mp_policy, or of parallel)",
             )
         return _three_passes(self.model, self.inner, denoise, *args, **kwargs)
 
@@ -109,8 +110,9 @@ class _Forward:
                 call.arguments["past_key_values"] = _cache_type()(config=self.model.config.get_text_config())
             elif torch.is_grad_enabled() and any(map(is_checkpointed, self.model.model.encoder.modules())):
                 raise UnsupportedError(
+                    "diffusion.cache",
                     "past_key_values: an encoder layer that activation checkpointing runs again would write to it again; in "
-                    "training with activation checkpointing leave it out, and the model makes one"
+                    "training with activation checkpointing leave it out, and the model makes one",
                 )
         return self.inner(*call.args, **call.kwargs)
 

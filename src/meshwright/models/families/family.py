@@ -90,7 +90,9 @@ class Family:
         import torch
 
         if sampling.steps is not None:
-            raise ConfigError(f"steps={sampling.steps}: {class_name(model)} generates one token at a time; leave it out")
+            raise ConfigError(
+                "generate.sampling", f"steps={sampling.steps}: {class_name(model)} generates one token at a time; leave it out"
+            )
         sampled = {"temperature": sampling.temperature, "top_p": sampling.top_p} if (sampling.temperature or 0) > 0 else {}
         torch.manual_seed(sampling.seed)
         with torch.no_grad():

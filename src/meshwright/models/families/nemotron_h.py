@@ -58,8 +58,9 @@ class NemotronHParallelizationStrategy(ParallelizationStrategy):
             derived = ParallelSpec(family=class_name(model), layers=(f"{body}.layers.*",), fp32=_strict_fp32(model))
         else:
             raise ModelError(
+                "model.layers",
                 f"{class_name(model)}: has neither backbone.layers nor model.layers, a ModuleList or a ModuleDict of its "
-                "blocks; pass a ParallelSpec that names its layers"
+                "blocks; pass a ParallelSpec that names its layers",
             )
         names = [name for named in (model.named_modules(), model.named_parameters()) for name, _ in named]
 

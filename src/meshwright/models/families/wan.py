@@ -56,7 +56,9 @@ class WanParallelizationStrategy(ParallelizationStrategy):
         """Return the spec of a model of this class, of any size, with or without image input."""
         modules = dict(model.named_modules())
         if fused := [name for name, module in modules.items() if getattr(module, "fused_projections", False)]:
-            raise ModelError(f"{fused[0]}: holds its projections twice, fused and not; call unfuse_projections() first")
+            raise ModelError(
+                "model.fused", f"{fused[0]}: holds its projections twice, fused and not; call unfuse_projections() first"
+            )
         with_parameters = [name for name, module in modules.items() if any(True for _ in module.parameters())]
 
         def has(*patterns: str) -> bool:  # a class of this name may lack an embedder, or all of them

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from meshwright.errors import Problems, Refusal
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.reading.token_dimension import TokenDimension
 from meshwright.models.reading.tracing import RULE, Attention, Inputs, Labels, Operator, Tracer, traced
@@ -29,6 +30,8 @@ __all__ = ["trace_attentions"]
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Kinds of rotary embedding that change with the largest position of a forward. Ranks that share a sequence differ in it."""
+_MOVES = ("cat", "constant_pad", "convolution", "flip", "index", "roll", "select", "slice")
+"""How the names of operators begin that move tokens, or carry a state from token to token."""
 
 
 def trace_attentions(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = ()) -> Attentions:
@@ -44,15 +47,18 @@ def trace_attentions(model: "PreTrainedModel", experts: Sequence[ExpertsRule] = 
     # A mask of ones, because without one documents are looked for, which needs values.
     found, why = traced(model, experts, _AttentionTracer, ("cpu", "meta"))
     if found is None:
-        return Attentions((), (f"its forward cannot be traced without values ({why})",))
+        return Attentions((), (Refusal("model.values", f"its forward cannot be traced without values ({why})"),))
     return Attentions(tuple(found.rows.values()), tuple(dict.fromkeys(found.problems)), compat.attention_of(model))
 
 
-def _unfit_rotary(model: nn.Module) -> list[str]:
+def _unfit_rotary(model: nn.Module) -> list[Refusal]:
     kinds = {kind: name for name, module in model.named_modules() for kind in _rope_types(module) if kind in _LENGTH_DEPENDENT}
     return [
-        f"the rotary embedding {name!r} ({kind}) changes with the largest position of a forward, and ranks that share a "
-        "sequence differ in it"
+        Refusal(
+            "cp.positions",
+            f"the rotary embedding {name!r} ({kind}) changes with the largest position of a forward, and ranks that share a "
+            "sequence differ in it",
+        )
         for kind, name in kinds.items()
     ]
 
@@ -69,7 +75,7 @@ class _AttentionTracer(Tracer):
         super().__init__(inputs)
         self.tokens = TokenDimension(inputs.positions.shape[1])
         self.rows: dict[str, AttentionFacts] = {}
-        self.problems: list[str] = []
+        self.problems = Problems()
         self._own_positions = Labels()
         self._kinds: dict[Any, tuple[str, bool, int | None]] = {}
 
@@ -79,13 +85,19 @@ class _AttentionTracer(Tracer):
         dropout = options.pop("dropout", 0.0)
         problem, causal, window = self._mask(call.mask)
         if not problem and (query.shape[2] != self.tokens.length or key.shape[2] != self.tokens.length):
-            problem = f"has {query.shape[2]} queries and {key.shape[2]} keys for {self.tokens.length} tokens"
+            problem = Refusal(
+                "cp.attention", f"has {query.shape[2]} queries and {key.shape[2]} keys for {self.tokens.length} tokens"
+            )
         if not problem and options.get("position_ids") is not self.inputs.positions:
-            problem = "does not get the position_ids of the batch, which say where its tokens are in the sequence"
+            problem = Refusal(
+                "cp.positions", "does not get the position_ids of the batch, which say where its tokens are in the sequence"
+            )
         if not problem and (unknown := unknown_argument(options)):
-            problem = f"calls its attention function with {unknown!r}, which context parallel does not know"
+            problem = Refusal(
+                "cp.argument", f"calls its attention function with {unknown!r}, which context parallel does not know"
+            )
         if not problem and call.module in self.rows:
-            problem = "runs twice in a forward"
+            problem = Refusal("cp.twice", "runs twice in a forward")
         self.rows[call.module] = AttentionFacts(
             call.module, query.shape[1], key.shape[1], key.shape[3], call.value.shape[3], causal, window,
             sinks=isinstance(options.get("s_aux"), torch.Tensor), dropout=float(dropout or 0.0), problem=problem,
@@ -95,14 +107,14 @@ class _AttentionTracer(Tracer):
         """Return why the mask is none that can be shared (empty: it can), whether it is causal, and its window."""
         rule = getattr(mask, RULE, None)
         if mask is not None and rule is None:
-            return "changes its mask before it attends", True, None
+            return Refusal("cp.mask", "changes its mask before it attends"), True, None
         if rule is None:
-            return "has no mask that transformers makes", True, None
+            return Refusal("cp.mask", "has no mask that transformers makes"), True, None
         if rule not in self._kinds:
             try:
                 self._kinds[rule] = _kind_of(rule)
             except Exception as error:  # a rule of the model's own, which may read anything
-                self._kinds[rule] = (f"has a mask of its own ({type(error).__name__})", True, None)
+                self._kinds[rule] = (Refusal("cp.mask", f"has a mask of its own ({type(error).__name__})"), True, None)
         return self._kinds[rule]
 
     def operator(self, operator: Operator) -> None:
@@ -112,13 +124,15 @@ class _AttentionTracer(Tracer):
             self._own_positions.put(results)
         elif self._own_positions.among(tensors):
             if any(tensor.is_floating_point() for tensor in tensors):
-                self._report("computes with positions of its own, and not with the position_ids of the batch", operator)
+                what = "computes with positions of its own, and not with the position_ids of the batch"
+                self._report("cp.positions", what, operator)
             self._own_positions.put(results)
         elif self.tokens.mixed(operator):
-            self._report("mixes tokens outside of an attention", operator)
+            code = "cp.state" if operator.name.startswith(_MOVES) else "cp.mixes_tokens"
+            self._report(code, "mixes tokens outside of an attention", operator)
 
-    def _report(self, what: str, operator: Operator) -> None:
-        self.problems.append(f"{operator.module or 'the model'!r} {what} ({operator.function})")
+    def _report(self, code: str, what: str, operator: Operator) -> None:
+        self.problems.add(code, f"{operator.module or 'the model'!r} {what} ({operator.function})")
 
 
 def _kind_of(rule: Callable[..., Any]) -> tuple[str, bool, int | None]:
@@ -142,14 +156,14 @@ def _kind_of(rule: Callable[..., Any]) -> tuple[str, bool, int | None]:
     window = None
     low, high = 0, 2**21
     if not sees(low):
-        return "has a mask under which a token does not see itself", causal, None
+        return Refusal("cp.mask", "has a mask under which a token does not see itself"), causal, None
     if not sees(high):
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if sees(middle) else (low, middle)
         window = high
     if window is not None and not causal:
-        return "has a window to both sides", causal, window
+        return Refusal("cp.mask", "has a window to both sides"), causal, window
     generator = torch.Generator().manual_seed(0)
     queries = torch.cat([torch.randint(0, 2**21, (4096,), generator=generator), torch.arange(256).repeat(8)])
     near = torch.randint(-64, 2 * (window or 4096), (len(queries),), generator=generator)
@@ -160,5 +174,5 @@ def _kind_of(rule: Callable[..., Any]) -> tuple[str, bool, int | None]:
         if window is not None:
             expected &= queries - keys < window
         if not torch.equal(allowed(queries, keys).bool(), expected):
-            return "has a mask that is neither causal nor a window", causal, window
+            return Refusal("cp.mask", "has a mask that is neither causal nor a window"), causal, window
     return "", causal, window

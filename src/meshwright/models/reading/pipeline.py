@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from meshwright.distributed.pipeline.cut import crossing_of, cut_model
+from meshwright.errors import Problems, Refusal
 from meshwright.models.reading.tracing import (
     Attention,
     Inputs,
@@ -54,10 +55,11 @@ def trace_stages(model: "PreTrainedModel", layers: Sequence[str], experts: Seque
         experts: its mixtures. They are not called, because what they do depends on values.
     """
     if model.config.get_text_config() is not model.config:
-        return StageFacts(problems=("it has parts beside its language model, whose stages would not run what is around it",))
+        why = "it has parts beside its language model, whose stages would not run what is around it"
+        return StageFacts(problems=(Refusal("pp.towers", why),))
     found, why = traced(model, experts, partial(_StageTracer, model, layers))
     if found is None:
-        return StageFacts(problems=(f"its forward cannot be traced without values ({why})",))
+        return StageFacts(problems=(Refusal("model.values", f"its forward cannot be traced without values ({why})"),))
     facts = found.facts()
     if facts.problems or len(facts.layers) < 2:
         return facts
@@ -78,7 +80,7 @@ def _problems_of_parts(model: "PreTrainedModel", facts: StageFacts, experts: Seq
         if not why and all(tensor.is_meta for tensor in shared.values()):
             _, why = first_that_runs(partial(lambda model, _: model.apply(model._init_weights), part), (None,))
         if why:
-            return (f"cut in two, it does not run, or cannot be initialised ({why})",)
+            return (Refusal("pp.halves", f"cut in two, it does not run, or cannot be initialised ({why})"),)
     return ()
 
 
@@ -96,7 +98,7 @@ class _StageTracer(Tracer):
         self.leading: dict[str, LeadingFacts] = {}
         self.calls: list[tuple[str, bool]] = []
         self.used: dict[str, set[str]] = {}
-        self.problems: list[str] = []
+        self.problems = Problems()
         self.hidden: torch.Tensor | None = None
         self.running: int | None = None
 
@@ -104,33 +106,41 @@ class _StageTracer(Tracer):
         """Return what was read."""
         missing = self.expected - {layer.name for layer in self.layers}
         if missing:
-            self.problems.append(f"its layers {', '.join(sorted(missing)[:3])} do not run")
+            self.problems.add("pp.unused", f"its layers {', '.join(sorted(missing)[:3])} do not run")
         body = _around(self.model, [layer.name for layer in self.layers])
         for name, sides in self.used.items():
             owner = holder_of(name)
             if owner in ("", body) or inside(body, owner):
-                self.problems.append(f"{owner or 'the model'!r} uses its parameter {name!r} itself, outside of its layers")
+                self.problems.add(
+                    "pp.outside", f"{owner or 'the model'!r} uses its parameter {name!r} itself, outside of its layers"
+                )
             if "between" in sides:
-                self.problems.append(f"parameter {name!r} is used between layers, or by layers that do not have it")
+                self.problems.add("pp.outside", f"parameter {name!r} is used between layers, or by layers that do not have it")
         with_parameters = set(self.calls_with_parameters())
         leading = tuple(facts for name, facts in self.leading.items() if name in with_parameters)
         trailing = tuple(name for name, after in self.calls if after and name in with_parameters)
         opaque = [name for name, after in self.calls if not after and name in with_parameters and name not in self.leading]
-        self.problems += [f"module {name!r} runs before the first layer and returns no tensor" for name in opaque]
+        self.problems += [
+            Refusal("pp.ends", f"module {name!r} runs before the first layer and returns no tensor") for name in opaque
+        ]
         tied = {name for name, sides in self.used.items() if {"first", "last"} <= sides}
         for name in (facts.name for facts in leading):
             own = {self.first_names[parameter] for parameter in self.first_names if inside(parameter, name)}
             if own & tied and (len(own) > 1 or not all(inside(parameter, name) for parameter in own)):
-                self.problems.append(f"module {name!r} has a matrix that runs after the last layer too, and other parameters")
+                self.problems.add(
+                    "pp.ends", f"module {name!r} has a matrix that runs after the last layer too, and other parameters"
+                )
         both = {facts.name for facts in leading} & set(trailing)
-        self.problems += [f"module {name!r} runs before the first layer and after the last" for name in sorted(both)]
+        self.problems += [
+            Refusal("pp.ends", f"module {name!r} runs before the first layer and after the last") for name in sorted(both)
+        ]
         idle = sorted(
             name
             for name in set(self.first_names.values())
             if name not in self.used and not any(inside(name, layer) for layer in self.expected)
         )
         if idle:
-            self.problems.append(f"parameter {idle[0]!r} is used by no stage ({len(idle)} such parameters)")
+            self.problems.add("pp.unused", f"parameter {idle[0]!r} is used by no stage ({len(idle)} such parameters)")
         used = {name: tuple(side for side in ("first", "last") if side in sides) for name, sides in self.used.items()}
         return StageFacts(
             tuple(self.layers),
@@ -155,13 +165,13 @@ class _StageTracer(Tracer):
         if name not in self.expected:
             return None
         if any(layer.name == name for layer in self.layers):
-            self.problems.append(f"layer {name!r} runs twice in a forward")
+            self.problems.add("pp.twice", f"layer {name!r} runs twice in a forward")
         place, argument = hidden_argument(module)
         value = kwargs.get(argument, args[place] if place < len(args) else None)
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            self.problems.append(f"layer {name!r} does not get its hidden state as {argument!r}")
+            self.problems.add("pp.hidden_state", f"layer {name!r} does not get its hidden state as {argument!r}")
         elif self.hidden is not None and value is not self.hidden:
-            self.problems.append(f"the input of layer {name!r} is not the output of {self.layers[-1].name!r}")
+            self.problems.add("pp.reads_more", f"the input of layer {name!r} is not the output of {self.layers[-1].name!r}")
         if isinstance(value, torch.Tensor):
             own = _fresh(value)
             args = tuple(own if item is value else item for item in args)
@@ -190,7 +200,7 @@ class _StageTracer(Tracer):
         several = isinstance(output, tuple)
         value = output[0] if several and output else output
         if not isinstance(value, torch.Tensor):
-            self.problems.append(f"layer {name!r} returns {type(output).__name__}, and no hidden state first")
+            self.problems.add("pp.hidden_state", f"layer {name!r} returns {type(output).__name__}, and no hidden state first")
             return None
         self.layers[index] = LayerFacts(name, self.layers[index].argument, len(output) if several else 0)
         self.hidden = _fresh(value)
@@ -235,7 +245,7 @@ class _StageTracer(Tracer):
     def _report(self, origin: int, module: str) -> None:
         reader = f"{module or 'the model'!r}" if self.running is None else f"layer {self.layers[self.running].name!r}"
         source = "what runs before the first layer" if origin == _BEFORE else f"layer {self.layers[origin].name!r}"
-        self.problems.append(f"{reader} reads more than its hidden state of {source}")
+        self.problems.add("pp.reads_more", f"{reader} reads more than its hidden state of {source}")
 
 
 def _fresh(tensor: torch.Tensor) -> torch.Tensor:

@@ -80,9 +80,10 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
         return _around(derived_spec(wrapped, param_dtype))
     if not is_transformers(model):
         raise ModelError(
+            "model.layers",
             f"{class_name(model)} is not a model of transformers, so its layers are unknown: "
             "pass a ParallelSpec that names its layers, such as ParallelSpec(family='mine', layers=('blocks.*',)), or register "
-            "a strategy for its class (docs/adding-a-family.md)"
+            "a strategy for its class (docs/adding-a-family.md)",
         )
     from meshwright.models.reading.experts import experts_of
 
@@ -94,8 +95,9 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
     patterns = _patterns(layers) or inferred_layers(model)
     if not patterns:
         raise ModelError(
+            "model.layers",
             f"{class_name(model)} declares no layers, and has no list of modules of one class: set _no_split_modules on the "
-            f"class to the class name of its layer (it is {sorted(declared.no_split) or None}), or pass a ParallelSpec"
+            f"class to the class name of its layer (it is {sorted(declared.no_split) or None}), or pass a ParallelSpec",
         )
     known = structure_of([kind.__name__ for kind in type(model).__mro__], model.config)
     experts = experts_of(model)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 
 from torch import nn
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, Refusal
 from meshwright.models.families.listed import FAMILIES
 from meshwright.models.specs.derived import DefaultParallelizationStrategy, base_of_peft
 from meshwright.models.specs.strategy import ParallelizationStrategy
@@ -83,8 +83,11 @@ def _register(strategy: Strategy, names: tuple[str, ...]) -> Strategy:
         raise TypeError(f"{strategy.__name__}: defines neither spec() nor parallelize(); define one of them")
     registered = {name: type(_REGISTRY[name]) for name in names if name in _REGISTRY}
     problems = [
-        f"{name!r} has the strategy {_full_name(other)} already, so {_full_name(strategy)} cannot be registered for it; "
-        "register it for a subclass of the model, or pass a ParallelSpec"
+        Refusal(
+            "model.strategy",
+            f"{name!r} has the strategy {_full_name(other)} already, so {_full_name(strategy)} cannot be registered for it; "
+            "register it for a subclass of the model, or pass a ParallelSpec",
+        )
         for name, other in registered.items()
         if _full_name(other) != _full_name(strategy)
     ]

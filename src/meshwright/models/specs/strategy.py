@@ -29,7 +29,7 @@ from meshwright.distributed.data.fsdp_units import (
 )
 from meshwright.distributed.data.torch_policies import options_of_policies
 from meshwright.distributed.mesh import ParallelMesh, adopt_mesh
-from meshwright.errors import ModelError, PlanError, UnsupportedError
+from meshwright.errors import ModelError, PlanError, Problems, Refusal, UnsupportedError
 from meshwright.plan.axes.tensor.given_styles import declared_styles, leaves_logits_sharded, read_plan, shards_sequence
 from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.plan.given.inspection import inspect_model
@@ -99,8 +99,9 @@ class ParallelizationStrategy:
             ModelError: the family has no spec for this model; or the strategy has no spec at all.
         """
         raise ModelError(
+            "model.strategy",
             f"{type(self).__name__}, the strategy of {class_name(model)}, has no spec, only parallelize(), which FSDP2Manager "
-            "and fsdp2_strategy_parallelize call; define spec(), or derive from DefaultParallelizationStrategy"
+            "and fsdp2_strategy_parallelize call; define spec(), or derive from DefaultParallelizationStrategy",
         )
 
     def carry_out(self, model: nn.Module, plan: ShardingPlan, mesh: ParallelMesh) -> nn.Module:
@@ -189,7 +190,9 @@ class ParallelizationStrategy:
         given_styles = None if tp_shard_plan is request.styles or not sliced else tp_shard_plan
         refused = {"enable_async_tensor_parallel": enable_async_tensor_parallel, "enable_compile": enable_compile}
         if asked := [name for name, on in refused.items() if on]:
-            raise UnsupportedError(f"{name}=True: not supported here; the legal value is False" for name in asked)
+            raise UnsupportedError(
+                Refusal("strategy.argument", f"{name}=True: not supported here; the legal value is False") for name in asked
+            )
         chosen: dict[str, Any] = {
             "sync": SyncPolicy.REDUCE_EACH,
             "loss_parallel": None,
@@ -214,8 +217,9 @@ class ParallelizationStrategy:
         )
         if mesh.layout.size("pp") > 1 and options.sequence_parallel:
             raise UnsupportedError(
+                "strategy.sequence_parallel",
                 "sequence_parallel=True with pp > 1: a stage that was cut elsewhere cannot tell which slice of the sequence it "
-                "gets; legal are sequence_parallel=False, and meshwright.Pipeline with the whole model"
+                "gets; legal are sequence_parallel=False, and meshwright.Pipeline with the whole model",
             )
         # The model is a stage, whose ranks are those of the other axes.
         plan = replace(resolve(spec, facts, replace(mesh.layout, pp=1), options), layout=mesh.layout)
@@ -245,15 +249,16 @@ def check_depths(enabled: bool | None, forward: int | None, backward: int | None
     Raises:
         PlanError: a depth below 0; or another depth than the default without prefetch.
     """
-    problems = []
+    problems = Problems()
     for name, depth, default in (("forward", forward, 1), ("backward", backward, 2)):
         shown = f"fsdp2_{name}_prefetch_depth={depth}"
         if depth is not None and depth < 0:
-            problems.append(f"{shown}: legal are 0 and above")
+            problems.add("fsdp.prefetch", f"{shown}: legal are 0 and above")
         elif enabled is False and depth not in (None, default):
-            problems.append(
+            problems.add(
+                "fsdp.prefetch",
                 f"{shown}: has no effect with enable_fsdp2_prefetch=False; legal with it is {default}, the default, and with "
-                "enable_fsdp2_prefetch=True 0 and above"
+                "enable_fsdp2_prefetch=True 0 and above",
             )
     if problems:
         raise PlanError(problems)
@@ -277,7 +282,9 @@ def check_shard_function(function: ShardFunction | None) -> None:
     if function is None:
         return
     if not callable(function):
-        raise PlanError(f"fully_shard_fn={function!r}: legal are None and a function that is called as {_CALL}")
+        raise PlanError(
+            "fsdp.function", f"fully_shard_fn={function!r}: legal are None and a function that is called as {_CALL}"
+        )
     try:
         signature = inspect.signature(function)
     except ValueError:  # written in C
@@ -285,7 +292,9 @@ def check_shard_function(function: ShardFunction | None) -> None:
     try:
         signature.bind(None, mesh=None, mp_policy=None, offload_policy=None, reshard_after_forward=None)
     except TypeError as error:
-        raise PlanError(f"fully_shard_fn: {name_of_function(function)} is called as {_CALL}, which fails: {error}") from None
+        raise PlanError(
+            "fsdp.function", f"fully_shard_fn: {name_of_function(function)} is called as {_CALL}, which fails: {error}"
+        ) from None
 
 
 def _naming_something(plan: dict[str, Any], modules: Iterable[str], family: str) -> dict[str, Any]:
@@ -297,7 +306,7 @@ def _naming_something(plan: dict[str, Any], modules: Iterable[str], family: str)
     names = list(modules)
     idle = [pattern for pattern in plan if not match_names(pattern, names)]
     if len(idle) == len(plan):
-        raise PlanError(f"tp_plan pattern {pattern!r} matches no parameter" for pattern in idle)
+        raise PlanError(Refusal("tp.plan", f"tp_plan pattern {pattern!r} matches no parameter") for pattern in idle)
     if idle:
         warnings.warn(f"tp_shard_plan: {', '.join(idle)} names nothing in {family}; left out", stacklevel=3)
     return {pattern: style for pattern, style in plan.items() if pattern not in idle}

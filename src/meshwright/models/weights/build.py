@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.distributed.class_names import class_name
-from meshwright.errors import ConfigError, ModelError, described
+from meshwright.errors import ConfigError, ModelError, Problems, Refusal, described
 from meshwright.models.model_config import AdapterConfig, ModelConfig
 from meshwright.paths import mistaken, no_directory
 from meshwright.plan.axes.context import is_flash
@@ -53,10 +53,12 @@ def pretrained_config(
 
     if kind not in CONFIG_MAPPING:
         near = difflib.get_close_matches(kind, list(CONFIG_MAPPING.keys()), n=3)
-        raise ConfigError(f"model.config.model_type={kind!r}: unknown to transformers; near: {', '.join(near) or 'none'}")
+        raise ConfigError(
+            "model.config.type", f"model.config.model_type={kind!r}: unknown to transformers; near: {', '.join(near) or 'none'}"
+        )
     parts = getattr(CONFIG_MAPPING[kind], "sub_configs", {})
     legal = legal_keys(CONFIG_MAPPING[kind])
-    problems = _unknown_keys(values, legal, "model.config", kind) if strict else []
+    problems = _unknown_keys(values, legal, "model.config", kind) if strict else Problems()
     if "text_config" in parts and isinstance(values.get("text_config", {}), dict):
         text = values.get("text_config", {})
         part = parts["text_config"]
@@ -64,7 +66,7 @@ def pretrained_config(
             named = text.get("model_type", type(AutoConfig.for_model(kind).text_config).model_type)
             part = CONFIG_MAPPING.get(named, None)
         text_legal = {"model_type", "per_layer_config"} | legal_keys(part) if part else set[str]()
-        problems += _unknown_keys(text, text_legal, "model.config.text_config", kind) if strict else []
+        problems += _unknown_keys(text, text_legal, "model.config.text_config", kind) if strict else Problems()
         values["text_config"] = _filled(text, defaults or {}, text_legal)
         legal = _own_keys(CONFIG_MAPPING[kind])  # other keys that its files read are those of its parts, such as the vocabulary
     if problems:
@@ -72,7 +74,9 @@ def pretrained_config(
     try:
         return AutoConfig.for_model(kind, **_filled(values, defaults or {}, legal))
     except Exception as error:  # families check their own values, with exceptions of many kinds
-        raise ConfigError(f"model.config: {kind!r} refuses it: {' '.join(str(error).split())}") from error
+        raise ConfigError(
+            "model.config.refused", f"model.config: {kind!r} refuses it: {' '.join(str(error).split())}"
+        ) from error
 
 
 MOST_LAYERS = 1024
@@ -80,13 +84,13 @@ MOST_LAYERS = 1024
 never end if the number had a digit too many."""
 
 
-def _too_many_layers(values: Mapping[str, Any], where: str) -> list[str]:
-    problems = []
+def _too_many_layers(values: Mapping[str, Any], where: str) -> Problems:
+    problems = Problems()
     for key, value in values.items():
         if isinstance(value, dict) and key.endswith("_config"):
             problems += _too_many_layers(value, f"{where}.{key}")
         elif isinstance(value, int | float) and value > MOST_LAYERS and re.search(r"(layers?|blocks|depth)$", key):
-            problems.append(f"{where}.{key}={value}: legal are at most {MOST_LAYERS:,} layers")
+            problems.add("model.config.layers", f"{where}.{key}={value}: legal are at most {MOST_LAYERS:,} layers")
     return problems
 
 
@@ -99,13 +103,13 @@ _RENAMED = {"rope_scaling": "rope_parameters", "rope_theta": "rope_parameters"}
 """Keys of earlier releases of transformers, and where their values are now."""
 
 
-def _unknown_keys(values: Mapping[str, Any], legal: set[str], where: str, kind: str) -> list[str]:
-    problems = []
+def _unknown_keys(values: Mapping[str, Any], legal: set[str], where: str, kind: str) -> Problems:
+    problems = Problems()
     for key in values:
         if legal and key not in legal:
             near = [_RENAMED[key]] if _RENAMED.get(key) in legal else difflib.get_close_matches(key, sorted(legal), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            problems.append(f"{where}.{key}: unknown key of {kind!r}{hint}")
+            problems.add("model.config.unknown_key", f"{where}.{key}: unknown key of {kind!r}{hint}")
     return problems
 
 
@@ -116,11 +120,13 @@ def _load_config(config: ModelConfig) -> "PretrainedConfig":
     if absent := no_directory("model.path", config.path):
         raise ModelError(absent)
     if config.local is not None and not (config.local / "config.json").is_file():
-        raise ModelError(f"model.path={config.path!r}: the directory has no config.json{mistaken(config.path, 'model')}")
+        raise ModelError(
+            "model.path", f"model.path={config.path!r}: the directory has no config.json{mistaken(config.path, 'model')}"
+        )
     try:
         return AutoConfig.from_pretrained(config.local or config.path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ModelError(f"model.path={config.path!r}: {str(error).splitlines()[0]}") from error
+        raise ModelError("model.path", f"model.path={config.path!r}: {str(error).splitlines()[0]}") from error
 
 
 def legal_keys(kind: type) -> set[str]:
@@ -197,7 +203,7 @@ def build_on_meta(
                 model = auto_class.from_config(hf_config, **{**keywords, "attn_implementation": None})
                 _transformers_compat.set_attention(model, kernel)
     except Exception as error:  # transformers raises errors of many kinds here, all about what the config asks for
-        raise ModelError(f"model: {described(error)}") from error
+        raise ModelError("model.build", f"model: {described(error)}") from error
     model.config.use_cache = False  # training never reads the key/value cache
     _transformers_compat.keep_in_fp32(model)
     if config.dtype == "float64":  # an audit computes in it; some constructors store fp32, whatever the config says
@@ -224,20 +230,23 @@ def weight_files(config: ModelConfig) -> list[Path]:
         try:
             folder = Path(snapshot_download(config.path, allow_patterns=["*.safetensors", "*.json"]))
         except OSError as error:
-            raise ModelError(f"model.path={config.path!r}: {str(error).splitlines()[0]}") from error
+            raise ModelError("model.path", f"model.path={config.path!r}: {str(error).splitlines()[0]}") from error
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{index}: not an index of safetensors: {described(error)}") from error
+            raise ModelError("model.weights.files", f"{index}: not an index of safetensors: {described(error)}") from error
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            raise ModelError(f"{folder}: the index names files that are missing: {', '.join(missing)}")
+            raise ModelError("model.weights.files", f"{folder}: the index names files that are missing: {', '.join(missing)}")
         return [folder / name for name in names]
     single = folder / "model.safetensors"
     if not single.is_file():
-        raise ModelError(f"{folder}: has neither model.safetensors nor model.safetensors.index.json (no pickles are read)")
+        raise ModelError(
+            "model.weights.files",
+            f"{folder}: has neither model.safetensors nor model.safetensors.index.json (no pickles are read)",
+        )
     return [single]
 
 
@@ -250,16 +259,18 @@ def check_files(files: list[Path], model: "nn.Module") -> None:
     from safetensors import SafetensorError, safe_open
 
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    problems = []
+    problems = Problems()
     for file in files:
         try:
             with safe_open(file, framework="pt") as content:
                 for name in content.keys():  # noqa: SIM118 (not a dict)
                     shape = tuple(content.get_slice(name).get_shape())
                     if shapes.get(name, shape) != shape:
-                        problems.append(f"{file.name}: {name} has shape {shape}, the model has {shapes[name]}")
+                        problems.add(
+                            "model.weights.mismatch", f"{file.name}: {name} has shape {shape}, the model has {shapes[name]}"
+                        )
         except SafetensorError as error:
-            problems.append(f"{file}: truncated or not safetensors: {error}")
+            problems.add("model.weights.files", f"{file}: truncated or not safetensors: {error}")
     if problems:
         raise ModelError(problems)
 
@@ -308,10 +319,19 @@ def materialize(
         return
     with receiving(model, device):
         report = _transformers_compat.load_sharded(model, [str(file) for file in weight_files(config)], device)
-    problems = [f"{name}: not in the files" for name in report.missing if not within(name, elsewhere)]
-    problems += [f"{name}: shape {theirs} in the files, {ours} in the model" for name, theirs, ours in report.mismatched]
-    problems += list(report.errors)
+    problems = [
+        Refusal("model.weights.mismatch", f"{name}: not in the files") for name in report.missing if not within(name, elsewhere)
+    ]
+    problems += [
+        Refusal("model.weights.mismatch", f"{name}: shape {theirs} in the files, {ours} in the model")
+        for name, theirs, ours in report.mismatched
+    ]
+    problems += [Refusal("model.weights.mismatch", line) for line in report.errors]
     unknown = [name for name in report.unexpected if not within(name, elsewhere)]
-    problems += [f"{name}: in the files, but the model has no such parameter" for name in unknown]
+    problems += [
+        Refusal("model.weights.mismatch", f"{name}: in the files, but the model has no such parameter") for name in unknown
+    ]
     if problems:
-        raise ModelError("\n  ".join([f"model.path={config.path!r} does not fit {class_name(model)}:", *problems]))
+        raise ModelError(
+            "model.weights.mismatch", "\n  ".join([f"model.path={config.path!r} does not fit {class_name(model)}:", *problems])
+        )

@@ -127,7 +127,10 @@ def _initialize_module(module: nn.Module, owner: nn.Module, done: set[int]) -> N
     elif own and not tied:
         reset = getattr(module, "reset_parameters", None)
         if not callable(reset):
-            raise ModelError(f"{class_name(module)} holds parameters but has no reset_parameters() to initialise them")
+            raise ModelError(
+                "model.initial_values",
+                f"{class_name(module)} holds parameters but has no reset_parameters() to initialise them",
+            )
         reset()
     done.update(id(parameter) for parameter in own)
 
@@ -202,6 +205,7 @@ def _check_written(model: nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]
             left.append(name)
     if left:
         raise ModelError(
+            "model.initial_values",
             f"{class_name(model)} leaves without an initial value: {', '.join(left)}; its _init_weights (or "
-            "reset_parameters) has to set them"
+            "reset_parameters) has to set them",
         )

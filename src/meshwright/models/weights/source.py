@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import ModelError, described
+from meshwright.errors import ModelError, Refusal, described
 from meshwright.models.model_config import ModelConfig
 from meshwright.paths import mistaken, no_directory
 
@@ -44,7 +44,7 @@ def refuse_untrainable(config: ModelConfig) -> None:
     problem = problem or _quantized_problem(_declared(config))
     problem = problem or _kind_problem(_declared(config), config.trust_remote_code, new=config.path is None)
     if problem:
-        raise ModelError(f"{where}: {problem}")
+        raise ModelError(problem.within(f"{where}: "))
 
 
 def _files(config: ModelConfig) -> frozenset[str]:
@@ -64,19 +64,22 @@ def _files(config: ModelConfig) -> frozenset[str]:
             return frozenset()
 
 
-def _files_problem(path: str, names: frozenset[str]) -> str | None:
+def _files_problem(path: str, names: frozenset[str]) -> Refusal | None:
     if names.intersection(_WHOLE):
         return None
     if "adapter_config.json" in names:
-        return (
+        return Refusal(
+            "model.path",
             f"holds an adapter (adapter_config.json), no whole model{mistaken(path, 'model')}; or merge it into its base model "
-            "with peft's merge_and_unload(), save that, and set model.path to it"
+            "with peft's merge_and_unload(), save that, and set model.path to it",
         )
     pickled = sorted(name for name in names if _PICKLED.fullmatch(name) and name not in _NO_WEIGHTS)
     if pickled:
         shown = ", ".join(pickled[:3]) + (", ..." if len(pickled) > 3 else "")
-        return f"its weights are in {shown}, and only safetensors are read (no pickles are read: they can run code); " + (
-            _CONVERT.format(path=path)
+        return Refusal(
+            "model.weights.pickle",
+            f"its weights are in {shown}, and only safetensors are read (no pickles are read: they can run code); "
+            + (_CONVERT.format(path=path)),
         )
     return None
 
@@ -94,7 +97,7 @@ def _declared(config: ModelConfig) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
-def _quantized_problem(declared: dict[str, Any]) -> str | None:
+def _quantized_problem(declared: dict[str, Any]) -> Refusal | None:
     """Return why quantized weights cannot be trained on; ``None`` if a config declares none."""
     declaration = declared.get("quantization_config")
     if not declaration:
@@ -103,16 +106,17 @@ def _quantized_problem(declared: dict[str, Any]) -> str | None:
     why = "are not read"
     if method == "bitsandbytes":  # github.com/bitsandbytes-foundation/bitsandbytes issue 1945
         why = "lose their scales and some of their bytes under FSDP2, without an error"
-    return (
+    return Refusal(
+        "model.weights.quantized",
         f"its weights are quantized ({method}), and {why}; take the model that they were made of, and for frozen weights in 4 "
-        "bits set adapter.base: nf4"
+        "bits set adapter.base: nf4",
     )
 
 
 _GENERATES = ("CausalLM", "ConditionalGeneration", "BlockDiffusion")
 
 
-def _kind_problem(declared: dict[str, Any], trust_remote_code: bool, *, new: bool) -> str | None:
+def _kind_problem(declared: dict[str, Any], trust_remote_code: bool, *, new: bool) -> Refusal | None:
     """Return why a config does not describe a model that predicts the next token or denoises text; ``None`` if it does."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     from transformers import MODEL_FOR_MASKED_LM_MAPPING as MASKED
@@ -123,9 +127,10 @@ def _kind_problem(declared: dict[str, Any], trust_remote_code: bool, *, new: boo
     named = architectures[0] if isinstance(architectures, list) and architectures else None
     task = re.search(r"For([A-Z]\w+)$", named) if isinstance(named, str) else None
     if task is not None and not task.group(1).startswith(_GENERATES):
-        return (
+        return Refusal(
+            "model.kind",
             f"is {_article(str(named))}, which has the head of another task; Meshwright trains models that generate text: take "
-            "the base model that it was made of, or another model for causal language modeling"
+            "the base model that it was made of, or another model for causal language modeling",
         )
     custom = trust_remote_code and "AutoModelForCausalLM" in (declared.get("auto_map") or {})
     known = {family.name for family in FAMILIES}
@@ -133,20 +138,24 @@ def _kind_problem(declared: dict[str, Any], trust_remote_code: bool, *, new: boo
         return None
     of = CONFIG_MAPPING[kind]
     if declared.get("is_encoder_decoder", getattr(of, "is_encoder_decoder", False)):
-        return (
+        return Refusal(
+            "model.encoder",
             f"is an encoder-decoder ({kind}); Meshwright trains models that continue a text: take a decoder, such as one of "
-            "llama, qwen3 or gemma3_text"
+            "llama, qwen3 or gemma3_text",
         )
     if of not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return (
+        return Refusal(
+            "model.kind",
             f"is a model of images and text ({kind}); Meshwright trains on text alone: save its language model with its own "
             "config (the text_config), and take that"
             if of in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-            else f"is of a kind ({kind}) that has no head to generate text; take a model for causal language modeling"
+            else f"is of a kind ({kind}) that has no head to generate text; take a model for causal language modeling",
         )
     if of in MASKED and not declared.get("is_decoder", getattr(of, "is_decoder", True)):
         remedy = "set is_decoder: true for a new model with causal attention" if new else "take a decoder"
-        return f"is an encoder ({kind}), whose attention sees the tokens that it would have to predict; {remedy}"
+        return Refusal(
+            "model.encoder", f"is an encoder ({kind}), whose attention sees the tokens that it would have to predict; {remedy}"
+        )
     return None
 
 
@@ -210,7 +219,7 @@ def _generation(folder: Path) -> dict[str, Any] | None:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read: {described(error)}") from error
+        raise ModelError("model.path", f"{path}: cannot be read: {described(error)}") from error
     if not isinstance(values, dict):
-        raise ModelError(f"{path}: must be a mapping, found {type(values).__name__}")
+        raise ModelError("model.path", f"{path}: must be a mapping, found {type(values).__name__}")
     return values

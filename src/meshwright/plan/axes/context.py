@@ -15,7 +15,7 @@ rank `i` gets the chunks `i` and ``2 cp - 1 - i`` (zigzag; Llama 3, arXiv 2407.2
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from meshwright.errors import number_of
+from meshwright.errors import Problems, Refusal, coded, number_of
 from meshwright.layout import divisors
 from meshwright.plan.draft import Draft
 from meshwright.plan.given.closed_choices import ContextBalance, ContextMethod
@@ -90,19 +90,20 @@ def resolve_attentions(draft: Draft) -> tuple[AttentionRow, ...]:
         default = ParallelOptions()
         for name in ("context_parallel", "context_balance", "context_recompute"):
             if (chosen := getattr(options, name)) != (legal := getattr(default, name)):
-                problems.append(f"{name}={chosen}: needs cp > 1; the legal value is {legal}")
+                problems.add("cp.option", f"{name}={chosen}: needs cp > 1; the legal value is {legal}")
         leaks = draft.spec.structure is not None and draft.spec.structure.leaks_documents
         if not options.packed or not leaks or _refusals(draft):
             return ()  # refused later by the check of boundaries, if documents see each other
         return _rows(draft)
     if draft.spec.twins:
-        problems.append(
+        problems.add(
+            "cp.twice",
             f"cp={cp}: {draft.spec.family} has a stack of layers that runs twice, with attention from one pass to the other, "
-            "which context parallel does not support; the legal value is 1"
+            "which context parallel does not support; the legal value is 1",
         )
         return ()
     if refused := _refusals(draft):
-        problems.extend(f"cp={cp}: {text}; the legal value of cp is 1" for text in without_repetition(refused))
+        problems.extend(text.within(f"cp={cp}: ", "; the legal value of cp is 1") for text in without_repetition(refused))
         return ()
     rows = _rows(draft)
     if options.context_parallel is ContextMethod.ULYSSES:
@@ -110,35 +111,49 @@ def resolve_attentions(draft: Draft) -> tuple[AttentionRow, ...]:
     return rows
 
 
-def _refusals(draft: Draft) -> list[str]:
+def _refusals(draft: Draft) -> Problems:
     """Return why the attentions of a model cannot be computed with the function of context parallel."""
     attentions = draft.model.traces.attentions
     if attentions is None:
-        return [f"the attentions of {draft.spec.family} are unknown (attentions of its ParallelSpec)"]
-    refused = [f"{draft.spec.family}: {problem}" for problem in attentions.problems]
-    refused += [f"attention {facts.module!r} {facts.problem}" for facts in attentions.rows if facts.problem]
+        return Problems(
+            [Refusal("cp.unknown", f"the attentions of {draft.spec.family} are unknown (attentions of its ParallelSpec)")]
+        )
+    refused = Problems(coded(problem, "cp.attention").within(f"{draft.spec.family}: ") for problem in attentions.problems)
     refused += [
-        f"attention {facts.module!r} drops attention weights with probability {facts.dropout:g}; set attention_dropout of the "
-        "model's config to 0"
+        coded(facts.problem, "cp.attention").within(f"attention {facts.module!r} ")
+        for facts in attentions.rows
+        if facts.problem
+    ]
+    refused += [
+        Refusal(
+            "cp.dropout",
+            f"attention {facts.module!r} drops attention weights with probability {facts.dropout:g}; set attention_dropout of "
+            "the model's config to 0",
+        )
         for facts in attentions.rows
         if facts.dropout
     ]
     if is_flash(attentions.kernel):
         refused += [
-            f"attention {facts.module!r} has sinks, which {attentions.kernel} does not know under cp; legal values of "
-            f"attn_implementation are {', '.join(KERNELS)}"
+            Refusal(
+                "cp.sinks",
+                f"attention {facts.module!r} has sinks, which {attentions.kernel} does not know under cp; legal values of "
+                f"attn_implementation are {', '.join(KERNELS)}",
+            )
             for facts in attentions.rows
             if facts.sinks
         ]
         dtype = draft.options.param_dtype
         dtypes = {dtype} if dtype else {parameter.dtype for parameter in draft.model.parameters}
         if wide := sorted(dtypes - {"bfloat16", "float16"}):
-            refused.append(f"{attentions.kernel} computes in 16 bits, not in {wide[0]}; set param_dtype=bfloat16")
+            refused.add("cp.dtype", f"{attentions.kernel} computes in 16 bits, not in {wide[0]}; set param_dtype=bfloat16")
     elif attentions.kernel not in KERNELS:
         legal = ", ".join(KERNELS)
-        refused.append(f"attn_implementation={attentions.kernel!r} is not supported; legal are {legal} and flash_attention_2")
+        refused.add(
+            "cp.kernel", f"attn_implementation={attentions.kernel!r} is not supported; legal are {legal} and flash_attention_2"
+        )
     if not attentions.rows and not refused:
-        refused.append(f"{draft.spec.family} has no attention")
+        refused.add("cp.no_attention", f"{draft.spec.family} has no attention")
     return refused
 
 
@@ -168,10 +183,11 @@ def _check_heads(draft: Draft, rows: Sequence[AttentionRow]) -> None:
     for heads, kv_heads in dict.fromkeys((row.heads, row.kv_heads) for row in rows):
         legal = [size for size in divisors(heads) if kv_heads % size == 0 or size % kv_heads == 0]
         if cp not in legal:
-            draft.problems.append(
+            draft.problems.add(
+                "cp.ulysses",
                 f"cp={cp}, context_parallel=ulysses: {number_of(heads, 'head')} and "
                 f"{number_of(kv_heads, 'key/value head')} of a rank can be exchanged "
-                f"over {', '.join(map(str, legal))} ranks; or use context_parallel=gather or ring"
+                f"over {', '.join(map(str, legal))} ranks; or use context_parallel=gather or ring",
             )
 
 

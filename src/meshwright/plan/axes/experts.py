@@ -28,13 +28,15 @@ def resolve_experts(draft: Draft) -> tuple[ExpertsRow, ...]:
     layout, options = draft.layout, draft.options
     mean = options.gradient_reduction is GradientReduction.MEAN
     if layout.ep > 1 and layout.ep_shard == 1 and mean and (options.reduce_dtype or options.param_dtype) == "float16":
-        draft.problems.append(
+        draft.problems.add(
+            "ep.reduce_dtype",
             f"reduce_dtype=float16 with ep={layout.ep}, gradient_reduction=mean and experts that are not sharded: FSDP2 would "
-            "divide their gradients twice; legal are bfloat16 and float32"
+            "divide their gradients twice; legal are bfloat16 and float32",
         )
     if layout.ep > 1 and not draft.spec.experts:
-        draft.problems.append(
-            f"ep={layout.ep}: {draft.spec.family} declares no experts (experts of its ParallelSpec); the legal value is 1"
+        draft.problems.add(
+            "ep.dense",
+            f"ep={layout.ep}: {draft.spec.family} declares no experts (experts of its ParallelSpec); the legal value is 1",
         )
     rows = {}
     for rule in draft.spec.experts:
@@ -51,32 +53,37 @@ def _row(draft: Draft, rule: ExpertsRule, name: str) -> ExpertsRow | None:
     adapted = len(shapes) < len(inside_it)
     counts = {shape[0] if shape else 0 for shape in shapes.values()}
     if len(counts) != 1:
-        draft.problems.append(
-            f"experts {name!r}: the first dimension of each parameter must be the number of experts; the shapes are {shapes}"
+        draft.problems.add(
+            "ep.parameters",
+            f"experts {name!r}: the first dimension of each parameter must be the number of experts; the shapes are {shapes}",
         )
         return None
     (experts,) = counts
     if ep > 1 and experts % ep:
-        draft.problems.append(f"{undivided('ep', ep, experts, 'expert')} (of {name!r})")
+        draft.problems.append(undivided("ep", ep, experts, "expert").within("", f" (of {name!r})"))
     if ep > 1 and adapted:
-        draft.problems.append(
+        draft.problems.add(
+            "ep.adapters",
             f"ep={ep}: peft wraps the experts {name!r}, and their adapters count experts in another dimension; the legal value "
-            "is 1"
+            "is 1",
         )
     elif ep > 1 and any("." in own for own in shapes):
-        draft.problems.append(
+        draft.problems.add(
+            "ep.parameters",
             f"ep={ep}: the experts {name!r} keep their parameters in submodules, and ep needs stacked parameters (one tensor "
-            "with an entry for each expert); the legal value is 1"
+            "with an entry for each expert); the legal value is 1",
         )
     router = _beside(draft, name, rule.router)
     if rule.router is not None and router is None:
-        draft.problems.append(f"router pattern {rule.router!r} matches no module beside {name!r}")
+        draft.problems.add("ep.router", f"router pattern {rule.router!r} matches no module beside {name!r}")
     bias = ""
     if router and rule.bias:
         places = (router, holder_of(name))
         holder = next((place for place in places if rule.bias in modules[place].buffers), None)
         if holder is None:
-            draft.problems.append(f"bias {rule.bias!r} is a buffer neither of the router {router!r} nor of its parent module")
+            draft.problems.add(
+                "ep.router", f"bias {rule.bias!r} is a buffer neither of the router {router!r} nor of its parent module"
+            )
         bias = f"{holder}.{rule.bias}" if holder else rule.bias
     return ExpertsRow(
         module=name,

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, Problems, Refusal
 from meshwright.paths import nearby
 
 __all__ = ["Hardware", "known_hardware", "load_hardware", "name_of"]
@@ -98,37 +98,46 @@ def load_hardware(name: str, option: str = "--gpu") -> Hardware:
         try:
             text = Path(name).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{where}: cannot be read as text ({error})") from error
+            raise ConfigError("hardware.file", f"{where}: cannot be read as text ({error})") from error
     else:
         near = _near(name) or ";"
-        raise ConfigError(f"{where}: unknown{near} legal are {', '.join(known_hardware())}, or the path of a YAML file")
+        raise ConfigError(
+            "hardware.name", f"{where}: unknown{near} legal are {', '.join(known_hardware())}, or the path of a YAML file"
+        )
     try:
         values: Any = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: is no YAML ({' '.join(str(error).split())})") from error
+        raise ConfigError("hardware.file", f"{where}: is no YAML ({' '.join(str(error).split())})") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{where}: must be a mapping of keys to values")
+        raise ConfigError("hardware.file", f"{where}: must be a mapping of keys to values")
     names = [item.name for item in fields(Hardware)]
     optional = ("beyond", "calibrated", "torch_name", "remarks")
-    problems = [f"{where}: {key} is missing" for key in names if key not in (*values, *optional)]
-    problems += [f"{where}: {key}: unknown key; legal are {', '.join(names)}" for key in values if key not in names]
+    problems = Problems(
+        Refusal("hardware.value", f"{where}: {key} is missing") for key in names if key not in (*values, *optional)
+    )
+    problems += [
+        Refusal("hardware.value", f"{where}: {key}: unknown key; legal are {', '.join(names)}")
+        for key in values
+        if key not in names
+    ]
     if not isinstance(values.get("calibrated", False), bool):
-        problems.append(f"{where}: calibrated={values['calibrated']!r}: legal are true and false")
+        problems.add("hardware.value", f"{where}: calibrated={values['calibrated']!r}: legal are true and false")
     remarks = values.get("remarks", ())
     if not isinstance(remarks, list | tuple) or not all(isinstance(item, str) for item in remarks):
-        problems.append(f"{where}: remarks={remarks!r}: must be a list of sentences")
+        problems.add("hardware.value", f"{where}: remarks={remarks!r}: must be a list of sentences")
     for key in (key for key in names if key not in ("name", "calibrated", "torch_name", "remarks")):
         value = values.get(key, 1)
         least = 0 if key in ("reserved_gib", "link_us", "nic_us", "launch_us", "overlap", "beyond") else 1e-9
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 1e9:
-            problems.append(
-                f"{where}: {key}={value!r}: must be a number {'from 0 on' if least == 0 else 'above 0'}, such as 5.0e+1"
+            problems.add(
+                "hardware.value",
+                f"{where}: {key}={value!r}: must be a number {'from 0 on' if least == 0 else 'above 0'}, such as 5.0e+1",
             )
     if not isinstance(values.get("gpus_per_node", 1), int):
-        problems.append(f"{where}: gpus_per_node={values['gpus_per_node']!r}: must be a whole number")
+        problems.add("hardware.value", f"{where}: gpus_per_node={values['gpus_per_node']!r}: must be a whole number")
     if not problems:
         problems += [
-            f"{where}: {key}={values[key]}: is a share; legal are 0 to 1"
+            Refusal("hardware.value", f"{where}: {key}={values[key]}: is a share; legal are 0 to 1")
             for key in ("achievable", "attention", "overlap")
             if values[key] > 1
         ]

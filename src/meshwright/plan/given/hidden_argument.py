@@ -73,8 +73,9 @@ def place_of(argument: Argument, args: tuple[Any, ...], kwargs: Mapping[str, Any
         return tensors[0]
     among = f"is one of {', '.join(tensors)}" if tensors else "is missing"
     raise PlanError(
+        "plan.hidden_argument",
         f"module {module!r}: its forward names no argument for its hidden state, and the call does not tell which one it is "
-        f"({name!r} {among}); pass it by position or as {HIDDEN!r}"
+        f"({name!r} {among}); pass it by position or as {HIDDEN!r}",
     )
 
 

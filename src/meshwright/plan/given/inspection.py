@@ -200,8 +200,9 @@ def inspect_model(spec: ParallelSpec, model: nn.Module) -> Inspection:
     for name, parameter in model.named_parameters():
         if type(parameter).__name__ in FOREIGN:  # github.com/bitsandbytes-foundation/bitsandbytes issue 1945
             raise PlanError(
+                "fsdp.bitsandbytes",
                 f"parameter {name!r} is of bitsandbytes, and FSDP2 would lose its scales and some of its bytes, without an "
-                "error; build the model in bfloat16, and for frozen weights in 4 bits see adapter.base (docs/fine-tuning.md)"
+                "error; build the model in bfloat16, and for frozen weights in 4 bits see adapter.base (docs/fine-tuning.md)",
             )
     packed = {f"{name}.{own}" for name, module in model.named_modules() for own in getattr(module, PACKED_ATTRIBUTE, ())}
     parameters = tuple(

@@ -4,6 +4,8 @@ import re
 from collections.abc import Collection, Iterable
 from functools import lru_cache
 
+from meshwright.errors import Refusal
+
 __all__ = [
     "generalize",
     "holder_of",
@@ -67,15 +69,17 @@ def generalize(name: str) -> str:
     return ".".join("*" if component.isdigit() else component for component in name.split("."))
 
 
-def without_repetition(problems: Iterable[str]) -> list[str]:
-    """Return lines, and only the first of those that differ in the numbers of layers alone, with the count of the others.
+def without_repetition(problems: Iterable[Refusal]) -> list[Refusal]:
+    """Return refusals, and only the first of those that differ in the numbers of layers alone, with the count of the others.
 
     A number of a layer is a component of a dotted name. Other digits, such as those of ``fc1`` and ``fc2``, tell things apart.
     """
-    groups: dict[str, list[str]] = {}
+    groups: dict[str, list[Refusal]] = {}
     for problem in problems:
         groups.setdefault(_DOTTED.sub(lambda name: generalize(name[0].strip("'")), problem), []).append(problem)
-    return [first if not others else f"{first} (and {len(others)} more like it)" for first, *others in groups.values()]
+    return [
+        first if not others else first.within("", f" (and {len(others)} more like it)") for first, *others in groups.values()
+    ]
 
 
 def last_of_each_container(names: Iterable[str]) -> set[str]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
-from meshwright.errors import PlanError
+from meshwright.errors import PlanError, Problems
 from meshwright.layout import Layout
 from meshwright.plan.given.closed_choices import (
     ActivationCheckpointing,
@@ -43,10 +43,10 @@ def _option(default: Any, description: str, **legal: Any) -> Any:
     return field(**value, metadata={"description": description, **legal})
 
 
-def _chosen(name: str, word: Any, choices: Any, problems: list[str]) -> Any:
+def _chosen(name: str, word: Any, choices: Any, problems: Problems) -> Any:
     """Return what a word means: a member of an enum, or itself; an illegal one is added to the problems."""
     if word not in tuple(choices):
-        problems.append(f"{name}={word!r}: legal are {', '.join(choices)}")
+        problems.add("plan.option", f"{name}={word!r}: legal are {', '.join(choices)}")
         return word
     return choices(word) if isinstance(choices, type) else word
 
@@ -224,7 +224,7 @@ class ParallelOptions:
         Raises:
             PlanError: all illegal values together.
         """
-        problems: list[str] = []
+        problems = Problems()
         for item in fields(self):
             name, value, choices = item.name, getattr(self, item.name), item.metadata.get("choices")
             optional = type(None) in get_args(item.type)
@@ -235,7 +235,7 @@ class ParallelOptions:
             elif choices and not (optional and value is None):
                 value = _chosen(name, value, choices, problems)
             elif (least := item.metadata.get("least")) is not None and value is not None and value < least:
-                problems.append(f"{name}={value}: must be at least {least}{item.metadata.get('why', '')}")
+                problems.add("plan.option", f"{name}={value}: must be at least {least}{item.metadata.get('why', '')}")
             object.__setattr__(self, name, value)
         if problems:
             raise PlanError(problems)

@@ -53,13 +53,15 @@ def resolve_loss(draft: Draft) -> LossRow | None:
         draft.remarks.append(f"the loss is computed from all logits at once: {problem}")
         return None
     if problem:
-        draft.problems.append(f"loss_chunks={asked}: {problem}; the legal value is 0")
+        draft.problems.add("loss.chunks", f"loss_chunks={asked}: {problem}; the legal value is 0")
         return None
     if asked is None:
         assert tokens is not None
         asked = chunks_of(facts.vocabulary, tokens * draft.layout.size("cp"), dtype)
     if tokens is not None and asked > tokens:
-        draft.problems.append(f"loss_chunks={asked}: a rank has {tokens} tokens of a microbatch; legal are 0 to {tokens}")
+        draft.problems.add(
+            "loss.chunks", f"loss_chunks={asked}: a rank has {tokens} tokens of a microbatch; legal are 0 to {tokens}"
+        )
         return None
     return LossRow(facts.name, facts.vocabulary, asked) if asked else None
 

@@ -21,31 +21,37 @@ def checkpointing_modes(draft: Draft) -> dict[str, ActivationCheckpointing]:
         if not matched:
             lists = dict.fromkeys(generalize(name) for name in layers)
             shown = ", ".join(f"{every} ({(alike := match_names(every, layers))[0]} to {alike[-1]})" for every in lists)
-            draft.problems.append(f"activation_checkpointing_layers pattern {pattern!r} matches no layer; layers are {shown}")
+            draft.problems.add(
+                "plan.pattern", f"activation_checkpointing_layers pattern {pattern!r} matches no layer; layers are {shown}"
+            )
         modes.update(dict.fromkeys(matched, mode))
     for name, mode in modes.items():
         if mode is ActivationCheckpointing.SUBMODULE and not list(parts_of_layer(draft.model, name)):
             legal = ", ".join(other for other in ActivationCheckpointing if other is not mode)
-            draft.problems.append(
-                f"activation_checkpointing=submodule: layer {name!r} has no submodules; legal for it are {legal}"
+            draft.problems.add(
+                "checkpointing.submodule",
+                f"activation_checkpointing=submodule: layer {name!r} has no submodules; legal for it are {legal}",
             )
         if mode is ActivationCheckpointing.SELECTIVE and options.compile and draft.layout.size("tp") > 1:
-            draft.problems.append(
+            draft.problems.add(
+                "checkpointing.compile",
                 f"activation_checkpointing=selective with compile=True and tp={draft.layout.size('tp')}: torch cannot compile "
                 f"the recomputation of layer {name!r} around slices, and would run all of it uncompiled; legal for it are "
-                "none, full, submodule"
+                "none, full, submodule",
             )
             continue
         mixed = any(inside(other, name) for other in draft.mixtures)
         if mode is ActivationCheckpointing.SELECTIVE and options.compile and mixed:
-            draft.problems.append(
+            draft.problems.add(
+                "checkpointing.compile",
                 f"activation_checkpointing=selective with compile=True: layer {name!r} has experts and is compiled in "
-                "parts, whose operators cannot be told apart; legal for it are none, full, submodule"
+                "parts, whose operators cannot be told apart; legal for it are none, full, submodule",
             )
     if options.activation_checkpointing_save and ActivationCheckpointing.SELECTIVE not in modes.values():
-        draft.problems.append(
+        draft.problems.add(
+            "checkpointing.operators",
             f"activation_checkpointing_save={list(options.activation_checkpointing_save)}: only selective layers keep results "
-            "of operators, and there are none; set activation_checkpointing or activation_checkpointing_layers to selective"
+            "of operators, and there are none; set activation_checkpointing or activation_checkpointing_layers to selective",
         )
     return modes
 

@@ -17,7 +17,9 @@ def choose_decayed(draft: Draft) -> None:
     options = draft.options
     decay, no_decay = (_named(draft, rule, getattr(options, rule)) for rule in ("decay", "no_decay"))
     for name in sorted(decay & no_decay):
-        draft.problems.append(f"parameter {name!r} is claimed twice: by decay and by no_decay; name it in one of them")
+        draft.problems.add(
+            "plan.decay", f"parameter {name!r} is claimed twice: by decay and by no_decay; name it in one of them"
+        )
     for parameter in draft.parameters:
         name = parameter.name
         rule = "no_decay" if name in no_decay else "decay" if name in decay else _kind(draft, parameter)

@@ -85,7 +85,9 @@ def report_or_audit(setup: RunSetup, source: Source | None, prove: Prove | None)
     outcome = prove(setup)
     say(outcome.verdict)
     if not outcome.passed:
-        raise NotProvenError("the layout does not compute what one process does; training is not started (--audit)")
+        raise NotProvenError(
+            "audit.failed", "the layout does not compute what one process does; training is not started (--audit)"
+        )
 
 
 # -- ranks that another launcher started --------------------------------------------------------------------------------------
@@ -110,7 +112,7 @@ def report_or_audit_on_rank_0(config: RunConfig, source: Source | None, prove: P
     store = dist.PrefixStore("meshwright", next(dist.rendezvous("env://", timeout=timeout))[0])
     if audit is not None:
         error = audit.end()
-        store.set(KEY, json.dumps([type(error).__name__, list(error.problems)] if error else None))
+        store.set(KEY, json.dumps([type(error).__name__, [[line.code, line] for line in error.problems]] if error else None))
         _leave_together(store, rank, world_size)
         if error is not None:
             raise error
@@ -128,17 +130,17 @@ def _wait(store: dist.Store) -> None:
     try:
         while not store.check([KEY]):
             if time.monotonic() > end:
-                raise WorkerError(f"rank 0 has not audited the layout within {PATIENCE}")
+                raise WorkerError("worker.silent", f"rank 0 has not audited the layout within {PATIENCE}")
             time.sleep(LOOK)
     except (dist.DistError, RuntimeError) as error:
         if isinstance(error, WorkerError):
             raise
-        raise WorkerError(f"rank 0 ended while it audited the layout: {str(error).splitlines()[0]}") from error
+        raise WorkerError("worker.ended", f"rank 0 ended while it audited the layout: {str(error).splitlines()[0]}") from error
 
 
 def _error_from(text: bytes) -> MeshwrightError | None:
     content = json.loads(text)
-    return getattr(errors, content[0], WorkerError)(content[1]) if content else None
+    return getattr(errors, content[0], WorkerError)([errors.Refusal(*pair) for pair in content[1]]) if content else None
 
 
 def _leave_together(store: dist.Store, rank: int, world_size: int) -> None:
@@ -168,7 +170,7 @@ class _Audit:
             self.process.join()
             code = self.process.exitcode or 0
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            return WorkerError(f"the audit of the layout ended with {how}")
+            return WorkerError("worker.ended", f"the audit of the layout ended with {how}")
         self.process.join()
         return outcome
 
@@ -187,7 +189,7 @@ def _audit_alone(
     except MeshwrightError as raised:
         error = type(raised)(raised.problems)  # without what cannot be pickled
     except Exception as raised:  # whatever it was, the ranks must not wait in vain
-        error = WorkerError(f"the audit of the layout: {type(raised).__name__}: {raised}")
+        error = WorkerError("worker.exception", f"the audit of the layout: {type(raised).__name__}: {raised}")
     results.send(error)
 
 

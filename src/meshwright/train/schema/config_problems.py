@@ -6,6 +6,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from meshwright.errors import Refusal, coded
+
 __all__ = ["FOREIGN", "FOREIGN_IN_SECTION", "message", "sections"]
 
 FOREIGN = {
@@ -121,7 +123,7 @@ FOREIGN_IN_SECTION = {
 """The same for short words, which mean another thing in each section."""
 
 
-def message(item: Mapping[str, Any], schema: type[BaseModel]) -> str:
+def message(item: Mapping[str, Any], schema: type[BaseModel]) -> Refusal:
     """Return the message for one of pydantic's errors: where, what is wrong, what is legal.
 
     Args:
@@ -133,14 +135,20 @@ def message(item: Mapping[str, Any], schema: type[BaseModel]) -> str:
     kind, value = item["type"], item.get("input")
     if kind == "extra_forbidden":
         legal = _legal_keys(schema, location[:-1])
-        return f"{where}: unknown key; {_hint(location, legal, schema)}legal here: {', '.join(legal)}"
+        return Refusal(
+            "config.unknown_key", f"{where}: unknown key; {_hint(location, legal, schema)}legal here: {', '.join(legal)}"
+        )
     if kind == "missing":
-        return f"{where}: is required"
+        return Refusal("config.required", f"{where}: is required")
     if kind == "model_type":
-        return f"{where}={value!r}: must be a mapping of keys; legal in it: {', '.join(_legal_keys(schema, location))}"
+        return Refusal(
+            "config.type",
+            f"{where}={value!r}: must be a mapping of keys; legal in it: {', '.join(_legal_keys(schema, location))}",
+        )
     if kind == "value_error":
-        return str(item["ctx"]["error"])
-    return f"{where}={value!r}: {item['msg'][0].lower()}{item['msg'][1:]}"
+        said = item["ctx"]["error"].args[0]
+        return coded(str(said) if not isinstance(said, Refusal) else said, "config.value")
+    return Refusal("config.type", f"{where}={value!r}: {item['msg'][0].lower()}{item['msg'][1:]}")
 
 
 def sections(schema: type[BaseModel]) -> dict[str, type[BaseModel]]:

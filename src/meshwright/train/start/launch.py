@@ -23,6 +23,7 @@ from meshwright.errors import (
     InterruptError,
     MeshwrightError,
     NonFiniteError,
+    Refusal,
     StoppedError,
     WorkerError,
     described,
@@ -85,8 +86,9 @@ def device_kind(config: RunConfig, processes: int, *, launched: bool = False) ->
         return "cpu"
     legal = f"legal launch.nproc: 1 to {gpus}" if gpus else "there is no GPU on this machine"
     raise ConfigError(
+        "run.device",
         f"launch.device={device}: {number_of(processes, 'process')} and {number_of(gpus, 'GPU')} here; {legal}, or "
-        "launch.device=cpu"
+        "launch.device=cpu",
     )
 
 
@@ -131,7 +133,9 @@ def launch(
 
         local = _local_world_size(config)
         if nproc not in (None, local):
-            raise ConfigError(f"--nproc={nproc}: the launcher started {number_of(local, 'process')} here; leave it out")
+            raise ConfigError(
+                "run.processes", f"--nproc={nproc}: the launcher started {number_of(local, 'process')} here; leave it out"
+            )
 
         def work() -> None:
             kind = device_kind(config, local, launched=True)
@@ -168,7 +172,7 @@ def _files_named(near: Path) -> Iterator[None]:
     except OSError as error:
         if error.strerror is None or error.filename is not None:
             raise
-        raise WorkerError(described(error, near)) from error
+        raise WorkerError("worker.exception", described(error, near)) from error
 
 
 def _local_world_size(config: RunConfig) -> int:
@@ -188,7 +192,9 @@ def _local_world_size(config: RunConfig) -> int:
         return config.launch.nproc or 1
     first = re.match(r"[1-9]\d*(?=$|[(,])", slurm)
     if first is None:
-        raise ConfigError(f"the environment variable SLURM_STEP_TASKS_PER_NODE={slurm!r}: must be of the form 8(x2),4")
+        raise ConfigError(
+            "run.environment", f"the environment variable SLURM_STEP_TASKS_PER_NODE={slurm!r}: must be of the form 8(x2),4"
+        )
     return int(first.group())
 
 
@@ -201,7 +207,8 @@ def _check_port(port: int) -> None:
             probe.bind(("", port))
         except OSError as error:
             raise ConfigError(
-                f"launch.port={port}: {(error.strerror or str(error)).lower()}; choose another, or 0 for any that is free"
+                "run.port",
+                f"launch.port={port}: {(error.strerror or str(error)).lower()}; choose another, or 0 for any that is free",
             ) from error
 
 
@@ -215,11 +222,11 @@ def _as_one_of_many(work: Any, debug: bool, near: Path) -> None:
             raise
         if isinstance(error, NonFiniteError | StoppedError):  # all ranks have this error, and rank 0 reports it
             leave_to_rank_0(error)
-        raise type(error)([f"rank {rank}: {line}" for line in error.problems]) from error
+        raise type(error)([line.within(f"rank {rank}: ") for line in error.problems]) from error
     except Exception as error:
         if debug:
             raise
-        raise WorkerError(f"rank {os.environ.get('RANK', '0')}: {described(error, near)}") from error
+        raise WorkerError("worker.exception", f"rank {os.environ.get('RANK', '0')}: {described(error, near)}") from error
 
 
 def _launch_local(
@@ -275,8 +282,8 @@ def _launch_local(
             if error.sigval is signal.SIGINT and not has_begun(asked):
                 raise KeyboardInterrupt from None
             if error.sigval is signal.SIGINT:
-                raise InterruptError(_ended_at_once(config)) from None
-            raise WorkerError(f"ended by {error.sigval.name}") from None
+                raise InterruptError("run.interrupted", _ended_at_once(config)) from None
+            raise WorkerError("worker.ended", f"ended by {error.sigval.name}") from None
 
 
 def _ended_at_once(config: RunConfig) -> str:
@@ -342,11 +349,13 @@ def _worker_entry(
     try:
         run_worker(config, kind, prepared, forecast=forecast, asked=Path(reports) / ASKED)
     except BaseException as error:
-        problems = list(error.problems) if isinstance(error, MeshwrightError) else [described(error, config.directory)]
+        failed = (
+            error if isinstance(error, MeshwrightError) else WorkerError("worker.exception", described(error, config.directory))
+        )
         report = {
             "time": time.time(),
             "type": type(error).__name__,
-            "problems": problems,
+            "problems": [[problem.code, problem] for problem in failed.problems],
         }
         path = Path(reports, f"rank-{os.environ['RANK']}.json")
         path.with_suffix(".tmp").write_text(json.dumps(report))
@@ -365,7 +374,7 @@ def _first_failure(reports: Path, failed: Any) -> MeshwrightError:
     failures = {int(path.stem.removeprefix("rank-")): json.loads(path.read_text()) for path in reports.glob("rank-*.json")}
     silent = {rank: failure for rank, failure in failed.failures.items() if rank not in failures}
     if not failures and any(failure.exitcode == StoppedError.exit_code for failure in silent.values()):
-        return StoppedError(UNEXPORTED)
+        return StoppedError("run.stopped", UNEXPORTED)
     killed = {rank: failure for rank, failure in silent.items() if failure.exitcode not in (0, -signal.SIGTERM)}
     if killed:
         rank, failure = min(killed.items(), key=lambda item: item[1].timestamp)
@@ -373,11 +382,11 @@ def _first_failure(reports: Path, failed: Any) -> MeshwrightError:
         hint = " (the system kills with SIGKILL when memory runs out)" if name == "SIGKILL" else ""
         first = min((report["time"] for report in failures.values()), default=float("inf"))
         if failure.timestamp <= first + 1:
-            return WorkerError(f"rank {rank} ended with {name}{hint}")
+            return WorkerError("worker.ended", f"rank {rank} ended with {name}{hint}")
     if not failures:
-        return WorkerError(str(failed))
+        return WorkerError("worker.ended", str(failed))
     rank, report = min(failures.items(), key=lambda item: item[1]["time"])
     kind = getattr(errors, report["type"], WorkerError)
     alike = [other for other, item in failures.items() if item["problems"] == report["problems"]]
     prefix = "" if len(alike) > 1 else f"rank {rank}: "
-    return kind([f"{prefix}{line}" for line in report["problems"]])
+    return kind([Refusal(code, f"{prefix}{line}") for code, line in report["problems"]])

@@ -16,7 +16,7 @@ from torch import nn
 from meshwright.checkpoint.directory import complete, latest, read_meta
 from meshwright.checkpoint.export import check_target, needed_paths
 from meshwright.checkpoint.manager import check_base, check_same_model, check_writable
-from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError, during, number_of
+from meshwright.errors import CheckpointError, ConfigError, DataError, MeshwrightError, Refusal, during, number_of
 from meshwright.files import write_whole
 from meshwright.plan.axes.context import unevenness
 from meshwright.plan.cost.hardware import load_hardware
@@ -73,7 +73,7 @@ def prepare_run(
     check_writable(paths.root)
     if paths.config.exists() and not paths.source.exists() and latest(paths.checkpoints) is None:
         words = "is not of a run, and the run would write its own in its place; rename it, or choose another output"
-        raise ConfigError(f"output={config.output}: {paths.config} {words}")
+        raise ConfigError("run.output", f"output={config.output}: {paths.config} {words}")
     if config.export:
         # At the end, the export takes the place of that of an earlier part of the run.
         check_target(paths.export, overwrite=True, needed=needed_paths(config.model_dump()))
@@ -105,7 +105,7 @@ def prepare_run(
     with during("the data are read"):
         store = prepare(config.data, tokenizer, paths.tokens, config.training.seed, fast=fast, say=warn)
     if store.index.train_documents == 0:
-        raise DataError("data: no documents left to train on")
+        raise DataError("data.split", "data: no documents left to train on")
     loader = _loader(config, store)
     if resume is not None:
         # The checks that every rank will make again; here they fail before ranks are started.
@@ -133,19 +133,21 @@ def _checked_draft(config: RunConfig, world_size: int) -> RunSetup:
     errors: list[MeshwrightError] = []
     if problems := config.data.problems():
         errors.append(DataError(problems))
-    if problems := [
-        f"metrics.{name}={getattr(config.metrics, name)!r}: needs `pip install 'meshwright[{name}]'`"
+    if missing := [
+        Refusal("run.extra", f"metrics.{name}={getattr(config.metrics, name)!r}: needs `pip install 'meshwright[{name}]'`")
         for name in ("wandb", "mlflow")
         if getattr(config.metrics, name) is not None and find_spec(name) is None
     ]:
-        errors.append(ConfigError(problems))
+        errors.append(ConfigError(missing))
     if config.metrics.gpu is not None:
         try:
             load_hardware(config.metrics.gpu, "metrics.gpu")
         except ConfigError as error:
             errors.append(error)
     if config.adapter is not None and config.adapter.base is not None and config.model.path is None:
-        errors.append(ConfigError(f"adapter.base={config.adapter.base}: is for weights that are in files; set model.path"))
+        errors.append(
+            ConfigError("adapter.base", f"adapter.base={config.adapter.base}: is for weights that are in files; set model.path")
+        )
     draft = None
     try:
         draft = make_setup(config, world_size)
@@ -190,8 +192,9 @@ def _refuse_another_tokenizer(config: RunConfig, checkpoint: Path) -> None:
     now = config.tokenizer.model_dump(mode="json", exclude_none=True)
     if earlier != now:
         raise CheckpointError(
+            "checkpoint.tokenizer",
             f"tokenizer: the run in {config.output} began with {earlier}, but the configuration now has {now}; choose another "
-            "output"
+            "output",
         )
 
 
@@ -208,7 +211,9 @@ def locked(config: RunConfig) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CheckpointError(f"output={config.output}: another run is writing there; wait, or choose another") from None
+            raise CheckpointError(
+                "run.locked", f"output={config.output}: another run is writing there; wait, or choose another"
+            ) from None
         except OSError:
             pass  # a file system without locks
         yield

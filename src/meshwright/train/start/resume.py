@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshwright.checkpoint.directory import complete, damage, damage_in_brief, latest, newest, read_meta, set_aside
-from meshwright.errors import CheckpointError, described
+from meshwright.errors import CheckpointError, Refusal, described
 from meshwright.paths import no_directory
 from meshwright.train.config import RunConfig
 from meshwright.train.start.setup import Paths
@@ -35,7 +35,8 @@ def checkpoint_to_resume(config: RunConfig) -> Path | None:
     if resume == "never":
         if last is not None:
             raise CheckpointError(
-                f"checkpoint.resume=never, but {config.output} holds {last.name}; choose another output, or resume=auto"
+                "checkpoint.resume",
+                f"checkpoint.resume=never, but {config.output} holds {last.name}; choose another output, or resume=auto",
             )
         return None
     if absent := no_directory("checkpoint.resume", resume, hub=False):
@@ -45,8 +46,9 @@ def checkpoint_to_resume(config: RunConfig) -> Path | None:
     if last is not None and read_meta(last)["step"] > meta["step"]:
         # The next checkpoints would be older than those in the directory: they would be removed, and not resumed from.
         raise CheckpointError(
+            "checkpoint.resume",
             f"checkpoint.resume={resume}: {config.output} holds the later {last.name}; choose another output, resume=auto, or "
-            f"remove what is later than step {meta['step']}"
+            f"remove what is later than step {meta['step']}",
         )
     return path
 
@@ -100,7 +102,7 @@ def verified(config: RunConfig, checkpoint: Path | None, say: Say) -> Path | Non
             except CheckpointError as error:
                 outcome = [error]
             except Exception as error:  # whatever it was, the other ranks must not wait in vain
-                outcome = [CheckpointError(f"{checkpoint}: {described(error)}")]
+                outcome = [CheckpointError("checkpoint.unreadable", f"{checkpoint}: {described(error)}")]
         dist.broadcast_object_list(outcome, src=0, group=patient)
         if isinstance(outcome[0], CheckpointError):
             raise outcome[0]
@@ -110,7 +112,9 @@ def verified(config: RunConfig, checkpoint: Path | None, say: Say) -> Path | Non
 
 def _refuse(checkpoint: Path, resume: str, damages: list[str]) -> None:
     if damages and resume != "auto":
-        raise CheckpointError([f"checkpoint.resume={resume}: {checkpoint} is damaged: {line}" for line in damages])
+        raise CheckpointError(
+            [Refusal("checkpoint.damaged", f"checkpoint.resume={resume}: {checkpoint} is damaged: {line}") for line in damages]
+        )
 
 
 def _set_aside(checkpoint: Path, damages: list[str], say: Say) -> None:
@@ -118,7 +122,8 @@ def _set_aside(checkpoint: Path, damages: list[str], say: Say) -> None:
     before = [path for path in complete(checkpoint.parent) if path != checkpoint]
     if not before:
         raise CheckpointError(
-            f"{checkpoint} is damaged: {shown}. There is no other checkpoint; choose another output to begin anew"
+            "checkpoint.damaged",
+            f"{checkpoint} is damaged: {shown}. There is no other checkpoint; choose another output to begin anew",
         )
     place = set_aside(checkpoint)
     say(f"{checkpoint} is damaged: {shown}. It is now {place.name}; the run goes on from {before[-1].name}")

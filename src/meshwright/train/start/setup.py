@@ -9,7 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import CheckpointError, ConfigError, LayoutError, MeshwrightError, PlanError, UnsupportedError, during
+from meshwright.errors import (
+    CheckpointError,
+    ConfigError,
+    LayoutError,
+    MeshwrightError,
+    PlanError,
+    UnsupportedError,
+    during,
+)
 from meshwright.layout import Layout, divisors
 from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.result.sharding_plan import ShardingPlan
@@ -155,8 +163,9 @@ def make_setup(
     if sizes.kv_groups and sizes.heads and sizes.kv_heads and sizes.heads % sizes.kv_heads:
         problems.append(
             ConfigError(
+                "model.config.heads",
                 f"{config.model.path or 'model.config'}: {spec.sizes['kv_heads']}={sizes.kv_heads} does not divide "
-                f"{spec.sizes['heads']}={sizes.heads}; legal are {', '.join(map(str, divisors(sizes.heads)))}"
+                f"{spec.sizes['heads']}={sizes.heads}; legal are {', '.join(map(str, divisors(sizes.heads)))}",
             )
         )
     try:
@@ -178,13 +187,14 @@ def make_setup(
         problems.append(error)
     if layout.pp not in (None, -1, 1) and not objective.pipelines:
         words = f"training.objective={objective.name} does not say how stages call the model; the legal value is 1"
-        problems.append(ConfigError(f"layout.pp={layout.pp}: {words}"))
+        problems.append(ConfigError("pp.objective", f"layout.pp={layout.pp}: {words}"))
     problems.extend(_length_problems(config, model))
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         problems.append(
             ConfigError(
+                "model.config.router_loss",
                 "model.config.output_router_logits=true: transformers' auxiliary loss of the router is no part of the training "
-                "loss; the legal value is false; for a balance loss, set its coefficient moe.aux_loss"
+                "loss; the legal value is false; for a balance loss, set its coefficient moe.aux_loss",
             )
         )
     if tokenizer is not None:
@@ -200,7 +210,7 @@ def make_setup(
     if not objective.chunks:
         if options.loss_chunks:
             words = f"training.objective={objective.name} has its own way from logits to losses; the legal value is 0"
-            raise ConfigError(f"parallel.loss_chunks={options.loss_chunks}: {words}")
+            raise ConfigError("loss.chunks", f"parallel.loss_chunks={options.loss_chunks}: {words}")
         options = replace(options, loss_chunks=0)
     plan = resolve(spec, model, layout, options)
     refused = refusals(
@@ -238,8 +248,9 @@ def describe_model(
     strategy = get_parallelization_strategy(model)
     if type(strategy).parallelize is not ParallelizationStrategy.parallelize:
         raise UnsupportedError(
+            "model.strategy",
             f"{type(strategy).__name__}.parallelize: is overridden, but a run does not call it; override spec() or "
-            "carry_out(), or shard with FSDP2Manager in a loop of your own"
+            "carry_out(), or shard with FSDP2Manager in a loop of your own",
         )
     spec = strategy.spec(model, config.parallel.param_dtype)
     if config.adapter is not None:
@@ -249,7 +260,8 @@ def describe_model(
         if config.adapter.reduce == "once":
             if (config.layout.pp or 1) > 1:
                 raise ConfigError(
-                    "adapter.reduce=once: stages of a pipeline reduce by themselves; with pp the legal value is unit"
+                    "adapter.reduce",
+                    "adapter.reduce=once: stages of a pipeline reduce by themselves; with pp the legal value is unit",
                 )
             spec = replace(spec, units=(*spec.units, unit_of_adapters(model)))
     return spec, model
@@ -280,7 +292,10 @@ def vocabulary_defaults(config: RunConfig, tokenizer: "PreTrainedTokenizerBase |
         # A tokenizer that is trained here gives its special tokens these ids; the plan does not depend on them.
         return {"vocab_size": config.tokenizer.vocab_size, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     if config.model.config is not None:
-        raise ConfigError("model.config.vocab_size: is required if neither tokenizer.path nor tokenizer.vocab_size is set")
+        raise ConfigError(
+            "model.config.vocab_size",
+            "model.config.vocab_size: is required if neither tokenizer.path nor tokenizer.vocab_size is set",
+        )
     return {}
 
 
@@ -293,7 +308,8 @@ def _length_problems(config: RunConfig, model: "PreTrainedModel") -> list[Meshwr
     longer = _longer(config, getattr(model.config.get_text_config(), "rope_parameters", None), longest)
     return [
         ConfigError(
-            f"data.sequence_length={length}: {where} has max_position_embeddings={longest}; legal is 2 to {longest}{longer}"
+            "data.sequence_length",
+            f"data.sequence_length={length}: {where} has max_position_embeddings={longest}; legal is 2 to {longest}{longer}",
         )
     ]
 
@@ -326,8 +342,9 @@ def _vocabulary_problems(config: RunConfig, model: "PreTrainedModel", tokens: in
     where = "model.config.vocab_size" if config.model.config is not None else f"the vocabulary of {config.model.path}"
     return [
         ConfigError(
+            "model.config.vocab_size",
             f"{where}={vocabulary}: the tokenizer has {tokens} tokens, so ids from {vocabulary} on would have no embedding; "
-            f"legal is {tokens} or more, or another tokenizer"
+            f"legal is {tokens} or more, or another tokenizer",
         )
     ]
 
@@ -351,7 +368,9 @@ def source_facts(paths: Paths) -> dict[str, Any]:
         if not isinstance(values, dict):
             raise ValueError("no mapping")
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{paths.source}: cannot be read ({error}); start the run again, which writes it anew") from error
+        raise CheckpointError(
+            "checkpoint.unreadable", f"{paths.source}: cannot be read ({error}); start the run again, which writes it anew"
+        ) from error
     return values
 
 

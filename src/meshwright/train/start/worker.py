@@ -20,7 +20,16 @@ from rich.markup import escape
 from meshwright.checkpoint.directory import read_meta
 from meshwright.data.store import TokenStore
 from meshwright.distributed.process_group import process_group
-from meshwright.errors import ConfigError, DataError, InterruptError, MeshwrightError, StoppedError, WorkerError, described
+from meshwright.errors import (
+    ConfigError,
+    DataError,
+    InterruptError,
+    MeshwrightError,
+    Refusal,
+    StoppedError,
+    WorkerError,
+    described,
+)
 from meshwright.models.user_imports import import_modules
 from meshwright.ranks.hang import is_communication
 from meshwright.ranks.watch import Watch
@@ -110,7 +119,7 @@ def run_worker(
             if verdict is None:
                 raise
             limit, reason = config.launch.timeout_minutes, str(error).partition("\n")[0]
-            raise WorkerError(f"{verdict}; launch.timeout_minutes={limit:g} ended it: {reason}") from error
+            raise WorkerError("worker.silent", f"{verdict}; launch.timeout_minutes={limit:g} ended it: {reason}") from error
         speaks = trainer.rank == 0
         del trainer
         if device.type == "cuda":
@@ -156,7 +165,7 @@ def _prepare_on_rank_0(config: RunConfig, resources: ExitStack, source: Source |
         except MeshwrightError as error:
             outcome[0] = error
         except Exception as error:  # whatever it was, the other ranks must not wait in vain
-            outcome[0] = WorkerError(f"rank 0: {described(error, config.directory)}")
+            outcome[0] = WorkerError("worker.exception", f"rank 0: {described(error, config.directory)}")
     # A download or a large corpus takes longer than a collective of training may.
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=2))
     dist.broadcast_object_list(outcome, src=0, group=patient)
@@ -185,8 +194,9 @@ def _check_shared(config: RunConfig, mark: Path, written: str, host: str, group:
         return
     shown = ", ".join(blind_ranks[:4]) + (f" and {len(blind_ranks) - 4} more" if len(blind_ranks) > 4 else "")
     error = ConfigError(
+        "run.output",
         f"output={config.output!r}: {shown} cannot see what rank 0 on {host} wrote to {mark.parent.absolute()}; the directory "
-        "of a run must be one that all machines share, under one path"
+        "of a run must be one that all machines share, under one path",
     )
     if dist.get_rank() != 0:
         leave_to_rank_0(error)
@@ -202,7 +212,7 @@ def _check_tokens(store: str, fast: bool, group: Any) -> None:
     first = dist.get_rank() != 0 and os.environ.get("LOCAL_RANK") == "0"
     found: list[list[str]] = [[]] * dist.get_world_size()
     dist.all_gather_object(found, damage_here(store, fast) if first else [], group=group)
-    if lines := [f"rank {rank} {line}" for rank, here in enumerate(found) for line in here]:
+    if lines := [Refusal("data.store.damaged", f"rank {rank} {line}") for rank, here in enumerate(found) for line in here]:
         error = DataError(lines)
         if dist.get_rank() != 0:
             leave_to_rank_0(error)

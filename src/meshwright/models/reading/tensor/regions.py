@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from meshwright.errors import Problems, Refusal
 from meshwright.models.reading.token_dimension import TokenDimension
 from meshwright.models.reading.tracing import Attention, Inputs, Labels, Operator, Tracer, prime_length, tensors_in, traced
 from meshwright.plan.given.hidden_argument import hidden_argument, value_of, with_argument
@@ -40,14 +41,17 @@ def trace_regions(model: "PreTrainedModel", layers: Sequence[str], experts: Sequ
     """
     regions = _regions_of(model, layers)
     if not regions:
-        return RegionFacts(problem=f"layer {layers[0]!r} has no attention and MLP that are modules of their own")
+        why = f"layer {layers[0]!r} has no attention and MLP that are modules of their own"
+        return RegionFacts(problem=Refusal("sp.regions", why))
     found, why = traced(model, experts, partial(_RegionTracer, model, layers, regions))
     if found is None:
-        return RegionFacts(problem=f"its stream cannot be sliced ({why})")
+        return RegionFacts(problem=Refusal("sp.stream", f"its stream cannot be sliced ({why})"))
     # The norm after the layers is not on a stage before the last, and what follows gets a slice there.
     cut, why = traced(model, experts, partial(_RegionTracer, model, layers, regions, cut=True))
     facts = found.facts()
-    return facts if cut is not None else replace(facts, problem_in_stages=f"a slice cannot leave a stage ({why})")
+    if cut is None:
+        return replace(facts, problem_in_stages=Refusal("sp.stream", f"a slice cannot leave a stage ({why})"))
+    return facts
 
 
 def _regions_of(model: nn.Module, layers: Sequence[str]) -> list[str]:
@@ -81,7 +85,7 @@ class _RegionTracer(Tracer):
         self.whole = inputs.positions.shape[1]
         self.part = prime_length(model, above=self.whole)  # no rank has so many tokens, but it is another prime
         self.slices = TokenDimension(self.part)
-        self.problems: list[str] = []
+        self.problems = Problems()
         self.around: dict[str, None] = {}
         self.after = {name for name, module in model.named_modules() if self._is_after(name, module)}
         self.ran: list[str] = []
@@ -97,7 +101,7 @@ class _RegionTracer(Tracer):
 
     def facts(self) -> RegionFacts:
         if not self.problems and not self.ran:
-            self.problems.append("no norm after its layers gives the whole sequence to the head")
+            self.problems.add("sp.stream", "no norm after its layers gives the whole sequence to the head")
         return RegionFacts(tuple(self.regions), tuple(self.ran), tuple(self.around), self.problems[0] if self.problems else "")
 
     # -- modules -----------------------------------------------------------------------------------------------------------
@@ -110,7 +114,7 @@ class _RegionTracer(Tracer):
             return None
         args, kwargs, moved = self._moved(module, args, kwargs, self.part, self.whole, name)
         if any(map(self.slices.has, tensors_in((args, kwargs)))):
-            self.problems.append(f"{name!r} takes more of the residual stream than its hidden state")
+            self.problems.add("sp.stream", f"{name!r} takes more of the residual stream than its hidden state")
         self._region = name
         self._inputs[moved] = True
         return args, kwargs
@@ -140,7 +144,7 @@ class _RegionTracer(Tracer):
     def _sliced(self, name: str, output: Any) -> Any:
         hidden = output[0] if isinstance(output, tuple) else output
         if self._parameters.among(tensors_in(output)):
-            self.problems.append(f"{name!r} returns a parameter, whose gradient would be that of a slice")
+            self.problems.add("sp.stream", f"{name!r} returns a parameter, whose gradient would be that of a slice")
         if hidden in self._inputs:
             self.around[name] = None
         self._region = ""
@@ -155,7 +159,7 @@ class _RegionTracer(Tracer):
         if output.shape[SEQUENCE] != self.part:
             return output
         if name in self._early:
-            self.problems.append(f"{name!r} runs before the layers and after them")
+            self.problems.add("sp.stream", f"{name!r} runs before the layers and after them")
         self.ran.append(name)
         return output if self.cut else self._resized(output, self.part, self.whole, name)
 
@@ -176,4 +180,6 @@ class _RegionTracer(Tracer):
             if inputs and products:
                 self.around[self._region] = None
         elif self.slices.mixed(operator):
-            self.problems.append(f"between attention and MLP, an operator mixes the tokens of a slice ({operator.function})")
+            self.problems.add(
+                "sp.stream", f"between attention and MLP, an operator mixes the tokens of a slice ({operator.function})"
+            )

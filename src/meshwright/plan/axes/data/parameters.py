@@ -25,18 +25,19 @@ def assign_units(draft: Draft) -> None:
             shown = " and ".join(
                 f"{name!r} in unit {unit or '(root)'!r}" for name, unit in zip(parameter.names, units, strict=True)
             )
-            draft.problems.append(
-                f"tied parameter is claimed twice: {shown}; let one unit hold both, or leave them to the root"
+            draft.problems.add(
+                "fsdp.tied", f"tied parameter is claimed twice: {shown}; let one unit hold both, or leave them to the root"
             )
         if not parameter.shape:
-            draft.problems.append(
-                f"parameter {parameter.name!r} is a scalar, which FSDP cannot shard; make it a tensor of shape (1,)"
+            draft.problems.add(
+                "fsdp.scalar",
+                f"parameter {parameter.name!r} is a scalar, which FSDP cannot shard; make it a tensor of shape (1,)",
             )
         draft.unit_of[parameter.name] = owners[0]
     together = [set(map(canonical, parameter.names)) for parameter in draft.parameters]
     for group in draft.spec.tied:
         if not any(set(group) <= names for names in together):
-            draft.problems.append(f"the spec ties {' and '.join(group)}, but in the model they are not one parameter")
+            draft.problems.add("fsdp.tied", f"the spec ties {' and '.join(group)}, but in the model they are not one parameter")
 
 
 def _owner(draft: Draft, unit: str) -> str:
@@ -76,7 +77,7 @@ def choose_trained(draft: Draft) -> None:
         frozen.update(first[name] for name in draft.match("freeze", pattern, first, "parameter"))
     draft.trained = {parameter.name for parameter in draft.parameters if parameter.requires_grad} - frozen
     if frozen and not draft.trained:
-        draft.problems.append(f"freeze={list(draft.options.freeze)}: leaves no parameter to train")
+        draft.problems.add("plan.freeze", f"freeze={list(draft.options.freeze)}: leaves no parameter to train")
 
 
 def parameter_rows(draft: Draft) -> None:
@@ -117,14 +118,16 @@ def _row(draft: Draft, parameter: ParameterFacts, stages: tuple[int, ...]) -> Pa
     if layout.size("dp_replicate") > 1:
         placements.insert(0, ("dp_replicate", "Replicate()"))
     if not prod(parameter.shape):
-        draft.problems.append(
+        draft.problems.add(
+            "fsdp.empty",
             f"{parameter.name!r} has the shape {list(parameter.shape)}: torch's FSDP stores a parameter without entries in "
-            "another shape; legal is a model without it"
+            "another shape; legal is a model without it",
         )
     if local and local[-1] % whole[-1]:
-        draft.problems.append(
+        draft.problems.add(
+            "adapter.blocks",
             f"adapter.base=nf4: {parameter.name!r} has {local[-1]} numbers in a row on each rank; legal are layouts and sizes "
-            f"that give multiples of {whole[-1]}, because blocks have {NF4_BLOCK}"
+            f"that give multiples of {whole[-1]}, because blocks have {NF4_BLOCK}",
         )
     compute = NF4 if parameter.dtype == NF4 else unit.param_dtype or parameter.dtype
     reduce = unit.reduce_dtype or compute

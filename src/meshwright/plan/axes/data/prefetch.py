@@ -12,6 +12,7 @@ root, belongs to no turn: it stays gathered while its layers run.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from meshwright.errors import Refusal
 from meshwright.plan.draft import Draft
 from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.plan.given.names import inside
@@ -132,15 +133,18 @@ def check_prefetch(draft: Draft) -> None:
     chosen = {name: value for name, value in chosen.items() if value is not None}
     if layout.size("dp_shard_cp") == 1 and layout.size("dp_replicate") > 1:
         draft.problems += [
-            f"{name}={value}: with dp_shard=1 and replicas nothing is gathered; leave it out" for name, value in chosen.items()
+            Refusal("fsdp.prefetch", f"{name}={value}: with dp_shard=1 and replicas nothing is gathered; leave it out")
+            for name, value in chosen.items()
         ]
     elif "prefetch_backward" in chosen:
         text = f"prefetch_backward={options.prefetch_backward}"
         if options.reshard_after_forward is False:
-            draft.problems.append(
-                f"{text}: reshard_after_forward=False leaves nothing to gather in backward; leave one of them out"
+            draft.problems.add(
+                "fsdp.prefetch",
+                f"{text}: reshard_after_forward=False leaves nothing to gather in backward; leave one of them out",
             )
         if all(unit.sync is SyncPolicy.DEFER for unit in draft.units.values()):
-            draft.problems.append(
-                f"{text} and sync=defer: nothing is gathered in backward; legal with it are reshard_each and reduce_each"
+            draft.problems.add(
+                "fsdp.prefetch",
+                f"{text} and sync=defer: nothing is gathered in backward; legal with it are reshard_each and reduce_each",
             )

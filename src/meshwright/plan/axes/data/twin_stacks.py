@@ -21,8 +21,9 @@ def pair_units(draft: Draft) -> None:
     for pair in draft.spec.twins:
         firsts, seconds = match_names(pair.first, names), match_names(pair.second, names)
         if not firsts or len(firsts) != len(seconds):
-            draft.problems.append(
-                f"twins {pair.first!r} and {pair.second!r}: {len(firsts)} and {len(seconds)} layers, which cannot be paired"
+            draft.problems.add(
+                "fsdp.twins",
+                f"twins {pair.first!r} and {pair.second!r}: {len(firsts)} and {len(seconds)} layers, which cannot be paired",
             )
             continue
         for first, second in zip(firsts, seconds, strict=True):
@@ -33,15 +34,18 @@ def pair_units(draft: Draft) -> None:
                     draft.twins[name] = twin
                     draft.units[name].forwards = pair.forwards
                 else:
-                    draft.problems.append(f"twins {pair.first!r} and {pair.second!r}: unit {name!r} has no twin {twin!r}")
+                    draft.problems.add(
+                        "fsdp.twins", f"twins {pair.first!r} and {pair.second!r}: unit {name!r} has no twin {twin!r}"
+                    )
 
 
 def choose_twins(draft: Draft) -> None:
     """Make the units of each pair twins, or one unit. The bytes of the parameters must be known."""
     options = draft.options
     if options.twin_units is not None and not draft.twins:
-        draft.problems.append(
-            f"twin_units={options.twin_units}: no two layers of {draft.spec.family} share parameters; leave it out"
+        draft.problems.add(
+            "fsdp.twins",
+            f"twin_units={options.twin_units}: no two layers of {draft.spec.family} share parameters; leave it out",
         )
     gathered_bytes = sum(row.gathered_bytes for row in draft.rows if row.trainable and row.unit in draft.twins.values())
     twin = gathered_bytes > options.sync_budget if options.twin_units is None else options.twin_units
@@ -55,9 +59,10 @@ def choose_twins(draft: Draft) -> None:
         else:
             unit.part_of = first
             if unit.sync is not partner.sync:
-                draft.problems.append(
+                draft.problems.add(
+                    "fsdp.twins",
                     f"sync_units: {name!r} and {first!r} are one unit, but have the policies {unit.sync} and {partner.sync}; "
-                    "give both the same, or set twin_units=True"
+                    "give both the same, or set twin_units=True",
                 )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from meshwright.errors import Refusal
 from meshwright.plan.axes.data.twin_stacks import twin_parameters
 from meshwright.plan.draft import Draft, UnitDraft
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, GradientReduction, SyncPolicy
@@ -33,7 +34,7 @@ def draft_units(draft: Draft) -> None:
 
     def claim(name: str, kind: str, rule: str, reshard: bool, sync: SyncPolicy | None = None) -> None:
         if (earlier := units.get(name)) is not None:
-            draft.problems.append(f"module {name!r} is claimed twice: by {earlier.rule} and by {rule}")
+            draft.problems.add("fsdp.claimed_twice", f"module {name!r} is claimed twice: by {earlier.rule} and by {rule}")
             return
         units[name] = UnitDraft(name, kind, rule, reshard if explicit is None else explicit, *dtypes, None, sync)
 
@@ -44,8 +45,11 @@ def draft_units(draft: Draft) -> None:
         """Return the names that a pattern matches. A list or a dict, whose forward nobody calls, is a problem."""
         names = matched(rule, pattern)
         draft.problems += [
-            f"{rule} pattern {pattern!r} matches {name!r}, a {draft.model.modules[name].kind}, which is not called itself; its "
-            f"entries are '{name}.*'"
+            Refusal(
+                "plan.pattern",
+                f"{rule} pattern {pattern!r} matches {name!r}, a {draft.model.modules[name].kind}, which is not called itself; "
+                f"its entries are '{name}.*'",
+            )
             for name in names
             if draft.model.modules[name].kind in kinds
         ]
@@ -66,8 +70,8 @@ def draft_units(draft: Draft) -> None:
             units[name].together = rule.together
             units[name].part_of = names[0] if rule.together and name != names[0] else ""
         if rule.together and draft.layout.size("pp") > 1:
-            draft.problems.append(
-                f"units pattern {rule.pattern!r}: modules of several stages are no unit; the legal value of pp is 1"
+            draft.problems.add(
+                "pp.units", f"units pattern {rule.pattern!r}: modules of several stages are no unit; the legal value of pp is 1"
             )
     for experts in spec.experts:
         for name in matched("experts", experts.pattern):
@@ -106,10 +110,13 @@ def draft_units(draft: Draft) -> None:
     for pattern in options.exclude_units:
         for name in draft.match("exclude_units", pattern, [name for name in units if name], "unit"):
             if units[name].kind == EXPERTS and draft.layout.ep > 1:
-                draft.problems.append(f"exclude_units: {name!r} is a mixture, which is a unit of its own with ep > 1")
+                draft.problems.add(
+                    "fsdp.exclude_units", f"exclude_units: {name!r} is a mixture, which is a unit of its own with ep > 1"
+                )
             if units[name].part_of or any(unit.part_of == name for unit in units.values()):
-                draft.problems.append(
-                    f"exclude_units: {name!r} has the parameters of another module, so one unit must hold both"
+                draft.problems.add(
+                    "fsdp.exclude_units",
+                    f"exclude_units: {name!r} has the parameters of another module, so one unit must hold both",
                 )
             else:
                 del units[name]
@@ -120,13 +127,18 @@ def draft_units(draft: Draft) -> None:
             "torch's fully_shard would make, and cannot know which units, placements, dtypes, bytes and collectives it makes"
         )
         draft.problems += [
-            f"fully_shard_fn: {unit.part_of!r} and {name!r} hold the same parameters, and are one unit, which a function of "
-            "one module cannot make; leave it out"
+            Refusal(
+                "fsdp.function",
+                f"fully_shard_fn: {unit.part_of!r} and {name!r} hold the same parameters, and are one unit, which a function "
+                "of one module cannot make; leave it out",
+            )
             for name, unit in draft.units.items()
             if unit.part_of
         ]
     if options.reshard_after_forward and all(map(draft.whole, draft.units.values())):
-        draft.problems.append("reshard_after_forward=True: with dp_shard=1 and replicas nothing is sharded; leave it out")
+        draft.problems.add(
+            "fsdp.reshard", "reshard_after_forward=True: with dp_shard=1 and replicas nothing is sharded; leave it out"
+        )
 
 
 def _in_several_places(draft: Draft) -> Iterator[tuple[str, list[str]]]:
@@ -170,9 +182,10 @@ def assign_sync(draft: Draft) -> None:
             draft.units[name].sync = policy
     deferring = [name or "(root)" for name, unit in draft.units.items() if unit.sync is SyncPolicy.DEFER]
     if options.reshard_after_forward and deferring:
-        draft.problems.append(
+        draft.problems.add(
+            "fsdp.reshard",
             f"reshard_after_forward=True and sync=defer (unit {deferring[0]!r}): defer keeps parameters gathered; "
-            "legal with it are reshard_each and reduce_each"
+            "legal with it are reshard_each and reduce_each",
         )
 
 
@@ -274,8 +287,9 @@ def _check_dtypes(draft: Draft, units: Sequence[UnitRow]) -> None:
                 by_dtype.setdefault(row.dtype, row.name)
         if len(by_dtype) > 1:
             shown = ", ".join(f"{name!r} is {dtype}" for dtype, name in by_dtype.items())
-            draft.problems.append(
-                f"unit {unit.label!r} mixes stored dtypes: {shown}; store them in one dtype or declare units apart"
+            draft.problems.add(
+                "fsdp.dtypes",
+                f"unit {unit.label!r} mixes stored dtypes: {shown}; store them in one dtype or declare units apart",
             )
 
 

@@ -114,7 +114,7 @@ def order_of(schedule: PipelineSchedule, pp: int, each: int, microbatches: int) 
 
     kind = getattr(schedules, TORCH_SCHEDULES[schedule], None)
     if kind is None:
-        raise UnsupportedError(f"pipeline_schedule={schedule}: this torch has no {TORCH_SCHEDULES[schedule]}")
+        raise UnsupportedError("torch.version", f"pipeline_schedule={schedule}: this torch has no {TORCH_SCHEDULES[schedule]}")
     count = pp * each
     own = (0, count - 1) if schedule.is_v_shaped else range(0, count, pp)
     stages = [

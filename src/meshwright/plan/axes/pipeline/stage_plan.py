@@ -11,7 +11,7 @@ from functools import cache
 from itertools import accumulate
 from math import inf, prod
 
-from meshwright.errors import number_of
+from meshwright.errors import Problems, coded, number_of
 from meshwright.plan.axes.data.prefetch import prefetch_actions
 from meshwright.plan.axes.data.units import gathered_in_backward
 from meshwright.plan.draft import Draft
@@ -60,31 +60,34 @@ def resolve_stages(draft: Draft, experts: Sequence[ExpertsRow]) -> tuple[tuple[S
         default = ParallelOptions()
         for name in ("pipeline_schedule", "stages_per_rank", "pipeline_cuts", "runs_per_step"):
             if (chosen := getattr(options, name)) != (legal := getattr(default, name)):
-                problems.append(f"{name}={chosen}: needs pp > 1; the legal value is {legal or 'none'}")
+                problems.add("pp.option", f"{name}={chosen}: needs pp > 1; the legal value is {legal or 'none'}")
         return (), None
     if draft.spec.twins:
-        problems.append(f"pp={pp}: {draft.spec.family} has a stack of layers that runs twice; the legal value is 1")
+        problems.add("pp.twice", f"pp={pp}: {draft.spec.family} has a stack of layers that runs twice; the legal value is 1")
         return (), None
     facts = draft.model.traces.stages(draft.layers)
     if facts is None:
-        problems.append(f"pp={pp}: where {draft.spec.family} can be cut is unknown (traces of its ParallelSpec)")
+        problems.add("pp.unknown", f"pp={pp}: where {draft.spec.family} can be cut is unknown (traces of its ParallelSpec)")
         return (), None
     if facts.problems:
-        problems.extend(f"pp={pp}: {draft.spec.family}: {problem}; the legal value of pp is 1" for problem in facts.problems)
+        around = (f"pp={pp}: {draft.spec.family}: ", "; the legal value of pp is 1")
+        problems.extend(coded(problem, "pp.cut").within(*around) for problem in facts.problems)
         return (), None
     schedule = options.pipeline_schedule
     each = options.stages_per_rank or (1 if schedule.single else 2)
     count, layers = pp * each, [layer.name for layer in facts.layers]
     problems.extend(_schedule_problems(options, pp, each))
     if count > len(layers):
-        problems.append(
+        problems.add(
+            "pp.layers",
             f"pp={pp}, stages_per_rank={each}: {number_of(count, 'stage')}, but {number_of(len(layers), 'layer')} make at most "
-            f"{number_of(len(layers), 'stage')}"
+            f"{number_of(len(layers), 'stage')}",
         )
     cuts = options.pipeline_cuts
     if cuts and (len(cuts) != count - 1 or list(cuts) != sorted({*cuts} & {*range(1, len(layers))})):
-        problems.append(
-            f"pipeline_cuts={list(cuts)}: {count} stages need {count - 1} ascending numbers from 1 to {len(layers) - 1}"
+        problems.add(
+            "pp.cuts",
+            f"pipeline_cuts={list(cuts)}: {count} stages need {count - 1} ascending numbers from 1 to {len(layers) - 1}",
         )
     if problems:
         return (), None
@@ -111,34 +114,40 @@ def _rank_of(stage: int, pp: int, schedule: PipelineSchedule) -> int:
     return 2 * pp - 1 - stage if schedule.is_v_shaped and stage >= pp else stage % pp
 
 
-def _schedule_problems(options: ParallelOptions, pp: int, each: int) -> list[str]:
+def _schedule_problems(options: ParallelOptions, pp: int, each: int) -> Problems:
     schedule, runs, microbatches = options.pipeline_schedule, options.runs_per_step, options.microbatches
-    problems = []
+    problems = Problems()
     single = schedule.single
     if each != (1 if single else 2) and (single or schedule.is_v_shaped):
-        problems.append(f"stages_per_rank={each}: pipeline_schedule={schedule} has {1 if single else 2} on each rank")
+        problems.add(
+            "pp.stages_per_rank", f"stages_per_rank={each}: pipeline_schedule={schedule} has {1 if single else 2} on each rank"
+        )
     elif not single and each < 2:
-        problems.append(f"stages_per_rank={each}: pipeline_schedule={schedule} needs at least 2")
+        problems.add("pp.stages_per_rank", f"stages_per_rank={each}: pipeline_schedule={schedule} needs at least 2")
     if runs < 1 or microbatches % runs:
         legal = ", ".join(str(number) for number in range(1, microbatches + 1) if microbatches % number == 0)
-        problems.append(
-            f"runs_per_step={runs}: {number_of(microbatches, 'microbatch')} cannot be divided by {runs}; legal are {legal}"
+        problems.add(
+            "pp.microbatches",
+            f"runs_per_step={runs}: {number_of(microbatches, 'microbatch')} cannot be divided by {runs}; legal are {legal}",
         )
     elif not schedule.takes(pp, microbatches // runs):
         numbers = [str(number) for number in range(1, 4 * pp * each + 1) if schedule.takes(pp, number)]
-        problems.append(
+        problems.add(
+            "pp.microbatches",
             f"pipeline_schedule={schedule}: a run has {number_of(microbatches // runs, 'microbatch')} (global_batch_size over "
-            f"microbatch_size, data ranks and runs_per_step); with pp={pp} legal are {', '.join(numbers[:8])}, ..."
+            f"microbatch_size, data ranks and runs_per_step); with pp={pp} legal are {', '.join(numbers[:8])}, ...",
         )
     if schedule.splits and options.compile:
-        problems.append(
-            f"compile=True: pipeline_schedule={schedule} splits backward, which torch cannot do with compiled layers"
+        problems.add(
+            "pp.split_backward",
+            f"compile=True: pipeline_schedule={schedule} splits backward, which torch cannot do with compiled layers",
         )
     modes = {options.activation_checkpointing, *options.activation_checkpointing_layers.values()}
     if schedule.splits and modes != {ActivationCheckpointing.NONE}:
-        problems.append(
+        problems.add(
+            "pp.split_backward",
             f"activation_checkpointing: pipeline_schedule={schedule} splits backward, and each half would recompute; legal are "
-            "activation_checkpointing=none, and gpipe, 1f1b, interleaved_1f1b"
+            "activation_checkpointing=none, and gpipe, 1f1b, interleaved_1f1b",
         )
     return problems
 

@@ -54,9 +54,9 @@ def resolve_tensor_parallel(draft: Draft) -> TensorParallelChoice:
     if tp == 1:
         for name, chosen in (("sequence_parallel", options.sequence_parallel), ("loss_parallel", options.loss_parallel)):
             if chosen:
-                problems.append(f"{name}=True: needs tensor parallelism, but tp is 1; the legal value is False")
+                problems.add("tp.option", f"{name}=True: needs tensor parallelism, but tp is 1; the legal value is False")
         if options.tp_plan is not None:
-            problems.append("tp_plan: needs tensor parallelism, but tp is 1; leave it out")
+            problems.add("tp.option", "tp_plan: needs tensor parallelism, but tp is 1; leave it out")
         # Check declared styles here too, so that errors show on a laptop and not first on a cluster.
         declared = spec.structure.styles if spec.structure else {}
         problems += styles_of_parameters("tp_styles", declared or spec.tp_styles, draft.parameters)[1]
@@ -65,15 +65,19 @@ def resolve_tensor_parallel(draft: Draft) -> TensorParallelChoice:
     around = _trace_regions(draft)
     for pattern, style in styles.items():
         if style not in STYLES and style != "sequence_parallel":
-            problems.append(f"tp={tp}: the style {style!r} of {pattern!r} is not supported; legal are {', '.join(STYLES)}")
+            problems.add(
+                "tp.style.unknown",
+                f"tp={tp}: the style {style!r} of {pattern!r} is not supported; legal are {', '.join(STYLES)}",
+            )
     builder = TensorParallelRows(draft, around)
     builder.assign(level, styles)
     for name, operator in draft.pairs.mixed.items() if not problems and level != "derived" else ():
         style = builder.of_modules.get(name, "")
         if style in FIRST:
-            problems.append(
+            problems.add(
+                "tp.style.misfit",
                 f"tp={tp}: {name!r} has the style {style}, but {operator} mixes its features, of which a rank has some; "
-                "legal are colwise_gather_output and no style"
+                "legal are colwise_gather_output and no style",
             )
     if not problems:
         builder.derive(traced=level == "derived")
@@ -219,8 +223,9 @@ def _first_level(draft: Draft) -> tuple[str, Mapping[str, str], list[tuple[str, 
     if draft.traced_pairs is not None:
         passed_over.append(("derived", "no linear layer puts out features that enter another one without being mixed"))
     draft.error = MissingPlanError
-    draft.problems.append(
-        "tp: there are no styles; " + "; ".join(f"{name}: {why}" for name, why in passed_over) + "; the legal value of tp is 1"
+    draft.problems.add(
+        "tp.no_styles",
+        "tp: there are no styles; " + "; ".join(f"{name}: {why}" for name, why in passed_over) + "; the legal value of tp is 1",
     )
     return "", {}, passed_over
 
@@ -266,17 +271,19 @@ def _check_slices(draft: Draft) -> None:
             continue
         size, pieces = parameter.shape[cut], STYLES[style or ""].pieces
         if size % pieces or _empty_slices(size // pieces, tp):
-            problems.append(f"tp={tp}: {parameter.name!r} has {size} entries to slice, too few for each rank")
+            problems.add("tp.entries", f"tp={tp}: {parameter.name!r} has {size} entries to slice, too few for each rank")
         if pieces > 1 and (size // pieces) % tp:
-            problems.append(
+            problems.add(
+                "tp.packed",
                 f"tp={tp}: {parameter.name!r} packs {pieces} matrices of {size // pieces} rows, which tp must divide; legal "
-                f"are {', '.join(map(str, divisors(size // pieces)))}"
+                f"are {', '.join(map(str, divisors(size // pieces)))}",
             )
         if pieces > 1 and cut == 0 and shards > 1 and (len(parameter.shape) == 1 or parameter.shape[1] % shards):
             reason = f"its {parameter.shape[1]} columns, not evenly" if len(parameter.shape) > 1 else "no other dimension"
-            problems.append(
+            problems.add(
+                "tp.packed",
                 f"dp_shard={shards}: {parameter.name!r} packs matrices along its rows, which tp slices, so FSDP can shard "
-                f"{reason}"
+                f"{reason}",
             )
 
 

@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.errors import MissingPlanError, PlanError
+from meshwright.errors import MissingPlanError, PlanError, Problems
 from meshwright.plan.axes.tensor.styles import HEAD
 from meshwright.plan.given.inspection import Inspection
 from meshwright.plan.given.names import match_names
@@ -61,12 +61,14 @@ def read_plan(given: Mapping[str, Any] | str) -> dict[str, Any]:
             plan = plan() if callable(plan) else plan
         except Exception as error:
             raise PlanError(
-                f"tp_plan={given!r}: cannot be imported ({error}); legal is the import path of a dict or of a function"
+                "tp.plan",
+                f"tp_plan={given!r}: cannot be imported ({error}); legal is the import path of a dict or of a function",
             ) from error
     if not isinstance(plan, Mapping) or not all(isinstance(pattern, str) for pattern in plan) or not plan:
         raise PlanError(
+            "tp.plan",
             f"tp_plan={given!r}: is {type(plan).__name__}; legal is a dict of module patterns to styles, the import path of "
-            "such a dict, or that of a function without arguments that returns one"
+            "such a dict, or that of a function without arguments that returns one",
         )
     return dict(plan)
 
@@ -82,15 +84,15 @@ def load_styles(given: Mapping[str, Any] | str, model: Inspection, sequence_para
     Raises:
         PlanError: everything that is wrong with the plan.
     """
-    styles, problems = {}, []
+    styles, problems = {}, Problems()
     for pattern, style in read_plan(given).items():
         matched = match_names(pattern, model.modules)
         try:
             styles[pattern] = style_name(style, is_embedding=any(model.modules[name].embedding for name in matched))
             if _speaks_of_sequence(style) and not sequence_parallel:
-                raise PlanError("the style refers to a sharded sequence; set sequence_parallel=True")
+                raise PlanError("tp.plan", "the style refers to a sharded sequence; set sequence_parallel=True")
         except PlanError as error:
-            problems.append(f"tp_plan[{pattern!r}]: {error}")
+            problems.extend(problem.within(f"tp_plan[{pattern!r}]: ") for problem in error.problems)
     if problems:
         raise PlanError(problems)
     return styles
@@ -103,7 +105,9 @@ def declared_styles(spec: ParallelSpec) -> dict[str, str]:
         MissingPlanError: it declares none.
     """
     if not spec.tp_styles:
-        raise MissingPlanError(f"{spec.family}: declares no tensor parallel plan (base_model_tp_plan of its config)")
+        raise MissingPlanError(
+            "tp.no_styles", f"{spec.family}: declares no tensor parallel plan (base_model_tp_plan of its config)"
+        )
     head = spec.structure.head if spec.structure else None
     return {pattern: "colwise" if pattern == head and style in HEAD else style for pattern, style in spec.tp_styles.items()}
 
@@ -161,8 +165,11 @@ def style_name(style: Any, *, is_embedding: bool = False) -> str:
         }
         if name := names.get((colwise, _kept(entry), _kept(exit_))):
             return name
-    raise PlanError(f"{style!r} is not supported; legal are names of styles, and ColwiseParallel, RowwiseParallel and "
-                    "SequenceParallel of torch on hidden states that are whole or split over their last dimension")  # fmt: skip
+    raise PlanError(
+        "tp.style.unknown",
+        f"{style!r} is not supported; legal are names of styles, and ColwiseParallel, RowwiseParallel and SequenceParallel of "
+        "torch on hidden states that are whole or split over their last dimension",
+    )
 
 
 def _kept(placement: Any) -> str:

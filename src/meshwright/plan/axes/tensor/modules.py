@@ -16,6 +16,7 @@ the sequence, so that norms and residuals are computed, and their activations st
 
 from collections.abc import Mapping, Sequence
 
+from meshwright.errors import Refusal, coded
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.axes.tensor.style_checks import slices_nobody_computes, style_problems
 from meshwright.plan.axes.tensor.styles import DERIVED, FIRST, HEAD, PARTIAL, SECOND, STYLES, canonical, styles_of_parameters
@@ -67,7 +68,10 @@ class TensorParallelRows:
         self.own_styles, _ = styles_of_parameters(where, own if given else styles, self.model.parameters)
         styled = self._matched(tuple(styles))
         self.problems += [
-            f"tp={self.tp}: peft wraps {name!r}, which is no linear layer; only linear layers may have adapters under tp"
+            Refusal(
+                "tp.adapter",
+                f"tp={self.tp}: peft wraps {name!r}, which is no linear layer; only linear layers may have adapters under tp",
+            )
             for name, module in self.model.modules.items()
             if module.wrapped == "other" and name in styled
         ]
@@ -99,9 +103,10 @@ class TensorParallelRows:
             if not statistic:
                 continue
             if given or not name or name in layers:
-                self.problems.append(
+                self.problems.add(
+                    "tp.style.misfit",
                     f"{'tp_plan' if given else 'tp_styles'}: {generalize(name)!r} is sliced over features, but its code takes "
-                    f"their {statistic}, which differs on a slice; leave the module out"
+                    f"their {statistic}, which differs on a slice; leave the module out",
                 )
                 continue
             self.left_whole[generalize(name)] = f"takes the {statistic} of its features"
@@ -118,10 +123,11 @@ class TensorParallelRows:
         for name in [name for name, style in self.of_modules.items() if style.startswith("embedding")]:
             if not (reads_matrix(self.model, name) if self.read is None else name in self.read):
                 continue
+            why = "another module reads its matrix"
             if given:
-                self.problems.append(f"tp_plan: {name!r} is sliced, but another module reads its matrix; leave it out")
+                self.problems.add("tp.style.tied", f"tp_plan: {name!r} is sliced, but {why}; leave it out")
                 continue
-            self.left_whole[name] = "another module reads its matrix"
+            self.left_whole[name] = why
             for parameter in (self.model.parameter_of[f"{name}.{item}"] for item in self._own(name)):
                 self.of_parameters.pop(parameter.name, None)
                 for alias in parameter.names:
@@ -132,8 +138,9 @@ class TensorParallelRows:
         for name in self._matched(tuple(rule.pattern for rule in self.spec.experts)):
             of_parameters = [own for own in self.of_parameters if inside(own, name)]
             if given and (of_parameters or name in self.of_modules):
-                self.problems.append(
-                    f"tp_plan: slices the experts {name!r}, but ep={self.ep} distributes whole experts; leave them out"
+                self.problems.add(
+                    "ep.tp_plan",
+                    f"tp_plan: slices the experts {name!r}, but ep={self.ep} distributes whole experts; leave them out",
                 )
             self.of_modules.pop(name, None)
             for own in of_parameters:
@@ -184,25 +191,22 @@ class TensorParallelRows:
             self._sequence_rows()
         for name, style in self.of_modules.items():
             if style == "sequence_parallel" and (name not in self.rows or self.rows[name].style != style):
-                self.problems.append(
-                    f"tp_plan: {name!r} has the style sequence_parallel, but is not on the residual stream of "
-                    f"{self.spec.family}"
-                )
+                self._misfit(name, f"is not on the residual stream of {self.spec.family}")
         problems += slices_nobody_computes(self.rows, self.of_parameters, self.model.parameters)
 
     # -- facts of the model ------------------------------------------------------------------------------------------------
 
     def _check_sequence(self) -> None:
-        where = "sequence_parallel=True"
         if self.structure.no_sequence_parallel:
-            self.problems.append(f"{where}: {self.structure.no_sequence_parallel}; the legal value is False")
+            why = coded(self.structure.no_sequence_parallel, "sp.module")
         elif not self.structure.regions or not self._matched(self.structure.tokenwise):
-            self.problems.append(
-                f"{where}: the spec of {self.spec.family} does not say which modules need the whole sequence "
-                "(ParallelSpec.structure); the legal value is False"
-            )
+            text = f"the spec of {self.spec.family} does not say which modules need the whole sequence (ParallelSpec.structure)"
+            why = Refusal("sp.structure", text)
         elif len({holder_of(name) for name in self._layers()}) != 1:
-            self.problems.append(f"{where}: {self.spec.family} has more than one stack of layers; the legal value is False")
+            why = Refusal("sp.stacks", f"{self.spec.family} has more than one stack of layers")
+        else:
+            return
+        self.problems.append(why.within("sequence_parallel=True: ", "; the legal value is False"))
 
     def _check_head(self) -> None:
         """Decide whether logits stay sharded. ``None`` in the options means: if possible."""
@@ -210,11 +214,15 @@ class TensorParallelRows:
         can = bool(head) and self.of_modules.get(head or "") in HEAD and head not in self.adapters
         if self.options.loss_parallel and not can:
             style = self.of_modules.get(head or "", "none")
-            self.problems.append(
+            self.problems.add(
+                "tp.loss_parallel",
                 f"loss_parallel=True: the style of the output head {head!r} is {style}; legal are one of "
-                f"{', '.join(sorted(HEAD))}, or loss_parallel=False"
+                f"{', '.join(sorted(HEAD))}, or loss_parallel=False",
             )
         self.loss_parallel = can and self.options.loss_parallel is not False
+
+    def _misfit(self, name: str, why: str) -> None:
+        self.problems.add("tp.style.misfit", f"tp_plan: {name!r} has the style {self.of_modules[name]}, but {why}")
 
     def _layers(self) -> list[str]:
         return self._matched(self.spec.layers)
@@ -246,9 +254,10 @@ class TensorParallelRows:
         routes = {1, self.sizes.experts or 1}
         for own, shape in self.model.modules[name].parameters.items():
             if shape[0] not in routes:
-                self.problems.append(
+                self.problems.add(
+                    "tp.style.missing",
                     f"tp={self.tp}: {f'{name}.{own}'!r} is beside experts whose outputs are summed over tp, and is no router; "
-                    "give it a style that slices it"
+                    "give it a style that slices it",
                 )
         if own_names := self._own(name):
             self._add(name, "router", exit_=Move.COUNT_ONCE, sums=own_names)
@@ -335,18 +344,14 @@ class TensorParallelRows:
             self.model.modules[of].parameters.get("weight", (0, 0)) for of in (name, beside[0] if beside else name)
         )
         if not 0 < width[0] - latent[1] < width[0]:
-            self.problems.append(
-                f"tp_plan: {name!r} has the style mla_kv_a_proj, but is no latent projection with a kv_b_proj beside it"
-            )
+            self._misfit(name, "is no latent projection with a kv_b_proj beside it")
             return (1,)
         return (width[0] - latent[1],)
 
     def _parts_of(self, name: str) -> tuple[int, ...]:
         matching_parts = [parts for pattern, parts in self.structure.fused.items() if match_names(pattern, [name])]
         if not matching_parts:
-            self.problems.append(
-                f"tp_plan: {name!r} has the style fused_colwise, but ParallelSpec.structure does not say what it packs"
-            )
+            self._misfit(name, "ParallelSpec.structure does not say what it packs")
         return matching_parts[0] if matching_parts else ()
 
     def _adapted(self, name: str, style: str, entry: Move, exit_: Move, parts: tuple[int, ...]) -> None:
@@ -372,8 +377,9 @@ class TensorParallelRows:
             if not own and not last:
                 continue
             if (style := self.of_modules.get(name, "sequence_parallel")) != "sequence_parallel":
-                self.problems.append(
-                    f"sequence_parallel=True: {name!r} has the style {style}, but no module around it gathers the sequence"
+                self.problems.add(
+                    "sp.module",
+                    f"sequence_parallel=True: {name!r} has the style {style}, but no module around it gathers the sequence",
                 )
                 continue
             self._add(name, "sequence_parallel", exit_=Move.GATHER_SEQUENCE_WHOLE if last else Move.NONE, sums=own)

@@ -11,6 +11,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from meshwright.errors import Refusal
 from meshwright.plan.axes.tensor.styles import DERIVED, FIRST, SECOND, STYLES, canonical, tp_dim
 from meshwright.plan.axes.tensor.with_adapters import small_of_experts
 from meshwright.plan.given.inspection import Inspection, ParameterFacts
@@ -34,7 +35,7 @@ def style_problems(
     of_parameters: Mapping[str, str],
     own_styles: Mapping[str, str],
     adapters: set[str],
-) -> Iterator[str]:
+) -> Iterator[Refusal]:
     """Yield a message for everything that is wrong with the styles.
 
     Args:
@@ -52,9 +53,11 @@ def style_problems(
             continue
         scope = _scope(name, of_modules, layers)
         if scope is None:
-            yield (
-                f"{name!r} has the style {style}, so its output stays sliced, and no rowwise module in its part of the layer "
-                "takes sliced input; give it the style colwise_gather_output, or give the matrix behind it the style rowwise"
+            yield Refusal(
+                "tp.style.misfit",
+                f"{name!r} has the style {style}, so its output stays sliced, and no rowwise module in its part of the "
+                "layer takes sliced input; give it the style colwise_gather_output, or give the matrix behind it the style "
+                "rowwise",
             )
         elif scope and scope not in layers and scope not in reported:
             reported.add(scope)
@@ -63,29 +66,37 @@ def style_problems(
     for name, style in of_modules.items():
         transposed = model.modules[name].transposed
         if style in STYLES and STYLES[style].dim is not None and transposed != STYLES[style].transposed:
-            yield (
-                f"{name!r} has the style {style}, but its weight is {'[in, out]' if transposed else '[out, in]'}; legal are "
-                + ("colwise_transposed and rowwise_transposed" if transposed else style.removesuffix("_transposed"))
+            yield Refusal(
+                "tp.style.misfit",
+                f"{name!r} has the style {style}, but its weight is {'[in, out]' if transposed else '[out, in]'}; legal "
+                "are " + ("colwise_transposed and rowwise_transposed" if transposed else style.removesuffix("_transposed")),
             )
         if style == "packed_rowwise":
-            yield f"{name!r} has the style packed_rowwise, which is for parameters of experts alone; the legal style is rowwise"
+            yield Refusal(
+                "tp.style.misfit",
+                f"{name!r} has the style packed_rowwise, which is for parameters of experts alone; the legal style is rowwise",
+            )
         if style == "replicated_with_grad_allreduce" and not _split_around(name, of_modules, layers):
-            yield (
-                f"{name!r} has the style {style}, but no module beside it is sliced, so it computes with whole tensors; the "
-                "legal style is replicate"
+            yield Refusal(
+                "tp.style.misfit",
+                f"{name!r} has the style {style}, but no module beside it is sliced, so it computes with whole tensors; "
+                "the legal style is replicate",
             )
         if style == "moe_tp_experts":
             for own, shape in model.modules[name].parameters.items():
                 if of_parameters.get(model.parameter_of[f"{name}.{own}"].name) == "colwise" and _packs(model, name, own):
-                    yield (
-                        f"{f'{name}.{own}'!r} has the style colwise, but the code of {name!r} takes it apart by chunk(2), so a "
-                        "slice of its rows has all of one matrix and none of the other; the legal style is packed_colwise"
+                    yield Refusal(
+                        "tp.style.misfit",
+                        f"{f'{name}.{own}'!r} has the style colwise, but the code of {name!r} takes it apart by chunk(2), "
+                        "so a slice of its rows has all of one matrix and none of the other; the legal style is "
+                        "packed_colwise",
                     )
                 small = own in small_of_experts(model, name)
                 if tp_dim(of_parameters.get(model.parameter_of[f"{name}.{own}"].name), shape) is None and not small:
-                    yield (
-                        f"{f'{name}.{own}'!r} is not sliced, but the ranks of tp sum the outputs of {name!r} (moe_tp_experts); "
-                        "give it a style that slices it"
+                    yield Refusal(
+                        "tp.style.missing",
+                        f"{f'{name}.{own}'!r} is not sliced, but the ranks of tp sum the outputs of {name!r} "
+                        "(moe_tp_experts); give it a style that slices it",
                     )
     for parameter in model.parameters:
         given_style, model_style = of_parameters.get(parameter.name), own_styles.get(parameter.name)
@@ -96,9 +107,10 @@ def style_problems(
             and model_style not in (None, given_style)
             and (given_style in _PACKED or model_style in _PACKED | _GATHERED)
         ):
-            yield (
-                f"{parameter.name!r} has the style {given_style}, but the model declares {model_style}, because its output is "
-                f"split into parts; the legal style is {model_style}"
+            yield Refusal(
+                "tp.style.misfit",
+                f"{parameter.name!r} has the style {given_style}, but the model declares {model_style}, because its output "
+                f"is split into parts; the legal style is {model_style}",
             )
 
 
@@ -112,7 +124,7 @@ def _packs(model: Inspection, name: str, own: str) -> bool:
     return "chunk" in model.modules[name].code and rows % 2 == 0 and rows // 2 in beside
 
 
-def _counting(model: Inspection, of_modules: Mapping[str, str], head: str | None) -> Iterator[str]:
+def _counting(model: Inspection, of_modules: Mapping[str, str], head: str | None) -> Iterator[Refusal]:
     """Yield a message for each module that counts the heads of a matrix with sliced output, and not those of its rank."""
     parents = {holder_of(name): name for name, style in of_modules.items() if style in _BLIND and name != head}
     reported: set[str] = set()
@@ -120,9 +132,10 @@ def _counting(model: Inspection, of_modules: Mapping[str, str], head: str | None
         count = counts_heads(model.modules[parent])
         if count and generalize(parent) not in reported:
             reported.add(generalize(parent))
-            yield (
-                f"{generalize(name)!r} has the style {of_modules[name]}, but {generalize(parent)!r} uses {count} of the whole "
-                "model, and a rank has only some of the heads; legal are colwise_gather_output and no style"
+            yield Refusal(
+                "tp.style.misfit",
+                f"{generalize(name)!r} has the style {of_modules[name]}, but {generalize(parent)!r} uses {count} of the "
+                "whole model, and a rank has only some of the heads; legal are colwise_gather_output and no style",
             )
 
 
@@ -158,7 +171,7 @@ def _between(
     of_parameters: Mapping[str, str],
     own_styles: Mapping[str, str],
     adapters: set[str],
-) -> Iterator[str]:
+) -> Iterator[Refusal]:
     """Yield a message for each parameter in a split module without a style, or ``replicate`` although it sees slices."""
     for name in (scope, *model.inside(scope)):
         if any(inside(name, adapter) for adapter in adapters):
@@ -167,20 +180,23 @@ def _between(
             parameter = model.parameter_of[f"{name}.{own}"].name
             style = of_modules.get(name) or of_parameters.get(parameter)
             if style is None:
-                yield (
+                yield Refusal(
+                    "tp.style.missing",
                     f"{f'{generalize(name)}.{own}'!r} has no style, but {generalize(scope)!r} is split over tp; legal are "
-                    "replicated_with_grad_allreduce if it computes with slices, replicate if it computes with whole tensors"
+                    "replicated_with_grad_allreduce if it computes with slices, replicate if it computes with whole "
+                    "tensors",
                 )
             elif style == "replicate" and own_styles.get(parameter) == "replicated_with_grad_allreduce":
-                yield (
+                yield Refusal(
+                    "tp.style.misfit",
                     f"{f'{generalize(name)}.{own}'!r} has the style replicate, but computes with slices of "
-                    f"{generalize(scope)!r}; the legal style is replicated_with_grad_allreduce"
+                    f"{generalize(scope)!r}; the legal style is replicated_with_grad_allreduce",
                 )
 
 
 def slices_nobody_computes(
     rows: Mapping[str, TensorParallelRow], of_parameters: Mapping[str, str], parameters: Sequence[ParameterFacts]
-) -> Iterator[str]:
+) -> Iterator[Refusal]:
     """Yield a message for each sliced parameter whose module does not compute with slices, or slices another dimension.
 
     Args:
@@ -198,9 +214,13 @@ def slices_nobody_computes(
             if row is None:
                 tied = f" (tied to {parameter.name!r})" if name != parameter.name else ""
                 where = canonical(module)
-                yield f"{canonical(name)!r}{tied} is sliced ({style}), but {where!r} has no style to compute with slices"
+                yield Refusal(
+                    "tp.style.missing",
+                    f"{canonical(name)!r}{tied} is sliced ({style}), but {where!r} has no style to compute with slices",
+                )
             elif row.style in {**STYLES, **DERIVED} and tp_dim(row.style, parameter.shape) not in (None, cut):
-                yield (
+                yield Refusal(
+                    "tp.style.tied",
                     f"{name!r} is tied to {parameter.name!r} and so sliced as {style}, but {module!r} has the style "
-                    f"{row.style}; modules that share a parameter need styles that slice the same dimension"
+                    f"{row.style}; modules that share a parameter need styles that slice the same dimension",
                 )

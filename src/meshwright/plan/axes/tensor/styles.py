@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from meshwright.errors import Problems
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.given.inspection import Inspection, ParameterFacts
 from meshwright.plan.given.names import holder_of, match_names
@@ -104,12 +105,12 @@ def tp_placement(style: str | None, dim: int) -> str:
 
 def styles_of_parameters(
     where: str, patterns: Mapping[str, str], parameters: Sequence[ParameterFacts]
-) -> tuple[dict[str, str], list[str]]:
+) -> tuple[dict[str, str], Problems]:
     """Return parameter name to style, and a message for each pattern that matches nothing.
 
     A pattern names modules or parameters. A pattern of parameters wins over a pattern of modules; otherwise the first one wins.
     """
-    problems = []
+    problems = Problems()
     styles: dict[str, str] = {}
     names = {canonical(name): parameter.name for parameter in parameters for name in parameter.names}
     of_modules: dict[str, str] = {}
@@ -117,7 +118,7 @@ def styles_of_parameters(
         exactly = [own for name, own in names.items() if match_names(pattern, [name])]
         inside = [own for name, own in names.items() if match_names(pattern, [holder_of(name)])]
         if not exactly and not inside and style in STYLES:  # an unknown style is refused by itself, where tp > 1
-            problems.append(f"{where} pattern {pattern!r} matches no parameter")
+            problems.add("plan.pattern", f"{where} pattern {pattern!r} matches no parameter")
         for name in exactly:
             styles.setdefault(name, style)
         for name in inside:

@@ -7,6 +7,7 @@ where it has some columns.
 
 from collections.abc import Mapping
 
+from meshwright.errors import Problems, Refusal
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.axes.tensor.styles import DERIVED, STYLES, tp_dim
 from meshwright.plan.given.inspection import Inspection
@@ -23,7 +24,7 @@ DORA = {"colwise", "colwise_gather_output", "rowwise"}
 
 def adapted_rows(
     model: Inspection, tp: int, name: str, style: str, entry: Move, exit_: Move, parts: tuple[int, ...]
-) -> tuple[list[TensorParallelRow], dict[str, str], list[str]]:
+) -> tuple[list[TensorParallelRow], dict[str, str], Problems]:
     """Return the rows of a wrapped matrix, the styles of the adapter's parameters, and what is not supported.
 
     Args:
@@ -38,18 +39,19 @@ def adapted_rows(
     base, features = f"{name}.base_layer", model.modules[name].unheld
     if model.modules[base].embedding and MAGNITUDE not in features:
         # The small matrices are whole on each rank, which adds their rows to those of the embedding after its exit.
-        return [TensorParallelRow(base, style, entry, exit_)], {}, []
+        return [TensorParallelRow(base, style, entry, exit_)], {}, Problems()
     own = tuple(model.modules[base].parameters)
     with_bias = style == "rowwise" and "bias" in own
-    problems = [
-        f"tp={tp}: {name!r} has {feature}, which is not supported inside of tensor parallel layers"
+    problems = Problems(
+        Refusal("tp.adapter", f"tp={tp}: {name!r} has {feature}, which is not supported inside of tensor parallel layers")
         for feature in features
         if feature != MAGNITUDE
-    ]
+    )
     if MAGNITUDE in features and (style not in DORA or with_bias):
-        problems.append(
+        problems.add(
+            "tp.adapter",
             f"tp={tp}: {name!r} has dora, and its style is {style}{' with a bias' if with_bias else ''}; legal with dora are "
-            f"{', '.join(sorted(DORA))} (rowwise without a bias), or kind: lora"
+            f"{', '.join(sorted(DORA))} (rowwise without a bias), or kind: lora",
         )
     grouped, rows_sliced = style == "grouped_colwise", (STYLES.get(style) or DERIVED[style]).dim != -1
     inner = "colwise" if style == "fused_colwise" else style
