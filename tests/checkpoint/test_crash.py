@@ -16,7 +16,7 @@ from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.errors import CheckpointError
 from meshwright.train.config import RunConfig
 from meshwright.train.start.prepare import prepare_run
-from meshwright.train.start.setup import Paths
+from meshwright.train.start.run_files import Paths
 from tests.harness import RankError, run_ranks
 from tests.train.runs import checkpoints, losses, rows, tiny_run, train, trainer_on_rank
 

@@ -17,7 +17,7 @@ from meshwright.errors import CheckpointError
 from meshwright.train.config import RunConfig
 from meshwright.train.start.prepare import prepare_run
 from meshwright.train.start.resume import changes, checkpoint_to_resume, verified
-from meshwright.train.start.setup import Paths
+from meshwright.train.start.run_files import Paths
 from tests.harness import RankError, run_ranks
 from tests.train.runs import checkpoints, losses, tiny_run, train, trainer_on_rank
 

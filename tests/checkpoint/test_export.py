@@ -18,7 +18,7 @@ from meshwright.checkpoint.export import MARK, check_target, export_checkpoint, 
 from meshwright.errors import CheckpointError, ModelError
 from meshwright.train.config import RunConfig
 from meshwright.train.start.prepare import prepare_run
-from meshwright.train.start.setup import Paths
+from meshwright.train.start.run_files import Paths
 from tests.harness import refuses, run_ranks
 from tests.tiny import tiny_model, whole
 from tests.train.runs import LLAMA, tiny_run, train, trainer_on_rank

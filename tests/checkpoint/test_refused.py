@@ -19,7 +19,7 @@ from meshwright.checkpoint.manager import check_same_model, check_writable
 from meshwright.errors import CheckpointError
 from meshwright.train.config import RunConfig
 from meshwright.train.start.prepare import prepare_run
-from meshwright.train.start.setup import Paths
+from meshwright.train.start.run_files import Paths
 from tests.harness import RankError, run_ranks
 from tests.train.runs import LLAMA, tiny_run, train, train_on_rank
 

@@ -14,7 +14,7 @@ from meshwright.errors import CheckpointError
 from meshwright.train.config import RunConfig
 from meshwright.train.start.prepare import prepare_run
 from meshwright.train.start.resume import checkpoint_to_resume
-from meshwright.train.start.setup import Paths
+from meshwright.train.start.run_files import Paths
 from tests.diffusion_gemma import RUN as DIFFUSION_GEMMA
 from tests.train.runs import GPT2_WITH_DROPOUT, checkpoints, eval_losses, losses, rows, tiny_run, train
 

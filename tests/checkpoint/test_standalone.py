@@ -16,7 +16,7 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.train.config import load_config
 from meshwright.train.start.prepare import locked, prepare_run
 from meshwright.train.start.resume import checkpoint_to_resume
-from meshwright.train.start.setup import Paths
+from meshwright.train.start.run_files import Paths
 from meshwright.train.start.worker import damage_here
 from tests.harness import refuses, run_ranks
 from tests.train.runs import LLAMA, checkpoints, losses, tiny_run, train, trainer_on_rank

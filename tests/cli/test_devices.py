@@ -7,7 +7,8 @@ import pytest
 
 from meshwright.distributed.process_group import _first_host, adopt_slurm, distributed_environment, process_group
 from meshwright.errors import ConfigError
-from meshwright.train.start.launch import _local_world_size, device_kind, launch, local_processes, planned_processes
+from meshwright.train.start.launch import launch
+from meshwright.train.start.processes import device_kind, launched_processes, local_processes, planned_processes
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_another_launcher_may_give_each_task_its_own_gpu(tiny, monkeypatch: pyte
         device_kind(tiny(), 8, launched=True)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2)")
-    assert _local_world_size(tiny()) == 8
+    assert launched_processes(tiny()) == 8
 
 
 def test_processes_of_this_machine(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +55,7 @@ def test_processes_of_this_machine(tiny, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_number_of_another_launcher_wins_over_that_of_the_file(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert _local_world_size(tiny()) == _local_world_size(tiny("launch.nproc=2")) == 4
+    assert launched_processes(tiny()) == launched_processes(tiny("launch.nproc=2")) == 4
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
     with pytest.raises(ConfigError, match="--nproc=2: the launcher started 4 processes here; leave it out"):
@@ -100,10 +101,10 @@ def test_tasks_per_node_that_are_no_number(tiny, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", text)
     with pytest.raises(ConfigError, match=f"SLURM_STEP_TASKS_PER_NODE='{text}'"):
-        _local_world_size(tiny())
+        launched_processes(tiny())
     monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
     with pytest.raises(ConfigError, match=f"LOCAL_WORLD_SIZE='{text}'"):
-        _local_world_size(tiny())
+        launched_processes(tiny())
 
 
 def test_a_plan_is_for_the_ranks_that_the_file_names(tiny, monkeypatch: pytest.MonkeyPatch) -> None:

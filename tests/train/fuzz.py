@@ -25,7 +25,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.plan.show.explain import explain
 from meshwright.train.config import RunConfig, load_config
-from meshwright.train.start.launch import planned_processes
+from meshwright.train.start.processes import planned_processes
 from meshwright.train.start.setup import make_setup
 from tests.train.runs import LLAMA
 

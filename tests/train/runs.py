@@ -16,7 +16,8 @@ from meshwright.train.config import RunConfig, load_config
 from meshwright.train.parts import PARTS
 from meshwright.train.start.prepare import load_run_tokenizer, prepare_run
 from meshwright.train.start.resume import checkpoint_to_resume
-from meshwright.train.start.setup import Paths, make_setup
+from meshwright.train.start.run_files import Paths
+from meshwright.train.start.setup import make_setup
 from meshwright.train.trainer import Trainer
 from tests.harness import run_ranks
 

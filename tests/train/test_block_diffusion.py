@@ -13,7 +13,8 @@ from meshwright.checkpoint.export import export_checkpoint, generate
 from meshwright.errors import ConfigError, NonFiniteError
 from meshwright.train.config import RunConfig
 from meshwright.train.start.prepare import prepare_run
-from meshwright.train.start.setup import Paths, make_setup
+from meshwright.train.start.run_files import Paths
+from meshwright.train.start.setup import make_setup
 from tests.diffusion_gemma import RUN
 from tests.harness import run_ranks
 from tests.train.runs import eval_losses, losses, rows, tiny_run, train, trainer_on_rank

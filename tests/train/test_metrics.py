@@ -11,7 +11,7 @@ from meshwright.errors import CheckpointError
 from meshwright.train.config import RunConfig
 from meshwright.train.metrics import Jsonl, kept_id
 from meshwright.train.start.prepare import describe_data, prepare_run
-from meshwright.train.start.setup import Paths, source_facts
+from meshwright.train.start.run_files import Paths, source_facts
 from tests.harness import refuses
 from tests.train.runs import losses, rows, train
 

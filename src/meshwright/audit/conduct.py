@@ -34,7 +34,7 @@ from meshwright.shrink.small_config import Change
 from meshwright.train.config import CheckpointConfig, LaunchConfig, MetricsConfig, RunConfig, SampleConfig, ScheduleConfig
 from meshwright.train.proofs.claim import claim_of, model_digest
 from meshwright.train.proofs.records import Record, record, today
-from meshwright.train.start.launch import device_kind
+from meshwright.train.start.processes import device_kind
 from meshwright.train.start.setup import RunSetup, describe_model, make_setup
 
 __all__ = ["Auditor", "audit"]

@@ -202,7 +202,7 @@ def calibrate(
     import yaml
 
     from meshwright.train.config import load_config
-    from meshwright.train.start.launch import planned_processes
+    from meshwright.train.start.processes import planned_processes
     from meshwright.train.start.setup import make_setup
 
     run = load_config(config, overrides or [])

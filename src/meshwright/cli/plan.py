@@ -80,7 +80,7 @@ def plan(
     from meshwright.train.guard import waits
     from meshwright.train.proofs.records import Source
     from meshwright.train.proofs.report_or_audit import report_or_audit
-    from meshwright.train.start.launch import planned_processes
+    from meshwright.train.start.processes import planned_processes
     from meshwright.train.start.setup import make_setup
 
     ways = {"--json": as_json, "--diff": against is not None, "--program": program}
@@ -155,7 +155,7 @@ def _refused_paths(run: "RunConfig") -> list[str]:
     """Say which directories `train` would refuse, of those that a plan does not read."""
     from meshwright.checkpoint.directory import latest
     from meshwright.paths import no_directory, possible_hub_name
-    from meshwright.train.start.setup import Paths
+    from meshwright.train.start.run_files import Paths
 
     values = {}
     if run.checkpoint.resume not in ("auto", "never"):

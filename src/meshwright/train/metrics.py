@@ -18,7 +18,7 @@ from meshwright.files import write_whole
 from meshwright.plan.show.explain import human_bytes
 from meshwright.terminal import console
 from meshwright.train.config import RunConfig
-from meshwright.train.start.setup import Paths
+from meshwright.train.start.run_files import Paths
 
 if TYPE_CHECKING:
     import torch

@@ -29,7 +29,8 @@ from meshwright.train.metrics import Recorder, memory_in_use
 from meshwright.train.optimizer import learning_rate, set_learning_rate
 from meshwright.train.parts import PARTS, Parts, RankSetup, balance_of_plan, eval_loader
 from meshwright.train.start.ending import Agreement
-from meshwright.train.start.setup import RunSetup, plain_config, source_facts
+from meshwright.train.start.run_files import source_facts
+from meshwright.train.start.setup import RunSetup, plain_config
 
 __all__ = ["Trainer"]
 

@@ -22,7 +22,8 @@ from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ExpertsRow
 from meshwright.train.config import RunConfig
 from meshwright.train.start.prepare import prepare_run
-from meshwright.train.start.setup import Paths, make_setup
+from meshwright.train.start.run_files import Paths
+from meshwright.train.start.setup import make_setup
 from tests.diffusion_gemma import RUN
 from tests.harness import run_ranks
 from tests.recompute import checkpoint_layer

@@ -27,7 +27,8 @@ from meshwright.terminal import console
 from meshwright.train.config import RunConfig
 from meshwright.train.guard import waits
 from meshwright.train.start.resume import checkpoint_to_resume, pass_over_damaged
-from meshwright.train.start.setup import Paths, RunSetup, make_setup, plain_config, together
+from meshwright.train.start.run_files import Paths
+from meshwright.train.start.setup import RunSetup, make_setup, plain_config, together
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,7 +14,7 @@ from meshwright.checkpoint.directory import complete, damage, damage_in_brief, l
 from meshwright.errors import CheckpointError, Refusal, described
 from meshwright.paths import no_directory
 from meshwright.train.config import RunConfig
-from meshwright.train.start.setup import Paths
+from meshwright.train.start.run_files import Paths
 
 __all__ = ["changes", "checkpoint_to_resume", "pass_over_damaged", "verified"]
 

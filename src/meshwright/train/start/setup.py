@@ -6,22 +6,14 @@
 import json
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import (
-    CheckpointError,
-    ConfigError,
-    LayoutError,
-    MeshwrightError,
-    PlanError,
-    UnsupportedError,
-    during,
-)
+from meshwright.errors import ConfigError, LayoutError, MeshwrightError, PlanError, UnsupportedError, during
 from meshwright.layout import Layout, divisors
 from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.train.config import RunConfig
+from meshwright.train.start.run_files import Paths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -29,63 +21,14 @@ if TYPE_CHECKING:
     from meshwright.models.objective import Objective
 
 __all__ = [
-    "Paths",
     "RunSetup",
     "describe_model",
     "make_setup",
     "microbatches_per_step",
     "plain_config",
-    "source_facts",
     "together",
     "vocabulary_defaults",
 ]
-
-
-@dataclass(frozen=True)
-class Paths:
-    """Where a run keeps its files, under its output directory ``root``."""
-
-    root: Path
-
-    @property
-    def checkpoints(self) -> Path:
-        """The complete checkpoints, one directory each."""
-        return self.root / "checkpoints"
-
-    @property
-    def tokenizer(self) -> Path:
-        """The tokenizer of the run."""
-        return self.root / "tokenizer"
-
-    @property
-    def tokens(self) -> Path:
-        """The tokenized documents."""
-        return self.root / "tokens"
-
-    @property
-    def source(self) -> Path:
-        """Facts about the model that training began with, which an export restores, and the kind of data."""
-        return self.root / "source.json"
-
-    @property
-    def config(self) -> Path:
-        """The complete configuration."""
-        return self.root / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        """The metrics, one line for each logged step."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """The event files of TensorBoard."""
-        return self.root / "tensorboard"
-
-    @property
-    def export(self) -> Path:
-        """The final model as a Hugging Face directory."""
-        return self.root / "export"
 
 
 @dataclass(frozen=True)
@@ -352,26 +295,6 @@ def _vocabulary_problems(config: RunConfig, model: "PreTrainedModel", tokens: in
 def plain_config(model: "PreTrainedModel") -> dict[str, Any]:
     """Return a model's config as plain values that JSON can represent."""
     return json.loads(model.config.to_json_string(use_diff=False))
-
-
-def source_facts(paths: Paths) -> dict[str, Any]:
-    """Return the facts written when the run was prepared (:func:`meshwright.models.weights.source.facts`), and the kind of
-    data.
-
-    Raises:
-        CheckpointError: the file is not what was written.
-    """
-    if not paths.source.is_file():
-        return {}
-    try:
-        values = json.loads(paths.source.read_bytes())
-        if not isinstance(values, dict):
-            raise ValueError("no mapping")
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            "checkpoint.unreadable", f"{paths.source}: cannot be read ({error}); start the run again, which writes it anew"
-        ) from error
-    return values
 
 
 def together(problems: list[MeshwrightError]) -> MeshwrightError:

@@ -41,7 +41,8 @@ from meshwright.train.proofs.report_or_audit import report_or_audit
 from meshwright.train.start.ending import SIGNALS, UNEXPORTED, Agreement, SignalThread, begin, has_begun, leave_to_rank_0, tell
 from meshwright.train.start.prepare import introduce, load_run_tokenizer, locked, prepare_run, warn
 from meshwright.train.start.resume import changes, checkpoint_to_resume, verified
-from meshwright.train.start.setup import Paths, make_setup
+from meshwright.train.start.run_files import Paths
+from meshwright.train.start.setup import make_setup
 
 __all__ = ["run_worker"]
 
