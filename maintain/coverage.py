@@ -31,7 +31,7 @@ from meshwright.shrink.run import shrink
 from meshwright.train.config import RunConfig
 from meshwright.train.proofs.claim import versions
 from meshwright.train.proofs.own_code import package_digest
-from meshwright.train.proofs.records import COVERAGE, CellProof, cell_data, cells_as_text, cells_from_text
+from meshwright.train.proofs.shipped_cells import COVERAGE, CellProof, cell_data, cells_as_text, cells_from_text
 
 __all__ = ["COLUMNS", "part_of", "run_of", "write_coverage"]
 

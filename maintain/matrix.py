@@ -21,7 +21,7 @@ from maintain.tiny import TINY_MODELS
 from meshwright.audit.conduct import Auditor
 from meshwright.train.proofs.claim import Claim, versions
 from meshwright.train.proofs.own_code import package_digest
-from meshwright.train.proofs.records import MATRIX, CellProof, matrix_data
+from meshwright.train.proofs.shipped_cells import MATRIX, CellProof, matrix_data
 
 __all__ = ["write_matrix"]
 
@@ -46,7 +46,7 @@ def write_matrix(
         families: the rows.
         places: the columns.
         variants: the options that each cell is audited with.
-        data: path of the data, JSON, see :func:`~meshwright.train.proofs.records.matrix_data`.
+        data: path of the data, JSON, see :func:`~meshwright.train.proofs.shipped_cells.matrix_data`.
 
     Returns:
         Whether no cell failed. A refusal is no failure.

@@ -221,7 +221,7 @@ def _interrupted_in(name: str, everyone: bool = False) -> Callable[[], None]:
     [
         ("meshwright.models.weights.build.build_on_meta", 2, "the model and its plan are built"),
         ("meshwright.data.tokenizer.build_tokenizer", 2, "the tokenizer is made"),
-        ("meshwright.data.store.prepare", 1, "the data are read"),
+        ("meshwright.data.preparation.prepare", 1, "the data are read"),
         ("meshwright.train.start.worker.run_worker", 2, "the workers start"),
         ("meshwright.train.trainer.Trainer.__init__", 2, "the workers start"),
         ("meshwright.train.trainer.Trainer.__init__", 1, "the model gets its values"),

@@ -8,7 +8,7 @@ import pytest
 from meshwright.data.bad_rows import EXAMPLES, KINDS, BadRows
 from meshwright.data.corpora import documents
 from meshwright.data.data_config import DataConfig
-from meshwright.data.store import prepare
+from meshwright.data.preparation import prepare
 from meshwright.errors import DataError
 from tests.harness import refuses
 

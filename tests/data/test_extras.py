@@ -13,8 +13,8 @@ from meshwright.data.corpora import documents
 from meshwright.data.data_config import DataConfig
 from meshwright.data.extras import template_arguments
 from meshwright.data.formats import RowReader
+from meshwright.data.preparation import prepare
 from meshwright.data.row_files import Row
-from meshwright.data.store import prepare
 from meshwright.data.tokenizer import DEFAULT_CHAT_TEMPLATE
 from meshwright.errors import DataError
 

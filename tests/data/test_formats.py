@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from meshwright.data.corpora import documents
 from meshwright.data.data_config import DataConfig
-from meshwright.data.store import prepare
+from meshwright.data.preparation import prepare
 from meshwright.data.tokenizer import DEFAULT_CHAT_TEMPLATE
 from meshwright.errors import DataError
 

@@ -8,7 +8,8 @@ import pytest
 from meshwright.data.data_config import DataConfig
 from meshwright.data.identity import TRAINED
 from meshwright.data.loader import TrainLoader
-from meshwright.data.store import TokenStore, prepare
+from meshwright.data.preparation import prepare
+from meshwright.data.store import TokenStore
 from meshwright.errors import CheckpointError
 
 from .conftest import sentences

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from meshwright.data.corpora import documents
 from meshwright.data.data_config import DataConfig, TokenizerConfig
-from meshwright.data.store import StoreIndex, prepare
+from meshwright.data.preparation import prepare
+from meshwright.data.store import StoreIndex
 from meshwright.data.tokenizer import build_tokenizer
 from meshwright.errors import DataError, MeshwrightError
 

@@ -12,7 +12,8 @@ from meshwright.data import sums
 from meshwright.data.corpora import documents, eval_documents, training_texts
 from meshwright.data.data_config import DataConfig
 from meshwright.data.index import FORMAT_VERSION, write_index
-from meshwright.data.store import TokenStore, prepare
+from meshwright.data.preparation import prepare
+from meshwright.data.store import TokenStore
 from meshwright.errors import ConfigError, DataError
 from tests.harness import refuses
 
@@ -224,7 +225,7 @@ def test_a_failed_prepare_leaves_nothing(tmp_path, jsonl, tokenizer):
 
 
 def test_a_store_written_meanwhile_wins(tmp_path, jsonl, tokenizer, monkeypatch):
-    from meshwright.data import store as module
+    from meshwright.data import preparation as module
 
     data, write = config(jsonl(ROWS)), module._write
 
@@ -340,7 +341,7 @@ def test_a_damaged_store_stays_until_the_new_one_is_complete(stored, tokenizer, 
     damaged = (directory / "tokens.bin").read_bytes()
     (tmp_path / "bad.jsonl").write_text('{"messages": 3}\n')
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("meshwright.data.store.documents", lambda *args: documents(config(str(tmp_path / "bad.jsonl"))))
+        patch.setattr("meshwright.data.preparation.documents", lambda *args: documents(config(str(tmp_path / "bad.jsonl"))))
         with pytest.raises(DataError) as caught:
             prepare(data, tokenizer, directory.parent, 0)
     assert caught.value.problems[0].startswith(f"{directory / 'tokens.bin'} is not what was written")

@@ -19,7 +19,7 @@ from meshwright.error_codes import CODES as ERROR_CODES
 from meshwright.errors import ConfigError
 from meshwright.models.model_config import ModelConfig
 from meshwright.shrink.run import shrink
-from meshwright.train.proofs.records import COVERAGE
+from meshwright.train.proofs.shipped_cells import COVERAGE
 from meshwright.train.start.setup import make_setup
 
 SHARD, TP = (next(place for place in coverage.COLUMNS if place.label == label) for label in ("shard 2", "tp 2"))

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshwright.errors import ConfigError, LayoutError, MeshwrightError, WorkerError
-from meshwright.ranks.hang import Collective, Frame, HangError, RankState, describe, disagreement, stack_of_text
+from meshwright.ranks.hang import HangError, describe, disagreement
 from meshwright.ranks.pool import Pool
+from meshwright.ranks.rank_state import Collective, Frame, RankState, stack_of_text
 
 PATIENCE = 2.0
 

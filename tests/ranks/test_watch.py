@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.ranks.hang import RankState
+from meshwright.ranks.rank_state import RankState
 from meshwright.ranks.watch import Watch, _together
 from tests.harness import run_ranks
 

@@ -33,7 +33,8 @@ from meshwright.shrink.settle import copy_policies
 from meshwright.shrink.small_config import Change
 from meshwright.train.config import CheckpointConfig, LaunchConfig, MetricsConfig, RunConfig, SampleConfig, ScheduleConfig
 from meshwright.train.proofs.claim import claim_of, model_digest
-from meshwright.train.proofs.records import Record, record, today
+from meshwright.train.proofs.records import Record, record
+from meshwright.train.proofs.shipped_cells import today
 from meshwright.train.start.processes import device_kind
 from meshwright.train.start.setup import RunSetup, describe_model, make_setup
 

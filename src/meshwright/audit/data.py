@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from meshwright.data.loader import TrainLoader
 from meshwright.data.packing import IGNORE, Integers
-from meshwright.data.store import TokenStore, prepare, write_documents
+from meshwright.data.preparation import prepare, write_documents
+from meshwright.data.store import TokenStore
 from meshwright.data.tokenizer import build_tokenizer
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.models.objective import ROUTED

@@ -30,7 +30,8 @@ from meshwright.audit.model_files import ADAPTER, MODEL, from_files, unwritten
 from meshwright.audit.reference import plain_model
 from meshwright.data.loader import TrainLoader
 from meshwright.data.packing import SequenceDataset
-from meshwright.data.store import TokenStore, write_documents
+from meshwright.data.preparation import write_documents
+from meshwright.data.store import TokenStore
 from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.errors import MeshwrightError, described
 from meshwright.models.adapters.adapter_files import file_entries

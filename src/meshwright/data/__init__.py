@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from meshwright.data.index import StoreIndex
     from meshwright.data.loader import EvalLoader, TrainLoader, check_batch_sizes
     from meshwright.data.packing import IGNORE, SequenceDataset
-    from meshwright.data.store import TokenStore, prepare
+    from meshwright.data.preparation import prepare
+    from meshwright.data.store import TokenStore
     from meshwright.data.tokenizer import build_tokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [
@@ -46,7 +47,8 @@ _FILES = {
     "loader": ("EvalLoader", "TrainLoader", "check_batch_sizes"),
     "packing": ("IGNORE", "SequenceDataset"),
     "index": ("StoreIndex",),
-    "store": ("TokenStore", "prepare"),
+    "preparation": ("prepare",),
+    "store": ("TokenStore",),
     "tokenizer": ("build_tokenizer", "load_tokenizer", "train_tokenizer"),
 }
 _HOME = {name: file for file, names in _FILES.items() for name in names}

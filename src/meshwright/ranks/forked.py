@@ -23,7 +23,8 @@ import torch.distributed as dist
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.process_group import RECORDED
 from meshwright.errors import MeshwrightError, UnsupportedError, WorkerError
-from meshwright.ranks.hang import Pace, RankState, is_communication, look
+from meshwright.ranks.hang import is_communication
+from meshwright.ranks.rank_state import Pace, RankState, look
 
 __all__ = ["BEAT", "JobOutcome", "WorkerPlace", "work"]
 

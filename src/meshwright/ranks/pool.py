@@ -26,7 +26,8 @@ import torch.distributed as dist
 from meshwright.distributed.process_group import end_openmp_threads
 from meshwright.errors import ConfigError, MeshwrightError, Refusal, UnsupportedError, WorkerError
 from meshwright.ranks.forked import BEAT, JobOutcome, WorkerPlace, work
-from meshwright.ranks.hang import HangError, RankState, describe, mismatch, stack_of_text
+from meshwright.ranks.hang import HangError, describe, mismatch
+from meshwright.ranks.rank_state import RankState, stack_of_text
 
 __all__ = ["Pool"]
 

@@ -15,7 +15,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from meshwright.distributed import _torch_compat
-from meshwright.ranks.hang import Pace, RankState, describe, look
+from meshwright.ranks.hang import describe
+from meshwright.ranks.rank_state import Pace, RankState, look
 
 __all__ = ["Watch"]
 

@@ -15,27 +15,24 @@ every kept layer is frozen, synchronised and recomputed exactly as before; patte
 """
 
 import math
-import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from meshwright.data.loader import check_batch_sizes
-from meshwright.errors import ConfigError, LayoutError, MeshwrightError, ModelError, Refusal
+from meshwright.errors import LayoutError, MeshwrightError, ModelError, Refusal
 from meshwright.layout import AXES, Layout, ModelSizes, divisors
 from meshwright.models.model_config import ModelConfig
 from meshwright.models.specs.registry import spec_of
 from meshwright.models.user_imports import import_modules
 from meshwright.models.weights.build import build_on_meta, pretrained_config
 from meshwright.plan.given.inspection import model_sizes
-from meshwright.plan.given.names import match_names
 from meshwright.plan.given.options import NF4_BLOCK
 from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.memory.loss_chunks import chunks_of
 from meshwright.shrink.kinds import kinds_of, layers_of, lists_of, lost_between, second_of_ties
+from meshwright.shrink.patterns import BY_MODULE, OF_MODULES, OF_OPTIMIZER, Patterns, marks_of_layers, renumbered_patterns
 from meshwright.shrink.small_config import ALWAYS, RULES, Change, Needs, small_config
 from meshwright.train.config import RunConfig
 from meshwright.train.run_objective import make_objective
@@ -114,11 +111,11 @@ def shrink(config: RunConfig, world_size: int | None = None) -> tuple[RunConfig,
     packed = config.adapter is not None and config.adapter.base is not None
     shares_heads, block = 0 < kv_heads < shared_by, NF4_BLOCK if packed else 1
     needs = Needs(layout.size("tp"), layout.ep, stages, length, shares_heads=shares_heads, block=block)
-    patterns = {key: getattr(config.parallel, key) for key in ("freeze", *_OF_MODULES, *_BY_MODULE)}
-    patterns |= {key: getattr(config.optimizer, key) for key in _OF_OPTIMIZER}
+    patterns = {key: getattr(config.parallel, key) for key in ("freeze", *OF_MODULES, *BY_MODULE)}
+    patterns |= {key: getattr(config.optimizer, key) for key in OF_OPTIMIZER}
     model, renumbered = _shrink_model(source, large, large_config, spec, defaults, needs, patterns, changes)
     why = "numbers of the layers that stay"
-    if of_optimizer := {key: renumbered.pop(key) for key in _OF_OPTIMIZER if key in renumbered}:
+    if of_optimizer := {key: renumbered.pop(key) for key in OF_OPTIMIZER if key in renumbered}:
         sections["optimizer"] = change("optimizer", config.optimizer, of_optimizer, why)
     if pipeline.cuts:
         renumbered["pipeline"] = pipeline.model_copy(update={"cuts": []})
@@ -239,14 +236,16 @@ def _too_few(original: Layout, known: Mapping[str, int], least: int, world_size:
 
 def _shrink_model(
     source: ModelConfig, large: "PreTrainedModel", large_config: "PretrainedConfig", spec: ParallelSpec,
-    defaults: Mapping[str, Any], needs: Needs, patterns: "_Patterns", changes: list[Change],
+    defaults: Mapping[str, Any], needs: Needs, patterns: "Patterns", changes: list[Change],
 ) -> tuple[ModelConfig, dict[str, Any]]:  # fmt: skip
     """Return the config of a small model of the same structure, and the run's patterns with the new numbers of layers."""
     path, count = layers_of(large, spec.layers)
     everything = list(range(count))
     stays = sum(parameter.numel() for parameter in large.parameters()) <= SMALL
     lists = lists_of(large.config.get_text_config().to_dict(), count)
-    kinds: list[Any] = everything if stays else kinds_of(large, path, everything, lists, _marks(patterns, large, path, count))
+    kinds: list[Any] = (
+        everything if stays else kinds_of(large, path, everything, lists, marks_of_layers(patterns, large, path, count))
+    )
     firsts = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     more = [index for index in everything if index not in firsts]
     firsts = sorted([*firsts, *more[: max(0, max(2, needs.stages) - len(firsts))]])
@@ -273,89 +272,7 @@ def _shrink_model(
     if len(kept) == count:
         return model, {}
     new_numbers = [kept.index(index if index in kept else kinds.index(kind)) for index, kind in enumerate(kinds)]
-    return model, _renumbered(patterns, large, small, path, kept, new_numbers)
+    return model, renumbered_patterns(patterns, large, small, path, kept, new_numbers)
 
 
 # -- patterns with numbers of layers --------------------------------------------------------------------------------------
-
-_BY_MODULE = ("sync_units", "activation_checkpointing_layers")
-"""Keys of `parallel` that map patterns of module names to choices."""
-
-_OF_OPTIMIZER = ("decay", "no_decay")
-"""Keys of `optimizer` that are lists of patterns of names of parameters."""
-
-_OF_PARAMETERS, _OF_MODULES = ("freeze", *_OF_OPTIMIZER), ("exclude_units",)
-"""All keys whose values are lists of patterns, of names of parameters and of modules."""
-
-_Patterns = Mapping[str, Any]
-"""The patterns of a run, by these keys."""
-
-
-def _decided(patterns: _Patterns, model: nn.Module) -> dict[str, Hashable]:
-    """Return what the patterns decide, by name: of parameters that are frozen or not decayed, and of modules with a choice."""
-    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    modules = [name for name, _ in model.named_modules()]
-    decided: dict[tuple[str, str], str] = {}  # of two patterns the later one wins
-    for keys, names in ((_OF_PARAMETERS, parameters), (_OF_MODULES, modules)):
-        for key in keys:
-            for pattern in patterns[key]:
-                decided.update({(name, key): "yes" for name in match_names(pattern, names)})
-    for key in _BY_MODULE:
-        for pattern, choice in patterns[key].items():
-            decided.update({(name, key): choice for name in match_names(pattern, modules)})
-    choices_of: dict[str, list[tuple[str, str]]] = {}
-    for (name, key), choice in sorted(decided.items()):
-        choices_of.setdefault(name, []).append((key, choice))
-    return {name: tuple(choices) for name, choices in choices_of.items()}
-
-
-def _marks(patterns: _Patterns, model: nn.Module, path: str, count: int) -> list[Hashable]:
-    """Return what the patterns decide about each layer, by names relative to the layer."""
-    decided = _decided(patterns, model)
-    starts = [f"{path}.{index}." for index in range(count)]
-    return [
-        frozenset((f"{name}.".removeprefix(start), choice) for name, choice in decided.items() if f"{name}.".startswith(start))
-        for start in starts
-    ]
-
-
-def _renumbered(
-    patterns: _Patterns, large: nn.Module, small: nn.Module, path: str, kept: Sequence[int], new_numbers: Sequence[int]
-) -> dict[str, Any]:
-    """Return the patterns with new numbers of layers, after a check that they decide the same about every kept layer."""
-
-    def renumber(pattern: str) -> list[str]:
-        parts = pattern.split(".")
-        for place, part in enumerate(parts):
-            layer = re.search(r"\d", part) and match_names(".".join(parts[:place]), [path])
-            if numbers := match_names(part, map(str, range(len(new_numbers)))) if layer else []:
-                new = dict.fromkeys(new_numbers[int(number)] for number in numbers)
-                return [".".join([*parts[:place], str(number), *parts[place + 1 :]]) for number in new]
-        return [pattern]
-
-    def former(name: str) -> str:
-        match = re.match(rf"{re.escape(path)}\.(\d+)(?=\.|$)", name)
-        return f"{path}.{kept[int(match[1])]}{name[match.end() :]}" if match else name
-
-    result: dict[str, Any] = {}
-    for key in (*_OF_PARAMETERS, *_OF_MODULES):
-        result[key] = list(dict.fromkeys(new for pattern in patterns[key] for new in renumber(pattern)))
-    for key in _BY_MODULE:
-        result[key] = {new: choice for pattern, choice in patterns[key].items() for new in renumber(pattern)}
-    old, new = _decided(patterns, large), _decided(result, small)
-    names, former_names = _names(small), _names(large)
-    wrong = [f"{former(name)!r} would be treated otherwise" for name in names if new.get(name) != old.get(former(name))]
-    for pattern in (pattern for key in result for pattern in patterns[key]):
-        if match_names(pattern, former_names) and not all(match_names(item, names) for item in renumber(pattern)):
-            wrong.append(f"{pattern!r} would match nothing")
-    if wrong:
-        raise ConfigError(
-            "shrink.patterns",
-            f"patterns of parallel and optimizer: the audit keeps only layers {', '.join(map(str, kept))}, and with the "
-            f"patterns renumbered for them {wrong[0]}; number layers as in '{path}.0.**', or audit the whole model with --full",
-        )
-    return result
-
-
-def _names(model: nn.Module) -> list[str]:
-    return [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_modules())]

@@ -11,7 +11,8 @@ from safetensors import safe_open
 
 from meshwright.checkpoint import storage
 from meshwright.checkpoint.export import export_checkpoint
-from meshwright.distributed.experts.balance import Balance, refusals, sequence_balance
+from meshwright.distributed.experts.balance import Balance, refusals
+from meshwright.distributed.experts.balance_loss import sequence_balance
 from meshwright.distributed.parallelizer import get_lm_ac_layers
 from meshwright.errors import ConfigError, ModelError
 from meshwright.layout import Layout

@@ -16,19 +16,8 @@ from meshwright.train.proofs import claim as claims
 from meshwright.train.proofs import own_code
 from meshwright.train.proofs import records as proof
 from meshwright.train.proofs.claim import claim_of
-from meshwright.train.proofs.records import (
-    CellProof,
-    Record,
-    Source,
-    Standing,
-    State,
-    audit_arguments,
-    cells_from_text,
-    matrix_data,
-    record,
-    standing_of,
-    today,
-)
+from meshwright.train.proofs.records import Record, Source, Standing, State, audit_arguments, record, standing_of
+from meshwright.train.proofs.shipped_cells import MATRIX, CellProof, cells_from_text, matrix_data, today
 from meshwright.train.start.setup import make_setup
 
 LARGE: dict[str, Any] = {
@@ -179,7 +168,7 @@ def test_the_place_of_a_layer_in_a_list_is_a_size() -> None:
 @pytest.fixture(autouse=True)
 def records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(proof, "_matrix", lambda: {"versions": {}, "date": "2026-01-02", "cells": []})
+    monkeypatch.setattr(proof, "shipped_matrix", lambda: {"versions": {}, "date": "2026-01-02", "cells": []})
     return tmp_path / "cache" / "meshwright" / "audits"
 
 
@@ -305,7 +294,7 @@ def test_a_record_is_whole_or_absent(records: Path, monkeypatch: pytest.MonkeyPa
 
 def in_matrix(monkeypatch: pytest.MonkeyPatch, *setups: Any, failed: str = "") -> None:
     content = cells_from_text(matrix_data([CellProof("llama", "shard 2", failed, tuple(map(claim_of, setups)))]))
-    monkeypatch.setattr(proof, "_matrix", lambda: content)
+    monkeypatch.setattr(proof, "shipped_matrix", lambda: content)
 
 
 def test_a_cell_proves_its_family_on_its_axes_under_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +331,7 @@ def test_a_cell_that_failed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_damaged_matrix_is_said_and_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "_matrix", lambda: {"versions": claims.versions()})
+    monkeypatch.setattr(proof, "shipped_matrix", lambda: {"versions": claims.versions()})
     said: list[str] = []
     assert standing(setup_of(), said).state is State.UNPROVEN
     assert said == ["the support matrix is ignored: KeyError: 'cells'"]
@@ -351,7 +340,7 @@ def test_a_damaged_matrix_is_said_and_passed_over(monkeypatch: pytest.MonkeyPatc
 def test_the_matrix_that_comes_with_the_package_knows_the_families_of_this_version() -> None:
     from importlib import resources
 
-    content = json.loads(resources.files("meshwright.train.proofs").joinpath(proof.MATRIX).read_text())
+    content = json.loads(resources.files("meshwright.train.proofs").joinpath(MATRIX).read_text())
     assert content["cells"]
     for cell in content["cells"]:
         assert cell["family"] in TINY_MODELS

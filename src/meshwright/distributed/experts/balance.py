@@ -13,8 +13,8 @@ router chose in fact, with the effect of groups and bias. For a sequence b with 
 T is the number of tokens that count in the whole optimizer step. No statistic is taken over several sequences, so the loss and
 its gradient are those of one process for any ranks, replicas and microbatches. Perfect balance gives ``a`` for each layer.
 
-The gradient of the loss enters where the weights leave the router (:class:`_Joined`). The backward of the training loss passes
-there once in every microbatch, in a recomputed layer too.
+The gradient of the loss enters where the weights leave the router (:class:`LossAtWeights`). The backward of the training loss
+passes there once in every microbatch, in a recomputed layer too.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -27,79 +27,17 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.distributed import _torch_compat
+from meshwright.distributed.experts.balance_loss import KINDS, LossAtWeights, sequence_balance
 from meshwright.distributed.memory.activation_checkpointing import unwatched
 from meshwright.errors import ModelError, Problems, Refusal
 from meshwright.plan.given.names import inside
 from meshwright.plan.given.spec import Scores
 from meshwright.plan.result.sharding_plan import ExpertsRow, ShardingPlan
 
-__all__ = ["Balance", "refusals", "sequence_balance"]
+__all__ = ["Balance", "refusals"]
 
 
-_KINDS = ", ".join(kind for kind in Scores if kind is not Scores.UNKNOWN)
-_DECLARE = f"declare it (scores of an ExpertsRule in a strategy, docs/adding-a-family.md): {_KINDS}"
-
-
-def sequence_balance(
-    scores: torch.Tensor,
-    index: torch.Tensor,
-    counts: torch.Tensor,
-    kind: Scores,
-    group: dist.ProcessGroup | None = None,
-) -> torch.Tensor:
-    """Return the balance loss of a router, each sequence weighted by its tokens: sum_b T_b sum_i f_i P_i.
-
-    Where ranks share sequences, loads and tokens are added up over them before the product. The result is this rank's part of a
-    sum over these ranks: it is linear in the mean of the scores, of which each rank has its tokens.
-
-    Args:
-        scores: [B * S, E], as the router returns them.
-        index: [B * S, k], the experts that were chosen.
-        counts: bool [B, S], which tokens count.
-        kind: what the scores are.
-        group: the ranks that share sequences; ``None``: each rank has whole sequences.
-
-    Returns:
-        A scalar, in fp32 or better.
-
-    Raises:
-        ModelError: it is unknown what the scores are.
-    """
-    if kind is Scores.UNKNOWN:
-        raise ModelError(
-            "moe.scores", f"the balance loss needs the kind of the router's scores, which is unknown; legal are {_KINDS}"
-        )
-    experts, chosen = scores.shape[-1], index.shape[-1]
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if kind is Scores.SOFTMAX:
-        shares = scores.softmax(-1)
-    else:
-        shares = scores.sigmoid() if kind is Scores.SIGMOID else scores
-        shares = shares / shares.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
-    mask = counts.to(shares.dtype)
-    loads = mask.new_zeros(len(counts), experts)
-    loads.scatter_add_(1, index.reshape(len(counts), -1).long(), mask.repeat_interleave(chosen, dim=1))
-    tokens = mask.sum(1, keepdim=True)
-    if group is not None:
-        both = torch.cat([loads, tokens], dim=1)
-        dist.all_reduce(both, group=group)
-        loads, tokens = both[:, :-1], both[:, -1:]
-    tokens = tokens.clamp(min=1)
-    sums = (shares.view(*counts.shape, experts) * mask.unsqueeze(-1)).sum(1)
-    return experts / chosen * (loads / tokens * sums).sum()
-
-
-class _Joined(torch.autograd.Function):
-    """Returns the weights unchanged; backward gives the loss a gradient of 1, as if it were added to the training loss."""
-
-    @staticmethod
-    def forward(context: Any, weights: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        context.one = torch.ones_like(loss)
-        return weights.clone()
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return gradient, context.one
+_DECLARE = f"declare it (scores of an ExpertsRule in a strategy, docs/adding-a-family.md): {KINDS}"
 
 
 @dataclass
@@ -267,7 +205,7 @@ class Balance:
             if first:
                 with unwatched():
                     self._value = self._value + loss.detach()
-            return (scores, _Joined.apply(weights, loss), index, *rest)
+            return (scores, LossAtWeights.apply(weights, loss), index, *rest)
 
         return after
 

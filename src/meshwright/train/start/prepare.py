@@ -57,7 +57,7 @@ def prepare_run(
     Raises:
         MeshwrightError: something would fail later, as far as this can be known now.
     """
-    from meshwright.data.store import prepare
+    from meshwright.data.preparation import prepare
     from meshwright.distributed import _torch_compat
     from meshwright.models import _transformers_compat
     from meshwright.models.adapters.adapt import without_adapters

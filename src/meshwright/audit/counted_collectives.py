@@ -1,0 +1,75 @@
+"""What is wrong with the numbers of collectives of a step."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+
+from meshwright.audit.findings import Finding, Kind
+from meshwright.audit.ranks import axis_names
+from meshwright.audit.result import RankResult
+from meshwright.plan.axes.context import context_counts
+from meshwright.plan.axes.experts import expert_parallel_counts
+from meshwright.plan.axes.pipeline.stage_plan import on_stages, pipeline_counts, stages_of_rank
+from meshwright.plan.axes.tensor.traffic import tensor_parallel_counts
+from meshwright.plan.cost.price import totals_of_rank
+from meshwright.plan.result.sharding_plan import ShardingPlan
+
+__all__ = ["wrong_counts"]
+
+
+def wrong_counts(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Finding]:
+    """Yield a finding for each axis on which a rank made other collectives in a step than the plan says."""
+    kinds = ("all_gather", "reduce_scatter", "all_reduce")
+
+    @cache
+    def due_on(stage_rank: int) -> tuple[dict[str, Counter[str]], Counter[str]]:
+        traffic, own = totals_of_rank(plan, stage_rank).traffic, on_stages(plan, stages_of_rank(plan, stage_rank))
+        due = {"dp": Counter({kind: getattr(traffic, f"{kind}s") for kind in kinds})}
+        due |= {"tp": tensor_parallel_counts(own), "cp": context_counts(own), "pp": pipeline_counts(plan, stage_rank)}
+        for axis, more in expert_parallel_counts(own).items():
+            due.setdefault(axis, Counter()).update(more)
+        return due, Counter({kind: getattr(traffic, f"{kind}_bytes") for kind in kinds})
+
+    # The planned counts of tensor, context and expert parallel assume that nothing is recomputed, and that gradients flow
+    # everywhere.
+    frozen = any(not row.trainable and plan.unit(row.unit).forwards for row in plan.parameters)
+    exact = not frozen and not any(unit.activation_checkpointing for unit in plan.units)
+    for step, result in [(step, of_rank) for of_rank in ranks for step in range(len(of_rank.counts))]:
+        wrong = []
+        due, sizes = due_on(plan.layout.coordinates(result.rank)["pp"])
+        counts, sizes_made = result.counts[step], result.bytes[step]
+        narrower = plan.layout.coordinates(result.rank)["tp"] > 0  # the plan describes the rank with the widest slices
+        for axes in _together([*due, *axis_names(plan.layout, result.rank).values(), *counts]):
+            names = [name for name in counts if set(name.split("+")) <= axes]
+            counted, counted_bytes = _added(counts, names), _added(sizes_made, names)
+            planned = _added(due, axes)
+            for kind in dict.fromkeys([*planned, *counted]):
+                if not exact and (axes & {"tp", "cp"} or ("ep" in axes and kind not in kinds)):
+                    continue
+                count, size = counted[kind], counted_bytes[kind]
+                of_plan = kind in kinds and "dp" in axes and not axes & {"pp", "tp", "cp"}  # other bytes depend on the batch
+                if count != planned[kind] or (of_plan and not (size == sizes[kind] or (narrower and size < sizes[kind]))):
+                    collectives = f"{count} {kind} of {size:,} bytes over {'+'.join(sorted(axes))}"
+                    wrong.append(
+                        f"{collectives} where the plan has {planned[kind]}" + (f" of {sizes[kind]:,}" if of_plan else "")
+                    )
+        if wrong:
+            yield Finding(Kind.COLLECTIVES, f"rank {result.rank} in step {step + 1} made {'; '.join(wrong)}", kinds)
+            return
+
+
+def _added(counts: Mapping[str, Counter[str]], names: Iterable[str]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for name in names:
+        total.update(counts.get(name, {}))
+    return total
+
+
+def _together(names: Iterable[str]) -> list[set[str]]:
+    """Return the axes in groups. Axes with the same ranks somewhere are in one group: their collectives look alike there."""
+    groups: list[set[str]] = []
+    for name in names:
+        axes = set(name.split("+"))
+        touching = [other for other in groups if other & axes]
+        groups = [other for other in groups if not other & axes] + [axes.union(*touching)]
+    return groups
