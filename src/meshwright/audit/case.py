@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshwright.audit.data import UnevenLoader, sequence_digests, unlabelled_microbatch, words_to_feed
 from meshwright.audit.precision import KeepFloat64
+from meshwright.checkpoint.state import optimizer_tensors
 from meshwright.data.loader import TrainLoader
 from meshwright.data.store import TokenStore
 from meshwright.distributed.memory.nf4 import dequantize, is_packed, quantize
@@ -31,7 +32,16 @@ from meshwright.train.parts import Parts, RankSetup, engine_of_plan, fill, train
 from meshwright.train.start.setup import make_setup
 from meshwright.train.trainer import Trainer
 
-__all__ = ["AuditTrainer", "Case", "NotingEngine", "digest", "in_dtype", "local_part", "modules_in_evaluation"]
+__all__ = [
+    "AuditTrainer",
+    "Case",
+    "NotingEngine",
+    "digest",
+    "in_dtype",
+    "local_part",
+    "modules_in_evaluation",
+    "states_by_kind",
+]
 
 DROPOUT = r"dropout|pdrop|layerdrop|drop_path|jitter"
 """Pattern of attributes that hold a probability of dropout, or the strength of noise."""
@@ -106,6 +116,15 @@ def digest(tensor: torch.Tensor) -> str:
     """Return a digest of the bytes that this rank holds of a tensor."""
     local = local_part(tensor.detach()).cpu().contiguous()
     return hashlib.sha256(local.reshape(-1).view(torch.uint8).numpy().tobytes() if local.numel() else b"").hexdigest()[:16]
+
+
+def states_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the states of an optimizer: kind, such as ``exp_avg``, to name of the parameter to the state."""
+    by_kind: dict[str, dict[str, torch.Tensor]] = {}
+    for key, value in optimizer_tensors(model, optimizer).items():
+        name, _, kind = key.removeprefix("optimizer.").rpartition(".")
+        by_kind.setdefault(kind, {})[name] = value
+    return by_kind
 
 
 def modules_in_evaluation(model: nn.Module) -> list[str]:

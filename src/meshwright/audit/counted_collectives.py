@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 
 from meshwright.audit.findings import Finding, Kind
-from meshwright.audit.ranks import axis_names
 from meshwright.audit.result import RankResult
+from meshwright.layout import Layout
 from meshwright.plan.axes.context import context_counts
 from meshwright.plan.axes.experts import expert_parallel_counts
 from meshwright.plan.axes.pipeline.stage_plan import on_stages, pipeline_counts, stages_of_rank
@@ -14,7 +14,7 @@ from meshwright.plan.axes.tensor.traffic import tensor_parallel_counts
 from meshwright.plan.cost.price import totals_of_rank
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
-__all__ = ["wrong_counts"]
+__all__ = ["by_axis", "wrong_counts"]
 
 
 def wrong_counts(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Finding]:
@@ -73,3 +73,24 @@ def _together(names: Iterable[str]) -> list[set[str]]:
         touching = [other for other in groups if other & axes]
         groups = [other for other in groups if not other & axes] + [axes.union(*touching)]
     return groups
+
+
+def axis_names(layout: Layout, rank: int) -> dict[tuple[int, ...], str]:
+    """Return, for each group of ranks that ``rank`` is in (a tuple of ranks), the name of its axes."""
+    names_of: dict[tuple[int, ...], list[str]] = {}
+    data = ("dp_replicate", "dp_shard", "dp_shard_cp", "dp_cp", "ep_shard")
+    axes = {**dict.fromkeys(data, "dp"), "ep": "ep", "cp": "cp", "tp": "tp", "pp": "pp"}
+    for axis, name in axes.items():
+        ranks = tuple(layout.group(axis, rank))
+        if len(ranks) > 1 and name not in names_of.setdefault(ranks, []):
+            names_of[ranks].append(name)
+    return {ranks: "+".join(names) for ranks, names in names_of.items()}
+
+
+def by_axis(layout: Layout, rank: int, of_groups: Mapping[tuple[int, ...], Counter[str]]) -> dict[str, Counter[str]]:
+    """Return counts by mesh axis, of counts by the ranks of a group."""
+    names = axis_names(layout, rank)
+    of_axes: dict[str, Counter[str]] = {}
+    for ranks, counts in of_groups.items():
+        of_axes.setdefault(names.get(ranks, str(ranks)), Counter()).update(counts)
+    return of_axes

@@ -3,8 +3,7 @@
 import hashlib
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,13 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.audit.again import difference, evaluate, go_on, save_here
 from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, compare_borders, first_recorders
-from meshwright.audit.case import AuditTrainer, Case, NotingEngine, digest, modules_in_evaluation
+from meshwright.audit.case import AuditTrainer, Case, NotingEngine, digest, modules_in_evaluation, states_by_kind
 from meshwright.audit.compare import Row, compare, weights_of_parts
+from meshwright.audit.counted_collectives import by_axis
 from meshwright.audit.data import whole_sequences
 from meshwright.audit.decay import decayed_by_optimizer
 from meshwright.audit.precision import FLOORS
 from meshwright.audit.reference import Reference
-from meshwright.audit.result import RankResult
+from meshwright.audit.result import RankResult, placements_in_words
 from meshwright.audit.timeline import Moment, divergences, sketch
 from meshwright.audit.tolerance import TOLERANCES, Tolerances
 from meshwright.checkpoint import state
@@ -28,14 +28,12 @@ from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.memory.nf4 import dequantize, is_packed
 from meshwright.distributed.mesh import whole_tensor
 from meshwright.distributed.pipeline.stage_parts import models_of
-from meshwright.layout import Layout
 from meshwright.plan.axes.pipeline.stage_plan import elsewhere, on_stages, stages_of_rank
 from meshwright.plan.given.names import within
 from meshwright.plan.result.border_places import first_microbatch, portion_of_rank
-from meshwright.plan.result.sharding_plan import ParameterRow
 from meshwright.train.engine import Batch, Sums
 
-__all__ = ["RankTrainer", "audit_on_rank", "axis_names"]
+__all__ = ["RankTrainer", "audit_on_rank"]
 
 
 class ComparingEngine(NotingEngine):
@@ -150,8 +148,8 @@ class RankTrainer(AuditTrainer):
 
     def count(self, counter: CommCounter) -> None:
         """Record the collectives of a step."""
-        self.result.counts.append(self._by_axis(counter.counts_of))
-        self.result.bytes.append(self._by_axis(counter.bytes_of))
+        self.result.counts.append(by_axis(self.setup.layout, self.rank, counter.counts_of))
+        self.result.bytes.append(by_axis(self.setup.layout, self.rank, counter.bytes_of))
 
     def compare_first_step(self, batch: Batch) -> None:
         """Compare the borders of the first step's first microbatch, and the gradients."""
@@ -174,13 +172,6 @@ class RankTrainer(AuditTrainer):
             self.rank,
         )
         self.result.borders_left_out = sum(recorder.left_out for recorder in self.at_borders)
-
-    def _by_axis(self, of_groups: Mapping[tuple[int, ...], Counter[str]]) -> dict[str, Counter[str]]:
-        names = axis_names(self.setup.layout, self.rank)
-        by_axis: dict[str, Counter[str]] = {}
-        for ranks, counts in of_groups.items():
-            by_axis.setdefault(names.get(ranks, str(ranks)), Counter()).update(counts)
-        return by_axis
 
     def clip(self) -> torch.Tensor:
         """Clip the gradient as a run does, and measure its norm again afterwards."""
@@ -233,7 +224,7 @@ class RankTrainer(AuditTrainer):
 
     @torch.no_grad()
     def _compare_after_steps(self) -> None:
-        states, settings = self._optimizer_states(), self.config.optimizer
+        states, settings = states_by_kind(self.model, self.optimizer), self.config.optimizer
         share = {"exp_avg": 1 - settings.betas[0], "exp_avg_sq": 1 - settings.betas[1]}
         # The optimizer got the clipped gradient.
         clipped = min(1.0, self.reference.clipped_norm / self.reference.norms[0]) if self.reference.norms[0] else 1.0
@@ -277,36 +268,21 @@ class RankTrainer(AuditTrainer):
     def _compare_movement(self, name: str, parameter: torch.Tensor, tolerance: float, off: float) -> None:
         """Compare how far a parameter moved in all steps with how far it moved in one process.
 
-        Adam divides a gradient by its own size. If that is not far above rounding, the update may be any number up to the
-        learning rate, in one process too. So an entry may also differ by the movement that a difference of ``off`` in its
-        gradient can cause, and by the rounding of its stored value.
+        Args:
+            name: its name.
+            parameter: the parameter after the last step.
+            tolerance: of its movement, relative to the largest movement of an entry.
+            off: how much an entry of its gradient may be off.
         """
         before, after = self.reference.get(f"initial.{name}"), self.reference.get(f"final.{name}")
-        variance, settings, steps = self.reference.get(f"optimizer.{name}.exp_avg_sq"), self.config.optimizer, self.case.steps
-        slack = None
-        if before is None or after is None or variance is None:
-            after = None
-        else:
-            size = (variance.double() / (1 - settings.betas[1] ** steps)).sqrt() + settings.eps
-            slack = settings.lr * steps * (off / size).clamp(max=2.0)
-            slack = (slack + 4 * steps * self.tolerances.storage_eps(name) * float(after.abs().max())) / tolerance
+        variance = self.reference.get(f"optimizer.{name}.exp_avg_sq")
+        slack = moved = None
+        if before is not None and after is not None and variance is not None:
+            moved = after.double() - before.double()
+            slack = self.tolerances.movement(name, variance, after, off, self.config.optimizer) / tolerance
         gathered = _whole(parameter)
-        moved = None if before is None or after is None else after.double() - before.double()
-        self._row(
-            "parameter",
-            name,
-            None if before is None else gathered.double().cpu() - before.double(),
-            moved,
-            tolerance,
-            slack=slack,
-        )
-
-    def _optimizer_states(self) -> dict[str, dict[str, torch.Tensor]]:
-        by_kind: dict[str, dict[str, torch.Tensor]] = {}
-        for key, value in state.optimizer_tensors(self.model, self.optimizer).items():
-            name, _, kind = key.removeprefix("optimizer.").rpartition(".")
-            by_kind.setdefault(kind, {})[name] = value
-        return by_kind
+        value = None if before is None else gathered.double().cpu() - before.double()
+        self._row("parameter", name, value, moved, tolerance, slack=slack)
 
     def _row(
         self,
@@ -324,10 +300,8 @@ class RankTrainer(AuditTrainer):
         if not self.compares:
             return
         planned = self.planned.get(name)
-        if truth is None:
-            numbers = (float("inf"), float("nan"), float("inf"), 0.0)
-        else:
-            numbers = compare(value, truth, floor, slack)
+        unknown = (float("inf"), float("nan"), float("inf"), 0.0)
+        numbers = unknown if truth is None else compare(value, truth, floor, slack)
         weights: tuple[float, ...] = ()
         if what == "gradient" and value is not None and name not in self.copies:
             self.result.gathered_norm = math.hypot(self.result.gathered_norm, float(value.double().norm()))
@@ -335,7 +309,7 @@ class RankTrainer(AuditTrainer):
             parts = self.reference.parts(name)
             weights = weights_of_parts(value, parts) if parts else ()
         unit = self.setup.plan.unit(planned.unit).label if planned else ""
-        placed = _placements(planned) if planned else "every rank"
+        placed = placements_in_words(planned) if planned else "every rank"
         missing = value is None or truth is None
         self.result.rows.append(Row(what, name, unit, placed, *numbers[:3], tolerance, numbers[3], missing, weights))
 
@@ -348,22 +322,6 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the global values of a tensor; all ranks take part."""
     value = tensor.detach()
     return whole_tensor(value) if isinstance(value, DTensor) else value
-
-
-def _placements(row: ParameterRow) -> str:
-    return " ".join(f"{axis}:{placement}" for axis, placement in row.placements) or "whole"
-
-
-def axis_names(layout: Layout, rank: int) -> dict[tuple[int, ...], str]:
-    """Return, for each group of ranks that ``rank`` is in (a tuple of ranks), the name of its axes."""
-    names_of: dict[tuple[int, ...], list[str]] = {}
-    data = ("dp_replicate", "dp_shard", "dp_shard_cp", "dp_cp", "ep_shard")
-    axes = {**dict.fromkeys(data, "dp"), "ep": "ep", "cp": "cp", "tp": "tp", "pp": "pp"}
-    for axis, name in axes.items():
-        ranks = tuple(layout.group(axis, rank))
-        if len(ranks) > 1 and name not in names_of.setdefault(ranks, []):
-            names_of[ranks].append(name)
-    return {ranks: "+".join(names) for ranks, names in names_of.items()}
 
 
 def audit_on_rank(

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from meshwright.audit.borders import BorderRow
 from meshwright.audit.compare import Row
 from meshwright.audit.timeline import Divergence
+from meshwright.plan.result.sharding_plan import ParameterRow
 
-__all__ = ["RankResult"]
+__all__ = ["RankResult", "placements_in_words"]
 
 
 @dataclass
@@ -68,3 +69,8 @@ class RankResult:
     evaluation: float | None = None
     resumed: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+
+
+def placements_in_words(row: ParameterRow) -> str:
+    """Return where the plan places a parameter, for people."""
+    return " ".join(f"{axis}:{placement}" for axis, placement in row.placements) or "whole"

@@ -17,6 +17,7 @@ import torch
 from meshwright.audit.reference import LOSS, Reference
 from meshwright.plan.given.names import within
 from meshwright.plan.result.sharding_plan import ShardingPlan
+from meshwright.train.config import OptimizerConfig
 
 __all__ = ["TOLERANCES", "Tolerances", "comparable_steps"]
 
@@ -86,6 +87,26 @@ class Tolerances:
     def state(self, name: str, gradient: float) -> float:
         """For optimizer state and movement after the steps, of a parameter whose gradient has the tolerance ``gradient``."""
         return max(self.steps * STATE_TOLERANCES[self.dtype], gradient, 4 * self.steps * self.storage_eps(name))
+
+    def movement(
+        self, name: str, variance: torch.Tensor, after: torch.Tensor, off: float, settings: OptimizerConfig
+    ) -> torch.Tensor:
+        """For each entry of the movement of a parameter in all steps, absolute, beside that of :meth:`state`.
+
+        Adam divides a gradient by its own size. If that is not far above rounding, the update may be any number up to the
+        learning rate, in one process too. So an entry may also differ by the movement that a difference of ``off`` in its
+        gradient can cause, and by the rounding of its stored value.
+
+        Args:
+            name: its name.
+            variance: ``exp_avg_sq`` in one process.
+            after: its values in one process.
+            off: how much an entry of its gradient may be off.
+            settings: of the optimizer.
+        """
+        size = (variance.double() / (1 - settings.betas[1] ** self.steps)).sqrt() + settings.eps
+        caused = settings.lr * self.steps * (off / size).clamp(max=2.0)
+        return caused + 4 * self.steps * self.storage_eps(name) * float(after.abs().max())
 
     def storage_eps(self, name: str) -> float:
         """Relative rounding of the dtype that a parameter is stored in."""

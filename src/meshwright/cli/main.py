@@ -12,6 +12,8 @@ import typer
 from typer.core import TyperGroup
 
 from meshwright.cli.arguments import ConfigArgument, DebugOption, OverrideArgument, check_writable
+from meshwright.cli.doctor import doctor
+from meshwright.cli.generate import generate
 from meshwright.cli.plan import plan
 from meshwright.cli.problems import show_problems
 from meshwright.cli.unknown_option import suggest
@@ -249,66 +251,8 @@ def export(
     typer.echo(f"{newest} -> {directory}")
 
 
-@app.command()
-def generate(
-    directory: Annotated[Path, typer.Argument(help="A Hugging Face directory.", show_default=False)],
-    prompt: Annotated[str, typer.Argument(help="Text to continue.", show_default=False)],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="At most so many tokens.")] = 64,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0 takes the likeliest token each time. Block diffusion: of the first step, above 0.")
-    ] = 0.8,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of this mass.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Block diffusion: denoising steps of a canvas, at most.", show_default=False)
-    ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it stands, without a chat template.")] = False,
-    adapter: Annotated[
-        Path | None, typer.Option(help="A directory of peft: an adapter of this model.", show_default=False)
-    ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Block diffusion: do not show the drafts.")] = False,
-    debug: DebugOption = False,
-) -> None:
-    """Continue a prompt with an exported model; one with a chat template is asked it, as by a user, and answers.
-
-    Block diffusion fills canvases: on the way, the drafts go to standard error, with a dot for each token that is not certain.
-    """
-    from meshwright.checkpoint.export import generate as continue_prompt
-
-    show = None if quiet else lambda line: typer.echo(line, err=True)
-    sampling = (max_new_tokens, temperature, top_p, seed)
-    more: dict[str, Any] = {"steps": steps, "show": show, "raw": raw, "adapter": adapter}
-    typer.echo(prompt + continue_prompt(directory, prompt, *sampling, **more, warn=lambda line: typer.echo(line, err=True)))
-
-
-@app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False, debug: DebugOption = False) -> None:
-    """Check this installation: versions, devices, and the private names of torch and transformers that are used."""
-    import torch
-    import transformers
-
-    import meshwright
-    from meshwright.distributed import _torch_compat
-    from meshwright.models import _transformers_compat
-
-    _torch_compat.check()
-    _transformers_compat.check()
-    facts = {
-        "meshwright": meshwright.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": sys.version.split()[0],
-        "cpus": os.cpu_count(),
-        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-    }
-    if as_json:
-        typer.echo(json.dumps(facts))
-        return
-    for name, value in facts.items():
-        typer.echo(f"{name:>14}  {value}")
-    typer.echo("all private names that Meshwright uses are there")
-    for line in filter(None, (_torch_compat.untested(), _transformers_compat.untested())):
-        typer.echo(line)
+app.command()(generate)
+app.command()(doctor)
 
 
 def _prove(setup: "RunSetup") -> "AuditReport":

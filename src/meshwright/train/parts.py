@@ -18,6 +18,7 @@ from meshwright.distributed.pipeline.stage_parts import StageParts, make_parts, 
 from meshwright.models.objective import Objective
 from meshwright.models.specs.registry import get_parallelization_strategy
 from meshwright.models.weights.build import materialize
+from meshwright.models.weights.initial_values import derive_seed
 from meshwright.plan.axes.pipeline.stage_plan import crossing_shape, elsewhere, on_stages, stages_of_rank
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.train.config import RunConfig
@@ -30,7 +31,17 @@ Loader = TypeVar("Loader", bound=TrainLoader)
 Progress = Callable[..., None]
 """Called before each microbatch, with words such as ``microbatch 2 of 4`` or with nothing."""
 
-__all__ = ["PARTS", "Parts", "RankSetup", "balance_of_plan", "engine_of_plan", "eval_loader", "fill", "train_loader"]
+__all__ = [
+    "PARTS",
+    "Parts",
+    "RankSetup",
+    "balance_of_plan",
+    "engine_of_plan",
+    "eval_loader",
+    "fill",
+    "seed_of_dropout",
+    "train_loader",
+]
 
 
 @dataclass(frozen=True)
@@ -136,6 +147,12 @@ def eval_loader(run: RankSetup, store: TokenStore) -> EvalLoader | None:
         training.eval_sequences,
         multiple=run.plan.sequence_multiple,
     )
+
+
+def seed_of_dropout(run: RankSetup, *more: int) -> int:
+    """Return the seed of this rank's random numbers, which ranks with other tokens or layers do not have."""
+    stage = (run.mesh.rank("pp"),) if run.plan.stages else ()
+    return derive_seed(run.config.training.seed, "dropout", run.mesh.rank("dp_cp"), *stage, *more)
 
 
 def sequence_multiple(setup: RunSetup) -> int:

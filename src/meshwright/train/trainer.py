@@ -17,7 +17,7 @@ from meshwright.data.store import TokenStore
 from meshwright.distributed.data.fsdp_units import move_buffers
 from meshwright.distributed.pipeline.stage_parts import models_of
 from meshwright.errors import CheckpointError, NonFiniteError, StoppedError, number_of
-from meshwright.models.weights.initial_values import derive_seed, initialize_buffers
+from meshwright.models.weights.initial_values import initialize_buffers
 from meshwright.plan.given.inspection import model_sizes
 from meshwright.train.batches import RankBatches
 from meshwright.train.boundaries import check_boundaries
@@ -27,7 +27,7 @@ from meshwright.train.guard import Guard, is_finite
 from meshwright.train.journal import Journal
 from meshwright.train.metrics import Recorder, memory_in_use
 from meshwright.train.optimizer import learning_rate, set_learning_rate
-from meshwright.train.parts import PARTS, Parts, RankSetup, balance_of_plan, eval_loader
+from meshwright.train.parts import PARTS, Parts, RankSetup, balance_of_plan, eval_loader, seed_of_dropout
 from meshwright.train.start.ending import Agreement
 from meshwright.train.start.run_files import source_facts
 from meshwright.train.start.setup import RunSetup, plain_config
@@ -106,7 +106,7 @@ class Trainer:
             self.config.checkpoint.asynchronous,
             attached=setup.paths.tokenizer,
         )
-        torch.manual_seed(derive_seed(training.seed, "dropout", *self._streams()))
+        torch.manual_seed(seed_of_dropout(run))
         if resume is not None:
             self.load(resume)
         if data.packing == "pack":  # only now, because the check needs the weights
@@ -123,11 +123,6 @@ class Trainer:
     def clip(self) -> torch.Tensor:
         """Clip the gradient of the whole model, and return its norm before clipping."""
         return self.engine.clip(self.config.training.clip_norm)
-
-    def _streams(self) -> tuple[int, ...]:
-        """Return what tells the random numbers of this rank from those of ranks with other tokens or layers."""
-        data = self.mesh.rank("dp_cp")
-        return (data, self.mesh.rank("pp")) if self.setup.plan.stages else (data,)
 
     # -- the loop ----------------------------------------------------------------------------------------------------------
 
@@ -350,5 +345,5 @@ class Trainer:
             state.set_rng(tensors, self.rank, self.device)
         else:
             # Other ranks wrote it. Each rank seeds a new random stream, which does not repeat the numbers drawn before.
-            torch.manual_seed(derive_seed(self.config.training.seed, "dropout", *self._streams(), meta["step"]))
+            torch.manual_seed(seed_of_dropout(RankSetup(self.setup, self.device, self.mesh), meta["step"]))
         self.step, self.unevaluated = int(meta["step"]), bool(meta.get("unevaluated", False))
