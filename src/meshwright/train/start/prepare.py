@@ -28,7 +28,7 @@ from meshwright.train.config import RunConfig
 from meshwright.train.guard import waits
 from meshwright.train.start.resume import checkpoint_to_resume, pass_over_damaged
 from meshwright.train.start.run_files import Paths
-from meshwright.train.start.setup import RunSetup, make_setup, plain_config, together
+from meshwright.train.start.setup import RunSetup, make_setup, plain_config, together, with_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -101,7 +101,7 @@ def prepare_run(
 
     with during("the tokenizer is made"):
         tokenizer = _tokenizer(config, paths)
-    setup = make_setup(config, world_size, tokenizer)
+    setup = with_tokenizer(draft, tokenizer)
     tokenizer.save_pretrained(paths.tokenizer)
     with during("the data are read"):
         store = prepare(config.data, tokenizer, paths.tokens, config.training.seed, fast=fast, say=warn)

@@ -28,6 +28,7 @@ __all__ = [
     "plain_config",
     "together",
     "vocabulary_defaults",
+    "with_tokenizer",
 ]
 
 
@@ -165,6 +166,23 @@ def make_setup(
     if refused:
         raise ConfigError(refused)
     return RunSetup(config, layout, model, spec, plan, objective)
+
+
+def with_tokenizer(draft: RunSetup, tokenizer: "PreTrainedTokenizerBase") -> RunSetup:
+    """Return a run that was resolved without its tokenizer, as it is with it: the same unless a new model gets other values.
+
+    Raises:
+        MeshwrightError: as :func:`make_setup`; also, the tokenizer has more tokens than the vocabulary.
+    """
+    from meshwright.models.weights.build import pretrained_config
+
+    config = draft.config
+    known, unknown = (pretrained_config(config.model, vocabulary_defaults(config, some)) for some in (tokenizer, None))
+    if known.to_dict() != unknown.to_dict():
+        return make_setup(config, draft.layout.world_size, tokenizer)
+    if problems := _vocabulary_problems(config, draft.model, len(tokenizer)):
+        raise together(problems)
+    return draft
 
 
 def describe_model(
