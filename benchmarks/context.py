@@ -27,7 +27,8 @@ MODEL = {
     "tie_word_embeddings": False,
 }
 RANKS = 4
-ROWS = [(1, "gather"), *((cp, method) for cp in (2, 4) for method in ("gather", "ulysses", "ring"))]
+ROWS = [(1, "gather"), *((cp, method) for cp in (2, 4) for method in ("gather", "gather again", "ulysses", "ring"))]
+"""``gather again``: with `context_recompute`, which gathers keys and values once more in backward."""
 
 
 def measure(device: torch.device, cp: int, method: str, length: int, checkpointing: str) -> dict[str, Any]:
@@ -48,8 +49,12 @@ def measure(device: torch.device, cp: int, method: str, length: int, checkpointi
     model.config.use_cache = False
     layout = mw.Layout(dp_shard=RANKS // cp, cp=cp)
     options = mw.ParallelOptions(
-        param_dtype=None, context_parallel=method, activation_checkpointing=checkpointing, tokens=length // cp
-    )  # fmt: skip
+        param_dtype=None,
+        context_parallel=method.removesuffix(" again"),
+        context_recompute=True if method.endswith(" again") else None,
+        activation_checkpointing=checkpointing,
+        tokens=length // cp,
+    )
     plan = mw.resolve(mw.spec_of(model, None), model, layout, options)
     mesh = mw.build_mesh(layout, "cpu")
     mw.parallelize(model, plan, mesh)

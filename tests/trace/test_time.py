@@ -124,7 +124,7 @@ def test_collectives() -> None:
 def test_operations_by_formula_and_by_trace(family: str) -> None:
     """The formula knows matrices and attentions; of a causal kernel with a mask, both count half of the scores."""
     setup = setup_of(2, family, packing="pad", parallel={"loss_chunks": 0})
-    (counted,) = run_ranks(lambda _: _Work.of(Traces(setup)).of_model(), 1, group=False)
+    (counted,) = run_ranks(lambda _: _Work.of(Traces(setup)).whole_model(), 1, group=False)
     formula = operations_of_step(setup)
     assert formula == pytest.approx(counted * 2 * setup.plan.options.microbatches, rel=0.02)
 

@@ -151,8 +151,8 @@ class BorderRecorder:
         number = self._number
         self._keep(number, point, tensor)
         if tensor.requires_grad and tensor.grad_fn is not None:
-            of_gradient = Point(point.module, point.run, point.side, point.place, True)
-            tensor.register_hook(lambda gradient: self._keep(number, of_gradient, gradient))
+            gradient_point = Point(point.module, point.run, point.side, point.place, True)
+            tensor.register_hook(lambda gradient: self._keep(number, gradient_point, gradient))
 
     def _keep(self, number: int, point: Point, tensor: torch.Tensor) -> None:
         local = tensor.detach()

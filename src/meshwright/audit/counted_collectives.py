@@ -34,7 +34,7 @@ def wrong_counts(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Fi
     # everywhere.
     frozen = any(not row.trainable and plan.unit(row.unit).forwards for row in plan.parameters)
     exact = not frozen and not any(unit.activation_checkpointing for unit in plan.units)
-    for step, result in [(step, of_rank) for of_rank in ranks for step in range(len(of_rank.counts))]:
+    for step, result in [(step, rank_result) for rank_result in ranks for step in range(len(rank_result.counts))]:
         wrong = []
         due, sizes = due_on(plan.layout.coordinates(result.rank)["pp"])
         counts, sizes_made = result.counts[step], result.bytes[step]
@@ -47,11 +47,11 @@ def wrong_counts(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Fi
                 if not exact and (axes & {"tp", "cp"} or ("ep" in axes and kind not in kinds)):
                     continue
                 count, size = counted[kind], counted_bytes[kind]
-                of_plan = kind in kinds and "dp" in axes and not axes & {"pp", "tp", "cp"}  # other bytes depend on the batch
-                if count != planned[kind] or (of_plan and not (size == sizes[kind] or (narrower and size < sizes[kind]))):
+                comparable = kind in kinds and "dp" in axes and not axes & {"pp", "tp", "cp"}  # other bytes depend on the batch
+                if count != planned[kind] or (comparable and not (size == sizes[kind] or (narrower and size < sizes[kind]))):
                     collectives = f"{count} {kind} of {size:,} bytes over {'+'.join(sorted(axes))}"
                     wrong.append(
-                        f"{collectives} where the plan has {planned[kind]}" + (f" of {sizes[kind]:,}" if of_plan else "")
+                        f"{collectives} where the plan has {planned[kind]}" + (f" of {sizes[kind]:,}" if comparable else "")
                     )
         if wrong:
             yield Finding(Kind.COLLECTIVES, f"rank {result.rank} in step {step + 1} made {'; '.join(wrong)}", kinds)
@@ -87,10 +87,10 @@ def axis_names(layout: Layout, rank: int) -> dict[tuple[int, ...], str]:
     return {ranks: "+".join(names) for ranks, names in names_of.items()}
 
 
-def by_axis(layout: Layout, rank: int, of_groups: Mapping[tuple[int, ...], Counter[str]]) -> dict[str, Counter[str]]:
+def by_axis(layout: Layout, rank: int, group_counts: Mapping[tuple[int, ...], Counter[str]]) -> dict[str, Counter[str]]:
     """Return counts by mesh axis, of counts by the ranks of a group."""
     names = axis_names(layout, rank)
-    of_axes: dict[str, Counter[str]] = {}
-    for ranks, counts in of_groups.items():
-        of_axes.setdefault(names.get(ranks, str(ranks)), Counter()).update(counts)
-    return of_axes
+    axis_counts: dict[str, Counter[str]] = {}
+    for ranks, counts in group_counts.items():
+        axis_counts.setdefault(names.get(ranks, str(ranks)), Counter()).update(counts)
+    return axis_counts

@@ -109,7 +109,7 @@ def _strange(layout: Layout, fed: Sequence[str], due: Sequence[str], truth: Sequ
     if len(fed) != len(due):
         return f"{len(fed)} sequences where {len(due)} are due"
     differences = [unlike(one, other) for one, other in zip(fed, due, strict=True)]
-    names = sorted({name for of_one in differences for name in of_one})
+    names = sorted({name for difference in differences for name in difference})
     if "input_ids" not in names:
         cut = f", put together from the {layout.size('cp')} ranks of cp" if layout.size("cp") > 1 else ""
         return f"its own sequences, but with other {' and '.join(names)} than one process{cut},"
@@ -293,13 +293,17 @@ def _state(rows: Sequence[Row], ranks: Sequence[RankResult]) -> Iterator[Finding
     for row in rows:
         if row.what not in ("gradient", "initial value") and not row.passed and row.name not in blamed:
             wrong.setdefault(row.what, []).append(row)
-    for of_kind in wrong.values():
-        of_kind.sort(key=lambda row: -row.severity)
-    for kind, of_kind in sorted(wrong.items(), key=lambda item: -item[1][0].severity):
-        causes = [row for row in of_kind if row.name in first_wrong] or of_kind  # the others follow from these
+    for same_kind in wrong.values():
+        same_kind.sort(key=lambda row: -row.severity)
+    for kind, same_kind in sorted(wrong.items(), key=lambda item: -item[1][0].severity):
+        causes = [
+            row for row in same_kind if row.name in first_wrong
+        ] or same_kind  # the others follow from these
         worst, names = causes[0], tuple(row.name for row in causes)
         step = worst.step or first_wrong.get(worst.name, 0)
-        more = f", and {len(of_kind) - len(causes)} more after later ones" if len(causes) < len(of_kind) else ""
+        more = (
+            f", and {len(same_kind) - len(causes)} more after later ones" if len(causes) < len(same_kind) else ""
+        )
         noun = {"parameter": "the values", "buffer": "the buffers"}.get(kind, f"the optimizer's {kind}")
         yield Finding(
             Kind.STATE,

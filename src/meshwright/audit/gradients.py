@@ -46,8 +46,8 @@ def gradient_findings(
         ways.setdefault(way, []).append(row)
     agree = any(result.borders for result in ranks) and all(row.passed for result in ranks for row in result.borders)
     # The largest error comes first: it is nearer to the cause than the errors that the cause leaves elsewhere.
-    for (kind, words), of_way in sorted(ways.items(), key=lambda item: -max(row.error for row in item[1])):
-        names, worst = list(dict.fromkeys(row.name for row in of_way)), max(of_way, key=lambda row: row.error)
+    for (kind, words), alike in sorted(ways.items(), key=lambda item: -max(row.error for row in item[1])):
+        names, worst = list(dict.fromkeys(row.name for row in alike)), max(alike, key=lambda row: row.error)
         more = ""
         if words in _UNEXPLAINED:
             more = f" (off by {worst.error:.2g}{f' in {worst.name}' if len(names) > 1 else ''})"

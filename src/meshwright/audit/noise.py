@@ -44,8 +44,8 @@ def measure_noise(device: torch.device, case: Case, folder: Path) -> dict[str, f
         if gradient is not None:
             noise[name] = compare(trainer.tensors.get(f"gradient.{name}"), gradient, floor)[0]
     typical = statistics.median(noise.values())
-    of_loss = abs(reference.losses[0] - loss) / abs(loss) if loss else 0.0
-    return {LOSS: of_loss, **{name: max(own, typical) for name, own in noise.items()}}
+    loss_noise = abs(reference.losses[0] - loss) / abs(loss) if loss else 0.0
+    return {LOSS: loss_noise, **{name: max(own, typical) for name, own in noise.items()}}
 
 
 def _shake(trainer: ReferenceTrainer, seed: int, bits: int) -> None:

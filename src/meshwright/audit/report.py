@@ -203,7 +203,9 @@ def row_checks(rows: Sequence[Row], steps: int) -> Iterator[Check]:
         "buffer": f"buffers after each of {number_of(steps, 'step')}",
     }
     for what in dict.fromkeys(row.what for row in rows):
-        of_kind = [row for row in rows if row.what == what]
-        worst = max(of_kind, key=lambda row: _sortable(row.error))
+        same_kind = [row for row in rows if row.what == what]
+        worst = max(same_kind, key=lambda row: _sortable(row.error))
         name = plural.get(what, f"optimizer state {what} after {number_of(steps, 'step')}")
-        yield Check(name, str(len(of_kind)), f"{worst.error:.1e} {worst.name}", all(row.passed for row in of_kind))
+        yield Check(
+            name, str(len(same_kind)), f"{worst.error:.1e} {worst.name}", all(row.passed for row in same_kind)
+        )

@@ -71,7 +71,7 @@ class Tolerances:
     def __init__(self, plan: ShardingPlan, dtype: str, reference: Reference, noise: dict[str, float], steps: int) -> None:
         self.plan, self.dtype, self.reference, self.steps = plan, dtype, reference, steps
         self.same_arithmetic = _same_arithmetic(plan)
-        self.noise = {} if self.same_arithmetic else _of_any_mixture(plan, noise)
+        self.noise = {} if self.same_arithmetic else _noise_of_mixtures(plan, noise)
         self.rows = {row.name: row for row in plan.parameters}
         self.half = {name for name in self.rows if self._sums_in_half(name)}
 
@@ -134,7 +134,7 @@ class Tolerances:
         return "bfloat16" in (row.dtype, unit.reduce_dtype or unit.param_dtype or row.dtype)
 
 
-def _of_any_mixture(plan: ShardingPlan, noise: dict[str, float]) -> dict[str, float]:
+def _noise_of_mixtures(plan: ShardingPlan, noise: dict[str, float]) -> dict[str, float]:
     """Return the noise, and for the parameters of every mixture the largest that those of any mixture have.
 
     Rounding sends a token to another expert now and then. It is chance in which mixture it does.

@@ -62,7 +62,7 @@ class AdapterConfig(BaseModel):
         return self.alpha / (math.sqrt(self.rank) if self.scaling == "rs" else self.rank)
 
     @model_validator(mode="after")
-    def _of_experts(self) -> "AdapterConfig":
+    def _check_experts(self) -> "AdapterConfig":
         wrong = "kind: dora" if self.kind == "dora" else f"dropout: {self.dropout}" if self.dropout else ""
         if self.experts and wrong:
             raise ValueError(f"adapter.experts: {wrong} is not for experts, and peft has no such adapters of them")

@@ -40,8 +40,8 @@ def choices_of(config: Any, known: Mapping[str, str]) -> dict[str, Any]:
 
 def _names(config: Any) -> list[str]:
     """Return the names of an object's data: its own attributes, its slots, and the attributes of its classes."""
-    of_classes = [name for kind in type(config).__mro__ for name in (*vars(kind), *vars(kind).get("__annotations__", ()))]
-    return [name for name in dict.fromkeys([*getattr(config, "__dict__", ()), *of_classes]) if _is_field(config, name)]
+    class_attributes = [name for kind in type(config).__mro__ for name in (*vars(kind), *vars(kind).get("__annotations__", ()))]
+    return [name for name in dict.fromkeys([*getattr(config, "__dict__", ()), *class_attributes]) if _is_field(config, name)]
 
 
 def _is_field(config: Any, name: str) -> bool:
@@ -58,6 +58,6 @@ def _defaults(config: Any) -> dict[str, Any]:
         return {item.name: item.default for item in fields(config)} | from_factories
     if isinstance(config, Mapping):
         return {}
-    of_pydantic = getattr(type(config), "model_fields", {})
+    model_fields = getattr(type(config), "model_fields", {})
     defaults = {name: getattr(type(config), name, MISSING) for name in _names(config)}
-    return defaults | {name: item.get_default(call_default_factory=True) for name, item in of_pydantic.items()}
+    return defaults | {name: item.get_default(call_default_factory=True) for name, item in model_fields.items()}

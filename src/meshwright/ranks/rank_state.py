@@ -92,7 +92,7 @@ class Frame:
     function: str
 
     @property
-    def of_torch(self) -> bool:
+    def is_torch(self) -> bool:
         """Whether the code belongs to torch."""
         return self.file.startswith(_TORCH)
 
@@ -100,7 +100,7 @@ class Frame:
     def foreign(self) -> bool:
         """Whether the code belongs to torch or to Python's standard library, which tells the user little."""
         standard = self.file.startswith(_STANDARD) and "site-packages" not in self.file
-        return self.of_torch or standard or self.file.startswith("<") or self.file.endswith("typing_extensions.py")
+        return self.is_torch or standard or self.file.startswith("<") or self.file.endswith("typing_extensions.py")
 
 
 @dataclass(frozen=True)
@@ -139,9 +139,9 @@ class RankState:
     @property
     def position(self) -> str:
         """The stack of the rank in a few words."""
-        code = [frame for frame in self.stack if not frame.of_torch]
+        code = [frame for frame in self.stack if not frame.is_torch]
         path = " <- ".join(f"{Path(item.file).name}:{item.line} {item.function}" for item in code[:SHOWN_FRAMES])
-        inner = self.stack[0].function if self.stack and self.stack[0].of_torch else ""
+        inner = self.stack[0].function if self.stack and self.stack[0].is_torch else ""
         inner = f"in torch's {inner}" if inner and not (self.waits and inner == self.waits.kind) else ""
         return ", ".join(part for part in (inner, path and f"called from {path}" if inner or self.waits else path) if part)
 
@@ -259,7 +259,7 @@ def _useful(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     """The frames inside the worker's own, innermost first, without foreign code except for the call that entered torch."""
     inside = list(takewhile(lambda frame: frame.file != _WORKER, frames))
     inner = list(takewhile(lambda frame: frame.foreign, inside))
-    entrance = [frame for frame in inner if frame.of_torch and frame.function not in _WRAPPERS]
+    entrance = [frame for frame in inner if frame.is_torch and frame.function not in _WRAPPERS]
     return (*entrance[-1:], *(frame for frame in inside if not frame.foreign))
 
 

@@ -61,8 +61,8 @@ class _Attention(torch.autograd.Function):
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, *_ = context.saved_tensors
         _tell(2 * context.scores * (3 * query.shape[-1] + 2 * value.shape[-1]))  # Dao 2023, arXiv 2307.08691, section 3.1
-        of_sinks = None if context.sinks is None else torch.empty_like(context.sinks)
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), of_sinks, None, None
+        sinks_gradient = None if context.sinks is None else torch.empty_like(context.sinks)
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), sinks_gradient, None, None
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -108,18 +108,18 @@ def device_kernels(kernel: str, *, causal: bool) -> Iterator[None]:
     flex, flash, norm = kernels._flex, kernels._flash, nn.functional.rms_norm
     nn.functional.rms_norm = rms_norm  # type: ignore[assignment]
     nn.functional.scaled_dot_product_attention = attention
-    kernels._flex = kernels._flash = _of_context_parallel
+    kernels._flex = kernels._flash = _context_parallel_attention
     try:
         with ExitStack() as stack:
             for name in {*FUSED, kernel} - {"eager", "sdpa"}:
-                stack.enter_context(_transformers_compat.attention_function(name, _of_model, lambda *_, **__: None))
+                stack.enter_context(_transformers_compat.attention_function(name, _model_attention, lambda *_, **__: None))
             yield
     finally:
         nn.functional.scaled_dot_product_attention = before
         kernels._flex, kernels._flash, nn.functional.rms_norm = flex, flash, norm
 
 
-def _of_model(
+def _model_attention(
     module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any = None,
     sliding_window: int | None = None, is_causal: bool | None = None, s_aux: torch.Tensor | None = None, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
@@ -129,7 +129,7 @@ def _of_model(
     return output.transpose(1, 2).contiguous(), None
 
 
-def _of_context_parallel(
+def _context_parallel_attention(
     rule: AttentionRule, sequences: Any, pieces: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip

@@ -111,16 +111,16 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it is taken apart first, and comes back here
-        of_units = func.namespace in ("fsdp", "c10d")
+        is_collective = func.namespace in ("fsdp", "c10d")
         result = func(*args, **(kwargs or {}))
         # A view makes no memory: what is first seen in one is a backend's own, such as the copy that gloo reduces in.
-        for item in tree_iter((() if func.is_view else result, args if of_units else ())):
+        for item in tree_iter((() if func.is_view else result, args if is_collective else ())):
             if isinstance(item, torch.Tensor):
                 self._see(item)
-        if of_units:
+        if is_collective:
             self._mark(func.name(), args)
         self._note_peak()
-        if of_units:
+        if is_collective:
             # What is gathered ahead is in the buffer of the collective as yet.
             ahead = args[0].untyped_storage().nbytes() if func.name() == "c10d::_allgather_base_" else 0
             self.gathered = max(self.gathered, _gathered_bytes(self.units) + ahead)

@@ -111,7 +111,7 @@ def forecast_memory(setup: RunSetup, traces: Traces | None = None) -> MemoryFore
     kinds, first = traces.kinds, traces.first
     moments, slopes = traces.moments(first), _slopes(traces, kinds, first)
     if setup.plan.stages:
-        return _of_stages(setup, traces, first, kinds, slopes)
+        return _stage_memory(setup, traces, first, kinds, slopes)
     trace, small = traces.of(first)
     more = Counter(kinds[first:])
     shards, shards_of_trace = totals(setup.plan), totals(small)
@@ -158,19 +158,19 @@ def _parts(held: Counter[Kind], shards: Totals, shards_of_trace: Totals, trace: 
     }
 
 
-def _of_stages(
+def _stage_memory(
     setup: RunSetup, traces: Traces, first: int, kinds: list[int], slopes: dict[int, dict[str, Counter[Kind]]]
 ) -> MemoryForecast:
     """Return the forecast for the rank of `pp` that holds the most."""
     plan = setup.plan
     kind_of = dict(zip(plan.layers, kinds, strict=True))
     trace, small = traces.of(first)
-    moments, of_trace = traces.moments(first), Counter(kinds[:first])
+    moments, traced_layers = traces.moments(first), Counter(kinds[:first])
     alive = replay_of_plan(plan).alive
     kept = {kind: max(0, slope[LOSS][Kind.ACTIVATIONS]) for kind, slope in slopes.items()}
-    kept = kept or dict.fromkeys(of_trace, moments[LOSS][Kind.ACTIVATIONS] // first)
+    kept = kept or dict.fromkeys(traced_layers, moments[LOSS][Kind.ACTIVATIONS] // first)
     widest = max(kept.values())
-    layers = sum(number * kept.get(kind, widest) for kind, number in of_trace.items())
+    layers = sum(number * kept.get(kind, widest) for kind, number in traced_layers.items())
     backward = max(
         (held[Kind.ACTIVATIONS] - layers for name, held in moments.items() if name not in (LOSS, UPDATE, "forward")), default=0
     )
@@ -180,8 +180,8 @@ def _of_stages(
         stages, shards = stages_of_rank(plan, rank), totals_of_rank(plan, rank)
         own = [sum(kept.get(kind_of[name], widest) for name in on_stages(plan, [stage]).layers) for stage in stages]
         last = len(plan.stages) - 1 in stages
-        of_loss = moments[LOSS]
-        works = max(0, backward, of_loss[Kind.ACTIVATIONS] - layers if last else 0)
+        loss_bytes = moments[LOSS]
+        works = max(0, backward, loss_bytes[Kind.ACTIVATIONS] - layers if last else 0)
         parts = {
             "parameters": shards.parameter_bytes,
             "optimizer": shards.optimizer_bytes,
@@ -189,7 +189,7 @@ def _of_stages(
             "gathered": shards.gathered_peak_bytes,
             "unsharded_gradients": shards.unsharded_gradient_peak_bytes,
             "activations": round(alive[rank] * sum(own)) + works,
-            "logits": of_loss[Kind.LOGITS] if last else 0,
+            "logits": loss_bytes[Kind.LOGITS] if last else 0,
             "communication": shards.receive_buffer_bytes + max(held[Kind.COMMUNICATION] for held in moments.values()),
             "buffers": buffers,
         }

@@ -104,7 +104,7 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
         return found
 
     ranks = range(layout.size("pp"))
-    works = [spent(whole.of_rank(plan, rank)) for rank in ranks]
+    works = [spent(whole.on_rank(plan, rank)) for rank in ranks]
     rank = max(ranks, key=lambda one: sum(works[one].values()))
     parts = {name: microbatches * seconds for name, seconds in works[rank].items()}
     compute = sum(parts.values())
@@ -127,7 +127,7 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
     step = sum(parts.values())
     training = setup.config.training
     tokens = training.global_batch_size * setup.config.data.sequence_length
-    traced = whole.of_model() * microbatches * layout.world_size / layout.size("pp")
+    traced = whole.whole_model() * microbatches * layout.world_size / layout.size("pp")
     operations = operations_of_step(setup) or traced
     tflops = operations / layout.world_size / step / 1e12
     speed = tokens / step / layout.world_size
@@ -181,18 +181,18 @@ class _Work:
         """Read the work from traces: a layer's is by how much that of one more layer is larger."""
         kinds, first = traces.kinds, traces.first
         layers, forward = {}, {}
-        whole = _of_microbatch(traces.of(first)[0])
+        whole = _microbatch_work(traces.of(first)[0])
         names = dict(zip(traces.setup.plan.layers, kinds, strict=True))
         if first == len(kinds):  # all of them were traced, and count alike
             each, own = ({kind: value / first for kind, value in work.items()} for work in (_sum(whole), whole[FORWARD]))
-            of_loss = {kind: value / first for kind, value in whole[LOSS].items()}
-            alike = Counter({kind: each.get(kind, 0) - of_loss.get(kind, 0) for kind in Work})
+            loss_work = {kind: value / first for kind, value in whole[LOSS].items()}
+            alike = Counter({kind: each.get(kind, 0) - loss_work.get(kind, 0) for kind in Work})
             forward = {kind: Counter(own) for kind in kinds}
             return cls(dict.fromkeys(kinds, alike), forward, whole[LOSS], whole[LOSS], names, frozenset(kinds))
         for kind in set(kinds):
             # A kind that only the first layers have counts as that of the next one.
             place = kinds.index(kind, first) if kind in kinds[first:] else min(first, len(kinds) - 1)
-            more, fewer = (_of_microbatch(traces.of(number)[0]) for number in (place + 1, place))
+            more, fewer = (_microbatch_work(traces.of(number)[0]) for number in (place + 1, place))
             forward[kind] = _difference(more[FORWARD], fewer[FORWARD])
             layers[kind] = _difference(_sum(more), _sum(fewer))
         rest = _sum(whole)
@@ -200,7 +200,7 @@ class _Work:
             rest = _difference(rest, layers[kind])
         return cls(layers, forward, rest, whole[LOSS], names, frozenset(kinds[first:]))
 
-    def of_rank(self, plan: ShardingPlan, rank: int) -> Counter[Work]:
+    def on_rank(self, plan: ShardingPlan, rank: int) -> Counter[Work]:
         """Return the work of a rank of `pp`."""
         total = Counter(dict.fromkeys(Work, 0))
         for name in self._layers_of(plan, rank):
@@ -219,23 +219,25 @@ class _Work:
             if self.kinds[name] in self.known:
                 alike.setdefault(self.kinds[name], []).append(name)
         found = {
-            f"{len(of_kind)} x {of_kind[0]}": Counter({one: value * len(of_kind) for one, value in self.layers[kind].items()})
-            for kind, of_kind in alike.items()
+            f"{len(same_layers)} x {same_layers[0]}": Counter(
+                {one: value * len(same_layers) for one, value in self.layers[kind].items()}
+            )
+            for kind, same_layers in alike.items()
         }
-        return {**found, "the rest": _difference(self.of_rank(plan, rank), _sum(found))}
+        return {**found, "the rest": _difference(self.on_rank(plan, rank), _sum(found))}
 
     def _layers_of(self, plan: ShardingPlan, rank: int) -> list[str]:
         if not plan.stages:
             return list(plan.layers)
         return [name for stage in stages_of_rank(plan, rank) for name in plan.stages[stage].layers]
 
-    def of_model(self) -> float:
+    def whole_model(self) -> float:
         """Return the operations of the model for a rank's microbatch: forward, and twice as many backward."""
         forward = sum(self.forward[kind][one] for kind in self.kinds.values() for one in OPERATIONS)
         return 3 * forward + self.loss[Work.PRODUCTS] + self.loss[Work.PRODUCTS_FP32]
 
 
-def _of_microbatch(trace: StepTrace) -> dict[str, Counter[Work]]:
+def _microbatch_work(trace: StepTrace) -> dict[str, Counter[Work]]:
     """Return the work of one microbatch, by moment, without the update."""
     return {
         name: Counter({kind: value / trace.microbatches for kind, value in work.items()})

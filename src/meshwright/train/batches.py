@@ -29,7 +29,7 @@ class RankBatches:
         self.shares = run.plan.layout.size("cp") > 1
         self.cut = partial(share_batch, run.plan, run.mesh.rank("cp"))  # once: a slice of a mesh reads a tensor
 
-    def of_step(self, step: int) -> list[Batch]:
+    def microbatches(self, step: int) -> list[Batch]:
         """Return the microbatches of a step, on the host. They are the same in every call."""
         whole = self.objective.training(self.loader.microbatches(step), self.loader.numbers(step))
         return [self.share(batch) for batch in whole]
@@ -58,7 +58,7 @@ class RankBatches:
 
     def write(self, step: int, file: Path) -> None:
         """Write the microbatches of a step to a file, as rows of one batch."""
-        batches = self.of_step(step)
+        batches = self.microbatches(step)
         file.parent.mkdir(parents=True, exist_ok=True)
         save_tensors({name: _stacked([batch[name] for batch in batches]) for name in batches[0]}, file)
 

@@ -54,14 +54,14 @@ def check_boundaries(
     other[:, :half] = (ids[:, :half] + 5) % vocabulary
     second_half = (torch.arange(length, device=device) >= half).expand(rows, length)
 
-    def of_second(tokens: torch.Tensor) -> torch.Tensor:
+    def second_logits(tokens: torch.Tensor) -> torch.Tensor:
         batch = share({"input_ids": tokens, "position_ids": positions, "second": second_half})
         own = batch.pop("second")[0].nonzero().flatten()
         outcome = logits(batch)
         return (outcome.to_local() if isinstance(outcome, DTensor) else outcome)[:, own].float()
 
     try:
-        first, second = of_second(ids), of_second(other)
+        first, second = second_logits(ids), second_logits(other)
     except TypeError as error:
         raise ConfigError("data.packing.documents", f"{_refusal(model, rows)} (it takes no position_ids: {error})") from error
     difference, largest = _largest(first - second), _largest(first)

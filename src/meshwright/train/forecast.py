@@ -59,8 +59,8 @@ def operations_of_step(setup: RunSetup) -> float | None:
     plan, training, length = setup.plan, setup.config.training, setup.config.data.sequence_length
     trained = frozenset(row.name for row in plan.parameters if row.trainable)
     model = inspect_model(setup.spec, setup.model)
-    of_token = operations_of_token(model, setup.spec, length, plan.options.experts_of_token, trained)
-    return of_token * training.global_batch_size * length
+    operations = operations_of_token(model, setup.spec, length, plan.options.experts_of_token, trained)
+    return operations * training.global_batch_size * length
 
 
 def part_of(name: str) -> str | None:

@@ -176,7 +176,7 @@ class Trainer:
     def train_step(self) -> None:
         """Run one optimizer step. The host does not wait for it; :meth:`metrics` returns how it went."""
         begun = time.perf_counter()
-        on_host = self.batches.of_step(self.step)
+        on_host = self.batches.microbatches(self.step)
         # Tokens are counted before backward: the loss is divided by all tokens of the step, so no factor depends on the layout.
         *batches, counted = map(self.batches.to_device, (*on_host, {"counts": self.batches.counts(on_host)}))
         counts = self.mesh.sum(counted["counts"])

@@ -16,7 +16,7 @@ from maintain.tiny import TINY_MODELS
 from meshwright.errors import ConfigError, ModelError, PlanError, UnsupportedError
 from meshwright.layout import Layout
 from meshwright.models.adapters.adapt import adapt, initialize_adapters, merge, unit_of_adapters, without_adapters
-from meshwright.models.adapters.adapter_files import of_adapter, write_adapter
+from meshwright.models.adapters.adapter_files import is_adapter_name, write_adapter
 from meshwright.models.model_config import AdapterConfig
 from meshwright.models.reading.read_weights import read_by_others
 from meshwright.models.specs.registry import spec_of
@@ -133,7 +133,7 @@ def draw(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if of_adapter(name):
+            if is_adapter_name(name):
                 parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
 
 
@@ -163,7 +163,7 @@ def test_a_new_adapter_changes_nothing_and_others_compute_the_same_in_peft_and_m
     torch.testing.assert_close(logits_of(again, batch["input_ids"]), before, rtol=0, atol=0)
     merge(model)
     assert not ends(model)
-    assert not any(of_adapter(name) for name, _ in model.named_parameters())
+    assert not any(is_adapter_name(name) for name, _ in model.named_parameters())
     torch.testing.assert_close(logits_of(model, batch["input_ids"]), before, rtol=1e-5, atol=1e-5)
 
 
@@ -175,7 +175,7 @@ def test_modules_that_share_a_matrix_share_one_adapter(kind: str, tmp_path: Path
     model, config = over(plain, "diffusion_gemma", **options)
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if of_adapter(name):
+        if is_adapter_name(name):
             names.setdefault(id(parameter), []).append(name)
     assert names
     assert all(len(shared) == 2 and "encoder" in shared[0] and "decoder" in shared[1] for shared in names.values())

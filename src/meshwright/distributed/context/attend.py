@@ -157,9 +157,9 @@ class _Context:
         if both.shape[1] < self.ranks:  # several ranks need one head; its gradients are added up by the backward of this
             both = both.repeat_interleave(self.ranks // both.shape[1], dim=1)
         query, both = (_Exchange.apply(item, pieces, self.group, False) for item in (query, both))
-        of_keys, of_values = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+        all_keys, all_values = both.split([key.shape[-1], value.shape[-1]], dim=-1)
         own = None if sinks is None else sinks.chunk(self.ranks)[self.rank]
-        output = attention(rule, sequences, (range(sequences.length),), query, of_keys, of_values, own)
+        output = attention(rule, sequences, (range(sequences.length),), query, all_keys, all_values, own)
         return _Exchange.apply(output, pieces, self.group, True)
 
     def _ring(

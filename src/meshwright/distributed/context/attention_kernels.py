@@ -252,29 +252,29 @@ def _flash(
         raise UnsupportedError("cp.dtype", f"{rule.kernel}: computes in 16 bits; set parallel.param_dtype=bfloat16")
     segments = [found for row in range(len(query)) for found in _segments(rule, sequences, pieces, row)]
 
-    def of_segments(tensor: torch.Tensor) -> torch.Tensor:
+    def joined_segments(tensor: torch.Tensor) -> torch.Tensor:
         """[batch, heads, length, size] to [1, heads, keys of all segments, size]."""
         return torch.cat([tensor[row, :, keys.start : keys.stop] for row, _, keys in segments], dim=1).unsqueeze(0)
 
     def bounds(lengths: list[int]) -> torch.Tensor:
         return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=query.device)
 
-    of_queries, of_keys = [len(queries) for _, queries, _ in segments], [len(keys) for _, _, keys in segments]
+    query_lengths, key_lengths = [len(queries) for _, queries, _ in segments], [len(keys) for _, _, keys in segments]
     # The function of transformers reads of its module which kernel it is, and whether the mask is causal.
     module = SimpleNamespace(config=SimpleNamespace(_attn_implementation=rule.kernel), is_causal=rule.causal)
     output, _ = flash_attention_forward(
         module,
         query.transpose(1, 2).flatten(0, 1).transpose(0, 1).unsqueeze(0),
-        of_segments(key),
-        of_segments(value),
+        joined_segments(key),
+        joined_segments(value),
         None,
         scaling=rule.scaling,
         sliding_window=rule.window,
         softcap=rule.softcap,
-        cu_seq_lens_q=bounds(of_queries),
-        cu_seq_lens_k=bounds(of_keys),
-        max_length_q=max(of_queries),
-        max_length_k=max(of_keys),
+        cu_seq_lens_q=bounds(query_lengths),
+        cu_seq_lens_k=bounds(key_lengths),
+        max_length_q=max(query_lengths),
+        max_length_k=max(key_lengths),
     )
     return output.view(len(query), -1, query.shape[1], value.shape[-1]).transpose(1, 2)
 

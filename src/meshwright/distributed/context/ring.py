@@ -90,8 +90,8 @@ class _Plan:
                     if len(seen) == 0:
                         continue
                     first = at + block.start - queries.start
-                    of_keys = place + seen.start - keys.start
-                    blocks.append((slice(first, first + len(block)), slice(of_keys, of_keys + len(seen)), block, seen))
+                    start = place + seen.start - keys.start
+                    blocks.append((slice(first, first + len(block)), slice(start, start + len(seen)), block, seen))
         return blocks
 
 
@@ -151,32 +151,33 @@ class _Ring(torch.autograd.Function):
         gradient = gradient.to(precise)
         # What the softmax takes off each row: the product of the output and its gradient.
         row = (output.to(precise) * gradient).sum(-1)
-        of_query = torch.zeros_like(query, dtype=precise)
+        query_gradient = torch.zeros_like(query, dtype=precise)
         widths = [key.shape[-1], value.shape[-1]]
         part = torch.cat([key, value], dim=-1).contiguous()
-        of_part = torch.zeros_like(part, dtype=precise)
+        part_gradient = torch.zeros_like(part, dtype=precise)
         for step in range(plan.ranks):
             following, works = _pass_on(part, plan.group) if step + 1 < plan.ranks else (part, [])
             keys, values = part.split(widths, dim=-1)
             mine = torch.zeros_like(part, dtype=precise)
-            of_keys, of_values = mine.split(widths, dim=-1)
+            key_gradients, value_gradients = mine.split(widths, dim=-1)
             for at, place, queries, seen in plan.blocks((plan.rank - step) % plan.ranks, batch * heads):
                 _part_backward(
                     query[:, :, at], keys[:, :, place], values[:, :, place], total[:, :, at], row[:, :, at],
-                    gradient[:, :, at], of_query[:, :, at], of_keys[:, :, place], of_values[:, :, place], queries, seen, plan,
+                    gradient[:, :, at], query_gradient[:, :, at], key_gradients[:, :, place],
+                    value_gradients[:, :, place], queries, seen, plan,
                 )  # fmt: skip
             # The gradients of this part came from the rank before, with what the ranks before it added.
-            of_part += mine
-            of_part, sent = _pass_on(of_part, plan.group)
+            part_gradient += mine
+            part_gradient, sent = _pass_on(part_gradient, plan.group)
             _wait(sent)
             _wait(works)
             part = following
-        of_key, of_value = of_part.split(widths, dim=-1)
-        of_sinks = None
+        key_gradient, value_gradient = part_gradient.split(widths, dim=-1)
+        sinks_gradient = None
         if sinks is not None:
             weights = (sinks.to(precise).view(1, -1, 1) - total).exp()
-            of_sinks = -(weights * row).sum((0, 2)).to(sinks.dtype)
-        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_sinks, None
+            sinks_gradient = -(weights * row).sum((0, 2)).to(sinks.dtype)
+        return query_gradient.to(query.dtype), key_gradient.to(key.dtype), value_gradient.to(value.dtype), sinks_gradient, None
 
 
 def _scores(
@@ -229,9 +230,9 @@ def _part_backward(
     total: torch.Tensor,
     row: torch.Tensor,
     gradient: torch.Tensor,
-    of_query: torch.Tensor,
-    of_key: torch.Tensor,
-    of_value: torch.Tensor,
+    query_gradient: torch.Tensor,
+    key_gradient: torch.Tensor,
+    value_gradient: torch.Tensor,
     queries: range,
     seen: range,
     plan: _Plan,
@@ -242,11 +243,11 @@ def _part_backward(
     scores, bent = _scores(query, key, queries, seen, plan, precise)
     weights = (scores - total.reshape(shape).unsqueeze(-1)).exp()
     outgoing = gradient.reshape(*shape, -1)
-    of_value += (weights.transpose(-1, -2) @ outgoing).sum(2)
-    of_weights = outgoing @ value.to(precise).transpose(2, 3).unsqueeze(2)
-    of_scores = weights * (of_weights - row.reshape(shape).unsqueeze(-1))
+    value_gradient += (weights.transpose(-1, -2) @ outgoing).sum(2)
+    weights_gradient = outgoing @ value.to(precise).transpose(2, 3).unsqueeze(2)
+    scores_gradient = weights * (weights_gradient - row.reshape(shape).unsqueeze(-1))
     if bent is not None:
-        of_scores = of_scores * (1 - bent**2)
-    of_scores = of_scores * plan.scaling
-    of_query += (of_scores @ key.to(precise).unsqueeze(2)).reshape(batch, heads, count, size)
-    of_key += (of_scores.transpose(-1, -2) @ query.to(precise).reshape(*shape, size)).sum(2)
+        scores_gradient = scores_gradient * (1 - bent**2)
+    scores_gradient = scores_gradient * plan.scaling
+    query_gradient += (scores_gradient @ key.to(precise).unsqueeze(2)).reshape(batch, heads, count, size)
+    key_gradient += (scores_gradient.transpose(-1, -2) @ query.to(precise).reshape(*shape, size)).sum(2)

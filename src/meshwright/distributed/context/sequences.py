@@ -117,13 +117,13 @@ class Sequences:
 
     def mask(self, queries: range, keys: range, causal: bool, window: int | None, device: torch.device) -> torch.Tensor | None:
         """Return which keys each query sees, bool [batch or 1, 1, queries, keys]; ``None``: all."""
-        of_queries = torch.arange(queries.start, queries.stop, device=device)[:, None]
-        of_keys = torch.arange(keys.start, keys.stop, device=device)[None]
+        query_places = torch.arange(queries.start, queries.stop, device=device)[:, None]
+        key_places = torch.arange(keys.start, keys.stop, device=device)[None]
         seen = None
         if causal and keys.stop > queries.start + 1:
-            seen = of_keys <= of_queries
+            seen = key_places <= query_places
         if window is not None and keys.start < queries.stop - window:
-            near = of_queries - of_keys < window
+            near = query_places - key_places < window
             seen = near if seen is None else seen & near
         seen = None if seen is None else seen[None, None]
         if self.prefix is not None and seen is not None:

@@ -23,8 +23,8 @@ from meshwright.models.adapters.adapter_files import (
     NAME,
     NOT_FOR_PEFT,
     check_installed,
+    is_adapter_name,
     named_as_experts,
-    of_adapter,
     peft_config,
     read_adapter,
     wrappers,
@@ -110,7 +110,7 @@ def adapt(model: "PreTrainedModel", config: AdapterConfig, param_dtype: str | No
     if config.base is not None:
         _pack(model, config.base, chosen)
     for name, parameter in model.named_parameters():  # peft freezes all but its own
-        parameter.requires_grad_(of_adapter(name) or within(name, saved))
+        parameter.requires_grad_(is_adapter_name(name) or within(name, saved))
         if parameter.requires_grad:  # the values that an optimizer adds to
             parameter.data = parameter.data.to(master)
 
@@ -215,7 +215,7 @@ def initialize_adapters(
         for name, parameter in model.named_parameters():
             if given is not None and parameter.requires_grad:
                 keep_slice(parameter, given[name])
-            elif given is None and of_adapter(name):
+            elif given is None and is_adapter_name(name):
                 keep_slice(parameter, _first(model, name, parameter, device, seed))
 
 

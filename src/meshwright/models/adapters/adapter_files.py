@@ -28,8 +28,8 @@ __all__ = [
     "check_adapter",
     "check_installed",
     "file_entries",
+    "is_adapter_name",
     "named_as_experts",
-    "of_adapter",
     "peft_config",
     "read_adapter",
     "refuse_no_adapter",
@@ -56,7 +56,7 @@ NOT_FOR_PEFT = (
 _OF_ADAPTER = re.compile(r"[._]lora_(embedding_[AB]\.default|(A|B|magnitude_vector)(\.default\.weight)?)$")
 
 
-def of_adapter(name: str) -> bool:
+def is_adapter_name(name: str) -> bool:
     """Return whether a parameter, by its name, is of an adapter."""
     return _OF_ADAPTER.search(name) is not None
 
@@ -131,16 +131,16 @@ class Entry(NamedTuple):
 def file_entries(model: nn.Module) -> list[Entry]:
     """Return the trained parameters by their names in files; a tied one by each of its names, because peft unties them."""
     names = names_of_parameters(model)
-    of_experts = dict(expert_adapters.adapted_experts(model))
+    adapted = dict(expert_adapters.adapted_experts(model))
     entries = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
             continue
         holder, _, own = name.rpartition(".")
         to_files, from_files, key = _same, _same, name
-        if holder in of_experts and "lora_" in own:
+        if holder in adapted and "lora_" in own:
             experts = len(parameter)
-            key = f"{holder}.{expert_adapters.name_in_files(of_experts[holder], own)}"
+            key = f"{holder}.{expert_adapters.name_in_files(adapted[holder], own)}"
             to_files = partial(expert_adapters.to_files, own)
             from_files = partial(expert_adapters.from_files, own, experts)
         key = key.removesuffix(f".{NAME}") if "lora_embedding_" in key else key

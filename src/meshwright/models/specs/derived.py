@@ -48,8 +48,8 @@ class DefaultParallelizationStrategy(ParallelizationStrategy):
         """See :func:`derived_spec` and :func:`inferred_spec`. The spec of a ``PeftModel`` is that of the model inside it."""
         wrapped = base_of_peft(model)
         if wrapped is None or self.adapted is None:
-            of_transformers = is_transformers(model if wrapped is None else wrapped)
-            return derived_spec(model, param_dtype) if of_transformers else inferred_spec(model)
+            by_transformers = is_transformers(model if wrapped is None else wrapped)
+            return derived_spec(model, param_dtype) if by_transformers else inferred_spec(model)
         return _around(self.adapted.spec(wrapped, param_dtype))
 
 

@@ -42,7 +42,7 @@ def files_that_count(concerns: Collection[str], strategy: str) -> Iterator[str]:
         strategy: name of the module of the model's strategy.
     """
     own = strategy.removeprefix("meshwright.").replace(".", "/")
-    of_own_folder = {path.removesuffix("/declared.py") for path in _digests() if path.endswith("/declared.py")}
+    family_folders = {path.removesuffix("/declared.py") for path in _digests() if path.endswith("/declared.py")}
     for path in sorted(_digests()):
         parts = Path(path).with_suffix("").parts
         if not path.startswith(_COUNTS) or path.startswith(_DOES_NOT_COUNT):
@@ -50,11 +50,11 @@ def files_that_count(concerns: Collection[str], strategy: str) -> Iterator[str]:
         needed = [_CONCERNS[part] for part in parts if part in _CONCERNS]
         if path not in _ALWAYS and any(not set(some) & set(concerns) for some in needed):
             continue
-        of_family = parts[:2] == ("models", "families") and parts[-1] not in ("family", "listed")
-        if of_family and "/".join(parts) != own:
+        is_family = parts[:2] == ("models", "families") and parts[-1] not in ("family", "listed")
+        if is_family and "/".join(parts) != own:
             continue
         folder = "/".join(parts[:-1])
-        if folder in of_own_folder and parts[-1] != "declared" and not own.startswith(f"{folder}/"):
+        if folder in family_folders and parts[-1] != "declared" and not own.startswith(f"{folder}/"):
             continue
         yield path
 
