@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 LONGEST_WORD, LONGEST_LINE = 300, 1500
-"""Characters of a message that are shown whole. What is longer is somebody's value, or a list of what is not needed whole."""
+"""Characters of a message that are shown whole. Longer text is somebody's value, or a list that is too long to read."""
 
 
 OTHER = "other"

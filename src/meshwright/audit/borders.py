@@ -1,9 +1,9 @@
 """Records the inputs and outputs of modules, and their gradients, on both sides of an audit, and compares them.
 
 One microbatch of each data rank is recorded, its first one. Hooks copy what passes them, send nothing, and ignore the modules
-that activation checkpointing recomputes. The gradient of an input is that through this module alone: each module gets a view of
-its input, so the gradient of a residual connection around it is not included. A module that runs several times has a record of
-each run.
+that activation checkpointing recomputes. Each module gets a view of its input. So the gradient of an input is the part
+that comes through this module, without that of a residual connection around it. A module that runs several times has a record
+of each run.
 """
 
 from collections import Counter

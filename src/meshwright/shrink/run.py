@@ -107,7 +107,7 @@ def shrink(config: RunConfig, world_size: int | None = None) -> tuple[RunConfig,
         changes.append(Change("model.path", source.path, None, "random weights"))
     kv_heads, shared_by = sizes.kv_heads or 0, config.layout.tp or 1
     pipeline = config.parallel.pipeline
-    stages = layout.size("pp") * pipeline.each
+    stages = layout.size("pp") * pipeline.resolved_stages_per_rank
     packed = config.adapter is not None and config.adapter.base is not None
     shares_heads, block = 0 < kv_heads < shared_by, NF4_BLOCK if packed else 1
     needs = Needs(layout.size("tp"), layout.ep, stages, length, shares_heads=shares_heads, block=block)

@@ -144,7 +144,7 @@ def _summary(plan: ShardingPlan) -> Table:
     for item in others:
         size = "depends on the batch" if item.size is None else human_bytes(item.size)
         calls = "messages" if item.kind == "send" else "collectives"
-        balanced = ", where experts get alike" if item.axis == "ep" else ""
+        balanced = ", if all experts get as many tokens" if item.axis == "ep" else ""
         table.add_row(f"{_DONE[item.kind]} over {item.axis} per step", size, f"{item.calls:,} {calls}{balanced}")
     return table
 

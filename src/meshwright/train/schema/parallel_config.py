@@ -68,7 +68,7 @@ class PipelineConfig(Section):
     runs_per_step: int = _key("runs_per_step")
 
     @property
-    def each(self) -> int:
+    def resolved_stages_per_rank(self) -> int:
         """The number of stages of a rank."""
         return self.stages_per_rank or (1 if self.schedule.single else 2)
 
