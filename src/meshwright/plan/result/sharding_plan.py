@@ -58,7 +58,7 @@ class ShardingPlan:
         attentions: one row for each attention that uses the attention function of context parallel; empty: none does.
         stages: one row for each pipeline stage, in the order of the model; empty if ``pp`` is 1.
         loss: the loss, if it is computed in chunks; ``None``: from all logits at once.
-        tp_level: where the tensor parallel styles come from: ``given``, ``family``, ``model``, ``generic`` or ``derived``.
+        tp_level: where the tensor parallel styles come from: ``given``, ``family``, ``model`` or ``derived``.
         tp_passed_over: (level, reason) for each level above it, and (module, reason) for each module that is kept whole despite
             its style.
         flags_of_use: whether data ranks exchange, at the end of a step, which parameters they used.

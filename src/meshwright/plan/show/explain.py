@@ -214,7 +214,6 @@ _STYLES_OF = {
     "given": "as parallel.tp_plan says",
     "family": "as is best for this family",
     "model": "as transformers declares it for this model",
-    "generic": "as for any model of this shape",
     "derived": "derived from what its layers compute",
 }
 

@@ -1,8 +1,7 @@
 """How a plan slices a model over `tp`: where the styles come from, and whether every rank gets a slice.
 
-Styles are named as in transformers (`base_model_tp_plan`). They come from the first of five levels that has any: given by
-the user, written for the family, declared by the model, generic for layers of a common shape, or derived from a trace of the
-model.
+Styles are named as in transformers (`base_model_tp_plan`). They come from the first of four levels that has any: given by
+the user, written for the family, declared by the model, or derived from a trace of the model.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,6 @@ from meshwright.plan.axes.tensor.styles import FIRST, PARTIAL, STYLES, styles_of
 from meshwright.plan.draft import Draft
 from meshwright.plan.given import widths
 from meshwright.plan.given.names import generalize, match_names
-from meshwright.plan.given.sliced_code import counts_heads
 from meshwright.plan.given.spec import Structure
 from meshwright.plan.result.program import Action, Assign, Bias, Compute, Kernel, Slice
 from meshwright.plan.result.sharding_plan import ShardingPlan, TensorParallelRow
@@ -25,19 +23,12 @@ from meshwright.plan.result.sharding_plan import ShardingPlan, TensorParallelRow
 __all__ = ["TensorParallelChoice", "choose_styles", "resolve_tensor_parallel", "tensor_parallel_actions"]
 
 
-GENERIC = {
-    "**.self_attn.q_proj": "colwise", "**.self_attn.k_proj": "colwise", "**.self_attn.v_proj": "colwise",
-    "**.self_attn.o_proj": "rowwise", "**.mlp.gate_proj": "colwise", "**.mlp.up_proj": "colwise", "**.mlp.down_proj": "rowwise",
-}  # fmt: skip
-"""The generic styles, for layers whose attention and MLP have these modules and no others with parameters."""
-
-
 @dataclass
 class TensorParallelChoice:
     """The result of :func:`resolve_tensor_parallel`.
 
     Attributes:
-        level: where the styles come from: ``given``, ``family``, ``model``, ``generic`` or ``derived``; empty if ``tp`` is 1.
+        level: where the styles come from: ``given``, ``family``, ``model`` or ``derived``; empty if ``tp`` is 1.
         passed_over: (level, reason) for each level above it, and (module, reason) for each module that is kept whole despite
             its style.
         rows: row of each module that computes with slices or has a move.
@@ -213,15 +204,11 @@ def _first_level(draft: Draft) -> tuple[str, Mapping[str, str], list[tuple[str, 
     if spec.tp_styles:
         return "model", spec.tp_styles, passed_over
     passed_over.append(("model", f"{spec.family} declares no tp_styles (base_model_tp_plan of its config)"))
-    unfit = _not_generic(draft)
-    if not unfit:
-        names = draft.model.modules
-        return "generic", {pattern: style for pattern, style in GENERIC.items() if match_names(pattern, names)}, passed_over
-    passed_over.append(("generic", unfit))
     if derived := _derived(draft):
         return "derived", derived, passed_over
-    if draft.traced_pairs is not None:
-        passed_over.append(("derived", "no linear layer puts out features that enter another one without being mixed"))
+    untraced = "the model is not traced (traces of its ParallelSpec)"
+    unpaired = "no linear layer puts out features that enter another one without being mixed"
+    passed_over.append(("derived", untraced if draft.traced_pairs is None else unpaired))
     draft.error = MissingPlanError
     draft.problems.add(
         "tp.no_styles",
@@ -241,26 +228,6 @@ def _derived(draft: Draft) -> dict[str, str]:
     if styles:  # the vocabulary alone would not be worth it
         styles |= dict(zip(pairs.vocabulary, ("embedding_rowwise", "colwise_gather_output"), strict=False))
     return _patterns(draft, styles)
-
-
-def _not_generic(draft: Draft) -> str:
-    """Return why the generic styles do not fit the model; empty if they do."""
-    expected = {"self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"}, "mlp": {"gate_proj", "up_proj", "down_proj"}}
-    modules = draft.model.modules
-    layers = [name for pattern in draft.spec.layers for name in match_names(pattern, modules)]
-    for layer in layers:
-        for part, matrices in expected.items():
-            module_name = f"{layer}.{part}"
-            if module_name not in modules:
-                return f"{generalize(layer)} has no {part}, so it is not the layer of a Llama"
-            matrices_of_part = {name.partition(".")[0] for name in draft.model.parameters_inside(module_name)}
-            if matrices_of_part != matrices:
-                shown, wanted = (", ".join(sorted(names)) for names in (matrices_of_part, matrices))
-                return f"{generalize(layer)}.{part} holds {shown}; a Llama's holds {wanted}"
-        # A Llama's attention reads heads from shapes. One that knows their number would not see that it has fewer.
-        if count := counts_heads(modules[f"{layer}.self_attn"]):
-            return f"{generalize(layer)}.self_attn uses {count} of the whole model, but a rank has only some of the heads"
-    return "" if layers else "there are no layers"
 
 
 def _check_slices(draft: Draft) -> None:
