@@ -11,7 +11,7 @@ from meshwright.plan.given.inspection import Inspection, ParameterFacts
 from meshwright.plan.given.names import generalize, match_names, without_repetition
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.sliceable_pairs import Pairs
-from meshwright.plan.given.spec import ParallelSpec
+from meshwright.plan.given.spec import ParallelSpec, Structure
 from meshwright.plan.result.sharding_plan import EXPERTS, LAYER, ParameterRow, shard_axis
 
 __all__ = ["Draft", "UnitDraft"]
@@ -84,6 +84,11 @@ class Draft:
         return self.model.parameters
 
     @property
+    def structure(self) -> Structure:
+        """The inside of the layers, as the spec declares it."""
+        return self.spec.structure or Structure()
+
+    @property
     def layers(self) -> tuple[str, ...]:
         """Names of the layers."""
         return tuple(name for name, unit in self.units.items() if unit.kind == LAYER)
@@ -119,6 +124,10 @@ class Draft:
         """
         if self.problems:
             raise self.error(without_repetition(self.problems))
+
+    def matched(self, patterns: Iterable[str]) -> list[str]:
+        """Return the names of the modules that some patterns match, pattern by pattern; the root is in none."""
+        return [name for pattern in patterns for name in match_names(pattern, self.model.names)]
 
     def match(self, rule: str, pattern: str, names: Iterable[str], kind: str) -> list[str]:
         """Return the names that a pattern matches; if there are none, note a problem.

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 from meshwright.errors import MissingPlanError, PlanError
 from meshwright.layout import divisors, undivided
+from meshwright.plan.axes.tensor.assignment import assign_styles
 from meshwright.plan.axes.tensor.given_styles import load_styles
-from meshwright.plan.axes.tensor.modules import TensorParallelRows
+from meshwright.plan.axes.tensor.modules import SlicedModel, module_rows
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.axes.tensor.styles import FIRST, PARTIAL, STYLES, styles_of_norms, styles_of_parameters, tp_dim
 from meshwright.plan.draft import Draft
@@ -53,50 +54,52 @@ def resolve_tensor_parallel(draft: Draft) -> TensorParallelChoice:
         problems += styles_of_parameters("tp_styles", declared or spec.tp_styles, draft.parameters)[1]
         return TensorParallelChoice()
     level, styles, passed_over = choose_styles(draft)
-    around = _trace_regions(draft)
     for pattern, style in styles.items():
         if style not in STYLES and style != "sequence_parallel":
             problems.add(
                 "tp.style.unknown",
                 f"tp={tp}: the style {style!r} of {pattern!r} is not supported; legal are {', '.join(STYLES)}",
             )
-    builder = TensorParallelRows(draft, around)
-    builder.assign(level, styles)
+    assigned, found = assign_styles(draft, level, styles)
+    problems += found
     for name, operator in draft.pairs.mixed.items() if not problems and level != "derived" else ():
-        style = builder.of_modules.get(name, "")
+        style = assigned.modules.get(name, "")
         if style in FIRST:
             problems.add(
                 "tp.style.misfit",
                 f"tp={tp}: {name!r} has the style {style}, but {operator} mixes its features, of which a rank has some; "
                 "legal are colwise_gather_output and no style",
             )
+    rows: dict[str, TensorParallelRow] = {}
+    of_adapters: dict[str, str] = {}
     if not problems:
-        builder.derive(traced=level == "derived")
-    for noun, count in spec.structure.divisible if spec.structure else ():
+        structure, around = _structure(draft)
+        rows, of_adapters, found = module_rows(SlicedModel(draft, structure, assigned, around), traced=level == "derived")
+        problems += found
+    for noun, count in draft.structure.divisible:
         if count % tp:
             problems.append(undivided("tp", tp, count, noun))
-    draft.tp_styles = builder.of_parameters
+    draft.tp_styles = {**assigned.parameters, **of_adapters}
     _check_slices(draft)
     stream = widths.of_stream(draft)
-    rows = tuple(replace(row, features=widths.of_module(draft, row.module, stream)) for row in builder.sorted_rows())
-    return TensorParallelChoice(level, (*passed_over, *builder.left_whole.items()), rows)
+    measured = tuple(replace(row, features=widths.of_module(draft, row.module, stream)) for row in rows.values())
+    return TensorParallelChoice(level, (*passed_over, *assigned.left_whole.items()), measured)
 
 
-def _trace_regions(draft: Draft) -> tuple[str, ...] | None:
-    """If sequence parallel needs regions that the spec does not name, take those of a trace.
+def _structure(draft: Draft) -> tuple[Structure, tuple[str, ...] | None]:
+    """Return the inside of the layers: if sequence parallel needs regions that the spec does not name, those of a trace.
 
     Returns:
-        Those regions that cannot be split over features; ``None``: the spec names the regions, or none are needed.
+        It, and those regions of a trace that cannot be split over features; ``None``: the spec names the regions, or none are
+        needed.
     """
-    known = draft.spec.structure or Structure()
+    known = draft.structure
     asked = draft.options.sequence_parallel and not known.regions and not known.no_sequence_parallel
     found = draft.model.traces.regions(draft.layers) if asked and draft.layers else None
     if found is None:
-        return None
+        return known, None
     problem = found.problem or (found.problem_in_stages if draft.layout.size("pp") > 1 else "")
-    structure = replace(known, regions=found.regions, tokenwise=found.tokenwise, no_sequence_parallel=problem)
-    draft.spec = replace(draft.spec, structure=structure)
-    return found.around
+    return replace(known, regions=found.regions, tokenwise=found.tokenwise, no_sequence_parallel=problem), found.around
 
 
 def tensor_parallel_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action]:
