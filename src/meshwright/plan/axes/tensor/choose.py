@@ -5,55 +5,41 @@ the user, written for the family, declared by the model, or derived from a trace
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from meshwright.errors import MissingPlanError, PlanError
+from meshwright.errors import PlanError, Problems, Refusal
 from meshwright.layout import divisors, undivided
 from meshwright.plan.axes.tensor.assignment import assign_styles
 from meshwright.plan.axes.tensor.given_styles import load_styles
 from meshwright.plan.axes.tensor.modules import SlicedModel, module_rows
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.axes.tensor.styles import FIRST, PARTIAL, STYLES, styles_of_norms, styles_of_parameters, tp_dim
-from meshwright.plan.draft import Draft
+from meshwright.plan.draft import Draft, Found, TensorParallel
 from meshwright.plan.given import widths
 from meshwright.plan.given.names import generalize, match_names
+from meshwright.plan.given.sliceable_pairs import Pairs
 from meshwright.plan.given.spec import Structure
 from meshwright.plan.result.program import Action, Assign, Bias, Compute, Kernel, Slice
 from meshwright.plan.result.sharding_plan import ShardingPlan, TensorParallelRow
 
-__all__ = ["TensorParallelChoice", "choose_styles", "resolve_tensor_parallel", "tensor_parallel_actions"]
+__all__ = ["choose_styles", "resolve_tensor_parallel", "tensor_parallel_actions"]
 
 
-@dataclass
-class TensorParallelChoice:
-    """The result of :func:`resolve_tensor_parallel`.
-
-    Attributes:
-        level: where the styles come from: ``given``, ``family``, ``model`` or ``derived``; empty if ``tp`` is 1.
-        passed_over: (level, reason) for each level above it, and (module, reason) for each module that is kept whole despite
-            its style.
-        rows: row of each module that computes with slices or has a move.
-    """
-
-    level: str = ""
-    passed_over: tuple[tuple[str, str], ...] = ()
-    rows: tuple[TensorParallelRow, ...] = ()
-
-
-def resolve_tensor_parallel(draft: Draft) -> TensorParallelChoice:
+def resolve_tensor_parallel(draft: Draft) -> Found[TensorParallel]:
     """Choose the styles, assign them to parameters and modules, and derive the moves."""
-    spec, options, problems, tp = draft.spec, draft.options, draft.problems, draft.layout.size("tp")
+    options, structure, tp = draft.options, draft.structure, draft.layout.size("tp")
     if tp == 1:
-        for name, chosen in (("sequence_parallel", options.sequence_parallel), ("loss_parallel", options.loss_parallel)):
-            if chosen:
+        problems = Problems()
+        for name, asked in (("sequence_parallel", options.sequence_parallel), ("loss_parallel", options.loss_parallel)):
+            if asked:
                 problems.add("tp.option", f"{name}=True: needs tensor parallelism, but tp is 1; the legal value is False")
         if options.tp_plan is not None:
             problems.add("tp.option", "tp_plan: needs tensor parallelism, but tp is 1; leave it out")
         # Check declared styles here too, so that errors show on a laptop and not first on a cluster.
-        declared = spec.structure.styles if spec.structure else {}
-        problems += styles_of_parameters("tp_styles", declared or spec.tp_styles, draft.parameters)[1]
-        return TensorParallelChoice()
-    level, styles, passed_over = choose_styles(draft)
+        problems += styles_of_parameters("tp_styles", structure.styles or draft.spec.tp_styles, draft.parameters)[1]
+        return Found(TensorParallel(), problems)
+    chosen = choose_styles(draft)
+    (level, styles, passed_over), problems = chosen.value, Problems(chosen.problems)
     for pattern, style in styles.items():
         if style not in STYLES and style != "sequence_parallel":
             problems.add(
@@ -62,7 +48,7 @@ def resolve_tensor_parallel(draft: Draft) -> TensorParallelChoice:
             )
     assigned, found = assign_styles(draft, level, styles)
     problems += found
-    for name, operator in draft.pairs.mixed.items() if not problems and level != "derived" else ():
+    for name, operator in draft.pairs.mixed.items() if not (draft.problems or problems) and level != "derived" else ():
         style = assigned.modules.get(name, "")
         if style in FIRST:
             problems.add(
@@ -72,18 +58,17 @@ def resolve_tensor_parallel(draft: Draft) -> TensorParallelChoice:
             )
     rows: dict[str, TensorParallelRow] = {}
     of_adapters: dict[str, str] = {}
-    if not problems:
-        structure, around = _structure(draft)
-        rows, of_adapters, found = module_rows(SlicedModel(draft, structure, assigned, around), traced=level == "derived")
+    if not (draft.problems or problems):
+        known, around = _structure(draft)
+        rows, of_adapters, found = module_rows(SlicedModel(draft, known, assigned, around), traced=level == "derived")
         problems += found
-    for noun, count in draft.structure.divisible:
-        if count % tp:
-            problems.append(undivided("tp", tp, count, noun))
-    draft.tp_styles = {**assigned.parameters, **of_adapters}
-    _check_slices(draft)
+    problems += [undivided("tp", tp, count, noun) for noun, count in structure.divisible if count % tp]
+    of_parameters = {**assigned.parameters, **of_adapters}
+    problems += _slice_problems(draft, of_parameters)
     stream = widths.of_stream(draft)
     measured = tuple(replace(row, features=widths.of_module(draft, row.module, stream)) for row in rows.values())
-    return TensorParallelChoice(level, (*passed_over, *assigned.left_whole.items()), measured)
+    left_whole = assigned.left_whole.items()
+    return Found(TensorParallel(level, (*passed_over, *left_whole), measured, of_parameters, draft.pairs), problems)
 
 
 def _structure(draft: Draft) -> tuple[Structure, tuple[str, ...] | None]:
@@ -114,7 +99,7 @@ def tensor_parallel_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action
             yield from _own_heads(draft, row.module, *row.parts)
         yield _compute(draft, row)
     if plan.tp_level == "derived":
-        yield from _own_counts(draft, plan)
+        yield from _own_counts(draft.tensor.pairs, plan)
 
 
 _KERNELS = {
@@ -164,24 +149,37 @@ def _own_heads(draft: Draft, name: str, heads: int, kv_heads: int) -> Iterator[A
     yield Assign(name, tuple(values), ("config",) if module.has_config else ())
 
 
-def _own_counts(draft: Draft, plan: ShardingPlan) -> Iterator[Assign]:
+def _own_counts(pairs: Pairs, plan: ShardingPlan) -> Iterator[Assign]:
     """Give modules that count what derived styles slice the numbers of their rank."""
     sliced, tp = {row.module for row in plan.tensor_parallel}, plan.layout.size("tp")
-    for pair in draft.pairs.found:
+    for pair in pairs.found:
         for module in dict.fromkeys(module for module, _, _ in pair.counts if pair.second in sliced):
             yield Assign(module, tuple((name, value // tp) for of, name, value in pair.counts if of == module))
 
 
-def choose_styles(draft: Draft) -> tuple[str, Mapping[str, str], list[tuple[str, str]]]:
-    """Return the first level that has styles, its styles, and (level, reason) for each level above it."""
+StyleChoice = tuple[str, Mapping[str, str], list[tuple[str, str]]]
+"""A level, its styles by pattern, and (level, reason) for each level above it."""
+
+
+def choose_styles(draft: Draft) -> Found[StyleChoice]:
+    """Return the first level that has styles, its styles, and (level, reason) for each level above it.
+
+    Raises:
+        PlanError: a given plan cannot be read.
+    """
     level, styles, passed_over = _first_level(draft)
-    if level in ("", "given"):
-        return level, styles, passed_over
+    if not level:
+        text = "; ".join(f"{name}: {why}" for name, why in passed_over)
+        problem = Refusal("tp.no_styles", f"tp: there are no styles; {text}; the legal value of tp is 1")
+        return Found(("", {}, []), [problem])
+    if level == "given":
+        return Found((level, styles, passed_over))
     named: dict[str, str] = {}
     for pattern, style in styles.items():
         for name in match_names(pattern, draft.model.modules):
             named.setdefault(name, style)
-    return level, {**styles, **_patterns(draft, styles_of_norms(draft.pairs.found, named, draft.model))}, passed_over
+    of_norms = _patterns(draft, styles_of_norms(draft.pairs.found, named, draft.model))
+    return Found((level, {**styles, **of_norms}, passed_over))
 
 
 def _patterns(draft: Draft, styles: dict[str, str]) -> dict[str, str]:
@@ -191,18 +189,17 @@ def _patterns(draft: Draft, styles: dict[str, str]) -> dict[str, str]:
     return patterns if all(styles.get(name) == style for name, style in matched) else styles
 
 
-def _first_level(draft: Draft) -> tuple[str, Mapping[str, str], list[tuple[str, str]]]:
-    spec, options = draft.spec, draft.options
+def _first_level(draft: Draft) -> StyleChoice:
+    spec, options, declared = draft.spec, draft.options, draft.structure.styles
     passed_over: list[tuple[str, str]] = []
     if options.tp_plan is not None:
         try:
             return "given", load_styles(options.tp_plan, draft.model, options.sequence_parallel), passed_over
         except PlanError as error:
-            draft.problems.extend(error.problems)
-            draft.refuse()
+            draft.refuse(error.problems)
     passed_over.append(("given", "no tp_plan is set"))
-    if spec.structure is not None and spec.structure.styles:
-        return "family", spec.structure.styles, passed_over
+    if declared:
+        return "family", declared, passed_over
     passed_over.append(("family", f"none is written for {spec.family}"))
     if spec.tp_styles:
         return "model", spec.tp_styles, passed_over
@@ -212,11 +209,6 @@ def _first_level(draft: Draft) -> tuple[str, Mapping[str, str], list[tuple[str, 
     untraced = "the model is not traced (traces of its ParallelSpec)"
     unpaired = "no linear layer puts out features that enter another one without being mixed"
     passed_over.append(("derived", untraced if draft.traced_pairs is None else unpaired))
-    draft.error = MissingPlanError
-    draft.problems.add(
-        "tp.no_styles",
-        "tp: there are no styles; " + "; ".join(f"{name}: {why}" for name, why in passed_over) + "; the legal value of tp is 1",
-    )
     return "", {}, passed_over
 
 
@@ -233,10 +225,11 @@ def _derived(draft: Draft) -> dict[str, str]:
     return _patterns(draft, styles)
 
 
-def _check_slices(draft: Draft) -> None:
-    tp, shards, problems = draft.layout.size("tp"), draft.layout.size("dp_shard_cp"), draft.problems
+def _slice_problems(draft: Draft, styles: Mapping[str, str]) -> Problems:
+    """Return a problem for each parameter whose slices are empty or not even."""
+    tp, shards, problems = draft.layout.size("tp"), draft.layout.size("dp_shard_cp"), Problems()
     for parameter in draft.parameters:
-        style = draft.tp_styles.get(parameter.name)
+        style = styles.get(parameter.name)
         if (cut := tp_dim(style, parameter.shape)) is None:
             continue
         size, pieces = parameter.shape[cut], STYLES[style or ""].pieces
@@ -255,6 +248,7 @@ def _check_slices(draft: Draft) -> None:
                 f"dp_shard={shards}: {parameter.name!r} packs matrices along its rows, which tp slices, so FSDP can shard "
                 f"{reason}",
             )
+    return problems
 
 
 def _empty_slices(size: int, ranks: int) -> bool:
