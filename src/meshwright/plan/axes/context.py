@@ -201,15 +201,7 @@ def attention_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action]:
         if plan.attentions and name in around and module.has_config:
             yield Assign(name, (("config._attn_implementation", FUNCTION),))
     for row in plan.attentions:
-        yield Attend(
-            row.module,
-            method=row.method,
-            kernel=row.kernel,
-            balance=plan.options.context_balance,
-            causal=row.causal,
-            window=row.window,
-            recompute=row.recompute,
-        )
+        yield Attend(row, plan.options.context_balance)
 
 
 def attention_program(plan: ShardingPlan) -> list[Action]:

@@ -114,7 +114,7 @@ def expert_parallel_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action
         counts = tuple((own, row.local) for own in draft.model.modules[row.module].counts if own == EXPERTS_ATTRIBUTE)
         if counts:  # the implementation computes with this number
             yield Assign(row.module, counts)
-        yield Dispatch(row.module, row.experts, token_axis=row.token_axis)
+        yield Dispatch(row)
 
 
 _EXCHANGES = (3, 2)

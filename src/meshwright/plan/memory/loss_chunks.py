@@ -78,4 +78,4 @@ def _problem(draft: Draft, head: str) -> str:
 def loss_actions(plan: ShardingPlan) -> Iterator[ChunkLoss]:
     """Yield the action that lets the model return its loss."""
     if plan.loss is not None:
-        yield ChunkLoss(plan.loss.module, plan.loss.chunks, plan.loss.vocabulary)
+        yield ChunkLoss(plan.loss)

@@ -147,22 +147,17 @@ def _wrap(plan: ShardingPlan, unit: UnitRow, no_grad_runs: bool) -> Wrap:
         divisor, plain_sum = float(replicas * layout.size("dp_shard_cp")), layout.size(axis) > 1
     parts, by_user = plan.parts(unit), plan.options.sharded_by
     return Wrap(
-        unit=unit.name,
+        unit,
         modules=tuple(part.name for part in parts),
         engine=Engine.REPLICATE if nothing_is_sharded(layout) and not by_user else Engine.SHARD,
         axes=("dp_replicate", "dp_shard") if nothing_is_sharded(layout) and by_user else unit_axes(layout, unit.kind),
         experts=experts,
         dims=tuple((name, row.fsdp_dim) for row in plan.rows(unit) if row.fsdp_dim for name in (row.name, *row.aliases)),
-        param_dtype=unit.param_dtype,
-        reduce_dtype=unit.reduce_dtype,
-        output_dtype=unit.output_dtype,
-        reshard_after_forward=unit.reshard_after_forward,
         offload=plan.options.cpu_offload,
         divisor=divisor,
         plain_sum=plain_sum,
         each_run=len(parts) > 1,
         around=_around(plan, parts) if unit.together else (),
         no_grad_runs=no_grad_runs,
-        sync=unit.sync,
         sharded_by=by_user,
     )

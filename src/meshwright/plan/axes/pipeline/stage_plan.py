@@ -307,7 +307,7 @@ def on_stages(plan: ShardingPlan, stages: Collection[int]) -> ShardingPlan:
     units = tuple(replace(unit, gathers_in_backward=unit.name in in_backward) for unit in units)
     inner = len(plan.stages) - 1 not in stages  # its outputs are hidden states, and not those of the model
     units = tuple(replace(unit, output_dtype=None) if inner and unit.name == ROOT else unit for unit in units)
-    kept = {unit.name for unit in units}
+    kept = {unit.name: unit for unit in units}
 
     def of(action: Action) -> Iterable[Action]:
         if isinstance(action, Cut):
@@ -322,8 +322,7 @@ def on_stages(plan: ShardingPlan, stages: Collection[int]) -> ShardingPlan:
             yield replace(action, parameters=tuple(name for name in action.parameters if name in names))
         elif isinstance(action, Wrap):
             if action.unit in kept:
-                output = None if inner and action.unit == ROOT else action.output_dtype
-                yield replace(action, dims=tuple(pair for pair in action.dims if pair[0] in names), output_dtype=output)
+                yield replace(action, row=kept[action.unit], dims=tuple(pair for pair in action.dims if pair[0] in names))
         elif here(getattr(action, "module", "")):
             yield action
 

@@ -12,14 +12,14 @@ from meshwright.layout import divisors, undivided
 from meshwright.plan.axes.tensor.assignment import assign_styles
 from meshwright.plan.axes.tensor.given_styles import load_styles
 from meshwright.plan.axes.tensor.modules import SlicedModel, module_rows
-from meshwright.plan.axes.tensor.move_kinds import Move
+from meshwright.plan.axes.tensor.move_kinds import Bias, Kernel, Move
 from meshwright.plan.axes.tensor.styles import FIRST, PARTIAL, STYLES, styles_of_norms, styles_of_parameters, tp_dim
 from meshwright.plan.draft import Draft, Found, TensorParallel
 from meshwright.plan.given import widths
 from meshwright.plan.given.names import generalize, match_names
 from meshwright.plan.given.sliceable_pairs import Pairs
 from meshwright.plan.given.spec import Structure
-from meshwright.plan.result.program import Action, Assign, Bias, Compute, Kernel, Slice
+from meshwright.plan.result.program import Action, Assign, Compute, Slice
 from meshwright.plan.result.sharding_plan import ShardingPlan, TensorParallelRow
 
 __all__ = ["choose_styles", "resolve_tensor_parallel", "tensor_parallel_actions"]
@@ -121,12 +121,9 @@ def _compute(draft: Draft, row: TensorParallelRow) -> Compute:
     moves_one = row.entry not in (Move.NONE, Move.ENTER)
     widens = row.exit in (Move.GATHER_FEATURES, Move.VOCABULARY)
     return Compute(
-        row.module,
+        row,
         kernel,
-        row.entry,
-        row.exit,
         argument=module.hidden if moves_one else None,
-        sums=row.sums,
         parts=() if row.style == "region" else row.parts,
         features=weight[1 if row.style == "embedding_colwise" else 0] if widens else 0,
         bias=bias,
