@@ -191,10 +191,6 @@ NAME_OF_A_FAMILY = re.compile(
 MAY_NAME_A_FAMILY = {
     # an old format of chats calls the role so
     '"gpt": "assistant",',
-    # the field's name for a kind of layer, which many families have; what tells it are the names of its parts, not the family
-    'return f"{generalize(layer)} has no {part}, so it is not the layer of a Llama"',
-    'return f"{generalize(layer)}.{part} holds {shown}; a Llama\'s holds {wanted}"',
-    "# A Llama's attention reads heads from shapes. One that knows their number would not see that it has fewer.",
     # another trainer
     '"""What users of the Hugging Face Trainer, TRL, axolotl and LLaMA-Factory type, and the key that it is here."""',
 }

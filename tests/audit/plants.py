@@ -361,7 +361,7 @@ def _replanned(trainer: RankTrainer, style: str, **changes: Any) -> None:
     for action in plan.program:
         if isinstance(action, Compute) and action.module in modules:
             del trainer.model.get_submodule(action.module).forward  # the class's own comes back
-            compute_with_slices(trainer.model, replace(action, **changes), trainer.mesh)
+            compute_with_slices(trainer.model, replace(action, row=replace(action.row, **changes)), trainer.mesh)
 
 
 def norms_not_summed(trainer: RankTrainer) -> None:
@@ -524,7 +524,8 @@ def mask_dropped(trainer: RankTrainer) -> None:
     """An attention that takes every part of the sequence for visible."""
     own = attention_context(trainer)
     context = own["_meshwright_context"]
-    own["_meshwright_context"] = replace(context, action=replace(context.action, causal=False))
+    action = context.action
+    own["_meshwright_context"] = replace(context, action=replace(action, row=replace(action.row, causal=False)))
 
 
 class _Kept(torch.autograd.Function):

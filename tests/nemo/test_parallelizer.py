@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from meshwright.distributed import parallelizer
 from meshwright.distributed.fsdp2 import FSDP2Manager
 from meshwright.distributed.tensor.loss_parallel import cross_entropy_sum
-from meshwright.errors import LayoutError, PlanError
+from meshwright.errors import LayoutError, MissingPlanError, PlanError
 from meshwright.models.diffusion_gemma import fsdp
 from meshwright.models.families import nemotron_h, wan
 from meshwright.models.specs import derived as spec
@@ -164,10 +165,22 @@ def test_the_plan_that_is_taken() -> None:
     norms = {"model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm", "model.norm"}
     assert {name for name, style in sequence.items() if isinstance(style, SequenceParallel)} == norms
     assert sequence["model.layers.*.mlp.down_proj"].output_layouts == (Shard(1),)
-    with pytest.raises(PlanError, match=r"there are no styles; given: .*generic: .*the legal value of tp is 1"):
+    with pytest.raises(MissingPlanError, match=r"there are no styles; derived: 'transformer.h.\*.\S*' counts what is sliced"):
         parallelizer._get_parallel_plan(make("gpt2", meta=True)[0])
     with pytest.raises(PlanError, match="sequence_parallel=True: Mamba blocks"):
         parallelizer._get_parallel_plan(make("nemotron_h", meta=True)[0], sequence_parallel=True)
+
+
+def test_a_model_that_declares_no_plan_gets_the_styles_of_its_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, family = make("llama", meta=True)
+    monkeypatch.setattr("meshwright.nemo.functions.spec_of", lambda _: replace(family, tp_styles={}))
+    plan = parallelizer._get_parallel_plan(model)
+    layer = "model.layers.*"
+    columns = [f"{layer}.self_attn.{name}_proj" for name in "qkv"] + [f"{layer}.mlp.{name}_proj" for name in ("gate", "up")]
+    assert {name for name, style in plan.items() if isinstance(style, ColwiseParallel)} == {*columns, "lm_head"}
+    assert {name for name, style in plan.items() if isinstance(style, RowwiseParallel)} == {
+        f"{layer}.self_attn.o_proj", f"{layer}.mlp.down_proj", "model.embed_tokens",
+    }  # fmt: skip
 
 
 def test_heads_that_a_mesh_cannot_share_are_refused() -> None:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,11 +21,12 @@ from meshwright.distributed.data.fsdp_units import (
     shard_by,
     shard_unit,
 )
-from meshwright.errors import LayoutError, ModelError, PlanError, coded, described
+from meshwright.errors import LayoutError, MissingPlanError, ModelError, PlanError, Problems, coded, described
 from meshwright.layout import Layout
 from meshwright.models._transformers_compat import tp_style_names
 from meshwright.models.specs.registry import get_parallelization_strategy, spec_of
 from meshwright.models.specs.strategy import check_depths, check_shard_function, name_of_function
+from meshwright.plan.axes.data.unit_choice import choose_units
 from meshwright.plan.axes.tensor.choose import choose_styles
 from meshwright.plan.axes.tensor.given_styles import declared_styles, import_object, read_plan
 from meshwright.plan.axes.tensor.styles import HEAD
@@ -253,7 +255,7 @@ def _get_parallel_plan(
     tp_shard_plan: Mapping[str, ParallelStyle | str] | str | None = None,
     use_hf_tp_plan: bool = False,
 ) -> PlanOfStyles:
-    """Return the plan that :func:`fsdp2_strategy_parallelize` would use: given > written for the family > declared > generic.
+    """Return the plan that :func:`fsdp2_strategy_parallelize` would use: given > written for the family > declared > derived.
 
     Args:
         model: the model.
@@ -279,13 +281,21 @@ def _get_parallel_plan(
     spec = spec_of(model)
     options = ParallelOptions(sequence_parallel=sequence_parallel)
     draft = Draft(spec, inspect_model(spec, model), Layout().resolve(1), options)
-    _, styles, _ = choose_styles(draft)
+    draft = replace(draft, units=choose_units(draft).value)
+    chosen = choose_styles(draft)
+    (level, styles, _), problems = chosen.value, Problems(chosen.problems)
+    if level == "derived" and (counting := [module for pair in draft.pairs.found for module, *_ in pair.counts]):
+        raise MissingPlanError(
+            "tp.no_styles",
+            f"tp: there are no styles; derived: {generalize(counting[0])!r} counts what is sliced, which styles do not change; "
+            "legal are fsdp2_strategy_parallelize without a plan, and tp_shard_plan",
+        )
     if sequence_parallel and (spec.structure is None or spec.structure.no_sequence_parallel or not spec.structure.regions):
         why = (spec.structure and spec.structure.no_sequence_parallel) or "the inside of its layers is unknown"
-        draft.problems.append(
+        problems.append(
             coded(why, "strategy.sequence_parallel").within("sequence_parallel=True: ", "; the legal value is False")
         )
-    draft.refuse()
+    draft.refuse(problems)
     plan = _as_torch(spec, styles, sequence_parallel)
     if sequence_parallel:
         plan.update((pattern, SequenceParallel()) for pattern in _norms(spec, model) if pattern not in plan)

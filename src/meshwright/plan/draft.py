@@ -1,64 +1,112 @@
-"""The draft of a plan: what is known, what was decided so far, and what is wrong. Every pass of the resolver takes one."""
+"""The draft of a plan: what is known, and what the passes of the resolver have found so far.
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+A pass is a function that takes a draft and returns what it found (:class:`Found`). It changes nothing; the resolver puts what
+was found into the next draft.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from meshwright.errors import PlanError, Problems
+from meshwright.errors import MissingPlanError, PlanError, Problems, Refusal
 from meshwright.layout import Layout
-from meshwright.plan.given.closed_choices import SyncPolicy
+from meshwright.plan.given.closed_choices import ActivationCheckpointing, SyncPolicy
 from meshwright.plan.given.inspection import Inspection, ParameterFacts
 from meshwright.plan.given.names import generalize, match_names, without_repetition
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.sliceable_pairs import Pairs
-from meshwright.plan.given.spec import ParallelSpec
-from meshwright.plan.result.sharding_plan import EXPERTS, LAYER, ParameterRow, shard_axis
+from meshwright.plan.given.spec import ParallelSpec, Structure
+from meshwright.plan.result.program import Cut
+from meshwright.plan.result.rows import AttentionRow, ExpertsRow, LossRow, ParameterRow, StageRow, TensorParallelRow, UnitRow
+from meshwright.plan.result.sharding_plan import EXPERTS, LAYER, shard_axis
 
-__all__ = ["Draft", "UnitDraft"]
+__all__ = ["Draft", "Found", "Stages", "TensorParallel", "Twin", "names_for"]
+
+T = TypeVar("T")
 
 
-@dataclass
-class UnitDraft:
-    """A unit in the draft: the fields of its row (:class:`~meshwright.plan.result.sharding_plan.UnitRow`), and the rule that
-    made it.
+@dataclass(frozen=True)
+class Found(Generic[T]):
+    """What a pass of the resolver found.
 
-    ``sync`` is ``None`` if neither options nor spec choose it. It is then decided when the bytes are known.
+    Attributes:
+        value: the value of its field of the draft.
+        problems: what is wrong. A pass continues after a problem if it can, so that one report has all of them.
+        remarks: what was assumed, and which units of the spec were left out, a sentence each.
     """
 
-    name: str
-    kind: str
-    rule: str
-    reshard_after_forward: bool
-    param_dtype: str | None
-    reduce_dtype: str | None
-    output_dtype: str | None
-    sync: SyncPolicy | None
-    forwards: int = 1
-    places: int = 1
-    twin_of: str = ""
-    part_of: str = ""
-    together: bool = False
+    value: T
+    problems: Sequence[Refusal] = ()
+    remarks: Sequence[str] = ()
 
 
-@dataclass
+class Twin(NamedTuple):
+    """The unit of a first stack that has the parameters of a unit of a second stack, and the forwards of the second."""
+
+    first: str
+    forwards: int
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How a model is sliced.
+
+    Attributes:
+        level: where the styles come from: ``given``, ``family``, ``model`` or ``derived``; empty if ``tp`` is 1.
+        passed_over: (level, reason) for each level above it, and (module, reason) for each module that is kept whole despite
+            its style.
+        rows: row of each module that computes with slices or has a move.
+        styles: style of each parameter that has one, by its first name.
+        pairs: what can be sliced together, as a trace found it.
+    """
+
+    level: str = ""
+    passed_over: tuple[tuple[str, str], ...] = ()
+    rows: tuple[TensorParallelRow, ...] = ()
+    styles: Mapping[str, str] = field(default_factory=dict)
+    pairs: Pairs = field(default_factory=Pairs)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The pipeline stages.
+
+    Attributes:
+        rows: their rows, in the order of the model; none without a pipeline.
+        cut: the action that cuts the model; ``None`` without a pipeline.
+        holding: first name of each parameter to the stages that hold it.
+    """
+
+    rows: tuple[StageRow, ...] = ()
+    cut: Cut | None = None
+    holding: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Draft:
-    """The state that the passes of the resolver share.
+    """What is given, and below it the field of each pass. A pass sees what the passes before it found.
 
     Attributes:
         spec: what the family declares.
         model: the facts of the model.
         layout: resolved sizes.
         options: the choices.
-        problems: what is wrong, one line each. Passes continue after a problem if they can, so that one report has all of them.
-        error: type of the exception that :meth:`refuse` raises.
-        units: drafts of the units by name, in model order.
-        twins: name of each unit of a second stack to that of its twin in the first.
+        problems: what is wrong.
+        remarks: what was assumed.
+        units: rows of the units by name, in model order. Those of their values that depend on bytes come last.
+        twins: name of each unit of a second stack to its twin in the first.
         unit_of: first name of each parameter to the name of the unit that has it.
         trained: first names of the parameters that have a gradient.
         decay_rules: first name of each parameter to why weight decay pulls it towards zero or does not (a field of its row).
-        tp_styles: first name of each parameter that has a tensor parallel style to that style.
-        remarks: what was assumed, and which units of the spec were left out, a sentence each.
-        stages_of: first name of each parameter to the pipeline stages that hold it; empty without a pipeline.
+        policies: the sync policy of each unit for which options or spec choose one; those of others depend on bytes.
+        modes: activation checkpointing mode of each layer.
+        tensor: how the model is sliced.
+        experts: rows of the mixtures.
+        attentions: rows of the attentions.
+        stages: the pipeline stages.
+        loss: the loss, if it is computed in chunks.
         rows: rows of the parameters.
     """
 
@@ -66,22 +114,31 @@ class Draft:
     model: Inspection
     layout: Layout
     options: ParallelOptions
-    problems: Problems = field(default_factory=Problems)
-    error: type[PlanError] = PlanError
-    units: dict[str, UnitDraft] = field(default_factory=dict)
-    twins: dict[str, str] = field(default_factory=dict)
-    unit_of: dict[str, str] = field(default_factory=dict)
-    trained: set[str] = field(default_factory=set)
-    decay_rules: dict[str, str] = field(default_factory=dict)
-    tp_styles: dict[str, str] = field(default_factory=dict)
-    remarks: list[str] = field(default_factory=list)
-    stages_of: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    problems: tuple[Refusal, ...] = ()
+    remarks: tuple[str, ...] = ()
+    units: Mapping[str, UnitRow] = field(default_factory=dict)
+    twins: Mapping[str, Twin] = field(default_factory=dict)
+    unit_of: Mapping[str, str] = field(default_factory=dict)
+    trained: AbstractSet[str] = frozenset()
+    decay_rules: Mapping[str, str] = field(default_factory=dict)
+    policies: Mapping[str, SyncPolicy] = field(default_factory=dict)
+    modes: Mapping[str, ActivationCheckpointing] = field(default_factory=dict)
+    tensor: TensorParallel = field(default_factory=TensorParallel)
+    experts: tuple[ExpertsRow, ...] = ()
+    attentions: tuple[AttentionRow, ...] = ()
+    stages: Stages = field(default_factory=Stages)
+    loss: LossRow | None = None
     rows: tuple[ParameterRow, ...] = ()
 
     @property
     def parameters(self) -> tuple[ParameterFacts, ...]:
         """The facts of the model's parameters."""
         return self.model.parameters
+
+    @property
+    def structure(self) -> Structure:
+        """The inside of the layers, as the spec declares it."""
+        return self.spec.structure or Structure()
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -103,38 +160,52 @@ class Draft:
         """Names of the mixtures of experts."""
         return [name for name, unit in self.units.items() if unit.kind == EXPERTS]
 
-    def shards(self, unit: UnitDraft) -> int:
+    def shards(self, unit: UnitRow) -> int:
         """Return the number of ranks that the parameters of a unit are sharded over."""
         return self.layout.size(shard_axis(self.layout, unit.kind))
 
-    def whole(self, unit: UnitDraft) -> bool:
+    def whole(self, unit: UnitRow) -> bool:
         """Return whether a unit is replicated and not sharded, so that every rank stores its parameters whole."""
         return self.layout.size("dp_replicate") > 1 and self.shards(unit) == 1
 
-    def refuse(self) -> None:
-        """Raise all problems found so far, in one report.
+    def matched(self, patterns: Iterable[str]) -> list[str]:
+        """Return the names of the modules that some patterns match, pattern by pattern; the root is in none."""
+        return [name for pattern in patterns for name in match_names(pattern, self.model.names)]
+
+    def extended(self, field_name: str, found: Found[Any]) -> "Draft":
+        """Return the draft with what a pass found; an empty name stands for no field, where only problems are looked for."""
+        value = {field_name: found.value} if field_name else {}
+        problems, remarks = (*self.problems, *found.problems), (*self.remarks, *found.remarks)
+        return replace(self, problems=problems, remarks=remarks, **value)
+
+    def refuse(self, more: Iterable[Refusal] = ()) -> None:
+        """Raise all problems found so far, and ``more``, in one report.
 
         Raises:
+            MissingPlanError: there are problems, and one is that there is no plan to slice the model by.
             PlanError: there are problems.
         """
-        if self.problems:
-            raise self.error(without_repetition(self.problems))
+        if problems := [*self.problems, *more]:
+            missing = any(problem.code == "tp.no_styles" for problem in problems)
+            raise (MissingPlanError if missing else PlanError)(without_repetition(problems))
 
-    def match(self, rule: str, pattern: str, names: Iterable[str], kind: str) -> list[str]:
-        """Return the names that a pattern matches; if there are none, note a problem.
 
-        Args:
-            rule: rule or option that the pattern belongs to, for the message.
-            pattern: see :func:`~meshwright.plan.given.names.match_names`.
-            names: names to match.
-            kind: what the names belong to (modules, units, parameters), for the message.
-        """
-        names = list(names)
-        matched = match_names(pattern, names)
-        if not matched:
-            there = "units are" if kind == "unit" else "there are, for example,"
-            self.problems.add("plan.pattern", f"{rule} pattern {pattern!r} matches no {kind}; {there} {_examples(names)}")
-        return matched
+def names_for(problems: Problems, rule: str, pattern: str, names: Iterable[str], kind: str) -> list[str]:
+    """Return the names that a pattern matches; if there are none, add a problem.
+
+    Args:
+        problems: those of the pass that asks.
+        rule: rule or option that the pattern belongs to, for the message.
+        pattern: see :func:`~meshwright.plan.given.names.match_names`.
+        names: names to match.
+        kind: what the names belong to (modules, units, parameters), for the message.
+    """
+    names = list(names)
+    matched = match_names(pattern, names)
+    if not matched:
+        there = "units are" if kind == "unit" else "there are, for example,"
+        problems.add("plan.pattern", f"{rule} pattern {pattern!r} matches no {kind}; {there} {_examples(names)}")
+    return matched
 
 
 def _examples(names: Iterable[str]) -> str:

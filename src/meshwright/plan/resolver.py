@@ -1,24 +1,34 @@
 """resolve(): spec x model x layout x options -> ShardingPlan.
 
-Passes complete the draft of the plan, one after another. Then the program is written, in the one order in which a model is
+Passes find the fields of a draft, one after another. Then the program is written, in the one order in which a model is
 parallelized.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from meshwright.errors import LayoutError, Refusal
 from meshwright.layout import Layout
 from meshwright.plan.axes.context import attention_actions, resolve_attentions
-from meshwright.plan.axes.data.parameters import assign_units, choose_trained, freeze_actions, pack_actions, parameter_rows
+from meshwright.plan.axes.data.parameters import (
+    assign_units,
+    choose_trained,
+    freeze_actions,
+    leave_out_units,
+    pack_actions,
+    parameter_rows,
+)
 from meshwright.plan.axes.data.prefetch import check_prefetch, prefetch_actions
 from meshwright.plan.axes.data.twin_stacks import choose_twins, pair_units
-from meshwright.plan.axes.data.units import assign_sync, draft_units, unit_actions, unit_rows
+from meshwright.plan.axes.data.unit_choice import choose_policies, choose_units
+from meshwright.plan.axes.data.units import complete_units, unit_actions
 from meshwright.plan.axes.experts import expert_parallel_actions, resolve_experts
 from meshwright.plan.axes.pipeline.stage_plan import resolve_stages
 from meshwright.plan.axes.tensor.choose import resolve_tensor_parallel, tensor_parallel_actions
-from meshwright.plan.draft import Draft
+from meshwright.plan.draft import Draft, Found
 from meshwright.plan.given.inspection import Inspection, inspect_model
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.spec import ParallelSpec
@@ -30,6 +40,30 @@ from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.plan.update.weight_decay import choose_decayed
 
 __all__ = ["resolve"]
+
+Pass = Callable[[Draft], Found[Any]]
+
+_PASSES: tuple[tuple[tuple[str, Pass], ...], ...] = (
+    (
+        ("units", choose_units),
+        ("twins", pair_units),
+        ("units", leave_out_units),
+        ("unit_of", assign_units),
+        ("trained", choose_trained),
+        ("decay_rules", choose_decayed),
+        ("policies", choose_policies),
+        ("", check_prefetch),
+        ("modes", checkpointing_modes),
+        ("tensor", resolve_tensor_parallel),
+        ("experts", resolve_experts),
+        ("attentions", resolve_attentions),
+        ("stages", resolve_stages),
+        ("loss", resolve_loss),
+    ),
+    (("rows", parameter_rows), ("units", choose_twins)),
+    (("units", complete_units),),
+)
+"""Groups of passes, each with the field of the draft that it finds. All problems of a group are in one report."""
 
 
 def resolve(
@@ -62,47 +96,30 @@ def resolve(
         except LayoutError as error:
             raise LayoutError([*error.problems, Refusal("layout.world_size", "or pass world_size")]) from None
     draft = Draft(spec, facts, layout.resolve(world_size, facts.sizes), options or ParallelOptions())
-
-    draft_units(draft)
-    pair_units(draft)
-    assign_units(draft)
-    choose_trained(draft)
-    choose_decayed(draft)
-    assign_sync(draft)
-    check_prefetch(draft)
-    modes = checkpointing_modes(draft)
-    sharing = resolve_tensor_parallel(draft)
-    experts = resolve_experts(draft)
-    attentions = resolve_attentions(draft)
-    stages, cut = resolve_stages(draft, experts)
-    loss = resolve_loss(draft)
-    draft.refuse()
-
-    parameter_rows(draft)
-    choose_twins(draft)
-    draft.refuse()
-    units = unit_rows(draft, modes)
-    draft.refuse()
+    for group in _PASSES:
+        for name, find in group:
+            draft = draft.extended(name, find(draft))
+        draft.refuse()
     plan = ShardingPlan(
         spec.family,
         draft.layout,
         draft.options,
         draft.layers,
         draft.rows,
-        units,
-        sharing.rows,
-        experts,
-        attentions,
-        stages,
-        loss,
-        tp_level=sharing.level,
-        tp_passed_over=sharing.passed_over,
+        tuple(draft.units.values()),
+        draft.tensor.rows,
+        draft.experts,
+        draft.attentions,
+        draft.stages.rows,
+        draft.loss,
+        tp_level=draft.tensor.level,
+        tp_passed_over=draft.tensor.passed_over,
         remarks=(*spec.remarks, *draft.remarks),
         flags_of_use=(not spec.uses_all_parameters or bool(draft.options.sharded_by)) and draft.layout.size("dp_cp") > 1,
     )
     plan = replace(plan, units=tokens_of_units(plan))
     program = (
-        *([] if cut is None else [cut]),
+        *([] if draft.stages.cut is None else [draft.stages.cut]),
         *tensor_parallel_actions(draft, plan),
         *expert_parallel_actions(draft, plan),
         *attention_actions(draft, plan),

@@ -110,7 +110,8 @@ def check_cases(rank: int, ranks: int, method: ContextMethod) -> list[str]:
         weights = torch.randn(truth.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         truth.backward(weights)
         options = ParallelOptions(context_parallel=method, context_balance=balance)
-        row = AttentionRow("", method, "sdpa", 4, 2, 6, 6, True, None, False, recompute)
+        kernel, causal, window = case.get("kernel", "sdpa"), case.get("causal", True), case.get("window")
+        row = AttentionRow("", method, kernel, 4, 2, 6, 6, causal, window, False, recompute)
         plan = ShardingPlan("", mesh.layout, options, (), (), (), attentions=(row,))
         batch = {
             "input_ids": torch.arange(32).expand(2, 32),
@@ -120,10 +121,7 @@ def check_cases(rank: int, ranks: int, method: ContextMethod) -> list[str]:
         shard = share_batch(plan, rank, batch)
         own = shard["input_ids"][0]
         module = nn.Module()
-        action = Attend(
-            "", method, case.get("kernel", "sdpa"), balance, case.get("causal", True), case.get("window"), recompute
-        )  # fmt: skip
-        attend_over_ranks(module, action, mesh)
+        attend_over_ranks(module, Attend(row, balance), mesh)
         parts = {
             key: (value if key == "sinks" else value[:, :, own]).clone().requires_grad_() for key, value in tensors.items()
         }

@@ -26,6 +26,7 @@ from meshwright.plan.axes.tensor.traffic import tensor_parallel_counts
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.program import ChunkLoss
+from meshwright.plan.result.rows import LossRow
 from tests.harness import run_ranks
 from tests.tiny import tiny_model
 
@@ -57,7 +58,7 @@ def batch_of(rows: int = 2, length: int = 12, seed: int = 0) -> dict[str, torch.
 
 def chunked(model: nn.Module, chunks: int) -> nn.Module:
     model = copy.deepcopy(model)
-    chunk_loss(model, ChunkLoss("lm_head", chunks, WORDS), None)  # type: ignore[arg-type]  # no axis takes part
+    chunk_loss(model, ChunkLoss(LossRow("lm_head", WORDS, chunks)), None)  # type: ignore[arg-type]  # no axis takes part
     return model
 
 
@@ -286,6 +287,6 @@ def test_a_head_that_uses_a_parameter_of_another_module_is_refused() -> None:
     inner = model.lm_head.forward
     model.lm_head.forward = lambda hidden: inner(hidden * scale)
     other = copy.deepcopy(model)
-    chunk_loss(other, ChunkLoss("lm_head", 3, WORDS), None)  # type: ignore[arg-type]  # no axis takes part
+    chunk_loss(other, ChunkLoss(LossRow("lm_head", WORDS, 3)), None)  # type: ignore[arg-type]  # no axis takes part
     with pytest.raises(UnsupportedError, match="uses a trained parameter that is not its own; the legal value is 0"):
         forward_loss(other, batch_of())

@@ -158,4 +158,4 @@ def test_only_the_outputs_of_the_model_are_cast() -> None:
     for stage, dtype in ((0, None), (1, "float32")):
         part = on_stages(plan, [stage])
         assert part.unit("").output_dtype == dtype
-        assert {action.output_dtype for action in part.program if isinstance(action, Wrap) and not action.unit} == {dtype}
+        assert {action.row.output_dtype for action in part.program if isinstance(action, Wrap) and not action.unit} == {dtype}

@@ -81,25 +81,16 @@ def test_then_the_family_then_the_model_and_why_is_in_the_plan() -> None:
     assert planned("llama").tp_passed_over[1] == ("family", "none is written for LlamaForCausalLM")
 
 
-def test_a_llama_that_declares_nothing_gets_the_generic_styles_and_no_other_model_does() -> None:
-    model, spec = make("llama", meta=True)
-    silent = replace(spec, tp_styles={})
-    plan = resolve(silent, model, TP2, ParallelOptions())
-    assert (plan.tp_level, len(plan.tp_passed_over)) == ("generic", 3)
-    declared = planned("llama")
-    assert {name: style for name, style in styles(declared).items() if "layers" in name} == styles(plan)
-    model, spec = make("qwen3", meta=True)
-    derived = resolve(replace(spec, tp_styles={}), model, TP2, ParallelOptions())
-    assert derived.tp_level == "derived"
-    assert "a Llama's holds k_proj, o_proj" in dict(derived.tp_passed_over)["generic"]
-    attention, declared = ({name: style for name, style in styles(plan).items() if "self_attn." in name}
-                           for plan in (derived, planned("qwen3")))  # fmt: skip
-    assert attention == declared
-    assert attention["model.layers.0.self_attn.q_norm"] == "replicated_with_grad_allreduce"
+def test_a_model_that_declares_nothing_gets_the_styles_of_its_trace() -> None:
+    for family in ("llama", "qwen3"):
+        model, spec = make(family, meta=True)
+        derived, declared = resolve(replace(spec, tp_styles={}), model, TP2, ParallelOptions()), planned(family)
+        assert (derived.tp_level, [level for level, _ in derived.tp_passed_over]) == ("derived", ["given", "family", "model"])
+        in_layers = [{name: style for name, style in styles(plan).items() if "layers" in name} for plan in (derived, declared)]
+        assert in_layers[0] == in_layers[1]
+    assert in_layers[0]["model.layers.0.self_attn.q_norm"] == "replicated_with_grad_allreduce"
     mine = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(4, 4)])})
-    with pytest.raises(
-        PlanError, match=r"generic: blocks.\* has no self_attn, so it is not the layer of a Llama; the legal value of tp is 1"
-    ):
+    with pytest.raises(PlanError, match=r"derived: the model is not traced \(traces .*; the legal value of tp is 1"):
         resolve(ParallelSpec("mine", layers=("blocks.*",)), mine, TP2, ParallelOptions())
 
 
@@ -247,7 +238,7 @@ def test_styles_that_would_give_wrong_gradients_are_refused(family: str, given: 
     assert expected in str(error.value)
 
 
-def test_a_llama_whose_attention_counts_heads_is_not_generic() -> None:
+def test_declared_styles_of_an_attention_that_counts_heads_are_refused() -> None:
     class Attention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -261,8 +252,9 @@ def test_a_llama_whose_attention_counts_heads_is_not_generic() -> None:
     layer = nn.ModuleDict({"self_attn": Attention()})
     layer["mlp"] = nn.ModuleDict({f"{name}_proj": nn.Linear(8, 8) for name in ("gate", "up", "down")})
     model = nn.ModuleDict({"layers": nn.ModuleList([layer])})
-    with pytest.raises(PlanError, match=r"self_attn uses n_heads of the whole model"):
-        resolve(ParallelSpec("mine", layers=("layers.*",)), model, TP2, ParallelOptions())
+    declared = {f"layers.*.self_attn.{name}_proj": "rowwise" if name == "o" else "colwise" for name in "qkvo"}
+    with pytest.raises(PlanError, match=r"self_attn.*uses n_heads of the whole model"):
+        resolve(ParallelSpec("mine", layers=("layers.*",), tp_styles=declared), model, TP2, ParallelOptions())
 
 
 def test_an_mlp_that_takes_a_statistic_over_its_features_is_whole_where_the_model_declares_it_sliced() -> None:

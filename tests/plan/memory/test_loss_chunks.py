@@ -13,6 +13,7 @@ from meshwright.plan.given.spec import UnitRule
 from meshwright.plan.memory.loss_chunks import chunks_of
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.program import ChunkLoss
+from meshwright.plan.result.rows import LossRow
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.plan.show.explain import explain
 from tests.tiny import tiny_model
@@ -44,7 +45,7 @@ def test_null_depends_on_the_whole_microbatch_and_not_on_the_layout() -> None:
 
 def test_a_plan_with_chunks() -> None:
     plan = planned(Layout(pp=2, dp_shard=1), vocab_size=128_256, tokens=8_192, loss_chunks=4, microbatches=2)
-    assert [action for action in plan.program if isinstance(action, ChunkLoss)] == [ChunkLoss("lm_head", 4, 128_256)]
+    assert [action for action in plan.program if isinstance(action, ChunkLoss)] == [ChunkLoss(LossRow("lm_head", 128_256, 4))]
     assert ShardingPlan.from_json(plan.to_json()) == plan
     (difference,) = (item for item in plan.diff(replace(plan, loss=None)) if "loss" in str(item))
     assert "lm_head" in str(difference)

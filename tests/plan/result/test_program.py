@@ -13,6 +13,7 @@ from meshwright.distributed.conductor import PERFORMERS
 from meshwright.errors import PlanError
 from meshwright.layout import Layout
 from meshwright.models.specs.registry import spec_of
+from meshwright.plan.axes.tensor.move_kinds import Bias
 from meshwright.plan.given.inspection import Inspection, ModuleFacts, ParameterFacts, inspect_model
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.given.spec import ParallelSpec, TwinStacks
@@ -21,7 +22,6 @@ from meshwright.plan.result.program import (
     ACTIONS,
     Action,
     Assign,
-    Bias,
     Compile,
     Compute,
     Engine,

@@ -106,7 +106,7 @@ def attend(
     context: _Context = vars(module)[_CONTEXT]
     action = context.action
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rule = AttentionRule(action.kernel, action.causal, action.window, scaling, softcap)
+    rule = AttentionRule(action.row.kernel, action.row.causal, action.row.window, scaling, softcap)
     output = context(rule, sequences, query, key, value, s_aux)
     return output.transpose(1, 2).contiguous(), None
 
@@ -131,8 +131,8 @@ class _Context:
     ) -> torch.Tensor:
         """Return the output [batch, heads, positions, value size]."""
         run = {ContextMethod.GATHER: self._gather, ContextMethod.ULYSSES: self._ulysses, ContextMethod.RING: self._ring}
-        method = run[self.action.method]
-        if self.action.recompute and self.action.method is not ContextMethod.RING and torch.is_grad_enabled():
+        method = run[self.action.row.method]
+        if self.action.row.recompute and self.action.row.method is not ContextMethod.RING and torch.is_grad_enabled():
             return checkpoint(method, rule, sequences, query, key, value, sinks, use_reentrant=False, preserve_rng_state=False)
         return method(rule, sequences, query, key, value, sinks)
 

@@ -48,7 +48,7 @@ def wrap(model: nn.Module, action: Wrap, mesh: ParallelMesh) -> None:
     modules = [model.get_submodule(name) for name in action.modules]
     param_dtype, reduce_dtype, output_dtype = (
         None if name is None else getattr(torch, name)
-        for name in (action.param_dtype, action.reduce_dtype, action.output_dtype)
+        for name in (action.row.param_dtype, action.row.reduce_dtype, action.row.output_dtype)
     )
     policy = MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype, cast_forward_inputs=True)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if action.offload else OffloadPolicy()
@@ -62,7 +62,7 @@ def wrap(model: nn.Module, action: Wrap, mesh: ParallelMesh) -> None:
         _torch_compat.supervise(unit, data_group)
     else:
         dims = {id(model.get_parameter(name)): dim for name, dim in action.dims}
-        shard_unit(modules, unit_mesh, policy, offload, action.reshard_after_forward, dims, data_group)
+        shard_unit(modules, unit_mesh, policy, offload, action.row.reshard_after_forward, dims, data_group)
     assert isinstance(unit, FSDPModule)
     if action.divisor is not None:
         unit.set_gradient_divide_factor(action.divisor)
@@ -129,7 +129,7 @@ def _shard_by_user(
             f"the plan leaves its units to {action.sharded_by}, a function of the user; pass it as fully_shard_fn= of the "
             "strategy's parallelize()",
         )
-    shard_by(function, action.sharded_by, unit, action.unit, mesh, policy, offload, action.reshard_after_forward)
+    shard_by(function, action.sharded_by, unit, action.unit, mesh, policy, offload, action.row.reshard_after_forward)
     units = fsdp_units(unit)
     if action.unit == "" and not units and mesh.size() > 1:
         raise PlanError(

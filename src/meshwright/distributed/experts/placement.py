@@ -22,11 +22,11 @@ def dispatch_tokens(model: nn.Module, action: Dispatch, mesh: ParallelMesh) -> N
     """Send the tokens of a mixture to its experts. The experts were sliced over the axis before."""
     module = model.get_submodule(action.module)
     group = mesh[action.axis].get_group()
-    token_group = mesh[action.token_axis].get_group() if action.token_axis else None
+    token_group = mesh[action.row.token_axis].get_group() if action.row.token_axis else None
     compute = module.forward
 
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> Any:
         with local_parameters(module):
-            return dispatch(compute, action.experts, group, hidden_states, top_k_index, top_k_weights, token_group)
+            return dispatch(compute, action.row.experts, group, hidden_states, top_k_index, top_k_weights, token_group)
 
     module.forward = forward

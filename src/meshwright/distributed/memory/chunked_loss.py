@@ -137,14 +137,14 @@ def deferring(head: nn.Module, words: int) -> Iterator[None]:
 
 def chunk_loss(model: nn.Module, action: ChunkLoss, mesh: ParallelMesh) -> None:
     """Let the forward of a model take labels too, and return the summed loss then, which is computed in chunks."""
-    head, chunks, forward = model.get_submodule(action.module), action.chunks, model.forward
+    head, chunks, forward = model.get_submodule(action.module), action.row.chunks, model.forward
 
     @wraps(forward)
     def with_loss(*args: Any, **kwargs: Any) -> Any:
         labels: tuple[torch.Tensor, Loss] | None = kwargs.pop(LABELS, None)
         if labels is None:
             return forward(*args, **kwargs)
-        with deferring(head, action.vocabulary):
+        with deferring(head, action.row.vocabulary):
             logits = forward(*args, **kwargs).logits
         if not isinstance(logits, DeferredLogits):
             raise UnsupportedError(

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Shard
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.distributed.tensor import moves
 from meshwright.errors import LayoutError
-from meshwright.plan.axes.tensor.move_kinds import Move
+from meshwright.plan.axes.tensor.move_kinds import Bias, Kernel, Move
 from meshwright.plan.given.hidden_argument import with_argument
-from meshwright.plan.result.program import Bias, Compute, Kernel
+from meshwright.plan.result.program import Compute
 
 __all__ = ["compute_with_slices", "local_parameters"]
 
@@ -38,7 +38,7 @@ def compute_with_slices(model: nn.Module, action: Compute, mesh: ParallelMesh) -
     enters, leaves = _entry(action, group), _exit(action, axis)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with local_parameters(module, action.sums, group) as parameters:
+        with local_parameters(module, action.row.sums, group) as parameters:
             bias = None if action.bias is Bias.EACH else parameters["bias"]
             if bias is not None:
                 without = None if isinstance(module, nn.Linear) else torch.zeros_like(bias)  # a Conv1D needs one
@@ -77,14 +77,14 @@ def local_parameters(
 
 
 def _entry(action: Compute, group: dist.ProcessGroup) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
-    if action.entry is Move.ENTER:
+    if action.row.entry is Move.ENTER:
 
         def enter(value: Any) -> Any:
             floating = isinstance(value, torch.Tensor) and value.is_floating_point()
             return moves.enter(value, group) if floating else value
 
         return lambda args, kwargs: (tuple(map(enter, args)), {name: enter(value) for name, value in kwargs.items()})
-    if action.entry is Move.NONE:
+    if action.row.entry is Move.NONE:
         return lambda args, kwargs: (args, kwargs)
     move: dict[Move, Callable[[torch.Tensor], torch.Tensor]] = {
         Move.SPLIT_FEATURES: lambda x: moves.split(x, -1, group),
@@ -93,7 +93,7 @@ def _entry(action: Compute, group: dist.ProcessGroup) -> Callable[[tuple[Any, ..
         Move.SPLIT_SEQUENCE: lambda x: moves.split(_divisible(x, group), SEQUENCE, group),
     }
     assert action.argument is not None
-    moved, argument = move[action.entry], action.argument
+    moved, argument = move[action.row.entry], action.argument
     return lambda args, kwargs: with_argument(argument, args, kwargs, moved, action.module)
 
 
@@ -113,7 +113,7 @@ def _divisible(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _exit(action: Compute, mesh: DeviceMesh) -> Callable[[Any], Any]:
-    if action.exit is Move.NONE:
+    if action.row.exit is Move.NONE:
         return lambda output: output
     group = mesh.get_group()
     move: dict[Move, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -127,8 +127,8 @@ def _exit(action: Compute, mesh: DeviceMesh) -> Callable[[Any], Any]:
         Move.SCATTER_SEQUENCE: lambda y: moves.to_slices(y, SEQUENCE, group),
         Move.SPLIT_SEQUENCE: lambda y: moves.split(y, SEQUENCE, group),
     }
-    moved = move[action.exit]
-    if action.exit is Move.COUNT_ONCE:
+    moved = move[action.row.exit]
+    if action.row.exit is Move.COUNT_ONCE:
         return lambda output: (moved(output[0]), *output[1:]) if isinstance(output, tuple) else output
     # Other elements (attention weights, the routing of experts) are left as they are: they are whole, or nobody uses them.
     return lambda output: (moved(output[0]), *output[1:]) if isinstance(output, tuple) else moved(output)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 
 from meshwright.errors import Problems, Refusal, coded, number_of
 from meshwright.layout import divisors
-from meshwright.plan.draft import Draft
+from meshwright.plan.draft import Draft, Found
 from meshwright.plan.given.closed_choices import ContextBalance, ContextMethod
 from meshwright.plan.given.names import holder_of, without_repetition
 from meshwright.plan.given.options import ParallelOptions
@@ -80,35 +80,32 @@ def unevenness(work: Sequence[float], ranks: int, balance: ContextBalance) -> fl
     return max(shares) * ranks / sum(shares)
 
 
-def resolve_attentions(draft: Draft) -> tuple[AttentionRow, ...]:
+def resolve_attentions(draft: Draft) -> Found[tuple[AttentionRow, ...]]:
     """Return a row for each attention, in the order in which they run.
 
     There are none if `cp` is 1, except for packed documents of a family whose own masks let them see each other.
     """
-    options, cp, problems = draft.options, draft.layout.size("cp"), draft.problems
+    options, cp, problems = draft.options, draft.layout.size("cp"), Problems()
     if cp == 1:
         default = ParallelOptions()
         for name in ("context_parallel", "context_balance", "context_recompute"):
             if (chosen := getattr(options, name)) != (legal := getattr(default, name)):
                 problems.add("cp.option", f"{name}={chosen}: needs cp > 1; the legal value is {legal}")
-        leaks = draft.spec.structure is not None and draft.spec.structure.leaks_documents
-        if not options.packed or not leaks or _refusals(draft):
-            return ()  # refused later by the check of boundaries, if documents see each other
-        return _rows(draft)
+        kept_apart = options.packed and draft.structure.leaks_documents and not _refusals(draft)
+        # If they are not kept apart, the check of boundaries refuses documents that see each other.
+        return Found(_rows(draft) if kept_apart else (), problems)
     if draft.spec.twins:
         problems.add(
             "cp.twice",
             f"cp={cp}: {draft.spec.family} has a stack of layers that runs twice, with attention from one pass to the other, "
             "which context parallel does not support; the legal value is 1",
         )
-        return ()
+        return Found((), problems)
     if refused := _refusals(draft):
         problems.extend(text.within(f"cp={cp}: ", "; the legal value of cp is 1") for text in without_repetition(refused))
-        return ()
+        return Found((), problems)
     rows = _rows(draft)
-    if options.context_parallel is ContextMethod.ULYSSES:
-        _check_heads(draft, rows)
-    return rows
+    return Found(rows, _head_problems(cp, rows) if options.context_parallel is ContextMethod.ULYSSES else ())
 
 
 def _refusals(draft: Draft) -> Problems:
@@ -178,17 +175,18 @@ def _rows(draft: Draft) -> tuple[AttentionRow, ...]:
     )
 
 
-def _check_heads(draft: Draft, rows: Sequence[AttentionRow]) -> None:
-    cp = draft.layout.size("cp")
+def _head_problems(cp: int, rows: Sequence[AttentionRow]) -> Problems:
+    problems = Problems()
     for heads, kv_heads in dict.fromkeys((row.heads, row.kv_heads) for row in rows):
         legal = [size for size in divisors(heads) if kv_heads % size == 0 or size % kv_heads == 0]
         if cp not in legal:
-            draft.problems.add(
+            problems.add(
                 "cp.ulysses",
                 f"cp={cp}, context_parallel=ulysses: {number_of(heads, 'head')} and "
                 f"{number_of(kv_heads, 'key/value head')} of a rank can be exchanged "
                 f"over {', '.join(map(str, legal))} ranks; or use context_parallel=gather or ring",
             )
+    return problems
 
 
 def attention_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action]:
@@ -203,15 +201,7 @@ def attention_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action]:
         if plan.attentions and name in around and module.has_config:
             yield Assign(name, (("config._attn_implementation", FUNCTION),))
     for row in plan.attentions:
-        yield Attend(
-            row.module,
-            method=row.method,
-            kernel=row.kernel,
-            balance=plan.options.context_balance,
-            causal=row.causal,
-            window=row.window,
-            recompute=row.recompute,
-        )
+        yield Attend(row, plan.options.context_balance)
 
 
 def attention_program(plan: ShardingPlan) -> list[Action]:

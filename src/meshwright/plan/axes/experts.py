@@ -10,8 +10,9 @@ and the results are all-gathered.
 from collections import Counter
 from collections.abc import Iterator
 
+from meshwright.errors import Problems
 from meshwright.layout import undivided
-from meshwright.plan.draft import Draft
+from meshwright.plan.draft import Draft, Found
 from meshwright.plan.given import widths
 from meshwright.plan.given.closed_choices import GradientReduction
 from meshwright.plan.given.inspection import EXPERTS_ATTRIBUTE
@@ -23,65 +24,66 @@ from meshwright.plan.result.sharding_plan import ExpertsRow, ShardingPlan
 __all__ = ["expert_parallel_actions", "expert_parallel_bytes", "expert_parallel_counts", "resolve_experts"]
 
 
-def resolve_experts(draft: Draft) -> tuple[ExpertsRow, ...]:
+def resolve_experts(draft: Draft) -> Found[tuple[ExpertsRow, ...]]:
     """Return a row for each mixture of experts, in model order."""
-    layout, options = draft.layout, draft.options
+    layout, options, problems = draft.layout, draft.options, Problems()
     mean = options.gradient_reduction is GradientReduction.MEAN
     if layout.ep > 1 and layout.ep_shard == 1 and mean and (options.reduce_dtype or options.param_dtype) == "float16":
-        draft.problems.add(
+        problems.add(
             "ep.reduce_dtype",
             f"reduce_dtype=float16 with ep={layout.ep}, gradient_reduction=mean and experts that are not sharded: FSDP2 would "
             "divide their gradients twice; legal are bfloat16 and float32",
         )
     if layout.ep > 1 and not draft.spec.experts:
-        draft.problems.add(
+        problems.add(
             "ep.dense",
             f"ep={layout.ep}: {draft.spec.family} declares no experts (experts of its ParallelSpec); the legal value is 1",
         )
     rows = {}
     for rule in draft.spec.experts:
         for name in match_names(rule.pattern, draft.model.modules):
-            if (row := _row(draft, rule, name)) is not None:
+            if (row := _row(draft, rule, name, problems)) is not None:
                 rows[name] = row
-    return tuple(rows[name] for name in draft.model.modules if name in rows)
+    return Found(tuple(rows[name] for name in draft.model.modules if name in rows), problems)
 
 
-def _row(draft: Draft, rule: ExpertsRule, name: str) -> ExpertsRow | None:
+def _row(draft: Draft, rule: ExpertsRule, name: str, problems: Problems) -> ExpertsRow | None:
+    """Return the row of a mixture, and add what is wrong with it; ``None``: it has no number of experts."""
     ep, modules = draft.layout.ep, draft.model.modules
     inside_it = draft.model.parameters_inside(name)
     shapes = {own: shape for own, shape in inside_it.items() if ".lora_" not in f".{own}"}  # others are adapters of peft
     adapted = len(shapes) < len(inside_it)
     counts = {shape[0] if shape else 0 for shape in shapes.values()}
     if len(counts) != 1:
-        draft.problems.add(
+        problems.add(
             "ep.parameters",
             f"experts {name!r}: the first dimension of each parameter must be the number of experts; the shapes are {shapes}",
         )
         return None
     (experts,) = counts
     if ep > 1 and experts % ep:
-        draft.problems.append(undivided("ep", ep, experts, "expert").within("", f" (of {name!r})"))
+        problems.append(undivided("ep", ep, experts, "expert").within("", f" (of {name!r})"))
     if ep > 1 and adapted:
-        draft.problems.add(
+        problems.add(
             "ep.adapters",
             f"ep={ep}: peft wraps the experts {name!r}, and their adapters count experts in another dimension; the legal value "
             "is 1",
         )
     elif ep > 1 and any("." in own for own in shapes):
-        draft.problems.add(
+        problems.add(
             "ep.parameters",
             f"ep={ep}: the experts {name!r} keep their parameters in submodules, and ep needs stacked parameters (one tensor "
             "with an entry for each expert); the legal value is 1",
         )
     router = _beside(draft, name, rule.router)
     if rule.router is not None and router is None:
-        draft.problems.add("ep.router", f"router pattern {rule.router!r} matches no module beside {name!r}")
+        problems.add("ep.router", f"router pattern {rule.router!r} matches no module beside {name!r}")
     bias = ""
     if router and rule.bias:
         places = (router, holder_of(name))
         holder = next((place for place in places if rule.bias in modules[place].buffers), None)
         if holder is None:
-            draft.problems.add(
+            problems.add(
                 "ep.router", f"bias {rule.bias!r} is a buffer neither of the router {router!r} nor of its parent module"
             )
         bias = f"{holder}.{rule.bias}" if holder else rule.bias
@@ -112,7 +114,7 @@ def expert_parallel_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action
         counts = tuple((own, row.local) for own in draft.model.modules[row.module].counts if own == EXPERTS_ATTRIBUTE)
         if counts:  # the implementation computes with this number
             yield Assign(row.module, counts)
-        yield Dispatch(row.module, row.experts, token_axis=row.token_axis)
+        yield Dispatch(row)
 
 
 _EXCHANGES = (3, 2)

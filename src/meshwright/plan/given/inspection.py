@@ -137,6 +137,15 @@ class Inspection:
         """The facts of each parameter, by each of its names."""
         return {name: parameter for parameter in self.parameters for name in parameter.names}
 
+    @cached_property
+    def adapters(self) -> set[str]:
+        """Names of the modules that peft put around a matrix and its adapter."""
+        return {name for name, module in self.modules.items() if module.wrapped == "adapter"}
+
+    def in_adapter(self, name: str) -> bool:
+        """Return whether a module is inside of one of them."""
+        return any(inside(name, adapter) for adapter in self.adapters)
+
     def home(self, name: str) -> str:
         """Return a name of a module or parameter by the first place of each module that stands in several places."""
         module, found = "", ""

@@ -7,7 +7,8 @@ loss and their gradient, and then those of the next ones (as Liger Kernel does, 
 
 from collections.abc import Iterator
 
-from meshwright.plan.draft import Draft
+from meshwright.errors import Refusal
+from meshwright.plan.draft import Draft, Found
 from meshwright.plan.given.names import within
 from meshwright.plan.given.traces import HeadFacts
 from meshwright.plan.result.program import ChunkLoss
@@ -35,7 +36,7 @@ def chunks_of(vocabulary: int, tokens: int, dtype: str) -> int:
     return -(-size // CHUNK) if size > CHUNK else 0
 
 
-def resolve_loss(draft: Draft) -> LossRow | None:
+def resolve_loss(draft: Draft) -> Found[LossRow | None]:
     """Decide into how many chunks the loss is divided; ``None``: it is computed at once."""
     options, asked = draft.options, draft.options.loss_chunks
     tokens = options.tokens
@@ -44,26 +45,22 @@ def resolve_loss(draft: Draft) -> LossRow | None:
         # The largest matrix is looked at first, because finding the head means calling the model.
         most = max((row.shape[0] for row in draft.parameters if len(row.shape) == 2), default=0)
         if tokens is None or not chunks_of(most, tokens * draft.layout.size("cp"), dtype):
-            return None
+            return Found(None)
     elif asked < 2:
-        return None
+        return Found(None)
     facts = draft.model.traces.head or HeadFacts(problem="its output head is unknown")
     problem = facts.problem or _problem(draft, facts.name)
     if asked is None and problem:
-        draft.remarks.append(f"the loss is computed from all logits at once: {problem}")
-        return None
+        return Found(None, remarks=[f"the loss is computed from all logits at once: {problem}"])
     if problem:
-        draft.problems.add("loss.chunks", f"loss_chunks={asked}: {problem}; the legal value is 0")
-        return None
+        return Found(None, [Refusal("loss.chunks", f"loss_chunks={asked}: {problem}; the legal value is 0")])
     if asked is None:
         assert tokens is not None
         asked = chunks_of(facts.vocabulary, tokens * draft.layout.size("cp"), dtype)
     if tokens is not None and asked > tokens:
-        draft.problems.add(
-            "loss.chunks", f"loss_chunks={asked}: a rank has {tokens} tokens of a microbatch; legal are 0 to {tokens}"
-        )
-        return None
-    return LossRow(facts.name, facts.vocabulary, asked) if asked else None
+        text = f"loss_chunks={asked}: a rank has {tokens} tokens of a microbatch; legal are 0 to {tokens}"
+        return Found(None, [Refusal("loss.chunks", text)])
+    return Found(LossRow(facts.name, facts.vocabulary, asked) if asked else None)
 
 
 def _problem(draft: Draft, head: str) -> str:
@@ -81,4 +78,4 @@ def _problem(draft: Draft, head: str) -> str:
 def loss_actions(plan: ShardingPlan) -> Iterator[ChunkLoss]:
     """Yield the action that lets the model return its loss."""
     if plan.loss is not None:
-        yield ChunkLoss(plan.loss.module, plan.loss.chunks, plan.loss.vocabulary)
+        yield ChunkLoss(plan.loss)

@@ -2,7 +2,8 @@
 
 from collections.abc import Collection, Iterator
 
-from meshwright.plan.draft import Draft
+from meshwright.errors import Problems
+from meshwright.plan.draft import Draft, Found
 from meshwright.plan.given.closed_choices import ActivationCheckpointing
 from meshwright.plan.given.inspection import Inspection
 from meshwright.plan.given.names import generalize, holder_of, inside, match_names, within
@@ -12,28 +13,28 @@ from meshwright.plan.result.sharding_plan import ShardingPlan
 __all__ = ["checkpointing_modes", "parts_of_layer", "recompute_actions", "recompute_layer"]
 
 
-def checkpointing_modes(draft: Draft) -> dict[str, ActivationCheckpointing]:
+def checkpointing_modes(draft: Draft) -> Found[dict[str, ActivationCheckpointing]]:
     """Return the mode of each layer: one for all layers, and patterns for some, of which a later one wins."""
-    options, layers = draft.options, draft.layers
+    options, layers, problems = draft.options, draft.layers, Problems()
     modes = dict.fromkeys(layers, options.activation_checkpointing)
     for pattern, mode in options.activation_checkpointing_layers.items():
         matched = match_names(pattern, layers)
         if not matched:
             lists = dict.fromkeys(generalize(name) for name in layers)
             shown = ", ".join(f"{every} ({(alike := match_names(every, layers))[0]} to {alike[-1]})" for every in lists)
-            draft.problems.add(
+            problems.add(
                 "plan.pattern", f"activation_checkpointing_layers pattern {pattern!r} matches no layer; layers are {shown}"
             )
         modes.update(dict.fromkeys(matched, mode))
     for name, mode in modes.items():
         if mode is ActivationCheckpointing.SUBMODULE and not list(parts_of_layer(draft.model, name)):
             legal = ", ".join(other for other in ActivationCheckpointing if other is not mode)
-            draft.problems.add(
+            problems.add(
                 "checkpointing.submodule",
                 f"activation_checkpointing=submodule: layer {name!r} has no submodules; legal for it are {legal}",
             )
         if mode is ActivationCheckpointing.SELECTIVE and options.compile and draft.layout.size("tp") > 1:
-            draft.problems.add(
+            problems.add(
                 "checkpointing.compile",
                 f"activation_checkpointing=selective with compile=True and tp={draft.layout.size('tp')}: torch cannot compile "
                 f"the recomputation of layer {name!r} around slices, and would run all of it uncompiled; legal for it are "
@@ -42,18 +43,18 @@ def checkpointing_modes(draft: Draft) -> dict[str, ActivationCheckpointing]:
             continue
         mixed = any(inside(other, name) for other in draft.mixtures)
         if mode is ActivationCheckpointing.SELECTIVE and options.compile and mixed:
-            draft.problems.add(
+            problems.add(
                 "checkpointing.compile",
                 f"activation_checkpointing=selective with compile=True: layer {name!r} has experts and is compiled in "
                 "parts, whose operators cannot be told apart; legal for it are none, full, submodule",
             )
     if options.activation_checkpointing_save and ActivationCheckpointing.SELECTIVE not in modes.values():
-        draft.problems.add(
+        problems.add(
             "checkpointing.operators",
             f"activation_checkpointing_save={list(options.activation_checkpointing_save)}: only selective layers keep results "
             "of operators, and there are none; set activation_checkpointing or activation_checkpointing_layers to selective",
         )
-    return modes
+    return Found(modes, problems)
 
 
 def parts_of_layer(model: Inspection, layer: str) -> Iterator[str]:

@@ -1,23 +1,24 @@
 """The program of a plan: the actions that are performed on a model, in order.
 
-Rows (:mod:`meshwright.plan.result.sharding_plan`) tell people what becomes of each parameter and unit. Actions say what
+Rows (:mod:`meshwright.plan.result.rows`) tell people what becomes of each parameter and unit. Actions say what
 :mod:`meshwright.distributed` has to do to get there. They name the modules, the parameters and the attributes that are set, so
-that nothing is left to decide. ``meshwright plan --program`` prints them.
+that nothing is left to decide. An action that carries out what a row says holds the row. Its ``SHOWN`` then names its own
+values and those of the row in the order in which ``meshwright plan --program`` prints them.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import ClassVar, Generic, TypeVar
 
-from meshwright.plan.axes.tensor.move_kinds import Move
-from meshwright.plan.given.closed_choices import ContextBalance, ContextMethod, SyncPolicy
+from meshwright.plan.axes.tensor.move_kinds import Bias, Kernel
+from meshwright.plan.given.closed_choices import ContextBalance
+from meshwright.plan.result.rows import AttentionRow, ExpertsRow, LossRow, TensorParallelRow, UnitRow
 
 __all__ = [
     "ACTIONS",
     "Action",
     "Assign",
     "Attend",
-    "Bias",
     "ChunkLoss",
     "Compile",
     "Compute",
@@ -26,14 +27,12 @@ __all__ = [
     "Engine",
     "Freeze",
     "JoinTwins",
-    "Kernel",
     "Pack",
     "PartTwins",
     "Prefetch",
     "Recompute",
     "Slice",
     "Wrap",
-    "describe",
 ]
 
 
@@ -96,62 +95,40 @@ class Assign:
     own: tuple[str, ...] = ()
 
 
-class Kernel(StrEnum):
-    """What a module computes with its slices."""
-
-    OWN = "own"
-    """The module's own forward."""
-
-    VOCABULARY_ROWS = "vocabulary_rows"
-    """An embedding that stores the rows of some words: it looks these up, and returns zeros for all others."""
-
-    ONE_HEAD = "one_head"
-    """A matrix of several heads: it computes only the head that the queries of this rank need."""
-
-    DORA_ROWS = "dora_rows"
-    """The magnitudes of an adapter, which read the slices of its matrix: this rank has whole rows."""
-
-    DORA_COLUMNS = "dora_columns"
-    """The same: this rank has some columns, so squares of the norms of rows are summed over the axis."""
+Row = TypeVar("Row", TensorParallelRow, ExpertsRow, AttentionRow, LossRow)
 
 
-class Bias(StrEnum):
-    """Which ranks add the bias of a module whose output may be a sum over ranks, and when."""
+class _OnModule(Generic[Row]):
+    """What actions on the module of a row have in common."""
 
-    EACH = "each"
-    """Each rank adds what it stores of the bias, a slice or all of it, in the module's forward; or there is no bias."""
+    row: Row
 
-    LATE = "late"
-    """Each rank adds it after the move at the exit of the module."""
-
-    FIRST = "first"
-    """The first rank of the axis adds it in the module's forward. The outputs are summed elsewhere."""
+    @property
+    def module(self) -> str:
+        """The name of the module."""
+        return self.row.module
 
 
 @dataclass(frozen=True)
-class Compute:
+class Compute(_OnModule[TensorParallelRow]):
     """Let a module compute with slices of its parameters, between a move of its input and a move of its output.
 
     Attributes:
-        module: name of the module.
+        row: has the moves, and the parameters whose gradients are summed over the axis.
         kernel: what it computes.
-        entry: move of the input.
-        exit: move of the output; if that is a tuple, of its first element.
-        argument: position and name of the argument that ``entry`` moves; ``None``: all floating-point tensors.
-        sums: its own parameters whose gradients are summed over the axis.
+        argument: position and name of the argument that the move at the entry moves; ``None``: all floating-point tensors.
         parts: sizes into which a move or a kernel splits a tensor.
-        features: width of the whole output, if the move needs it.
+        features: width of the whole output, if the move at the exit needs it.
         bias: which ranks add the bias.
         padding: row of an embedding that gets no gradient.
         axis: mesh axis.
     """
 
-    module: str
+    SHOWN: ClassVar = "module kernel entry exit argument sums parts features bias padding axis"
+
+    row: TensorParallelRow
     kernel: Kernel = Kernel.OWN
-    entry: Move = Move.NONE
-    exit: Move = Move.NONE
     argument: tuple[int, str] | None = None
-    sums: tuple[str, ...] = ()
     parts: tuple[int, ...] = ()
     features: int = 0
     bias: Bias = Bias.EACH
@@ -160,60 +137,48 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Dispatch:
+class Dispatch(_OnModule[ExpertsRow]):
     """Send the tokens of a mixture to the ranks that store their experts, and the results back.
 
     Attributes:
-        module: name of the mixture.
-        experts: number of its experts, over all ranks.
-        axis: mesh axis whose ranks store them.
-        token_axis: axis whose ranks have the same tokens, so that each sends only its share; empty: there is none.
+        row: has the number of experts, and the axis whose ranks have the same tokens.
+        axis: mesh axis whose ranks store the experts.
     """
 
-    module: str
-    experts: int
+    SHOWN: ClassVar = "module experts axis token_axis"
+
+    row: ExpertsRow
     axis: str = "ep"
-    token_axis: str = ""
 
 
 @dataclass(frozen=True)
-class Attend:
+class Attend(_OnModule[AttentionRow]):
     """Let an attention work on this rank's part of each sequence, with the keys and values of the other ranks of `cp`.
 
     Attributes:
-        module: name of the attention.
-        method: how it gets keys and values of the other ranks.
-        kernel: what it computes with, a value of ``attn_implementation``.
+        row: has the method, the kernel and the mask.
         balance: which positions each rank has.
-        causal: whether a query sees no later key.
-        window: number of keys up to its own that a query sees; ``None``: all.
-        recompute: get keys and values again in backward, instead of keeping them.
         axis: mesh axis.
     """
 
-    module: str
-    method: ContextMethod
-    kernel: str
+    SHOWN: ClassVar = "module method kernel balance causal window recompute axis"
+
+    row: AttentionRow
     balance: ContextBalance
-    causal: bool = True
-    window: int | None = None
-    recompute: bool = False
     axis: str = "cp"
 
 
 @dataclass(frozen=True)
-class ChunkLoss:
+class ChunkLoss(_OnModule[LossRow]):
     """Let the forward of the model return its loss, which is computed in chunks of tokens, if it is given labels.
 
     Attributes:
-        module: name of the output head.
-        chunks: number of chunks.
-        vocabulary: number of words.
+        row: has the output head, the number of chunks and that of words.
     """
 
-    module: str
-    chunks: int
-    vocabulary: int
+    SHOWN: ClassVar = "module chunks vocabulary"
+
+    row: LossRow
 
 
 @dataclass(frozen=True)
@@ -281,16 +246,11 @@ class Wrap:
     """Make modules one unit, which gathers and reduces the parameters in them that are in no unit yet.
 
     Attributes:
-        unit: name of the unit, which is that of its first module.
+        row: has the dtypes, the sync policy, and whether gathered parameters are freed after forward.
         modules: names of its modules; usually one.
         engine: torch function that makes it.
         axes: mesh axes that its parameters are replicated and sharded over.
-        param_dtype: dtype of compute; ``None``: the stored dtype.
-        reduce_dtype: dtype of gradient reduction; ``None``: the dtype of the gradient.
-        reshard_after_forward: whether gathered parameters are freed after forward.
-        sync: what the unit does between microbatches.
         divisor: number that the sum of the gradients is divided by; ``None``: the number of ranks that reduce, as in torch.
-        output_dtype: dtype that outputs are cast to; ``None``: no cast.
         plain_sum: reduce with a plain sum and divide afterwards, on every backend.
         experts: whether the axes are those of the expert mesh.
         dims: (parameter, dimension) pairs, for parameters that are not sharded along their first dimension.
@@ -302,16 +262,16 @@ class Wrap:
         sharded_by: name of the user's function that makes the unit; empty: torch's ``fully_shard`` does.
     """
 
-    unit: str
+    SHOWN: ClassVar = (
+        "unit modules engine axes param_dtype reduce_dtype reshard_after_forward sync divisor output_dtype plain_sum experts "
+        "dims offload each_run around no_grad_runs sharded_by"
+    )
+
+    row: UnitRow
     modules: tuple[str, ...]
     engine: Engine
     axes: tuple[str, ...]
-    param_dtype: str | None
-    reduce_dtype: str | None
-    reshard_after_forward: bool
-    sync: SyncPolicy
     divisor: float | None
-    output_dtype: str | None = None
     plain_sum: bool = False
     experts: bool = False
     dims: tuple[tuple[str, int], ...] = ()
@@ -320,6 +280,11 @@ class Wrap:
     around: tuple[str, ...] = ()
     no_grad_runs: bool = False
     sharded_by: str = ""
+
+    @property
+    def unit(self) -> str:
+        """The name of the unit, which is that of its first module."""
+        return self.row.name
 
 
 @dataclass(frozen=True)
@@ -370,19 +335,3 @@ Action = (
 
 ACTIONS: dict[str, type[Action]] = {kind.__name__: kind for kind in Action.__args__}
 """The kinds of actions by name."""
-
-
-def describe(action: Action) -> tuple[str, str]:
-    """Return what an action is applied to (its first attribute), and how (the other attributes that are not defaults)."""
-    first, *others = fields(action)
-    chosen = {item.name: getattr(action, item.name) for item in others}
-    shown = (f"{item.name} {_text(chosen[item.name])}" for item in others if chosen[item.name] not in (item.default, ()))
-    return _text(getattr(action, first.name)), "; ".join(shown)
-
-
-def _text(value: Any) -> str:
-    if value == ():
-        return "none"
-    if isinstance(value, tuple):
-        return ", ".join(f"({_text(item)})" if isinstance(item, tuple) else _text(item) for item in value)
-    return "(root)" if value == "" else str(value)

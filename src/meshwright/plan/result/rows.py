@@ -103,15 +103,15 @@ class UnitRow:
 
     name: str
     kind: str
-    parameters: tuple[str, ...]
-    reshard_after_forward: bool
-    param_dtype: str | None
-    reduce_dtype: str | None
-    output_dtype: str | None
-    sync: SyncPolicy
-    activation_checkpointing: ActivationCheckpointing
-    compile: bool
-    gathers_in_backward: bool
+    parameters: tuple[str, ...] = ()
+    reshard_after_forward: bool = True
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    output_dtype: str | None = None
+    sync: SyncPolicy = SyncPolicy.REDUCE_EACH
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing.NONE
+    compile: bool = False
+    gathers_in_backward: bool = False
     forwards: int = 1
     places: int = 1
     twin_of: str = ""

@@ -3,15 +3,14 @@
 import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, get_type_hints
+from typing import Any
 
 from meshwright.layout import Layout
-from meshwright.plan.axes.tensor.move_kinds import Move
-from meshwright.plan.given.closed_choices import ActivationCheckpointing, ContextBalance, ContextMethod, SyncPolicy
 from meshwright.plan.given.names import within
 from meshwright.plan.given.options import DTYPES, NF4, NF4_BLOCK, ParallelOptions
+from meshwright.plan.result.action_values import describe, read_action, read_row, read_tuples, values_of
 from meshwright.plan.result.differences import PlanDifference, field_differences, row_differences
-from meshwright.plan.result.program import ACTIONS, Action, Bias, Engine, Kernel, describe
+from meshwright.plan.result.program import Action
 from meshwright.plan.result.rows import AttentionRow, ExpertsRow, LossRow, ParameterRow, StageRow, TensorParallelRow, UnitRow
 
 __all__ = [
@@ -58,7 +57,7 @@ class ShardingPlan:
         attentions: one row for each attention that uses the attention function of context parallel; empty: none does.
         stages: one row for each pipeline stage, in the order of the model; empty if ``pp`` is 1.
         loss: the loss, if it is computed in chunks; ``None``: from all logits at once.
-        tp_level: where the tensor parallel styles come from: ``given``, ``family``, ``model``, ``generic`` or ``derived``.
+        tp_level: where the tensor parallel styles come from: ``given``, ``family``, ``model`` or ``derived``.
         tp_passed_over: (level, reason) for each level above it, and (module, reason) for each module that is kept whole despite
             its style.
         flags_of_use: whether data ranks exchange, at the end of a step, which parameters they used.
@@ -141,7 +140,7 @@ class ShardingPlan:
             "tp_passed_over": [list(pair) for pair in self.tp_passed_over],
             "flags_of_use": self.flags_of_use,
             "remarks": list(self.remarks),
-            "program": [{"action": type(action).__name__, **asdict(action)} for action in self.program],
+            "program": [{"action": type(action).__name__, **values_of(action)} for action in self.program],
         }
 
     def to_json(self) -> str:
@@ -153,35 +152,29 @@ class ShardingPlan:
         """Return the plan that :meth:`to_json` or :func:`~meshwright.plan.cost.price.priced_json` wrote."""
         content = json.loads(text)
 
-        def tuples(value: Any) -> Any:
-            return tuple(tuples(item) for item in value) if isinstance(value, list) else value
-
-        def row(kind: type[Any], item: dict[str, Any]) -> Any:
-            types = get_type_hints(kind)
-            values = {name: tuples(value) for name, value in item.items()}
-            choices = (SyncPolicy, ActivationCheckpointing, ContextMethod, ContextBalance, Move, Kernel, Bias, Engine)
-            return kind(**{name: types[name](value) if types[name] in choices else value for name, value in values.items()})
-
-        def action(item: dict[str, Any]) -> Action:
-            return row(ACTIONS[item["action"]], {name: value for name, value in item.items() if name != "action"})
-
+        units = tuple(read_row(UnitRow, item) for item in content["units"])
+        sliced = tuple(read_row(TensorParallelRow, item) for item in content.get("tensor_parallel", []))
+        experts = tuple(read_row(ExpertsRow, item) for item in content.get("experts", []))
+        attentions = tuple(read_row(AttentionRow, item) for item in content.get("attentions", []))
+        loss = read_row(LossRow, content["loss"]) if content.get("loss") else None
+        rows = {(type(own), own.name): own for own in (*units, *sliced, *experts, *attentions, *([loss] if loss else []))}
         return cls(
             family=content["family"],
             layout=Layout(**content["layout"]),
             options=ParallelOptions(**content["options"]),
             layers=tuple(content["layers"]),
-            parameters=tuple(row(ParameterRow, {**_decayed_then(item), **item}) for item in content["parameters"]),
-            units=tuple(row(UnitRow, item) for item in content["units"]),
-            tensor_parallel=tuple(row(TensorParallelRow, item) for item in content.get("tensor_parallel", [])),
-            experts=tuple(row(ExpertsRow, item) for item in content.get("experts", [])),
-            attentions=tuple(row(AttentionRow, item) for item in content.get("attentions", [])),
-            stages=tuple(row(StageRow, item) for item in content.get("stages", [])),
-            loss=row(LossRow, content["loss"]) if content.get("loss") else None,
+            parameters=tuple(read_row(ParameterRow, {**_decayed_then(item), **item}) for item in content["parameters"]),
+            units=units,
+            tensor_parallel=sliced,
+            experts=experts,
+            attentions=attentions,
+            stages=tuple(read_row(StageRow, item) for item in content.get("stages", [])),
+            loss=loss,
             tp_level=content.get("tp_level", ""),
-            tp_passed_over=tuples(content.get("tp_passed_over", [])),
+            tp_passed_over=read_tuples(content.get("tp_passed_over", [])),
             flags_of_use=content.get("flags_of_use", False),
             remarks=tuple(content.get("remarks", [])),
-            program=tuple(action(item) for item in content.get("program", [])),
+            program=tuple(read_action(item, rows) for item in content.get("program", [])),
         )
 
     def diff(self, other: "ShardingPlan") -> list[PlanDifference]:

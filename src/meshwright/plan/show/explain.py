@@ -22,7 +22,7 @@ from meshwright.plan.cost.activation_traffic import activation_traffic
 from meshwright.plan.cost.price import Totals, totals
 from meshwright.plan.given.closed_choices import ContextMethod, SyncPolicy
 from meshwright.plan.given.names import generalize
-from meshwright.plan.result.program import describe
+from meshwright.plan.result.action_values import describe
 from meshwright.plan.result.sharding_plan import (
     AttentionRow,
     ExpertsRow,
@@ -214,7 +214,6 @@ _STYLES_OF = {
     "given": "as parallel.tp_plan says",
     "family": "as is best for this family",
     "model": "as transformers declares it for this model",
-    "generic": "as for any model of this shape",
     "derived": "derived from what its layers compute",
 }
 

@@ -5,30 +5,29 @@ one expert. The experts of a mixture are stacked in one tensor, whose first dime
 `[experts, features]`, is a vector like any other bias.
 """
 
-from meshwright.plan.draft import Draft
+from meshwright.errors import Problems
+from meshwright.plan.draft import Draft, Found, names_for
 from meshwright.plan.given.inspection import ParameterFacts
 from meshwright.plan.given.names import holder_of, within
 
 __all__ = ["choose_decayed"]
 
 
-def choose_decayed(draft: Draft) -> None:
+def choose_decayed(draft: Draft) -> Found[dict[str, str]]:
     """Choose the parameters that are decayed, trained or not. Patterns of the options win: ``decay`` and ``no_decay``."""
-    options = draft.options
-    decay, no_decay = (_named(draft, rule, getattr(options, rule)) for rule in ("decay", "no_decay"))
+    problems = Problems()
+    decay, no_decay = (_named(draft, rule, problems) for rule in ("decay", "no_decay"))
     for name in sorted(decay & no_decay):
-        draft.problems.add(
-            "plan.decay", f"parameter {name!r} is claimed twice: by decay and by no_decay; name it in one of them"
-        )
-    for parameter in draft.parameters:
-        name = parameter.name
-        rule = "no_decay" if name in no_decay else "decay" if name in decay else _kind(draft, parameter)
-        draft.decay_rules[name] = rule
+        problems.add("plan.decay", f"parameter {name!r} is claimed twice: by decay and by no_decay; name it in one of them")
+    named = {**dict.fromkeys(decay, "decay"), **dict.fromkeys(no_decay, "no_decay")}
+    rules = {parameter.name: named.get(parameter.name) or _kind(draft, parameter) for parameter in draft.parameters}
+    return Found(rules, problems)
 
 
-def _named(draft: Draft, rule: str, patterns: tuple[str, ...]) -> set[str]:
+def _named(draft: Draft, rule: str, problems: Problems) -> set[str]:
+    patterns: tuple[str, ...] = getattr(draft.options, rule)
     first = {name: parameter.name for parameter in draft.parameters for name in parameter.names}
-    return {first[name] for pattern in patterns for name in draft.match(rule, pattern, first, "parameter")}
+    return {first[name] for pattern in patterns for name in names_for(problems, rule, pattern, first, "parameter")}
 
 
 def _kind(draft: Draft, parameter: ParameterFacts) -> str:

@@ -3,21 +3,49 @@
 from collections.abc import Iterator
 from math import ceil, prod
 
+from meshwright.errors import Problems
 from meshwright.plan.axes.tensor.styles import STYLES, canonical, tp_dim, tp_placement
-from meshwright.plan.draft import Draft
+from meshwright.plan.draft import Draft, Found, names_for
 from meshwright.plan.given.inspection import ParameterFacts
 from meshwright.plan.given.names import nearest
 from meshwright.plan.given.options import NF4, NF4_BLOCK
 from meshwright.plan.result.program import Freeze, Pack
-from meshwright.plan.result.rows import DECAYED
+from meshwright.plan.result.rows import DECAYED, UnitRow
 from meshwright.plan.result.sharding_plan import EXPERTS, ParameterRow, ShardingPlan, bytes_of, itemsize, shard_axis
 
-__all__ = ["assign_units", "choose_trained", "freeze_actions", "pack_actions", "parameter_rows"]
+__all__ = ["assign_units", "choose_trained", "freeze_actions", "leave_out_units", "pack_actions", "parameter_rows"]
 
 
-def assign_units(draft: Draft) -> None:
+def leave_out_units(draft: Draft) -> Found[dict[str, UnitRow]]:
+    """Leave out the smaller of two units that hold one tied parameter, if it is one that FSDP can do without.
+
+    An embedding in a unit of its own and a head in the root are an example. A layer, or a unit with a dtype of its own, stays.
+    """
+    units, remarks = dict(draft.units), []
+    for parameter in draft.parameters:
+        while True:
+            around = dict.fromkeys(nearest(draft.model.home(name), units) for name in parameter.names)
+            if len({_owner(draft, name) for name in around}) == 1:
+                break
+            sizes = {
+                name: sum(map(prod, draft.model.parameters_inside(name).values()))
+                for name in around
+                if units[name].kind == "unit"
+            }
+            if not sizes:
+                break
+            least = min(sizes, key=lambda name: sizes[name])
+            del units[least]
+            remarks.append(
+                f"unit {least!r}: left out, because {' and '.join(map(repr, parameter.names))} are one parameter, which one "
+                "unit must hold"
+            )
+    return Found(units, remarks=remarks)
+
+
+def assign_units(draft: Draft) -> Found[dict[str, str]]:
     """Assign each parameter to the innermost unit around it. All names of a tied parameter must be in one unit, or in twins."""
-    _leave_out(draft)
+    problems, unit_of = Problems(), dict[str, str]()
     for parameter in draft.parameters:
         units = [nearest(draft.model.home(name), draft.units) for name in parameter.names]
         owners = [_owner(draft, unit) for unit in units]
@@ -25,69 +53,52 @@ def assign_units(draft: Draft) -> None:
             shown = " and ".join(
                 f"{name!r} in unit {unit or '(root)'!r}" for name, unit in zip(parameter.names, units, strict=True)
             )
-            draft.problems.add(
+            problems.add(
                 "fsdp.tied", f"tied parameter is claimed twice: {shown}; let one unit hold both, or leave them to the root"
             )
         if not parameter.shape:
-            draft.problems.add(
+            problems.add(
                 "fsdp.scalar",
                 f"parameter {parameter.name!r} is a scalar, which FSDP cannot shard; make it a tensor of shape (1,)",
             )
-        draft.unit_of[parameter.name] = owners[0]
+        unit_of[parameter.name] = owners[0]
     together = [set(map(canonical, parameter.names)) for parameter in draft.parameters]
     for group in draft.spec.tied:
         if not any(set(group) <= names for names in together):
-            draft.problems.add("fsdp.tied", f"the spec ties {' and '.join(group)}, but in the model they are not one parameter")
+            problems.add("fsdp.tied", f"the spec ties {' and '.join(group)}, but in the model they are not one parameter")
+    return Found(unit_of, problems)
 
 
 def _owner(draft: Draft, unit: str) -> str:
     """Return the unit that holds the parameters of a unit."""
-    return draft.units[unit].part_of or draft.twins.get(unit, unit)
+    twin = draft.twins.get(unit)
+    return draft.units[unit].part_of or (twin.first if twin else unit)
 
 
-def _leave_out(draft: Draft) -> None:
-    """Leave out the smaller of two units that hold one tied parameter, if it is one that FSDP can do without.
-
-    An embedding in a unit of its own and a head in the root are an example. A layer, or a unit with a dtype of its own, stays.
-    """
-    for parameter in draft.parameters:
-        while True:
-            owners = dict.fromkeys(nearest(draft.model.home(name), draft.units) for name in parameter.names)
-            if len({_owner(draft, owner) for owner in owners}) == 1:
-                break
-            sizes = {
-                owner: sum(map(prod, draft.model.parameters_inside(owner).values()))
-                for owner in owners if draft.units[owner].kind == "unit"
-            }  # fmt: skip
-            if not sizes:
-                break
-            least = min(sizes, key=lambda owner: sizes[owner])
-            del draft.units[least]
-            draft.remarks.append(
-                f"unit {least!r}: left out, because {' and '.join(map(repr, parameter.names))} are one parameter, which one "
-                "unit must hold"
-            )
-
-
-def choose_trained(draft: Draft) -> None:
+def choose_trained(draft: Draft) -> Found[set[str]]:
     """Choose the trained parameters: those that require a gradient in the model and that the options do not freeze."""
-    frozen: set[str] = set()
+    problems, frozen = Problems(), set[str]()
     first = {name: parameter.name for parameter in draft.parameters for name in parameter.names}
     for pattern in draft.options.freeze:
-        frozen.update(first[name] for name in draft.match("freeze", pattern, first, "parameter"))
-    draft.trained = {parameter.name for parameter in draft.parameters if parameter.requires_grad} - frozen
-    if frozen and not draft.trained:
-        draft.problems.add("plan.freeze", f"freeze={list(draft.options.freeze)}: leaves no parameter to train")
+        frozen.update(first[name] for name in names_for(problems, "freeze", pattern, first, "parameter"))
+    trained = {parameter.name for parameter in draft.parameters if parameter.requires_grad} - frozen
+    if frozen and not trained:
+        problems.add("plan.freeze", f"freeze={list(draft.options.freeze)}: leaves no parameter to train")
+    return Found(trained, problems)
 
 
-def parameter_rows(draft: Draft) -> None:
+def parameter_rows(draft: Draft) -> Found[tuple[ParameterRow, ...]]:
     """Make the row of each parameter."""
-    draft.rows = tuple(_row(draft, parameter, draft.stages_of.get(parameter.name, (0,))) for parameter in draft.parameters)
+    problems = Problems()
+    holding = draft.stages.holding
+    rows = tuple(_row(draft, parameter, holding.get(parameter.name, (0,)), problems) for parameter in draft.parameters)
+    return Found(rows, problems)
 
 
-def _row(draft: Draft, parameter: ParameterFacts, stages: tuple[int, ...]) -> ParameterRow:
+def _row(draft: Draft, parameter: ParameterFacts, stages: tuple[int, ...], problems: Problems) -> ParameterRow:
+    """Return the row of a parameter, and add what is wrong with it."""
     layout, unit = draft.layout, draft.units[draft.unit_of[parameter.name]]
-    trainable, style = parameter.name in draft.trained, draft.tp_styles.get(parameter.name)
+    trainable, style = parameter.name in draft.trained, draft.tensor.styles.get(parameter.name)
     local = list(parameter.shape)
     whole = [1] * len(local)  # what is cut in no dimension
     if parameter.dtype == NF4:
@@ -118,13 +129,13 @@ def _row(draft: Draft, parameter: ParameterFacts, stages: tuple[int, ...]) -> Pa
     if layout.size("dp_replicate") > 1:
         placements.insert(0, ("dp_replicate", "Replicate()"))
     if not prod(parameter.shape):
-        draft.problems.add(
+        problems.add(
             "fsdp.empty",
             f"{parameter.name!r} has the shape {list(parameter.shape)}: torch's FSDP stores a parameter without entries in "
             "another shape; legal is a model without it",
         )
     if local and local[-1] % whole[-1]:
-        draft.problems.add(
+        problems.add(
             "adapter.blocks",
             f"adapter.base=nf4: {parameter.name!r} has {local[-1]} numbers in a row on each rank; legal are layouts and sizes "
             f"that give multiples of {whole[-1]}, because blocks have {NF4_BLOCK}",

@@ -12,8 +12,8 @@ root, belongs to no turn: it stays gathered while its layers run.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.errors import Refusal
-from meshwright.plan.draft import Draft
+from meshwright.errors import Problems, Refusal
+from meshwright.plan.draft import Draft, Found
 from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.plan.given.names import inside
 from meshwright.plan.result.program import Prefetch
@@ -126,25 +126,26 @@ def gathered_peak(plan: ShardingPlan, gathered: Mapping[str, int]) -> int:
     return sum(gathered[unit.name] for unit in parts.around) + peak
 
 
-def check_prefetch(draft: Draft) -> None:
+def check_prefetch(draft: Draft) -> Found[None]:
     """Refuse prefetching that would have no effect."""
-    options, layout = draft.options, draft.layout
+    options, layout, problems = draft.options, draft.layout, Problems()
     chosen = {"prefetch_forward": options.prefetch_forward, "prefetch_backward": options.prefetch_backward}
     chosen = {name: value for name, value in chosen.items() if value is not None}
     if layout.size("dp_shard_cp") == 1 and layout.size("dp_replicate") > 1:
-        draft.problems += [
+        problems += [
             Refusal("fsdp.prefetch", f"{name}={value}: with dp_shard=1 and replicas nothing is gathered; leave it out")
             for name, value in chosen.items()
         ]
     elif "prefetch_backward" in chosen:
         text = f"prefetch_backward={options.prefetch_backward}"
         if options.reshard_after_forward is False:
-            draft.problems.add(
+            problems.add(
                 "fsdp.prefetch",
                 f"{text}: reshard_after_forward=False leaves nothing to gather in backward; leave one of them out",
             )
-        if all(unit.sync is SyncPolicy.DEFER for unit in draft.units.values()):
-            draft.problems.add(
+        if all(draft.policies.get(name) is SyncPolicy.DEFER for name in draft.units):
+            problems.add(
                 "fsdp.prefetch",
                 f"{text} and sync=defer: nothing is gathered in backward; legal with it are reshard_each and reduce_each",
             )
+    return Found(None, problems)

@@ -14,13 +14,13 @@ from math import inf, prod
 from meshwright.errors import Problems, coded, number_of
 from meshwright.plan.axes.data.prefetch import prefetch_actions
 from meshwright.plan.axes.data.units import gathered_in_backward
-from meshwright.plan.draft import Draft
+from meshwright.plan.draft import Draft, Found, Stages
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, PipelineSchedule
 from meshwright.plan.given.cut_points import StageFacts
 from meshwright.plan.given.names import within
 from meshwright.plan.given.options import ParallelOptions
 from meshwright.plan.result.program import Action, Cut, Freeze, Pack, Prefetch, Slice, Wrap
-from meshwright.plan.result.rows import ExpertsRow, StageRow
+from meshwright.plan.result.rows import StageRow
 from meshwright.plan.result.sharding_plan import ROOT, ShardingPlan, UnitRow, itemsize
 
 __all__ = [
@@ -53,26 +53,26 @@ def cut_of(facts: StageFacts, begin: int, end: int) -> Cut:
     )
 
 
-def resolve_stages(draft: Draft, experts: Sequence[ExpertsRow]) -> tuple[tuple[StageRow, ...], Cut | None]:
-    """Return the stages in the order of the model, and the action that cuts it; nothing if `pp` is 1."""
-    options, pp, problems = draft.options, draft.layout.size("pp"), draft.problems
+def resolve_stages(draft: Draft) -> Found[Stages]:
+    """Choose the stages; there are none if `pp` is 1."""
+    options, pp, problems, none = draft.options, draft.layout.size("pp"), Problems(), Stages()
     if pp == 1:
         default = ParallelOptions()
         for name in ("pipeline_schedule", "stages_per_rank", "pipeline_cuts", "runs_per_step"):
             if (chosen := getattr(options, name)) != (legal := getattr(default, name)):
                 problems.add("pp.option", f"{name}={chosen}: needs pp > 1; the legal value is {legal or 'none'}")
-        return (), None
+        return Found(none, problems)
     if draft.spec.twins:
         problems.add("pp.twice", f"pp={pp}: {draft.spec.family} has a stack of layers that runs twice; the legal value is 1")
-        return (), None
+        return Found(none, problems)
     facts = draft.model.traces.stages(draft.layers)
     if facts is None:
         problems.add("pp.unknown", f"pp={pp}: where {draft.spec.family} can be cut is unknown (traces of its ParallelSpec)")
-        return (), None
+        return Found(none, problems)
     if facts.problems:
         around = (f"pp={pp}: {draft.spec.family}: ", "; the legal value of pp is 1")
         problems.extend(coded(problem, "pp.cut").within(*around) for problem in facts.problems)
-        return (), None
+        return Found(none, problems)
     schedule = options.pipeline_schedule
     each = options.stages_per_rank or (1 if schedule.single else 2)
     count, layers = pp * each, [layer.name for layer in facts.layers]
@@ -89,9 +89,9 @@ def resolve_stages(draft: Draft, experts: Sequence[ExpertsRow]) -> tuple[tuple[S
             "pp.cuts",
             f"pipeline_cuts={list(cuts)}: {count} stages need {count - 1} ascending numbers from 1 to {len(layers) - 1}",
         )
-    if problems:
-        return (), None
-    costs, sizes = _costs(draft, layers, facts.used, {row.module: row.experts for row in experts})
+    if draft.problems or problems:
+        return Found(none, problems)
+    costs, sizes = _costs(draft, layers, facts.used, {row.module: row.experts for row in draft.experts})
     begins = (0, *(cuts or _least(costs, sizes, count)))
     total = sum(costs)
     rows = tuple(
@@ -100,14 +100,15 @@ def resolve_stages(draft: Draft, experts: Sequence[ExpertsRow]) -> tuple[tuple[S
     )
     cut = cut_of(facts, 0, len(layers))
     last = {layer: row.index for row in rows for layer in row.layers}
+    holding = {}
     for parameter in draft.parameters:
         sides = facts.used.get(parameter.name)
         if sides is not None:
             places = [0 if side == "first" else count - 1 for side in sides]
         else:
             places = [next(index for layer, index in last.items() if within(parameter.name, [layer]))]
-        draft.stages_of[parameter.name] = tuple(places)
-    return rows, cut
+        holding[parameter.name] = tuple(places)
+    return Found(Stages(rows, cut, holding), problems)
 
 
 def _rank_of(stage: int, pp: int, schedule: PipelineSchedule) -> int:
@@ -306,7 +307,7 @@ def on_stages(plan: ShardingPlan, stages: Collection[int]) -> ShardingPlan:
     units = tuple(replace(unit, gathers_in_backward=unit.name in in_backward) for unit in units)
     inner = len(plan.stages) - 1 not in stages  # its outputs are hidden states, and not those of the model
     units = tuple(replace(unit, output_dtype=None) if inner and unit.name == ROOT else unit for unit in units)
-    kept = {unit.name for unit in units}
+    kept = {unit.name: unit for unit in units}
 
     def of(action: Action) -> Iterable[Action]:
         if isinstance(action, Cut):
@@ -321,8 +322,7 @@ def on_stages(plan: ShardingPlan, stages: Collection[int]) -> ShardingPlan:
             yield replace(action, parameters=tuple(name for name in action.parameters if name in names))
         elif isinstance(action, Wrap):
             if action.unit in kept:
-                output = None if inner and action.unit == ROOT else action.output_dtype
-                yield replace(action, dims=tuple(pair for pair in action.dims if pair[0] in names), output_dtype=output)
+                yield replace(action, row=kept[action.unit], dims=tuple(pair for pair in action.dims if pair[0] in names))
         elif here(getattr(action, "module", "")):
             yield action
 

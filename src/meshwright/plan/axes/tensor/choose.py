@@ -1,111 +1,90 @@
 """How a plan slices a model over `tp`: where the styles come from, and whether every rank gets a slice.
 
-Styles are named as in transformers (`base_model_tp_plan`). They come from the first of five levels that has any: given by
-the user, written for the family, declared by the model, generic for layers of a common shape, or derived from a trace of the
-model.
+Styles are named as in transformers (`base_model_tp_plan`). They come from the first of four levels that has any: given by
+the user, written for the family, declared by the model, or derived from a trace of the model.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from meshwright.errors import MissingPlanError, PlanError
+from meshwright.errors import PlanError, Problems, Refusal
 from meshwright.layout import divisors, undivided
+from meshwright.plan.axes.tensor.assignment import assign_styles
 from meshwright.plan.axes.tensor.given_styles import load_styles
-from meshwright.plan.axes.tensor.modules import TensorParallelRows
-from meshwright.plan.axes.tensor.move_kinds import Move
+from meshwright.plan.axes.tensor.modules import SlicedModel, module_rows
+from meshwright.plan.axes.tensor.move_kinds import Bias, Kernel, Move
 from meshwright.plan.axes.tensor.styles import FIRST, PARTIAL, STYLES, styles_of_norms, styles_of_parameters, tp_dim
-from meshwright.plan.draft import Draft
+from meshwright.plan.draft import Draft, Found, TensorParallel
 from meshwright.plan.given import widths
 from meshwright.plan.given.names import generalize, match_names
-from meshwright.plan.given.sliced_code import counts_heads
+from meshwright.plan.given.sliceable_pairs import Pairs
 from meshwright.plan.given.spec import Structure
-from meshwright.plan.result.program import Action, Assign, Bias, Compute, Kernel, Slice
+from meshwright.plan.result.program import Action, Assign, Compute, Slice
 from meshwright.plan.result.sharding_plan import ShardingPlan, TensorParallelRow
 
-__all__ = ["TensorParallelChoice", "choose_styles", "resolve_tensor_parallel", "tensor_parallel_actions"]
+__all__ = ["choose_styles", "resolve_tensor_parallel", "tensor_parallel_actions"]
 
 
-GENERIC = {
-    "**.self_attn.q_proj": "colwise", "**.self_attn.k_proj": "colwise", "**.self_attn.v_proj": "colwise",
-    "**.self_attn.o_proj": "rowwise", "**.mlp.gate_proj": "colwise", "**.mlp.up_proj": "colwise", "**.mlp.down_proj": "rowwise",
-}  # fmt: skip
-"""The generic styles, for layers whose attention and MLP have these modules and no others with parameters."""
-
-
-@dataclass
-class TensorParallelChoice:
-    """The result of :func:`resolve_tensor_parallel`.
-
-    Attributes:
-        level: where the styles come from: ``given``, ``family``, ``model``, ``generic`` or ``derived``; empty if ``tp`` is 1.
-        passed_over: (level, reason) for each level above it, and (module, reason) for each module that is kept whole despite
-            its style.
-        rows: row of each module that computes with slices or has a move.
-    """
-
-    level: str = ""
-    passed_over: tuple[tuple[str, str], ...] = ()
-    rows: tuple[TensorParallelRow, ...] = ()
-
-
-def resolve_tensor_parallel(draft: Draft) -> TensorParallelChoice:
+def resolve_tensor_parallel(draft: Draft) -> Found[TensorParallel]:
     """Choose the styles, assign them to parameters and modules, and derive the moves."""
-    spec, options, problems, tp = draft.spec, draft.options, draft.problems, draft.layout.size("tp")
+    options, structure, tp = draft.options, draft.structure, draft.layout.size("tp")
     if tp == 1:
-        for name, chosen in (("sequence_parallel", options.sequence_parallel), ("loss_parallel", options.loss_parallel)):
-            if chosen:
+        problems = Problems()
+        for name, asked in (("sequence_parallel", options.sequence_parallel), ("loss_parallel", options.loss_parallel)):
+            if asked:
                 problems.add("tp.option", f"{name}=True: needs tensor parallelism, but tp is 1; the legal value is False")
         if options.tp_plan is not None:
             problems.add("tp.option", "tp_plan: needs tensor parallelism, but tp is 1; leave it out")
         # Check declared styles here too, so that errors show on a laptop and not first on a cluster.
-        declared = spec.structure.styles if spec.structure else {}
-        problems += styles_of_parameters("tp_styles", declared or spec.tp_styles, draft.parameters)[1]
-        return TensorParallelChoice()
-    level, styles, passed_over = choose_styles(draft)
-    around = _trace_regions(draft)
+        problems += styles_of_parameters("tp_styles", structure.styles or draft.spec.tp_styles, draft.parameters)[1]
+        return Found(TensorParallel(), problems)
+    chosen = choose_styles(draft)
+    (level, styles, passed_over), problems = chosen.value, Problems(chosen.problems)
     for pattern, style in styles.items():
         if style not in STYLES and style != "sequence_parallel":
             problems.add(
                 "tp.style.unknown",
                 f"tp={tp}: the style {style!r} of {pattern!r} is not supported; legal are {', '.join(STYLES)}",
             )
-    builder = TensorParallelRows(draft, around)
-    builder.assign(level, styles)
-    for name, operator in draft.pairs.mixed.items() if not problems and level != "derived" else ():
-        style = builder.of_modules.get(name, "")
+    assigned, found = assign_styles(draft, level, styles)
+    problems += found
+    for name, operator in draft.pairs.mixed.items() if not (draft.problems or problems) and level != "derived" else ():
+        style = assigned.modules.get(name, "")
         if style in FIRST:
             problems.add(
                 "tp.style.misfit",
                 f"tp={tp}: {name!r} has the style {style}, but {operator} mixes its features, of which a rank has some; "
                 "legal are colwise_gather_output and no style",
             )
-    if not problems:
-        builder.derive(traced=level == "derived")
-    for noun, count in spec.structure.divisible if spec.structure else ():
-        if count % tp:
-            problems.append(undivided("tp", tp, count, noun))
-    draft.tp_styles = builder.of_parameters
-    _check_slices(draft)
+    rows: dict[str, TensorParallelRow] = {}
+    of_adapters: dict[str, str] = {}
+    if not (draft.problems or problems):
+        known, around = _structure(draft)
+        rows, of_adapters, found = module_rows(SlicedModel(draft, known, assigned, around), traced=level == "derived")
+        problems += found
+    problems += [undivided("tp", tp, count, noun) for noun, count in structure.divisible if count % tp]
+    of_parameters = {**assigned.parameters, **of_adapters}
+    problems += _slice_problems(draft, of_parameters)
     stream = widths.of_stream(draft)
-    rows = tuple(replace(row, features=widths.of_module(draft, row.module, stream)) for row in builder.sorted_rows())
-    return TensorParallelChoice(level, (*passed_over, *builder.left_whole.items()), rows)
+    measured = tuple(replace(row, features=widths.of_module(draft, row.module, stream)) for row in rows.values())
+    left_whole = assigned.left_whole.items()
+    return Found(TensorParallel(level, (*passed_over, *left_whole), measured, of_parameters, draft.pairs), problems)
 
 
-def _trace_regions(draft: Draft) -> tuple[str, ...] | None:
-    """If sequence parallel needs regions that the spec does not name, take those of a trace.
+def _structure(draft: Draft) -> tuple[Structure, tuple[str, ...] | None]:
+    """Return the inside of the layers: if sequence parallel needs regions that the spec does not name, those of a trace.
 
     Returns:
-        Those regions that cannot be split over features; ``None``: the spec names the regions, or none are needed.
+        It, and those regions of a trace that cannot be split over features; ``None``: the spec names the regions, or none are
+        needed.
     """
-    known = draft.spec.structure or Structure()
+    known = draft.structure
     asked = draft.options.sequence_parallel and not known.regions and not known.no_sequence_parallel
     found = draft.model.traces.regions(draft.layers) if asked and draft.layers else None
     if found is None:
-        return None
+        return known, None
     problem = found.problem or (found.problem_in_stages if draft.layout.size("pp") > 1 else "")
-    structure = replace(known, regions=found.regions, tokenwise=found.tokenwise, no_sequence_parallel=problem)
-    draft.spec = replace(draft.spec, structure=structure)
-    return found.around
+    return replace(known, regions=found.regions, tokenwise=found.tokenwise, no_sequence_parallel=problem), found.around
 
 
 def tensor_parallel_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action]:
@@ -120,7 +99,7 @@ def tensor_parallel_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action
             yield from _own_heads(draft, row.module, *row.parts)
         yield _compute(draft, row)
     if plan.tp_level == "derived":
-        yield from _own_counts(draft, plan)
+        yield from _own_counts(draft.tensor.pairs, plan)
 
 
 _KERNELS = {
@@ -142,12 +121,9 @@ def _compute(draft: Draft, row: TensorParallelRow) -> Compute:
     moves_one = row.entry not in (Move.NONE, Move.ENTER)
     widens = row.exit in (Move.GATHER_FEATURES, Move.VOCABULARY)
     return Compute(
-        row.module,
+        row,
         kernel,
-        row.entry,
-        row.exit,
         argument=module.hidden if moves_one else None,
-        sums=row.sums,
         parts=() if row.style == "region" else row.parts,
         features=weight[1 if row.style == "embedding_colwise" else 0] if widens else 0,
         bias=bias,
@@ -170,24 +146,37 @@ def _own_heads(draft: Draft, name: str, heads: int, kv_heads: int) -> Iterator[A
     yield Assign(name, tuple(values), ("config",) if module.has_config else ())
 
 
-def _own_counts(draft: Draft, plan: ShardingPlan) -> Iterator[Assign]:
+def _own_counts(pairs: Pairs, plan: ShardingPlan) -> Iterator[Assign]:
     """Give modules that count what derived styles slice the numbers of their rank."""
     sliced, tp = {row.module for row in plan.tensor_parallel}, plan.layout.size("tp")
-    for pair in draft.pairs.found:
+    for pair in pairs.found:
         for module in dict.fromkeys(module for module, _, _ in pair.counts if pair.second in sliced):
             yield Assign(module, tuple((name, value // tp) for of, name, value in pair.counts if of == module))
 
 
-def choose_styles(draft: Draft) -> tuple[str, Mapping[str, str], list[tuple[str, str]]]:
-    """Return the first level that has styles, its styles, and (level, reason) for each level above it."""
+StyleChoice = tuple[str, Mapping[str, str], list[tuple[str, str]]]
+"""A level, its styles by pattern, and (level, reason) for each level above it."""
+
+
+def choose_styles(draft: Draft) -> Found[StyleChoice]:
+    """Return the first level that has styles, its styles, and (level, reason) for each level above it.
+
+    Raises:
+        PlanError: a given plan cannot be read.
+    """
     level, styles, passed_over = _first_level(draft)
-    if level in ("", "given"):
-        return level, styles, passed_over
+    if not level:
+        text = "; ".join(f"{name}: {why}" for name, why in passed_over)
+        problem = Refusal("tp.no_styles", f"tp: there are no styles; {text}; the legal value of tp is 1")
+        return Found(("", {}, []), [problem])
+    if level == "given":
+        return Found((level, styles, passed_over))
     named: dict[str, str] = {}
     for pattern, style in styles.items():
         for name in match_names(pattern, draft.model.modules):
             named.setdefault(name, style)
-    return level, {**styles, **_patterns(draft, styles_of_norms(draft.pairs.found, named, draft.model))}, passed_over
+    of_norms = _patterns(draft, styles_of_norms(draft.pairs.found, named, draft.model))
+    return Found((level, {**styles, **of_norms}, passed_over))
 
 
 def _patterns(draft: Draft, styles: dict[str, str]) -> dict[str, str]:
@@ -197,36 +186,26 @@ def _patterns(draft: Draft, styles: dict[str, str]) -> dict[str, str]:
     return patterns if all(styles.get(name) == style for name, style in matched) else styles
 
 
-def _first_level(draft: Draft) -> tuple[str, Mapping[str, str], list[tuple[str, str]]]:
-    spec, options = draft.spec, draft.options
+def _first_level(draft: Draft) -> StyleChoice:
+    spec, options, declared = draft.spec, draft.options, draft.structure.styles
     passed_over: list[tuple[str, str]] = []
     if options.tp_plan is not None:
         try:
             return "given", load_styles(options.tp_plan, draft.model, options.sequence_parallel), passed_over
         except PlanError as error:
-            draft.problems.extend(error.problems)
-            draft.refuse()
+            draft.refuse(error.problems)
     passed_over.append(("given", "no tp_plan is set"))
-    if spec.structure is not None and spec.structure.styles:
-        return "family", spec.structure.styles, passed_over
+    if declared:
+        return "family", declared, passed_over
     passed_over.append(("family", f"none is written for {spec.family}"))
     if spec.tp_styles:
         return "model", spec.tp_styles, passed_over
     passed_over.append(("model", f"{spec.family} declares no tp_styles (base_model_tp_plan of its config)"))
-    unfit = _not_generic(draft)
-    if not unfit:
-        names = draft.model.modules
-        return "generic", {pattern: style for pattern, style in GENERIC.items() if match_names(pattern, names)}, passed_over
-    passed_over.append(("generic", unfit))
     if derived := _derived(draft):
         return "derived", derived, passed_over
-    if draft.traced_pairs is not None:
-        passed_over.append(("derived", "no linear layer puts out features that enter another one without being mixed"))
-    draft.error = MissingPlanError
-    draft.problems.add(
-        "tp.no_styles",
-        "tp: there are no styles; " + "; ".join(f"{name}: {why}" for name, why in passed_over) + "; the legal value of tp is 1",
-    )
+    untraced = "the model is not traced (traces of its ParallelSpec)"
+    unpaired = "no linear layer puts out features that enter another one without being mixed"
+    passed_over.append(("derived", untraced if draft.traced_pairs is None else unpaired))
     return "", {}, passed_over
 
 
@@ -243,30 +222,11 @@ def _derived(draft: Draft) -> dict[str, str]:
     return _patterns(draft, styles)
 
 
-def _not_generic(draft: Draft) -> str:
-    """Return why the generic styles do not fit the model; empty if they do."""
-    expected = {"self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"}, "mlp": {"gate_proj", "up_proj", "down_proj"}}
-    modules = draft.model.modules
-    layers = [name for pattern in draft.spec.layers for name in match_names(pattern, modules)]
-    for layer in layers:
-        for part, matrices in expected.items():
-            module_name = f"{layer}.{part}"
-            if module_name not in modules:
-                return f"{generalize(layer)} has no {part}, so it is not the layer of a Llama"
-            matrices_of_part = {name.partition(".")[0] for name in draft.model.parameters_inside(module_name)}
-            if matrices_of_part != matrices:
-                shown, wanted = (", ".join(sorted(names)) for names in (matrices_of_part, matrices))
-                return f"{generalize(layer)}.{part} holds {shown}; a Llama's holds {wanted}"
-        # A Llama's attention reads heads from shapes. One that knows their number would not see that it has fewer.
-        if count := counts_heads(modules[f"{layer}.self_attn"]):
-            return f"{generalize(layer)}.self_attn uses {count} of the whole model, but a rank has only some of the heads"
-    return "" if layers else "there are no layers"
-
-
-def _check_slices(draft: Draft) -> None:
-    tp, shards, problems = draft.layout.size("tp"), draft.layout.size("dp_shard_cp"), draft.problems
+def _slice_problems(draft: Draft, styles: Mapping[str, str]) -> Problems:
+    """Return a problem for each parameter whose slices are empty or not even."""
+    tp, shards, problems = draft.layout.size("tp"), draft.layout.size("dp_shard_cp"), Problems()
     for parameter in draft.parameters:
-        style = draft.tp_styles.get(parameter.name)
+        style = styles.get(parameter.name)
         if (cut := tp_dim(style, parameter.shape)) is None:
             continue
         size, pieces = parameter.shape[cut], STYLES[style or ""].pieces
@@ -285,6 +245,7 @@ def _check_slices(draft: Draft) -> None:
                 f"dp_shard={shards}: {parameter.name!r} packs matrices along its rows, which tp slices, so FSDP can shard "
                 f"{reason}",
             )
+    return problems
 
 
 def _empty_slices(size: int, ranks: int) -> bool:

@@ -1,8 +1,11 @@
-"""Moves: how a tensor is redistributed over the ranks of an axis where it enters or leaves a module."""
+"""Moves: how a tensor is redistributed over the ranks of an axis where it enters or leaves a module.
+
+And what a module computes between them: kernels, and who adds a bias.
+"""
 
 from enum import StrEnum
 
-__all__ = ["Move"]
+__all__ = ["Bias", "Kernel", "Move"]
 
 
 class Move(StrEnum):
@@ -56,3 +59,35 @@ class Move(StrEnum):
     SCATTER_SEQUENCE = "scatter_sequence"
     """Forward: partial sums are reduce-scattered to slices of the sequence. Backward: the slices of the gradient are
     all-gathered."""
+
+
+class Kernel(StrEnum):
+    """What a module computes with its slices."""
+
+    OWN = "own"
+    """The module's own forward."""
+
+    VOCABULARY_ROWS = "vocabulary_rows"
+    """An embedding that stores the rows of some words: it looks these up, and returns zeros for all others."""
+
+    ONE_HEAD = "one_head"
+    """A matrix of several heads: it computes only the head that the queries of this rank need."""
+
+    DORA_ROWS = "dora_rows"
+    """The magnitudes of an adapter, which read the slices of its matrix: this rank has whole rows."""
+
+    DORA_COLUMNS = "dora_columns"
+    """The same: this rank has some columns, so squares of the norms of rows are summed over the axis."""
+
+
+class Bias(StrEnum):
+    """Which ranks add the bias of a module whose output may be a sum over ranks, and when."""
+
+    EACH = "each"
+    """Each rank adds what it stores of the bias, a slice or all of it, in the module's forward; or there is no bias."""
+
+    LATE = "late"
+    """Each rank adds it after the move at the exit of the module."""
+
+    FIRST = "first"
+    """The first rank of the axis adds it in the module's forward. The outputs are summed elsewhere."""
