@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.distributed import _torch_compat
-from meshwright.distributed.memory.activation_checkpointing import unwatched
+from meshwright.distributed.memory.kept_results import unwatched
 from meshwright.errors import ModelError, Problems, Refusal
 from meshwright.plan.given.names import inside
 from meshwright.plan.given.spec import Scores
