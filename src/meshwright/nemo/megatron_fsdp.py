@@ -206,9 +206,11 @@ def megatron_fsdp_strategy_parallelize(
     Raises:
         UnsupportedError: as there.
     """
-    *given, tp_axis = locals().values()
-    given[5] = dict(enumerate(STRATEGIES)).get(zero_dp_strategy, str(zero_dp_strategy))
-    return nvfsdp_strategy_parallelize(*given, None, tp_axis)
+    arguments: list[Any] = list(locals().values())  # in the order of the other function, which has `cp_mesh_name` besides
+    numbered = {str(number): name for number, name in enumerate(STRATEGIES)}
+    arguments[5] = numbered.get(str(zero_dp_strategy), str(zero_dp_strategy))
+    arguments[-1:] = [None, tp_dim]
+    return nvfsdp_strategy_parallelize(*arguments)
 
 
 def _library_problems(library: ModuleType) -> Problems:
