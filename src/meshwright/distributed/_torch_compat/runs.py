@@ -92,7 +92,7 @@ def supervise(module: nn.Module | FSDPModule, data_group: dist.ProcessGroup | No
 
     The note at the head of this module says why, and how. A second call changes nothing. It is for every unit, also of a model
     that claims to use all its parameters: the check of the claim reads what is recorded here, and the zeros are what keeps the
-    collectives in order until it has spoken. It costs a unit some 50 microseconds a step, for its completed gradients.
+    collectives matched until it has reported. The cost is a pass over the unit's parameters when it is reduced.
 
     Args:
         module: the unit.

@@ -9,12 +9,16 @@ is not counted. Code that runs in the forward only, such as a hook that adds up 
 (:func:`unwatched`).
 
 torch has such a pair of modes (``create_selective_checkpoint_contexts``). Compiled layers use it, because the compiler reads
-the choice from it. Eager layers do not, because it fails in three cases, which no one knows of before a layer runs:
+the choice from it. Eager layers do not, because of four cases that show only when a layer runs:
 
-- A layer overwrites a result that was kept, as some routers and experts with a bias do. ``_VersionWrapper.get_val`` raises,
-  or returns the overwritten values (``allow_cache_entry_mutation``). Here such a result is recomputed.
-- Backward runs twice. ``_CachedTorchDispatchMode`` marks a result as consumed when it is returned, and then raises.
-- Operators run in the forward only. torch 2.13 matches every operator by its number among those of its kind, kept or not.
+- A layer overwrites a result that was kept, as some routers and experts with a bias do. torch raises
+  (``_VersionWrapper.get_val``), or returns the new values (``allow_cache_entry_mutation``). Here such a result is recomputed.
+- A collective of torch.distributed writes into a result that was kept, without raising its version. With torch's modes,
+  gradients are then wrong, and nothing says so.
+- Backward runs twice, or the layer computes a gradient in its forward. torch (``_CachedTorchDispatchMode``) returns each result
+  only once, and then raises.
+- Operators run in the forward only. torch finds results by the number of the call among all calls of an operator, so it returns
+  those of other calls.
 
 The results of two kinds of operators are never kept. An operator that draws random numbers must run again, or all later ones
 would draw other numbers. An operator that writes into its inputs must run again, or they would not be written.
