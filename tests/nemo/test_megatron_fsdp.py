@@ -3,7 +3,6 @@
 import inspect
 import subprocess
 import sys
-from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +19,19 @@ from meshwright.errors import UnsupportedError
 from meshwright.nemo import megatron_fsdp
 from meshwright.nemo.megatron_fsdp import (
     HAVE_NVFSDP,
-    STRATEGIES,
     _library_problems,
-    _Settings,
     megatron_fsdp_strategy_parallelize,
     nvfsdp_strategy_parallelize,
 )
-from meshwright.nemo.megatron_fsdp_checks import model_problems, parameter_groups, unit_classes
+from meshwright.nemo.megatron_fsdp_checks import (
+    STRATEGIES,
+    SWITCHES,
+    argument_problems,
+    model_problems,
+    parameter_groups,
+    precision,
+    unit_classes,
+)
 from tests.harness import run_ranks
 from tests.tiny import make, tiny_model
 
@@ -53,7 +58,6 @@ REFERENCE = {
 }
 """Arguments and defaults of the reference's page, in its order."""
 
-SETTINGS = _Settings(**{item.name: REFERENCE[item.name] for item in fields(_Settings)})  # type: ignore[arg-type]
 needs_library = pytest.mark.skipif(not HAVE_NVFSDP, reason="megatron-fsdp is not installed (the extra [megatron])")
 
 
@@ -200,24 +204,23 @@ def test_a_mesh_without_an_axis_for_parts_of_sequences() -> None:
 def test_the_installed_library_takes_what_is_passed() -> None:
     import megatron_fsdp as library
 
-    assert _library_problems(library, SETTINGS) == []
+    assert _library_problems(library) == []
 
 
-@needs_library
-@pytest.mark.parametrize("name", [item.name for item in fields(_Settings)])
-def test_every_switch_reaches_the_library(name: str) -> None:
-    value = "optim" if name == "data_parallel_sharding_strategy" else not getattr(SETTINGS, name)
-    changed = replace(SETTINGS, **{name: value})
-    if name in ("grad_reduce_in_fp32", "preserve_fp32_weights"):
-        assert changed.precision() != SETTINGS.precision()
-        return
-    ours, theirs = SETTINGS.library(), changed.library()
-    assert [theirs[key] for key in ours if ours[key] != theirs[key]] == [value]
+def test_every_argument_of_the_reference_is_a_switch_of_the_library_or_has_code_of_its_own() -> None:
+    own = {"optimizer", "nvfsdp_unit_modules", "tp_shard_plan", "dp_mesh_name", "cp_mesh_name", "tp_mesh_name"}
+    assert SWITCHES.keys() | own | {"grad_reduce_in_fp32", "preserve_fp32_weights"} == REFERENCE.keys()
+    assert {ours: theirs for ours, theirs in SWITCHES.items() if ours != theirs} == {
+        "data_parallel_sharding_strategy": "zero_dp_strategy",
+        "init_nvfsdp_with_meta_device": "init_model_with_meta_device",
+        "check_for_nan_in_grad": "report_nan_in_param_grad",
+        "keep_fp8_transpose_cache_when_using_custom_fsdp": "keep_fp8_transpose_cache",
+    }
 
 
 def test_dtypes_of_weights_and_gradients() -> None:
-    def dtypes(**changes: bool) -> list[Any]:
-        return list(replace(SETTINGS, **changes).precision().values())
+    def dtypes(preserve_fp32_weights: bool = False, grad_reduce_in_fp32: bool = False) -> list[Any]:
+        return list(precision(preserve_fp32_weights, grad_reduce_in_fp32).values())
 
     fp32 = torch.float32
     assert dtypes() == [None, None, None]
@@ -229,7 +232,7 @@ def test_dtypes_of_weights_and_gradients() -> None:
 def test_a_release_that_moved_an_argument_is_refused_by_name() -> None:
     def fully_shard_model(module: Any, device_mesh: Any, dp_shard_dim: Any, tp_dim: Any, **others: Any) -> None: ...
 
-    problems = _library_problems(SimpleNamespace(fully_shard_model=fully_shard_model), SETTINGS)  # type: ignore[arg-type]
+    problems = _library_problems(SimpleNamespace(fully_shard_model=fully_shard_model))  # type: ignore[arg-type]
     assert any("fully_shard_model takes no report_nan_in_param_grad" in problem for problem in problems)
     assert not any("takes no device_mesh" in problem for problem in problems)
     assert any("has no MixedPrecisionPolicy" in problem for problem in problems)
@@ -239,8 +242,8 @@ def test_a_release_that_moved_an_argument_is_refused_by_name() -> None:
 def test_no_shard_gathers_nothing_so_that_overlap_of_it_is_free() -> None:
     model, _ = make("llama", meta=True)
     for strategy in STRATEGIES:
-        settings = replace(SETTINGS, data_parallel_sharding_strategy=strategy, overlap_param_gather=False)
-        assert bool(settings.problems(model)) == (strategy != "no_shard")
+        given = REFERENCE | {"data_parallel_sharding_strategy": strategy, "overlap_param_gather": False}
+        assert bool(argument_problems(given, model)) == (strategy != "no_shard")
 
 
 # -- models, units, optimizers -----------------------------------------------------------------------------------------------

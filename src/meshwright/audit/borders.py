@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.distributed._torch_compat import in_backward
-from meshwright.distributed.memory.activation_checkpointing import unwatched
 from meshwright.distributed.memory.chunked_loss import DeferredLogits
+from meshwright.distributed.memory.kept_results import unwatched
 from meshwright.distributed.pipeline.cut import runs
 from meshwright.plan.result.border_places import Portion, Side, borders
 from meshwright.plan.result.sharding_plan import ShardingPlan

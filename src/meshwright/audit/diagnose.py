@@ -296,14 +296,10 @@ def _state(rows: Sequence[Row], ranks: Sequence[RankResult]) -> Iterator[Finding
     for same_kind in wrong.values():
         same_kind.sort(key=lambda row: -row.severity)
     for kind, same_kind in sorted(wrong.items(), key=lambda item: -item[1][0].severity):
-        causes = [
-            row for row in same_kind if row.name in first_wrong
-        ] or same_kind  # the others follow from these
+        causes = [row for row in same_kind if row.name in first_wrong] or same_kind  # the others follow from these
         worst, names = causes[0], tuple(row.name for row in causes)
         step = worst.step or first_wrong.get(worst.name, 0)
-        more = (
-            f", and {len(same_kind) - len(causes)} more after later ones" if len(causes) < len(same_kind) else ""
-        )
+        more = f", and {len(same_kind) - len(causes)} more after later ones" if len(causes) < len(same_kind) else ""
         noun = {"parameter": "the values", "buffer": "the buffers"}.get(kind, f"the optimizer's {kind}")
         yield Finding(
             Kind.STATE,

@@ -206,6 +206,4 @@ def row_checks(rows: Sequence[Row], steps: int) -> Iterator[Check]:
         same_kind = [row for row in rows if row.what == what]
         worst = max(same_kind, key=lambda row: _sortable(row.error))
         name = plural.get(what, f"optimizer state {what} after {number_of(steps, 'step')}")
-        yield Check(
-            name, str(len(same_kind)), f"{worst.error:.1e} {worst.name}", all(row.passed for row in same_kind)
-        )
+        yield Check(name, str(len(same_kind)), f"{worst.error:.1e} {worst.name}", all(row.passed for row in same_kind))

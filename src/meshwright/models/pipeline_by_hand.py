@@ -1,13 +1,12 @@
 """A model in stages, for a loop of one's own: cut, parallelized, and run by the schedule of its plan."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -17,7 +16,6 @@ from meshwright.distributed.pipeline.scheduled_stages import ScheduledStages, Wo
 from meshwright.distributed.pipeline.stage_parts import make_parts
 from meshwright.errors import ConfigError, PlanError
 from meshwright.models.specs.registry import get_parallelization_strategy
-from meshwright.plan.axes.pipeline.stage_plan import crossing_shape
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = ["Pipeline"]
@@ -57,7 +55,7 @@ class Pipeline:
                 "loss.chunks", f"loss_chunks={plan.loss.chunks}: Pipeline.step takes a loss of all logits; the legal value is 0"
             )
         device = device or torch.device(mesh.root.device_type)
-        self.plan, self.place = plan, mesh.rank("cp")
+        self.plan, self._rank = plan, mesh.rank("cp")
         named = signature(model.forward).parameters
         self._named = [name for name in named if name != "labels"]
         if not {"input_ids", "inputs_embeds"} & {*named}:
@@ -103,11 +101,11 @@ class Pipeline:
                     f"{length}, and buffers are for these. Pad sequences to one length, and put the largest batch first",
                 )
         padded = [
-            self._part({name: _rows(tensor, has, rows) for name, tensor in batch.items()})
+            share_batch(self.plan, self._rank, {name: _rows(tensor, has, rows) for name, tensor in batch.items()})
             for batch, (has, _) in zip(given, shapes, strict=True)
         ]
         if self._shape is None:
-            self._stages.prepare(crossing_shape(self.plan, rows, length))
+            self._stages.prepare(rows, length)
             self._shape = (rows, length)
         # Only the last stage knows the dtype of the loss.
         total = torch.zeros((), dtype=torch.float64, device=self._stages.device)
@@ -125,12 +123,10 @@ class Pipeline:
         for index in range(planned):
             source = min(index, len(given) - 1)  # what is missing is the last batch again, which the loss does not see
             real = shapes[source][0] if source == index else 0
-            work.append(Work(partial(self._hidden, padded[source]), partial(of_batch, padded[source], real)))
+            work.append(Work(self._arguments(padded[source]), partial(of_batch, padded[source], real)))
         self._stages.forward_backward(work)
-        dist.all_reduce(total, group=self._stages.group)
-        return total
+        return self._stages.sum(total)
 
-    @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], loss: Loss) -> torch.Tensor:
         """Run forward alone, in evaluation mode. Return the sum of the losses of some batches, in fp64, on all ranks of `pp`.
 
@@ -138,18 +134,12 @@ class Pipeline:
             batches: of any number and any shapes that the plan allows.
             loss: see :meth:`step`.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self._stages.device)
 
-        def work() -> Iterator[tuple[Work, tuple[int, int, int]]]:
-            for batch in map(self._checked, batches):
-                part = self._part(batch)
-                of_batch = partial(lambda part, model: loss(self._logits(part, model), part), part)
-                yield Work(partial(self._hidden, part), of_batch), crossing_shape(self.plan, *_shape(batch))
+        def work(batch: Batch) -> Work:
+            part = share_batch(self.plan, self._rank, self._checked(batch))
+            return Work(self._arguments(part), lambda model: loss(self._logits(part, model), part))
 
-        for value in self._stages.evaluate(work()):
-            total += value.double()
-        dist.all_reduce(total, group=self._stages.group)
-        return total
+        return self._stages.evaluate(map(work, batches))
 
     def clip_grad_norm_(self, max_norm: float | None) -> torch.Tensor:
         """Clip the gradient of the whole model, over all stages, and return its norm before.
@@ -175,18 +165,12 @@ class Pipeline:
                 raise ConfigError("pp.batch", f"Pipeline: {name} has the shape {shape}; the batch has {rows} rows of {length}")
         return found
 
-    def _part(self, batch: Batch) -> dict[str, torch.Tensor]:
-        return share_batch(self.plan, self.place, batch)
-
-    def _call(self, batch: Batch, model: nn.Module) -> Any:
-        return model(**{name: batch[name] for name in self._named if name in batch}, **self._constant)
-
-    def _hidden(self, batch: Batch, model: nn.Module) -> torch.Tensor:
-        hidden: torch.Tensor = self._call(batch, model)
-        return hidden
+    def _arguments(self, batch: Batch) -> dict[str, Any]:
+        """What the model is called with."""
+        return {name: batch[name] for name in self._named if name in batch} | self._constant
 
     def _logits(self, batch: Batch, model: nn.Module) -> torch.Tensor:
-        output = self._call(batch, model)
+        output = model(**self._arguments(batch))
         logits: torch.Tensor = getattr(output, "logits", output)
         return logits
 

@@ -18,7 +18,6 @@ replaced:
 
 import importlib
 import inspect
-from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import ModuleType
@@ -31,17 +30,23 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from meshwright.distributed import _torch_compat
-from meshwright.errors import Problems, Refusal, UnsupportedError
-from meshwright.nemo.megatron_fsdp_checks import axis_sizes, machine_problems, model_problems, parameter_groups, unit_classes
+from meshwright.errors import Problems, UnsupportedError
+from meshwright.nemo.megatron_fsdp_checks import (
+    STRATEGIES,
+    SWITCHES,
+    argument_problems,
+    axis_sizes,
+    machine_problems,
+    model_problems,
+    parameter_groups,
+    precision,
+    unit_classes,
+)
 
 __all__ = ["HAVE_MEGATRON_FSDP", "HAVE_NVFSDP", "megatron_fsdp_strategy_parallelize", "nvfsdp_strategy_parallelize"]
 
 HAVE_NVFSDP = HAVE_MEGATRON_FSDP = find_spec("megatron_fsdp") is not None
 """Whether the library can be imported. It is imported on first use only, because that takes seconds."""
-
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-"""What is sharded. The page of NeMo AutoModel also names `params` and `grads_params`, which no version of the library has had.
-"""
 
 
 def nvfsdp_strategy_parallelize(
@@ -105,8 +110,7 @@ def nvfsdp_strategy_parallelize(
     """
     arguments = dict(locals())
     _torch_compat.check()
-    settings = _Settings(**{item.name: arguments[item.name] for item in fields(_Settings)})
-    problems = Problems([*machine_problems(device_mesh, HAVE_NVFSDP), *settings.problems(model)])
+    problems = Problems([*machine_problems(device_mesh, HAVE_NVFSDP), *argument_problems(arguments, model)])
     names = {"dp_mesh_name": dp_mesh_name, "cp_mesh_name": cp_mesh_name, "tp_mesh_name": tp_mesh_name}
     axes = {argument: name for argument, name in names.items() if name is not None}
     sizes, misfits = axis_sizes(device_mesh, axes)
@@ -128,7 +132,7 @@ def nvfsdp_strategy_parallelize(
     if problems:
         raise UnsupportedError(problems)
     library = importlib.import_module("megatron_fsdp")
-    if problems := _library_problems(library, settings):
+    if problems := _library_problems(library):
         raise UnsupportedError(problems)
 
     shard_mesh, shard_name = device_mesh[dp_mesh_name], dp_mesh_name
@@ -138,14 +142,14 @@ def nvfsdp_strategy_parallelize(
     mesh = _torch_compat.concatenate_meshes([shard_mesh, device_mesh[tp_mesh_name]])
     wrapped = library.fully_shard_model(
         model,
-        **settings.library(),
-        mixed_precision_policy=library.MixedPrecisionPolicy(**settings.precision()),
+        **{theirs: arguments[ours] for ours, theirs in SWITCHES.items()},
+        mixed_precision_policy=library.MixedPrecisionPolicy(**precision(preserve_fp32_weights, grad_reduce_in_fp32)),
         device_mesh=mesh,
         dp_shard_dim=shard_name,
         tp_dim=tp_mesh_name,
         expt_device_mesh=mesh,  # without expert parallel, experts have the same groups as everything else
         fsdp_unit_modules=units,
-        device=_device(),
+        device=torch.device("cuda", torch.cuda.current_device()),
     )
     if optimizer is not None:
         _rebind(optimizer, groups, wrapped, library)
@@ -202,147 +206,23 @@ def megatron_fsdp_strategy_parallelize(
     Raises:
         UnsupportedError: as there.
     """
+    arguments: list[Any] = list(locals().values())  # in the order of the other function, which has `cp_mesh_name` besides
     numbered = {str(number): name for number, name in enumerate(STRATEGIES)}
-    strategy = numbered.get(str(zero_dp_strategy), str(zero_dp_strategy))
-    return nvfsdp_strategy_parallelize(
-        model,
-        device_mesh,
-        optimizer,
-        megatron_fsdp_unit_modules,
-        tp_shard_plan,
-        strategy,
-        init_fsdp_with_meta_device,
-        grad_reduce_in_fp32,
-        preserve_fp32_weights,
-        overlap_grad_reduce,
-        overlap_param_gather,
-        check_for_nan_in_grad,
-        average_in_collective,
-        disable_bucketing,
-        calculate_per_token_loss,
-        keep_fp8_transpose_cache,
-        nccl_ub,
-        fsdp_double_buffer,
-        dp_shard_dim,
-        None,
-        tp_dim,
-    )
+    arguments[5] = numbered.get(str(zero_dp_strategy), str(zero_dp_strategy))
+    arguments[-1:] = [None, tp_dim]
+    return nvfsdp_strategy_parallelize(*arguments)
 
 
-@dataclass(frozen=True)
-class _Settings:
-    """The arguments that are switches of the library, under the names of NeMo AutoModel."""
-
-    data_parallel_sharding_strategy: str
-    init_nvfsdp_with_meta_device: bool
-    grad_reduce_in_fp32: bool
-    preserve_fp32_weights: bool
-    overlap_grad_reduce: bool
-    overlap_param_gather: bool
-    check_for_nan_in_grad: bool
-    average_in_collective: bool
-    disable_bucketing: bool
-    calculate_per_token_loss: bool
-    keep_fp8_transpose_cache_when_using_custom_fsdp: bool
-    nccl_ub: bool
-    fsdp_double_buffer: bool
-
-    def library(self) -> dict[str, Any]:
-        """Return them under the names of the library."""
-        return {
-            "zero_dp_strategy": self.data_parallel_sharding_strategy,
-            "init_model_with_meta_device": self.init_nvfsdp_with_meta_device,
-            "overlap_grad_reduce": self.overlap_grad_reduce,
-            "overlap_param_gather": self.overlap_param_gather,
-            "report_nan_in_param_grad": self.check_for_nan_in_grad,
-            "average_in_collective": self.average_in_collective,
-            "disable_bucketing": self.disable_bucketing,
-            "calculate_per_token_loss": self.calculate_per_token_loss,
-            "keep_fp8_transpose_cache": self.keep_fp8_transpose_cache_when_using_custom_fsdp,
-            "nccl_ub": self.nccl_ub,
-            "fsdp_double_buffer": self.fsdp_double_buffer,
-        }
-
-    def precision(self) -> dict[str, torch.dtype | None]:
-        """Return the fields of the library's precision policy. ``None``: the dtype of the parameter."""
-        fp32 = torch.float32
-        return {
-            "main_params_dtype": fp32 if self.preserve_fp32_weights else None,
-            # An fp32 buffer of gradients needs fp32 weights: the library assigns it to them without a cast.
-            "main_grads_dtype": fp32 if self.grad_reduce_in_fp32 and self.preserve_fp32_weights else None,
-            "grad_comm_dtype": fp32 if self.grad_reduce_in_fp32 else None,
-        }
-
-    def problems(self, model: nn.Module) -> Problems:
-        """Return the values that the library does not support for this model."""
-        strategy, problems = self.data_parallel_sharding_strategy, Problems()
-        if strategy not in STRATEGIES:
-            problems.add(
-                "megatron.argument", f"data_parallel_sharding_strategy={strategy!r}: legal are {', '.join(STRATEGIES)}"
-            )
-        if self.init_nvfsdp_with_meta_device and strategy == "no_shard":
-            problems.add(
-                "megatron.meta_device",
-                "init_nvfsdp_with_meta_device=True: not supported with no_shard; use False, or another strategy",
-            )
-        if not self.overlap_grad_reduce:
-            problems.add(
-                "megatron.argument",
-                "overlap_grad_reduce=False: megatron-fsdp then reduces twice, or overlaps anyway; legal is True",
-            )
-        if not self.overlap_param_gather and strategy != "no_shard":
-            problems.add(
-                "megatron.argument",
-                "overlap_param_gather=False: megatron-fsdp then uses the weights from before the optimizer step, or overlaps "
-                "anyway; legal is True, or data_parallel_sharding_strategy='no_shard'",
-            )
-        if self.average_in_collective and self.calculate_per_token_loss:
-            problems.add(
-                "megatron.argument",
-                "average_in_collective=True and calculate_per_token_loss=True exclude each other; set one to False",
-            )
-        if self.disable_bucketing:
-            problems.add(
-                "megatron.argument",
-                "disable_bucketing=True: megatron-fsdp has one bucket a unit with both values; legal is False",
-            )
-        if self.keep_fp8_transpose_cache_when_using_custom_fsdp and not _has_transformer_engine(model):
-            problems.add(
-                "megatron.argument",
-                "keep_fp8_transpose_cache_when_using_custom_fsdp=True: the model has no layers of TransformerEngine, so there "
-                "is no such cache; legal is False",
-            )
-        if self.nccl_ub and not (_importable("megatron.core.nccl_allocator") or _importable("apex.contrib.nccl_allocator")):
-            problems.add(
-                "megatron.argument",
-                "nccl_ub=True: needs the NCCL allocator of megatron-core or apex, not installed; legal is False",
-            )
-        for name in ("nccl_ub", "fsdp_double_buffer"):
-            if getattr(self, name) and strategy in ("no_shard", "optim"):
-                problems.add(
-                    "megatron.argument",
-                    f"{name}=True: {strategy} gathers and scatters in place, so there is nothing to buffer; legal is False",
-                )
-        return problems
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def _library_problems(library: ModuleType, settings: _Settings) -> Problems:
+def _library_problems(library: ModuleType) -> Problems:
     """Return the arguments that this release of the library does not accept."""
     try:
         release = f"megatron-fsdp {version('megatron-fsdp')}"
     except PackageNotFoundError:
         release = "megatron-fsdp"
+    meshes = {"device_mesh", "dp_shard_dim", "tp_dim", "expt_device_mesh"}
     needed = {
-        "fully_shard_model": {
-            *settings.library(),
-            *("device_mesh", "dp_shard_dim", "tp_dim", "expt_device_mesh", "fsdp_unit_modules", "device"),
-            "mixed_precision_policy",
-        },
-        "MixedPrecisionPolicy": set(settings.precision()),
+        "fully_shard_model": meshes | {*SWITCHES.values(), "mixed_precision_policy", "fsdp_unit_modules", "device"},
+        "MixedPrecisionPolicy": {*precision(False, False)},
         "fully_shard_optimizer": set(),
     }
     problems = Problems()
@@ -350,23 +230,9 @@ def _library_problems(library: ModuleType, settings: _Settings) -> Problems:
         if not hasattr(library, name):
             problems.add("megatron.library", f"{release} has no {name}; the tests ran with 0.6.1")
             continue
-        missing = arguments - inspect.signature(getattr(library, name)).parameters.keys()
-        problems += [
-            Refusal("megatron.library", f"{release}: {name} takes no {argument}; the tests ran with 0.6.1")
-            for argument in sorted(missing)
-        ]
+        for missing in sorted(arguments - inspect.signature(getattr(library, name)).parameters.keys()):
+            problems.add("megatron.library", f"{release}: {name} takes no {missing}; the tests ran with 0.6.1")
     return problems
-
-
-def _has_transformer_engine(model: nn.Module) -> bool:
-    return any(type(module).__module__.partition(".")[0] == "transformer_engine" for module in model.modules())
-
-
-def _importable(name: str) -> bool:
-    try:
-        return find_spec(name) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _rebind(optimizer: Optimizer, names: list[list[str]], wrapped: nn.Module, library: ModuleType) -> None:

@@ -1,6 +1,10 @@
-"""What Megatron-FSDP supports: models, units and optimizers are checked before the library is called."""
+"""What Megatron-FSDP supports: arguments, models, units and optimizers are checked before the library is called."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from math import prod
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,10 +18,93 @@ from meshwright.plan.axes.tensor.given_styles import import_object
 from meshwright.plan.given.names import inside
 from meshwright.plan.given.parameter_storage import names_of_parameters
 
-__all__ = ["axis_sizes", "machine_problems", "model_problems", "parameter_groups", "unit_classes"]
+__all__ = [
+    "STRATEGIES",
+    "SWITCHES",
+    "argument_problems",
+    "axis_sizes",
+    "machine_problems",
+    "model_problems",
+    "parameter_groups",
+    "precision",
+    "unit_classes",
+]
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""What is sharded. The page of NeMo AutoModel also names `params` and `grads_params`, which no version of the library has had.
+"""
+
+SWITCHES = {
+    "data_parallel_sharding_strategy": "zero_dp_strategy",
+    "init_nvfsdp_with_meta_device": "init_model_with_meta_device",
+    "overlap_grad_reduce": "overlap_grad_reduce",
+    "overlap_param_gather": "overlap_param_gather",
+    "check_for_nan_in_grad": "report_nan_in_param_grad",
+    "average_in_collective": "average_in_collective",
+    "disable_bucketing": "disable_bucketing",
+    "calculate_per_token_loss": "calculate_per_token_loss",
+    "keep_fp8_transpose_cache_when_using_custom_fsdp": "keep_fp8_transpose_cache",
+    "nccl_ub": "nccl_ub",
+    "fsdp_double_buffer": "fsdp_double_buffer",
+}
+"""The arguments of NeMo AutoModel that the library has too, to its names for them."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of gradients for which the library has buffers."""
+
+
+def precision(preserve_fp32_weights: bool, grad_reduce_in_fp32: bool) -> dict[str, torch.dtype | None]:
+    """Return the fields of the library's precision policy. ``None``: the dtype of the parameter."""
+    weights, reduced = (torch.float32 if chosen else None for chosen in (preserve_fp32_weights, grad_reduce_in_fp32))
+    # An fp32 buffer of gradients needs fp32 weights: the library assigns it to them without a cast.
+    return {"main_params_dtype": weights, "main_grads_dtype": weights and reduced, "grad_comm_dtype": reduced}
+
+
+def argument_problems(arguments: Mapping[str, Any], model: nn.Module) -> Problems:
+    """Return the values of arguments that the library does not support for a model. The head of ``megatron_fsdp`` says why."""
+    given = SimpleNamespace(**arguments)
+    strategy = given.data_parallel_sharding_strategy
+    has_engine = any(type(module).__module__.partition(".")[0] == "transformer_engine" for module in model.modules())
+    has_allocator = _importable("megatron.core.nccl_allocator") or _importable("apex.contrib.nccl_allocator")
+    in_place = strategy in ("no_shard", "optim")
+    refused = {
+        f"data_parallel_sharding_strategy={strategy!r}: legal are {', '.join(STRATEGIES)}": strategy not in STRATEGIES,
+        "overlap_grad_reduce=False: megatron-fsdp then reduces twice, or overlaps anyway; legal is True": (
+            not given.overlap_grad_reduce
+        ),
+        "overlap_param_gather=False: megatron-fsdp then uses the weights from before the optimizer step, or overlaps anyway; "
+        "legal is True, or data_parallel_sharding_strategy='no_shard'": (
+            not given.overlap_param_gather and strategy != "no_shard"
+        ),
+        "average_in_collective=True and calculate_per_token_loss=True exclude each other; set one to False": (
+            given.average_in_collective and given.calculate_per_token_loss
+        ),
+        "disable_bucketing=True: megatron-fsdp has one bucket a unit with both values; legal is False": given.disable_bucketing,
+        "keep_fp8_transpose_cache_when_using_custom_fsdp=True: the model has no layers of TransformerEngine, so there is no "
+        "such cache; legal is False": given.keep_fp8_transpose_cache_when_using_custom_fsdp and not has_engine,
+        "nccl_ub=True: needs the NCCL allocator of megatron-core or apex, not installed; legal is False": (
+            given.nccl_ub and not has_allocator
+        ),
+    } | {
+        f"{name}=True: {strategy} gathers and scatters in place, so there is nothing to buffer; legal is False": (
+            getattr(given, name) and in_place
+        )
+        for name in ("nccl_ub", "fsdp_double_buffer")
+    }
+    problems = Problems(Refusal("megatron.argument", text) for text, wrong in refused.items() if wrong)
+    if given.init_nvfsdp_with_meta_device and strategy == "no_shard":
+        problems.add(
+            "megatron.meta_device",
+            "init_nvfsdp_with_meta_device=True: not supported with no_shard; use False, or another strategy",
+        )
+    return problems
+
+
+def _importable(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def model_problems(model: nn.Module, from_meta: bool) -> Problems:
@@ -103,7 +190,8 @@ def unit_classes(
             problems.add("megatron.units", "nvfsdp_unit_modules=[]: legal are class names of the model, or None")
         known: dict[type[nn.Module], None] = dict.fromkeys(type(module) for module in modules.values())
         for name in names:
-            matched = [kind for kind in known if issubclass(kind, _resolved(name))] if "." in name else []
+            base = _class_at(name) if "." in name else None
+            matched = [kind for kind in known if base and issubclass(kind, base)]
             matched = matched or [kind for kind in known if kind.__name__ == name]
             if not matched:
                 some = sorted({kind.__name__ for kind in known})
@@ -130,17 +218,13 @@ def unit_classes(
     return list(kinds), problems
 
 
-def _resolved(path: str) -> type:
-    """Return the class at a dotted path; if there is none, a class that has no modules."""
+def _class_at(path: str) -> type[nn.Module] | None:
+    """Return the class of modules at a dotted path; ``None``: there is none."""
     try:
         kind = import_object(path.replace(":", "."))
     except (ImportError, AttributeError, TypeError, ValueError):  # the last two: no dotted path at all
-        kind = None
-    return kind if isinstance(kind, type) and issubclass(kind, nn.Module) else _NoModule
-
-
-class _NoModule:
-    """No module is of this class."""
+        return None
+    return kind if isinstance(kind, type) and issubclass(kind, nn.Module) else None
 
 
 def parameter_groups(model: nn.Module, optimizer: Optimizer | None) -> tuple[list[list[str]], Problems]:
@@ -150,7 +234,7 @@ def parameter_groups(model: nn.Module, optimizer: Optimizer | None) -> tuple[lis
     problems = Problems()
     names = {key: alike[0] for key, alike in names_of_parameters(model).items()}
     groups = [[names.get(parameter, "") for parameter in group["params"]] for group in optimizer.param_groups]
-    if strangers := sum(not name for name in _flat(groups)):
+    if strangers := sum(not name for group in groups for name in group):
         problems.add("megatron.optimizer", f"optimizer: {strangers} of its parameters are not the model's")
     if not all(groups):
         problems.add("megatron.optimizer", "optimizer: has a group without parameters")
@@ -166,10 +250,6 @@ def parameter_groups(model: nn.Module, optimizer: Optimizer | None) -> tuple[lis
     if isinstance(optimizer, torch.optim.LBFGS):
         problems.add("megatron.optimizer", "optimizer: LBFGS calls the loss itself, and megatron-fsdp steps without it")
     return groups, problems
-
-
-def _flat(groups: Iterable[Iterable[str]]) -> list[str]:
-    return [name for group in groups for name in group]
 
 
 def machine_problems(mesh: DeviceMesh, installed: bool) -> Problems:
@@ -203,9 +283,7 @@ def axis_sizes(mesh: DeviceMesh, axes: dict[str, str]) -> tuple[dict[str, int], 
                 f"{argument}={name!r}: device_mesh has no such axis; it has {known or 'no names'}; its size may be 1",
             )
     if len(sizes) == len(names):
-        total = 1
-        for size in sizes.values():
-            total *= size
+        total = prod(sizes.values())
         if total != mesh.size():
             shown = " x ".join(f"{name}={size}" for name, size in sizes.items())
             problems.add(

@@ -40,7 +40,28 @@ class Sums:
 
 
 class Engine(ABC):
-    """Runs microbatches. All ranks call every method."""
+    """Runs microbatches. All ranks call every method.
+
+    Attributes:
+        objective: what the model is trained to do.
+    """
+
+    objective: Objective
+
+    @property
+    def reported_terms(self) -> tuple[str, ...]:
+        """Names of the terms of the loss, if there are several."""
+        names = tuple(self.objective.terms)
+        return names if len(names) > 1 else ()
+
+    def loss(self, model: nn.Module, batch: Batch, counts: torch.Tensor, sums: Sums) -> torch.Tensor:
+        """Return a microbatch's share of the loss of the step, and add it and its terms to the sums."""
+        terms = self.objective.sums(model, batch)
+        loss = self.objective.combine(terms, counts) / counts[0].clamp(min=1)
+        sums.add(LOSS, loss)
+        for name, term in zip(self.reported_terms, terms, strict=True) if self.reported_terms else ():
+            sums.add(name, term)
+        return loss
 
     @abstractmethod
     def forward_backward(self, batches: list[Batch], counts: torch.Tensor) -> Sums:
@@ -92,16 +113,11 @@ class Sequential(Engine):
 
     def forward_backward(self, batches: list[Batch], counts: torch.Tensor) -> Sums:
         """See :class:`Engine`."""
-        sums, names = Sums(), self.objective.terms
+        sums = Sums()
         for _, batch in self.sync.microbatches(batches):
             self.progress()
             with self.balance.microbatch(self.objective.routed(batch)):
-                terms = self.objective.sums(self.model, batch)
-                loss = self.objective.combine(terms, counts) / counts[0].clamp(min=1)
-                loss.backward()
-            sums.add(LOSS, loss)
-            for name, term in zip(names, terms, strict=True) if len(names) > 1 else ():
-                sums.add(name, term)
+                self.loss(self.model, batch, counts, sums).backward()
         for name, value in self.balance.losses().items():
             sums.add(name, value)
         return sums

@@ -19,7 +19,7 @@ from meshwright.models.objective import Objective
 from meshwright.models.specs.registry import get_parallelization_strategy
 from meshwright.models.weights.build import materialize
 from meshwright.models.weights.initial_values import derive_seed
-from meshwright.plan.axes.pipeline.stage_plan import crossing_shape, elsewhere, on_stages, stages_of_rank
+from meshwright.plan.axes.pipeline.stage_plan import elsewhere, on_stages, stages_of_rank
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.train.config import RunConfig
 from meshwright.train.engine import Engine, Sequential
@@ -175,7 +175,7 @@ def engine_of_plan(
 
     assert isinstance(model, StageParts)
     stages = ScheduledStages(model, run.plan, run.mesh, run.device, progress)
-    stages.prepare(crossing_shape(run.plan, run.config.training.microbatch_size, sequence_multiple(run.setup)))
+    stages.prepare(run.config.training.microbatch_size, sequence_multiple(run.setup))
     return Pipelined(stages, objective, balance)
 
 

@@ -18,7 +18,8 @@ from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.conductor import parallelize
 from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.distributed.fsdp2 import FSDP2Manager
-from meshwright.distributed.memory.activation_checkpointing import _Choice, find_operators, is_checkpointed
+from meshwright.distributed.memory.activation_checkpointing import find_operators, is_checkpointed
+from meshwright.distributed.memory.kept_results import Choice
 from meshwright.distributed.mesh import build_mesh
 from meshwright.distributed.parallelizer import get_lm_ac_layers
 from meshwright.errors import ModelError, PlanError
@@ -355,7 +356,7 @@ def test_every_second_product_is_computed_again() -> None:
 
 def test_attention_that_draws_random_numbers_runs_again() -> None:
     """On GPUs attention kernels drop out by themselves; skipped, they would leave the generator where it was."""
-    choice = _Choice(frozenset())
+    choice = Choice(frozenset())
     for name in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention", "_flash_attention_forward"):
         operator = getattr(torch.ops.aten, name).default
         place = [argument.name for argument in operator._schema.arguments].index("dropout_p")

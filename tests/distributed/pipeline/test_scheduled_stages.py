@@ -284,17 +284,17 @@ def test_batches_that_do_not_fit_are_refused() -> None:
         plan = planned(whole, layout, 2)
         mesh = build_mesh(layout, "cpu")
         stages = ScheduledStages(make_parts(lambda: copy.deepcopy(whole), plan, mesh), plan, mesh, torch.device("cpu"))
-        stages.prepare((ROWS + 1, LENGTH, 32))
-        work = Work(lambda model: model(**forward_arguments(batches(1)[0])), lambda model: torch.zeros(()))
+        stages.prepare(ROWS + 1, LENGTH)
+        work = Work(forward_arguments(batches(1)[0]), lambda model: torch.zeros(()))
         with pytest.raises(PlanError, match="pipeline: 3 microbatches, and the plan has 2"):
             stages.forward_backward([work] * 3)
         if rank == 0:
             with pytest.raises(UnsupportedError, match=r"stage 0: sends torch.float32 \(2, 12, 32\), and the plan has"):
                 stages.stages[0].submod(work=work)
-            failing = Work(lambda _: {}["its own words"], lambda _: torch.zeros(()))
-            stages.stages[0].work = [failing]
+            stages.stages[0].work = [work]
+            stages.stages[0].submod.part.register_forward_pre_hook(lambda *_: {}["its own words"])
             with pytest.raises(KeyError, match="its own words"):  # torch wraps it in an error that prints the batch
-                stages.stages[0].forward_one_chunk(0, (), {"work": failing})
+                stages.stages[0].forward_one_chunk(0, (), {"work": work})
 
     run_ranks(on_rank, 2)
 

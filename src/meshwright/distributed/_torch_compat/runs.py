@@ -90,7 +90,9 @@ class _GroupState:
 def supervise(module: nn.Module | FSDPModule, data_group: dist.ProcessGroup | None = None) -> None:
     """Make a unit reduce once for all its runs in a microbatch, and reduce all its trainable parameters if it ran.
 
-    The note at the head of this module says why, and how. A second call changes nothing.
+    The note at the head of this module says why, and how. A second call changes nothing. It is for every unit, also of a model
+    that claims to use all its parameters: the check of the claim reads what is recorded here, and the zeros are what keeps the
+    collectives matched until it has reported. The cost is a pass over the unit's parameters when it is reduced.
 
     Args:
         module: the unit.

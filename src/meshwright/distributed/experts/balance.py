@@ -28,7 +28,7 @@ from torch import nn
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.experts.balance_loss import KINDS, LossAtWeights, sequence_balance
-from meshwright.distributed.memory.activation_checkpointing import unwatched
+from meshwright.distributed.memory.kept_results import unwatched
 from meshwright.errors import ModelError, Problems, Refusal
 from meshwright.plan.given.names import inside
 from meshwright.plan.given.spec import Scores

@@ -5,80 +5,40 @@ it. All are torch's non-reentrant checkpoints (``use_reentrant=False``): autogra
 and a tensor that a node saved is recomputed when the node asks for it. The random number generators are set back for the
 recomputation, so dropout gives the same masks.
 
-How ``selective`` works. During the forward of a layer, the dispatch mode :class:`_Keep` sees each operator below autograd, and
-stores the *results* that :class:`_Choice` selects. During the recomputation, the dispatch mode :class:`_Replay` returns a
-stored result instead of running the operator. Results are matched by their order, so both modes must select the same calls. The
-choice counts matrix products, so there is one for each run of a layer: each microbatch, each use of a shared layer and each
-recomputation begins to count at zero. A recomputation that runs within a forward (because the layer itself computes a gradient)
-is not counted. Code that runs in the forward only, such as a hook that adds up statistics, has to be hidden from both modes
-(:func:`unwatched`).
-
-torch has such a pair of modes (``create_selective_checkpoint_contexts``). Compiled layers use it, because the compiler reads
-the choice from it. Eager layers do not, because it fails in two cases: a layer overwrites a result that was kept (some routers
-and every expert with a bias do; here such a result is recomputed), and backward runs twice.
-
 Every mode keeps the choice of experts. For a module that routes tokens, ``full`` and ``submodule`` act like a ``selective``
-that keeps the operators in :data:`ROUTING` only. The reason: gradients belong to the experts that forward used. If a product
+that keeps the operators that choose experts only. The reason: gradients belong to the experts that forward used. If a product
 rounded differently in the recomputation, a token could go to another expert, and with expert parallel the numbers of tokens
 that ranks exchange would change.
-
-The results of two kinds of operators are never kept. An operator that draws random numbers must run again, or all later ones
-would draw other numbers. An operator that writes into its inputs must run again, or they would not be written.
 """
 
 import difflib
 import functools
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.distributed import _torch_compat
+from meshwright.distributed.memory.kept_results import ROUTES, Operators, dropout_argument, selective_contexts
 from meshwright.distributed.mesh import ParallelMesh
-from meshwright.errors import PlanError, Problems, UnsupportedError
+from meshwright.errors import PlanError, Problems
 from meshwright.plan.result.program import Recompute
 
-__all__ = ["checkpoint_forward", "find_operators", "is_checkpointed", "recompute", "unwatched"]
-
-Operators = frozenset[torch._ops.OpOverload]
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-
-PRODUCTS = frozenset({"mm", "addmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm"})
-"""Matrix products; the result of every second one is kept. ``bmm`` is not here: in attention without a fused kernel, the size
-of its result is the square of the sequence length."""
-
-ATTENTION = ("_scaled_dot_product_", "_flash_attention_forward", "_efficient_attention_forward", "_flash_attn_", "_varlen_attn")
-"""Prefixes of the names of attention kernels, in any library. The result of flex attention, a higher-order operator, is kept
-too."""
-
-ROUTING = frozenset({"topk", "sort"})
-"""Operators that choose experts. Their results are kept, so that the recomputation routes each token to the same experts."""
-
-_ROUTES = frozenset({torch.ops.aten.topk.default, torch.ops.aten.sort.default, torch.ops.aten.sort.stable})
-"""The overloads of :data:`ROUTING`, whose results a module that routes tokens keeps in every mode."""
+__all__ = ["checkpoint_forward", "find_operators", "is_checkpointed", "recompute"]
 
 _CHECKPOINTED: WeakSet[nn.Module] = WeakSet()
 """Modules whose forward :func:`checkpoint_forward` replaced."""
-
-COMMUNICATION = frozenset({"_c10d_functional", "_c10d_functional_autograd", "symm_mem"})
-"""Namespaces of collectives that return their result."""
 
 
 def recompute(model: nn.Module, action: Recompute, mesh: ParallelMesh | None = None) -> None:
     """Make a module recompute its activations in backward, as an action says. In evaluation mode nothing changes."""
     kept = find_operators(action.operators) if action.selective else None
     if action.routing and kept != frozenset():  # an empty set is the choice of `selective`, which keeps the routing
-        kept = (kept or frozenset()) | _ROUTES
+        kept = (kept or frozenset()) | ROUTES
     checkpoint_forward(model.get_submodule(action.module), kept)
 
 
@@ -95,7 +55,7 @@ def checkpoint_forward(module: nn.Module, kept: Operators | None = None) -> None
     if is_checkpointed(module):
         return
     inner = module.forward
-    options: dict[str, Any] = {} if kept is None else {"context_fn": functools.partial(_contexts, kept)}
+    options: dict[str, Any] = {} if kept is None else {"context_fn": functools.partial(selective_contexts, kept)}
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -118,214 +78,6 @@ def checkpoint_forward(module: nn.Module, kept: Operators | None = None) -> None
 def is_checkpointed(module: nn.Module) -> bool:
     """Whether :func:`checkpoint_forward` replaced the forward of a module."""
     return module in _CHECKPOINTED
-
-
-# -- selective ------------------------------------------------------------------------------------------------------------
-
-
-class _Role(Enum):
-    KEPT = auto()
-    KEPT_BY_TURNS = auto()
-    COPIED = auto()
-    """Kept as a copy, because models overwrite the result. For small results only."""
-    RECOMPUTED = auto()
-
-
-class _Choice:
-    """Selects the results that one run of a layer keeps. It is asked about each operator, in the order of the calls.
-
-    Args:
-        kept: the operators to select; empty: the default choice.
-    """
-
-    def __init__(self, kept: Operators) -> None:
-        self.kept = kept
-        self.products = 0
-
-    def __call__(self, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether the result of this call is kept."""
-        role = _role(operator, self.kept)
-        if role is _Role.KEPT_BY_TURNS:
-            self.products += 1
-            return self.products % 2 == 1
-        return role is not _Role.RECOMPUTED and not _drops_out(operator, args, kwargs)
-
-
-@dataclass
-class _Run:
-    """One run of a layer: the stored results in order, each with its operator. An overwritten result is ``None``."""
-
-    kept: Operators
-    results: list[tuple[Any, Any]] = field(default_factory=list)
-    replaying: bool = False
-
-    @property
-    def legal(self) -> str:
-        """The modes that work for a layer for which this one fails, in words."""
-        return "none" if self.kept == _ROUTES else "none, full, submodule"
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """A stored tensor, which shares memory with the tensor of the layer. Its version tells whether the layer overwrote it."""
-
-    tensor: torch.Tensor
-    version: int
-
-    @property
-    def intact(self) -> bool:
-        return self.tensor._version == self.version
-
-
-_UNWATCHED: ContextVar[bool] = ContextVar("unwatched", default=False)
-
-
-@contextmanager
-def unwatched() -> Iterator[None]:
-    """Inside, the dispatch modes ignore operators: they store no result, return none, and count nothing.
-
-    Use it for code that runs in the forward of a layer and not in its recomputation, such as a hook that adds up statistics. No
-    output of the layer may depend on it.
-    """
-    token = _UNWATCHED.set(True)
-    try:
-        yield
-    finally:
-        _UNWATCHED.reset(token)
-
-
-class _Watching(TorchDispatchMode):
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled parts of a layer run compiled. Their operators are then invisible in forward and recomputation alike."""
-        return True
-
-
-class _Keep(_Watching):
-    """The mode around the forward of a layer, which stores results."""
-
-    def __init__(self, run: _Run) -> None:
-        super().__init__()
-        self.run, self.choice = run, _Choice(run.kept)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if not self.run.replaying and not _UNWATCHED.get() and self.choice(func, args, kwargs):
-            self.run.results.append((func, tree_map_only(torch.Tensor, functools.partial(_hold, func), result)))
-        if func.namespace == "c10d":  # these collectives write into their arguments without raising their versions
-            self._forget({_torch_compat.memory_of(item) for item in tree_iter(args) if isinstance(item, torch.Tensor)})
-        return result
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._forget(set())
-
-    def _forget(self, written: set[int]) -> None:
-        """Drop the stored results that were overwritten, and those that lie in the memory given."""
-
-        def lost(kept: _Stored) -> bool:
-            return not kept.intact or (bool(written) and _torch_compat.memory_of(kept.tensor) in written)
-
-        for position, (operator, result) in enumerate(self.run.results):
-            if any(lost(item) for item in tree_iter(result) if isinstance(item, _Stored)):
-                self.run.results[position] = (operator, None)
-
-
-class _Replay(_Watching):
-    """The mode around the recomputation, which returns stored results and runs all other operators.
-
-    It may be entered again, for a second backward.
-    """
-
-    def __init__(self, run: _Run) -> None:
-        super().__init__()
-        self.run = run
-
-    def __enter__(self) -> Any:
-        self.choice, self.position, self.run.replaying = _Choice(self.run.kept), 0, True
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.run.replaying = False
-        super().__exit__(*error)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not _UNWATCHED.get() and self.choice(func, args, kwargs):
-            operator, result = self.run.results[self.position] if self.position < len(self.run.results) else (None, None)
-            if operator is not func:
-                raise UnsupportedError(
-                    "checkpointing.differs",
-                    f"activation_checkpointing: the recomputation of a layer runs {func} where its forward ran {operator}, so "
-                    f"the layer's code depends on more than its inputs; legal modes for this layer: {self.run.legal}",
-                )
-            self.position += 1
-            # Code behind the layer may have overwritten it, too.
-            if result is not None and all(item.intact for item in tree_iter(result) if isinstance(item, _Stored)):
-                return tree_map_only(_Stored, lambda kept: _handed_out(func, kept.tensor), result)
-        return func(*args, **kwargs)
-
-
-def _hold(operator: Any, tensor: torch.Tensor) -> _Stored:
-    kept = _handed_out(operator, tensor)
-    return _Stored(kept, kept._version)
-
-
-def _handed_out(operator: Any, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone() if _role(operator, frozenset()) is _Role.COPIED else _torch_compat.alias(tensor)
-
-
-def _contexts(kept: Operators) -> Contexts:
-    """The pair of modes for one run. Each run asks, because a layer that is to be compiled may run eagerly after all."""
-    return _compiled_contexts(kept) if torch.compiler.is_compiling() else _selective_contexts(kept)
-
-
-def _selective_contexts(kept: Operators) -> Contexts:
-    run = _Run(kept)
-    return _Keep(run), _Replay(run)
-
-
-def _compiled_contexts(kept: Operators) -> Contexts:
-    choices = {False: _Choice(kept), True: _Choice(kept)}
-
-    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keeps = choices[context.is_recompute](operator, args, kwargs)
-        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
-
-@functools.lru_cache(maxsize=4096)
-def _role(operator: Any, kept: Operators) -> _Role:
-    space, _, name = operator.name().rpartition("::")
-    name = name.partition(".")[0]
-    schema = _torch_compat.operator_schema(operator)
-    if (schema is not None and schema.is_mutable) or (kept and operator not in kept):
-        return _Role.RECOMPUTED
-    if name in ROUTING:
-        return _Role.COPIED
-    if kept or name == "flex_attention" or name.startswith(ATTENTION):
-        return _Role.KEPT
-    if name in PRODUCTS:
-        return _Role.KEPT_BY_TURNS
-    # A kept result of a collective was waited for already, so `wait_tensor` costs nothing in the recomputation.
-    return _Role.KEPT if space in COMMUNICATION and name != "wait_tensor" else _Role.RECOMPUTED
-
-
-def _drops_out(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of an attention kernel applies dropout, and so draws random numbers."""
-    place, default = _dropout_argument(operator)
-    return place is not None and bool(kwargs.get("dropout_p", args[place] if place < len(args) else default))
-
-
-@functools.lru_cache(maxsize=4096)
-def _dropout_argument(operator: Any) -> tuple[int | None, float]:
-    """Position and default of an operator's argument ``dropout_p``; the position is ``None`` without such an argument."""
-    schema = _torch_compat.operator_schema(operator)
-    arguments = () if schema is None else schema.arguments
-    dropouts = [(place, item.default_value or 0.0) for place, item in enumerate(arguments) if item.name == "dropout_p"]
-    return dropouts[0] if dropouts else (None, 0.0)
 
 
 def find_operators(names: Iterable[str]) -> Operators:
@@ -378,7 +130,7 @@ def _unkeepable(operator: torch._ops.OpOverload) -> str:
     """The reason why results of an operator cannot be kept; empty if they can."""
     if _torch_compat.operator_schema(operator).is_mutable:
         return "writes into its inputs, which a recomputation has to do again"
-    if torch.Tag.nondeterministic_seeded in operator.tags and _dropout_argument(operator)[0] is None:
+    if torch.Tag.nondeterministic_seeded in operator.tags and dropout_argument(operator)[0] is None:
         return "draws random numbers, which a recomputation has to draw again"
     if _torch_compat.is_decomposed(operator):
         return "is decomposed into other operators before it runs, so it has no result to keep"

@@ -8,10 +8,13 @@ torch's schedule decides the order of forwards and backwards, and sends hidden s
   schedule.
 - torch's stage drops gradients when it is initialised anew, which it is between training and evaluation. Ours does not.
 - Evaluation has an order of its own, since torch's schedules in the form of a V cannot run without backward.
-- A weight that two stages hold (a tied embedding and head) gets the sum of both gradients on both.
+- A weight that two stages hold gets the sum of both gradients on both (``parameter_copies``).
+
+:class:`ScheduledStages` is the one engine of pipelines. The trainer and :class:`~meshwright.Pipeline`, for a loop of one's own,
+give it their microbatches.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,17 +23,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
 
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.distributed.grad_clip import clip_grad_norm_
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.distributed.pipeline.cut import crossing_of
+from meshwright.distributed.pipeline.parameter_copies import local_shard, parameter_copies
 from meshwright.distributed.pipeline.stage import scale_gradients, stage_backward
 from meshwright.distributed.pipeline.stage_parts import StageParts
 from meshwright.errors import PlanError, UnsupportedError
-from meshwright.plan.axes.pipeline.stage_plan import crossing_dtype, first_trained, on_stages, stages_of_rank
+from meshwright.plan.axes.pipeline.stage_plan import crossing_dtype, crossing_shape, first_trained, on_stages, stages_of_rank
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = ["ScheduledStages", "Work"]
@@ -41,14 +44,21 @@ class Work:
     """What a microbatch needs on the stages.
 
     Attributes:
-        run: calls the model of an inner stage.
-        loss: calls that of the last stage, and returns a scalar.
+        arguments: what the model of an inner stage is called with: this rank's part of the batch, with ``input_ids`` or
+            ``inputs_embeds``.
+        loss: calls that of the last stage. It returns a scalar for training; in evaluation, whatever is to be known.
         around: what every forward and backward of the microbatch runs in.
     """
 
-    run: Callable[[nn.Module], torch.Tensor]
+    arguments: Mapping[str, Any]
     loss: Callable[[nn.Module], torch.Tensor]
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def crossing(self, plan: ShardingPlan) -> tuple[int, int, int]:
+        """Return the shape of the hidden state that crosses a cut."""
+        tokens = self.arguments.get("input_ids")
+        rows, length = (self.arguments["inputs_embeds"] if tokens is None else tokens).shape[:2]
+        return crossing_shape(plan, rows, length * plan.layout.size("cp"))
 
 
 class _NoGradient(torch.autograd.Function):
@@ -96,7 +106,7 @@ class _Runner(nn.Module):
         try:
             if self.last:
                 return work.loss(self.part)
-            sent = work.run(self.part)
+            sent = self.part(**work.arguments)
         finally:
             crossing.received = None
         sent = _torch_compat.detachable(sent)
@@ -184,18 +194,19 @@ class ScheduledStages:
         self.count, self.runs = len(plan.stages), plan.options.runs_per_step
         self.own = stages_of_rank(plan, self.rank)
         self.syncs = {stage: GradSync.from_plan(parts[stage], on_stages(plan, [stage])) for stage in self.own}
-        self.copies = _copies(parts, plan, self.own)
+        self.copies = parameter_copies(parts, plan, self.own)
         # The norm counts a parameter of two ranks on that of the first stage.
         self.counted_elsewhere = [copy.mine[0] for copy in self.copies if copy.other is not None and not copy.first]
 
-    def prepare(self, shape: Sequence[int]) -> None:
+    def prepare(self, rows: int, length: int) -> None:
         """Make the connections and the buffers for training, before its first step.
 
         Args:
-            shape: of what crosses a cut: [rows, positions of a rank, hidden].
+            rows: number of sequences in a microbatch.
+            length: positions of a whole sequence.
         """
         options = self.plan.options
-        hidden = torch.empty(*shape, dtype=self.dtype, device="meta")
+        hidden = torch.empty(crossing_shape(self.plan, rows, length), dtype=self.dtype, device="meta")
         self.stages = [self._stage(stage, hidden) for stage in self.own]
         self.schedule = _torch_compat.make_schedule(options.pipeline_schedule, self.stages, options.microbatches // self.runs)
 
@@ -256,7 +267,7 @@ class ScheduledStages:
     def _refresh(self) -> None:
         """Give second copies on this rank the values of the first ones, which the optimizer or a checkpoint has changed."""
         for name, copy in self.parts.copied.items():
-            _local(copy.data).copy_(_local(self.parts.get_parameter(name).data))
+            local_shard(copy.data).copy_(local_shard(self.parts.get_parameter(name).data))
 
     def _run(self, work: Sequence[Work], *, last: bool) -> None:
         for stage in self.stages:
@@ -270,14 +281,28 @@ class ScheduledStages:
             for stage in self.stages:
                 stage.work = ()
 
-    @torch.no_grad()
-    def evaluate(self, work: Iterable[tuple[Work, tuple[int, ...]]]) -> Iterator[torch.Tensor]:
-        """Run forwards in evaluation mode; yield what ``loss`` returned for each microbatch, on the rank of the last stage.
-
-        A rank runs a microbatch through all its stages before it takes the next one. So no two ranks wait for each other.
+    def evaluate(self, work: Iterable[Work], *terms: int) -> torch.Tensor:
+        """Run forwards in evaluation mode. Return the sum of what ``loss`` returns, in fp64, on all ranks.
 
         Args:
-            work: the microbatches, each with the shape of what crosses a cut.
+            work: the microbatches, of any number and any shapes that the plan allows.
+            terms: the shape of what ``loss`` returns; none for a scalar.
+        """
+        total = torch.zeros(terms, dtype=torch.float64, device=self.device)
+        for value in self.forwards(work):
+            total += value.double()
+        return self.sum(total)
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Add up values over all ranks of `pp`, in place. Only the last stage knows a loss; the others have zeros."""
+        dist.all_reduce(values, group=self.group)
+        return values
+
+    @torch.no_grad()
+    def forwards(self, work: Iterable[Work]) -> Iterator[torch.Tensor]:
+        """Run forwards in evaluation mode; yield what ``loss`` returns for each microbatch, on the rank of the last stage.
+
+        A rank runs a microbatch through all its stages before it takes the next one. So no two ranks wait for each other.
         """
         training = self.parts.training
         self.parts.eval()
@@ -290,9 +315,10 @@ class ScheduledStages:
         finally:
             self.parts.train(training)
 
-    def _forwards(self, work: Iterable[tuple[Work, tuple[int, ...]]]) -> Iterator[torch.Tensor]:
+    def _forwards(self, work: Iterable[Work]) -> Iterator[torch.Tensor]:
         sends: list[tuple[Any, torch.Tensor]] = []
-        for number, (item, shape) in enumerate(work):
+        for number, item in enumerate(work):
+            shape = item.crossing(self.plan)
             kept: torch.Tensor | None = None
             while len(sends) > self.count:
                 sends.pop(0)[0].wait()
@@ -310,7 +336,7 @@ class ScheduledStages:
                     if stage == self.count - 1:
                         yield item.loss(part)
                     else:
-                        kept = item.run(part).contiguous()
+                        kept = part(**item.arguments).contiguous()
                         _check_sent(kept, shape, self.dtype, f"stage {stage}")
                         target = self.plan.stages[stage + 1].rank
                         if target != self.rank:
@@ -318,58 +344,3 @@ class ScheduledStages:
                 crossing.received = None
         for send, _ in sends:
             send.wait()
-
-
-@dataclass(frozen=True)
-class _Copy:
-    """A parameter that two stages hold, on this rank.
-
-    Attributes:
-        mine: this rank's parameters, one or both, that of the first stage first.
-        other: index on `pp` of the rank that has the other; ``None``: this rank has both.
-        first: whether this rank has that of the first stage.
-    """
-
-    mine: tuple[nn.Parameter, ...]
-    other: int | None
-    first: bool
-
-    @torch.no_grad()
-    def add_gradients(self, group: dist.ProcessGroup) -> None:
-        """Give both the sum of both gradients, added in the same order on both sides; on one rank, only the first."""
-        if self.other is None:
-            first, second = self.mine
-            if first.grad is None:
-                first.grad = second.grad
-            elif second.grad is not None:
-                _local(first.grad).add_(_local(second.grad))
-            second.grad = None
-            return
-        (parameter,) = self.mine
-        if parameter.grad is None:  # the other rank may have one, and waits
-            parameter.grad = torch.zeros_like(parameter)
-        gradient = _local(parameter.grad)
-        own = gradient.contiguous()
-        received = torch.empty_like(own)
-        operations = [
-            dist.P2POp(dist.isend, own, group=group, group_peer=self.other),
-            dist.P2POp(dist.irecv, received, group=group, group_peer=self.other),
-        ]
-        for request in dist.batch_isend_irecv(operations):
-            request.wait()
-        gradient.copy_(own + received if self.first else received + own)
-
-
-def _copies(parts: StageParts, plan: ShardingPlan, own: Sequence[int]) -> list[_Copy]:
-    copies = []
-    for row in plan.parameters:
-        here = [stage for stage in row.stages if stage in own]
-        if row.copies and row.trainable and here:
-            mine = tuple(dict(parts[stage].named_parameters())[row.name] for stage in here)
-            other = next((plan.stages[stage].rank for stage in row.stages if stage not in own), None)
-            copies.append(_Copy(mine, other, row.stage in own))
-    return copies
-
-
-def _local(tensor: torch.Tensor | None) -> Any:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

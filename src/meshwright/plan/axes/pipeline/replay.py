@@ -2,6 +2,9 @@
 
 Orders are those of torch's schedules. torch gives none for ``gpipe``, and for ``1f1b`` one that its own code does not follow on
 the last rank, so these two are written out as ``torch.distributed.pipelining.schedules`` runs them.
+
+The orders of the others are read from schedules over stages without a model. ``get_schedule_ops`` of torch does the same with
+mocks, but it is private, so only `distributed/_torch_compat` may import it, which this room may not. A test compares the two.
 """
 
 from collections.abc import Callable, Mapping, Sequence
