@@ -54,7 +54,7 @@ FACADES = {
 }
 """Modules whose names NeMo AutoModel fixes. They offer what is in `nemo` and below, which only they may ask for."""
 
-LONG = 400
+LONG = 350
 
 MOST_ENTRIES = {"plan": 15, "distributed": 16, "models": 15, "train": 20}
 """Files and folders that a room, and each folder inside it, shows at most."""

@@ -11,22 +11,24 @@ from meshwright.models.specs.registry import (
 )
 from meshwright.models.specs.strategy import ParallelizationStrategy
 from meshwright.nemo.functions import (
-    _get_parallel_plan,
     apply_fsdp2_sharding_recursively,
     fsdp2_strategy_parallelize,
-    get_hf_tp_shard_plan,
     get_lm_ac_layers,
-    import_class_from_path,
-    import_classes_from_paths,
-    translate_to_torch_parallel_style,
     unshard_fsdp2_model,
-    validate_tp_mesh,
 )
 from meshwright.nemo.megatron_fsdp import (
     HAVE_MEGATRON_FSDP,
     HAVE_NVFSDP,
     megatron_fsdp_strategy_parallelize,
     nvfsdp_strategy_parallelize,
+)
+from meshwright.nemo.tp_plans import (
+    _get_parallel_plan,
+    get_hf_tp_shard_plan,
+    import_class_from_path,
+    import_classes_from_paths,
+    translate_to_torch_parallel_style,
+    validate_tp_mesh,
 )
 
 __all__ = [

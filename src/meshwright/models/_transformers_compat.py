@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.distributed._torch_compat import own_memory
 from meshwright.errors import Problems, UnsupportedError
 from meshwright.models.weights.bars import one_bar
+from meshwright.models.weights.load_report import LoadReport
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +24,6 @@ __all__ = [
     "MINIMUM_TRANSFORMERS",
     "TURNED_ROUTERS",
     "Declarations",
-    "LoadReport",
     "attention_function",
     "attention_of",
     "check",
@@ -295,23 +295,6 @@ def reading_one_by_one() -> Iterator[None]:
         os.environ.pop(name)
         if before is not None:
             os.environ[name] = before
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """What did not match when a checkpoint was read into a model.
-
-    Attributes:
-        missing: parameters of the model that are not in the files.
-        unexpected: tensors of the files that are not in the model.
-        mismatched: (name, shape in the files, shape in the model).
-        errors: conversions that failed.
-    """
-
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    mismatched: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
-    errors: tuple[str, ...]
 
 
 def load_sharded(model: "PreTrainedModel", files: Sequence[str], device: "torch.device") -> LoadReport:

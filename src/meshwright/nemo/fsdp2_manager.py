@@ -23,7 +23,8 @@ from meshwright.models.specs.registry import get_parallelization_strategy, spec_
 from meshwright.models.specs.strategy import ParallelizationStrategy, Request, requested
 from meshwright.nemo.accumulation import give_no_sync
 from meshwright.nemo.choices import choices_of
-from meshwright.nemo.functions import _get_parallel_plan, fsdp2_strategy_parallelize
+from meshwright.nemo.functions import fsdp2_strategy_parallelize
+from meshwright.nemo.tp_plans import _get_parallel_plan
 from meshwright.plan.axes.tensor.given_styles import declared_styles
 from meshwright.plan.given.closed_choices import ActivationCheckpointing, SyncPolicy
 from meshwright.plan.given.inspection import inspect_model
