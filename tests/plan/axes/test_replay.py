@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import pytest
 from rich.console import Console
-from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from meshwright.layout import Layout
 from meshwright.models.specs.registry import spec_of
@@ -56,10 +55,11 @@ def test_the_idle_share_is_the_closed_form(schedule: PipelineSchedule, pp: int, 
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
 @pytest.mark.parametrize("schedule", [item for item in PipelineSchedule if not item.single])
 def test_the_order_is_that_of_torch(schedule: PipelineSchedule, pp: int) -> None:
+    visualizer = pytest.importorskip("torch.distributed.pipelining._schedule_visualizer")  # private
     for each in (2,) if schedule.is_v_shaped else (2, 3):
         for microbatches in (2 * pp, 3 * pp, 4 * pp):
             name = TORCH_SCHEDULES[schedule].removeprefix("Schedule")
-            slots = [[slot for slot in rank if slot] for rank in get_schedule_ops(name, pp, microbatches, each)]
+            slots = [[slot for slot in rank if slot] for rank in visualizer.get_schedule_ops(name, pp, microbatches, each)]
             actions = [[action for slot in rank for action in (slot.sub_actions or (slot,))] for rank in slots]
             assert order_of(schedule, pp, each, microbatches) == tuple(
                 tuple(ScheduledOp(Phase(a.computation_type.value), a.stage_index, a.microbatch_index) for a in rank)
