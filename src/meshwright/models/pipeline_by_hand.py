@@ -110,7 +110,7 @@ class Pipeline:
         # Only the last stage knows the dtype of the loss.
         total = torch.zeros((), dtype=torch.float64, device=self._stages.device)
 
-        def of_batch(batch: dict[str, torch.Tensor], real: int, model: nn.Module) -> torch.Tensor:
+        def batch_loss(batch: dict[str, torch.Tensor], real: int, model: nn.Module) -> torch.Tensor:
             nonlocal total
             logits = self._logits(batch, model)
             if not real:  # no loss of anyone's may be asked about nothing
@@ -123,7 +123,7 @@ class Pipeline:
         for index in range(planned):
             source = min(index, len(given) - 1)  # what is missing is the last batch again, which the loss does not see
             real = shapes[source][0] if source == index else 0
-            work.append(Work(self._arguments(padded[source]), partial(of_batch, padded[source], real)))
+            work.append(Work(self._arguments(padded[source]), partial(batch_loss, padded[source], real)))
         self._stages.forward_backward(work)
         return self._stages.sum(total)
 

@@ -115,8 +115,8 @@ def shrink(config: RunConfig, world_size: int | None = None) -> tuple[RunConfig,
     patterns |= {key: getattr(config.optimizer, key) for key in OF_OPTIMIZER}
     model, renumbered = _shrink_model(source, large, large_config, spec, defaults, needs, patterns, changes)
     why = "numbers of the layers that stay"
-    if of_optimizer := {key: renumbered.pop(key) for key in OF_OPTIMIZER if key in renumbered}:
-        sections["optimizer"] = change("optimizer", config.optimizer, of_optimizer, why)
+    if optimizer_patterns := {key: renumbered.pop(key) for key in OF_OPTIMIZER if key in renumbered}:
+        sections["optimizer"] = change("optimizer", config.optimizer, optimizer_patterns, why)
     if pipeline.cuts:
         renumbered["pipeline"] = pipeline.model_copy(update={"cuts": []})
     parallel = change("parallel", config.parallel, renumbered, why)

@@ -224,9 +224,9 @@ def test_a_region_with_a_residual_inside_is_not_split() -> None:
         return inner
 
     found = trace_regions(changed(same), LAYERS)
-    assert (found.problem, found.around, found.tokenwise) == ("", (), ("model.norm",))
+    assert (found.problem, found.with_residual, found.tokenwise) == ("", (), ("model.norm",))
     assert found.regions == tuple(f"{layer}.{part}" for layer in LAYERS for part in ("self_attn", "mlp"))
-    assert trace_regions(changed(same, around=True), LAYERS).around == tuple(f"{layer}.mlp" for layer in LAYERS)
+    assert trace_regions(changed(same, around=True), LAYERS).with_residual == tuple(f"{layer}.mlp" for layer in LAYERS)
 
 
 def test_what_mixes_tokens_on_the_stream_is_refused() -> None:

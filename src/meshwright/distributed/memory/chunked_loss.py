@@ -227,8 +227,8 @@ class _ChunkedLoss(torch.autograd.Function):
             value = value.detach()
             total = value if total is None else total + value
         assert total is not None
-        of_hidden = torch.cat(gradients, 1) if wanted[0] else None
-        context.gradients = [(of_hidden, hidden.dtype)]
+        hidden_gradient = torch.cat(gradients, 1) if wanted[0] else None
+        context.gradients = [(hidden_gradient, hidden.dtype)]
         context.gradients += [(value, parameter.dtype) for value, parameter in zip(sums, parameters, strict=True)]
         return total
 

@@ -98,8 +98,8 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, torch.Tensor | None, None]:
         (gradient,) = gradients
         matrix = dequantize(ctx.saved_tensors[0], gradient.dtype)
-        of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        return gradient @ (matrix.mT if ctx.turned else matrix), None, of_bias, None
+        bias_gradient = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return gradient @ (matrix.mT if ctx.turned else matrix), None, bias_gradient, None
 
 
 class _GroupedProduct(torch.autograd.Function):

@@ -95,7 +95,7 @@ def _row(draft: Draft, rule: ExpertsRule, name: str, problems: Problems) -> Expe
         experts=experts,
         local=experts // ep,
         token_axis="tp" if ep > 1 and draft.layout.size("tp") > 1 else "",
-        features=widths.of_experts(draft, name),
+        features=widths.experts_width(draft, name),
     )
 
 

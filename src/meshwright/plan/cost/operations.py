@@ -43,7 +43,7 @@ def operations_of_token(
                 uses = entries * _runs(model, mixture or holder)
                 forward += uses
                 own += uses if parameter.name in trained else 0.0
-    attended = sum(_of_attention(row, length) * _runs(model, row.module) for row in _attentions(model))
+    attended = sum(_attention_operations(row, length) * _runs(model, row.module) for row in _attentions(model))
     return 2 * (2 * forward + own) + 3 * attended
 
 
@@ -51,7 +51,7 @@ def _attentions(model: Inspection) -> tuple[AttentionFacts, ...]:
     return () if model.traces.attentions is None else model.traces.attentions.rows
 
 
-def _of_attention(row: AttentionFacts, length: int) -> float:
+def _attention_operations(row: AttentionFacts, length: int) -> float:
     keys = length / 2 if row.causal else float(length)
     if row.window is not None and row.window < length:
         keys = row.window - row.window**2 / (2 * length)

@@ -44,8 +44,8 @@ def mixes_features(model: Inspection, name: str) -> str:
     # A child called `norm` that has parameters has a style of its own.
     own = [used for used in module.code if used not in children or not model.holds_parameters(children[used])]
     bare = [child for child in children.values() if not model.holds_parameters(child)]
-    of_children = [used for child in bare for used in model.modules[child].code]
-    return next((used for used in [*own, *of_children] if used in _STATISTICS), "")
+    code_of_children = [used for child in bare for used in model.modules[child].code]
+    return next((used for used in [*own, *code_of_children] if used in _STATISTICS), "")
 
 
 def reads_matrix(model: Inspection, embedding: str) -> bool:

@@ -2,10 +2,10 @@
 
 from meshwright.plan.draft import Draft
 
-__all__ = ["of_experts", "of_module", "of_stream"]
+__all__ = ["experts_width", "module_widths", "stream_width"]
 
 
-def of_stream(draft: Draft) -> int:
+def stream_width(draft: Draft) -> int:
     """Return the features of what a layer takes and returns: those of its norms, or else those of the first matrix."""
     modules = draft.model.modules
     for layer in draft.layers:
@@ -16,14 +16,14 @@ def of_stream(draft: Draft) -> int:
     return next((parameter.shape[-1] for parameter in draft.parameters if len(parameter.shape) >= 2), 0)
 
 
-def of_experts(draft: Draft, name: str) -> int:
+def experts_width(draft: Draft, name: str) -> int:
     """Return the features of a token as it enters a mixture: less than those of the stream if experts work on a latent."""
     experts = draft.model.modules[name]
     shape = next((shape for shape in experts.parameters.values() if len(shape) == 3), None)
-    return of_stream(draft) if shape is None else shape[1 if experts.transposed else 2]
+    return stream_width(draft) if shape is None else shape[1 if experts.transposed else 2]
 
 
-def of_module(draft: Draft, name: str, stream: int) -> tuple[int, int]:
+def module_widths(draft: Draft, name: str, stream: int) -> tuple[int, int]:
     """Return the features that enter a module, and those that leave it, over all ranks; those of the stream if unknown.
 
     Token ids enter an embedding, which are one feature.
@@ -33,7 +33,7 @@ def of_module(draft: Draft, name: str, stream: int) -> tuple[int, int]:
     shape = module.parameters.get("weight", ())
     if len(shape) < 2:
         experts = any(len(own) == 3 for own in module.parameters.values())
-        width = of_experts(draft, name) if experts else stream
+        width = experts_width(draft, name) if experts else stream
         return width, width
     if module.embedding:
         return 1, shape[-1]

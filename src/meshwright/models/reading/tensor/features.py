@@ -184,7 +184,7 @@ class FeatureTracer(Tracer):
         sources = frozenset().union(*(mark.sources for mark in marks))
         beside = tensors_in((call.mask, call.options))
         fit = [(mark.dim, mark.before) for mark in marks] == 3 * [(1, 1)]
-        fit &= all(item not in self._learned and _of_no_head(item, call.query.shape[1]) for item in beside)
+        fit &= all(item not in self._learned and _has_no_heads(item, call.query.shape[1]) for item in beside)
         self.numbers += [item for item in tree_leaves(call.options) if isinstance(item, int | float)]
         if fit:
             self._mark(call.output, _Mark(sources, 2, 1, math.gcd(*(mark.blocks for mark in marks))))
@@ -304,7 +304,7 @@ def _dims(tensor: torch.Tensor, operands: dict[str, Any]) -> list[int]:
     return [dim % tensor.ndim for dim in named if isinstance(dim, int)] or list(range(tensor.ndim))
 
 
-def _of_no_head(tensor: torch.Tensor, heads: int) -> bool:
+def _has_no_heads(tensor: torch.Tensor, heads: int) -> bool:
     """Return whether a tensor beside queries, keys and values has nothing for each head."""
     return heads not in tensor.shape if tensor.ndim < 3 else tensor.shape[-3] == 1
 

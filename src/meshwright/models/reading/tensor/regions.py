@@ -86,7 +86,7 @@ class _RegionTracer(Tracer):
         self.part = prime_length(model, above=self.whole)  # no rank has so many tokens, but it is another prime
         self.slices = TokenDimension(self.part)
         self.problems = Problems()
-        self.around: dict[str, None] = {}
+        self.with_residual: dict[str, None] = {}
         self.after = {name for name, module in model.named_modules() if self._is_after(name, module)}
         self.ran: list[str] = []
         self._region = ""
@@ -102,7 +102,9 @@ class _RegionTracer(Tracer):
     def facts(self) -> RegionFacts:
         if not self.problems and not self.ran:
             self.problems.add("sp.stream", "no norm after its layers gives the whole sequence to the head")
-        return RegionFacts(tuple(self.regions), tuple(self.ran), tuple(self.around), self.problems[0] if self.problems else "")
+        return RegionFacts(
+            tuple(self.regions), tuple(self.ran), tuple(self.with_residual), self.problems[0] if self.problems else ""
+        )
 
     # -- modules -----------------------------------------------------------------------------------------------------------
 
@@ -146,7 +148,7 @@ class _RegionTracer(Tracer):
         if self._parameters.among(tensors_in(output)):
             self.problems.add("sp.stream", f"{name!r} returns a parameter, whose gradient would be that of a slice")
         if hidden in self._inputs:
-            self.around[name] = None
+            self.with_residual[name] = None
         self._region = ""
         moved = self._resized(hidden, self.whole, self.part, name)
         return (moved, *output[1:]) if isinstance(output, tuple) else moved
@@ -178,7 +180,7 @@ class _RegionTracer(Tracer):
             if products:
                 self._products.put(operator.results)
             if inputs and products:
-                self.around[self._region] = None
+                self.with_residual[self._region] = None
         elif self.slices.mixed(operator):
             self.problems.add(
                 "sp.stream", f"between attention and MLP, an operator mixes the tokens of a slice ({operator.function})"

@@ -104,8 +104,8 @@ def gradient_peak(plan: ShardingPlan, rows: Sequence[ParameterRow]) -> int:
                 waiting += row.gathered_bytes
             else:
                 written[unit.name] = written.get(unit.name, 0) + row.gathered_bytes
-    of_turns = max((sum(written.get(unit.name, 0) for unit in turn) for turn in parts.turns), default=0)
-    return waiting + max(last, doubled, of_turns)
+    largest_group = max((sum(written.get(unit.name, 0) for unit in turn) for turn in parts.turns), default=0)
+    return waiting + max(last, doubled, largest_group)
 
 
 def unit_bytes(plan: ShardingPlan, unit: UnitRow) -> tuple[int, int]:

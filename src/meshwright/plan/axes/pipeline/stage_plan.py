@@ -336,8 +336,8 @@ def on_stages(plan: ShardingPlan, stages: Collection[int]) -> ShardingPlan:
         attentions=tuple(row for row in plan.attentions if here(row.module)),
         program=(),
     )
-    of_units = [index for index, action in enumerate(plan.program) if isinstance(action, Prefetch)]
-    begin, end = (of_units[0], of_units[-1] + 1) if of_units else (len(plan.program),) * 2
+    prefetches = [index for index, action in enumerate(plan.program) if isinstance(action, Prefetch)]
+    begin, end = (prefetches[0], prefetches[-1] + 1) if prefetches else (len(plan.program),) * 2
     before, after = (
         tuple(kept_action for action in actions for kept_action in of(action))
         for actions in (plan.program[:begin], plan.program[end:])

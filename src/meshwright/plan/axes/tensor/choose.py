@@ -57,18 +57,18 @@ def resolve_tensor_parallel(draft: Draft) -> Found[TensorParallel]:
                 "legal are colwise_gather_output and no style",
             )
     rows: dict[str, TensorParallelRow] = {}
-    of_adapters: dict[str, str] = {}
+    adapter_styles: dict[str, str] = {}
     if not (draft.problems or problems):
-        known, around = _structure(draft)
-        rows, of_adapters, found = module_rows(SlicedModel(draft, known, assigned, around), traced=level == "derived")
+        known, with_residual = _structure(draft)
+        rows, adapter_styles, found = module_rows(SlicedModel(draft, known, assigned, with_residual), traced=level == "derived")
         problems += found
     problems += [undivided("tp", tp, count, noun) for noun, count in structure.divisible if count % tp]
-    of_parameters = {**assigned.parameters, **of_adapters}
-    problems += _slice_problems(draft, of_parameters)
-    stream = widths.of_stream(draft)
-    measured = tuple(replace(row, features=widths.of_module(draft, row.module, stream)) for row in rows.values())
+    parameter_styles = {**assigned.parameters, **adapter_styles}
+    problems += _slice_problems(draft, parameter_styles)
+    stream = widths.stream_width(draft)
+    measured = tuple(replace(row, features=widths.module_widths(draft, row.module, stream)) for row in rows.values())
     left_whole = assigned.left_whole.items()
-    return Found(TensorParallel(level, (*passed_over, *left_whole), measured, of_parameters, draft.pairs), problems)
+    return Found(TensorParallel(level, (*passed_over, *left_whole), measured, parameter_styles, draft.pairs), problems)
 
 
 def _structure(draft: Draft) -> tuple[Structure, tuple[str, ...] | None]:
@@ -84,7 +84,7 @@ def _structure(draft: Draft) -> tuple[Structure, tuple[str, ...] | None]:
     if found is None:
         return known, None
     problem = found.problem or (found.problem_in_stages if draft.layout.size("pp") > 1 else "")
-    return replace(known, regions=found.regions, tokenwise=found.tokenwise, no_sequence_parallel=problem), found.around
+    return replace(known, regions=found.regions, tokenwise=found.tokenwise, no_sequence_parallel=problem), found.with_residual
 
 
 def tensor_parallel_actions(draft: Draft, plan: ShardingPlan) -> Iterator[Action]:
@@ -175,8 +175,8 @@ def choose_styles(draft: Draft) -> Found[StyleChoice]:
     for pattern, style in styles.items():
         for name in match_names(pattern, draft.model.modules):
             named.setdefault(name, style)
-    of_norms = _patterns(draft, styles_of_norms(draft.pairs.found, named, draft.model))
-    return Found((level, {**styles, **of_norms}, passed_over))
+    norm_styles = _patterns(draft, styles_of_norms(draft.pairs.found, named, draft.model))
+    return Found((level, {**styles, **norm_styles}, passed_over))
 
 
 def _patterns(draft: Draft, styles: dict[str, str]) -> dict[str, str]:

@@ -43,13 +43,13 @@ class SlicedModel:
         draft: the draft of the plan.
         structure: the inside of its layers, as the spec declares it or a trace shows it.
         styles: the styles by name.
-        around: where regions come from a trace, those that cannot be split over features; otherwise ``None``.
+        with_residual: where regions come from a trace, those that cannot be split over features; otherwise ``None``.
     """
 
     draft: Draft
     structure: Structure
     styles: Assignment
-    around: tuple[str, ...] | None = None
+    with_residual: tuple[str, ...] | None = None
 
     @property
     def tp(self) -> int:
@@ -103,7 +103,7 @@ class SlicedModel:
         inner = self.draft.model.inside(region)
         styled = {name: self.styles.modules[name] for name in inner if name in self.styles.modules}
         styles = set(styled.values())
-        if self.around is not None and (region in self.around or "moe_tp_experts" in styles):
+        if self.with_residual is not None and (region in self.with_residual or "moe_tp_experts" in styles):
             return "whole"  # a trace does not show that all that is beside the experts is a partial sum too
         if "moe_tp_experts" in styles:
             return "partial"
@@ -132,23 +132,23 @@ def module_rows(model: SlicedModel, *, traced: bool) -> tuple[Rows, dict[str, st
     if problems:
         return {}, {}, problems
     rows, problems = _region_rows(model)
-    of_parameters: dict[str, str] = {}
+    parameter_styles: dict[str, str] = {}
     for name, style in styles.modules.items():
         sliced_anyway = style == "local_params" and name in rows  # a region computes with its slices
         if style not in ("replicate", "sequence_parallel") and not sliced_anyway:
-            of_style, of_adapter, found = _style_rows(model, name, style)
-            rows |= {row.module: row for row in of_style}
-            of_parameters |= of_adapter
+            style_rows, adapter_styles, found = _style_rows(model, name, style)
+            rows |= {row.module: row for row in style_rows}
+            parameter_styles |= adapter_styles
             problems += found
     if model.sequence:
-        of_sequence, found = _sequence_rows(model)
-        rows |= of_sequence
+        sequence_rows, found = _sequence_rows(model)
+        rows |= sequence_rows
         problems += found
     for name, style in styles.modules.items():
         if style == "sequence_parallel" and (name not in rows or rows[name].style != style):
             problems.append(_misfit(name, style, f"is not on the residual stream of {model.draft.spec.family}"))
-    problems += slices_nobody_computes(rows, {**styles.parameters, **of_parameters}, facts.parameters)
-    return {name: rows[name] for name in facts.modules if name in rows}, of_parameters, problems
+    problems += slices_nobody_computes(rows, {**styles.parameters, **parameter_styles}, facts.parameters)
+    return {name: rows[name] for name in facts.modules if name in rows}, parameter_styles, problems
 
 
 def _misfit(name: str, style: str, why: str) -> Refusal:
@@ -241,8 +241,8 @@ def _style_rows(model: SlicedModel, name: str, style: str) -> tuple[list[TensorP
         exit_ = Move.VOCABULARY if model.shards_logits else Move.GATHER_FEATURES
     parts, problems = _parts(model, name, style)
     if name in facts.adapters:
-        rows, of_adapter, found = adapted_rows(facts, model.tp, name, style, entry, exit_, parts)
-        return rows, of_adapter, Problems([*problems, *found])
+        rows, adapter_styles, found = adapted_rows(facts, model.tp, name, style, entry, exit_, parts)
+        return rows, adapter_styles, Problems([*problems, *found])
     return [TensorParallelRow(name, style, entry, exit_, _sums(model, name, style, exit_), parts)], {}, problems
 
 

@@ -31,8 +31,8 @@ def style_problems(
     model: Inspection,
     layers: Sequence[str],
     head: str | None,
-    of_modules: Mapping[str, str],
-    of_parameters: Mapping[str, str],
+    module_styles: Mapping[str, str],
+    parameter_styles: Mapping[str, str],
     own_styles: Mapping[str, str],
     adapters: set[str],
 ) -> Iterator[Refusal]:
@@ -42,16 +42,16 @@ def style_problems(
         model: facts of the model.
         layers: names of its layers.
         head: name of the output head, if it is known.
-        of_modules: style of each module that has one, by name.
-        of_parameters: style of each parameter that has one, by its first name.
+        module_styles: style of each module that has one, by name.
+        parameter_styles: style of each parameter that has one, by its first name.
         own_styles: styles of parameters that the family or the model itself declares, by first name.
         adapters: names of modules that peft wrapped.
     """
     reported: set[str] = set()
-    for name, style in of_modules.items():
+    for name, style in module_styles.items():
         if style not in FIRST or name == head:
             continue
-        scope = _scope(name, of_modules, layers)
+        scope = _scope(name, module_styles, layers)
         if scope is None:
             yield Refusal(
                 "tp.style.misfit",
@@ -61,9 +61,9 @@ def style_problems(
             )
         elif scope and scope not in layers and scope not in reported:
             reported.add(scope)
-            yield from _between(scope, model, of_modules, of_parameters, own_styles, adapters)
-    yield from _counting(model, of_modules, head)
-    for name, style in of_modules.items():
+            yield from _between(scope, model, module_styles, parameter_styles, own_styles, adapters)
+    yield from _counting(model, module_styles, head)
+    for name, style in module_styles.items():
         transposed = model.modules[name].transposed
         if style in STYLES and STYLES[style].dim is not None and transposed != STYLES[style].transposed:
             yield Refusal(
@@ -76,7 +76,7 @@ def style_problems(
                 "tp.style.misfit",
                 f"{name!r} has the style packed_rowwise, which is for parameters of experts alone; the legal style is rowwise",
             )
-        if style == "replicated_with_grad_allreduce" and not _split_around(name, of_modules, layers):
+        if style == "replicated_with_grad_allreduce" and not _split_around(name, module_styles, layers):
             yield Refusal(
                 "tp.style.misfit",
                 f"{name!r} has the style {style}, but no module beside it is sliced, so it computes with whole tensors; "
@@ -84,7 +84,7 @@ def style_problems(
             )
         if style == "moe_tp_experts":
             for own, shape in model.modules[name].parameters.items():
-                if of_parameters.get(model.parameter_of[f"{name}.{own}"].name) == "colwise" and _packs(model, name, own):
+                if parameter_styles.get(model.parameter_of[f"{name}.{own}"].name) == "colwise" and _packs(model, name, own):
                     yield Refusal(
                         "tp.style.misfit",
                         f"{f'{name}.{own}'!r} has the style colwise, but the code of {name!r} takes it apart by chunk(2), "
@@ -92,14 +92,14 @@ def style_problems(
                         "packed_colwise",
                     )
                 small = own in small_of_experts(model, name)
-                if tp_dim(of_parameters.get(model.parameter_of[f"{name}.{own}"].name), shape) is None and not small:
+                if tp_dim(parameter_styles.get(model.parameter_of[f"{name}.{own}"].name), shape) is None and not small:
                     yield Refusal(
                         "tp.style.missing",
                         f"{f'{name}.{own}'!r} is not sliced, but the ranks of tp sum the outputs of {name!r} "
                         "(moe_tp_experts); give it a style that slices it",
                     )
     for parameter in model.parameters:
-        given_style, model_style = of_parameters.get(parameter.name), own_styles.get(parameter.name)
+        given_style, model_style = parameter_styles.get(parameter.name), own_styles.get(parameter.name)
         if any(holder_of(name) == head for name in parameter.names):
             continue  # its logits may stay sharded
         if (
@@ -124,9 +124,9 @@ def _packs(model: Inspection, name: str, own: str) -> bool:
     return "chunk" in model.modules[name].code and rows % 2 == 0 and rows // 2 in beside
 
 
-def _counting(model: Inspection, of_modules: Mapping[str, str], head: str | None) -> Iterator[Refusal]:
+def _counting(model: Inspection, module_styles: Mapping[str, str], head: str | None) -> Iterator[Refusal]:
     """Yield a message for each module that counts the heads of a matrix with sliced output, and not those of its rank."""
-    parents = {holder_of(name): name for name, style in of_modules.items() if style in _BLIND and name != head}
+    parents = {holder_of(name): name for name, style in module_styles.items() if style in _BLIND and name != head}
     reported: set[str] = set()
     for parent, name in parents.items():
         count = counts_heads(model.modules[parent])
@@ -134,20 +134,20 @@ def _counting(model: Inspection, of_modules: Mapping[str, str], head: str | None
             reported.add(generalize(parent))
             yield Refusal(
                 "tp.style.misfit",
-                f"{generalize(name)!r} has the style {of_modules[name]}, but {generalize(parent)!r} uses {count} of the "
+                f"{generalize(name)!r} has the style {module_styles[name]}, but {generalize(parent)!r} uses {count} of the "
                 "whole model, and a rank has only some of the heads; legal are colwise_gather_output and no style",
             )
 
 
-def _split_around(name: str, of_modules: Mapping[str, str], layers: Sequence[str]) -> bool:
+def _split_around(name: str, module_styles: Mapping[str, str], layers: Sequence[str]) -> bool:
     """Return whether another module in the same part of a layer is split over heads or features."""
     parent = holder_of(name)
     wide = not parent or any(within(layer, [parent]) for layer in layers)
-    beside = [other for other, style in of_modules.items() if style in FIRST and inside(other, parent)]
+    beside = [other for other, style in module_styles.items() if style in FIRST and inside(other, parent)]
     return any(not wide or holder_of(other) == parent for other in beside)
 
 
-def _scope(name: str, of_modules: Mapping[str, str], layers: Sequence[str]) -> str | None:
+def _scope(name: str, module_styles: Mapping[str, str], layers: Sequence[str]) -> str | None:
     """Return the innermost module around another one that has a ``rowwise`` module inside it; ``None`` if there is none.
 
     In a layer, or in the root, only direct children count, and the search ends there.
@@ -155,7 +155,7 @@ def _scope(name: str, of_modules: Mapping[str, str], layers: Sequence[str]) -> s
     parent, own = name, holder_of(name)
     while parent:
         parent = holder_of(parent)
-        takers = [other for other, style in of_modules.items() if style in SECOND and inside(other, parent)]
+        takers = [other for other, style in module_styles.items() if style in SECOND and inside(other, parent)]
         if parent in layers or not parent:
             takers = [other for other in takers if holder_of(other) == parent == own]
             return parent if takers else None
@@ -167,8 +167,8 @@ def _scope(name: str, of_modules: Mapping[str, str], layers: Sequence[str]) -> s
 def _between(
     scope: str,
     model: Inspection,
-    of_modules: Mapping[str, str],
-    of_parameters: Mapping[str, str],
+    module_styles: Mapping[str, str],
+    parameter_styles: Mapping[str, str],
     own_styles: Mapping[str, str],
     adapters: set[str],
 ) -> Iterator[Refusal]:
@@ -178,7 +178,7 @@ def _between(
             continue
         for own in model.modules[name].parameters:
             parameter = model.parameter_of[f"{name}.{own}"].name
-            style = of_modules.get(name) or of_parameters.get(parameter)
+            style = module_styles.get(name) or parameter_styles.get(parameter)
             if style is None:
                 yield Refusal(
                     "tp.style.missing",
@@ -195,17 +195,17 @@ def _between(
 
 
 def slices_nobody_computes(
-    rows: Mapping[str, TensorParallelRow], of_parameters: Mapping[str, str], parameters: Sequence[ParameterFacts]
+    rows: Mapping[str, TensorParallelRow], parameter_styles: Mapping[str, str], parameters: Sequence[ParameterFacts]
 ) -> Iterator[Refusal]:
     """Yield a message for each sliced parameter whose module does not compute with slices, or slices another dimension.
 
     Args:
         rows: rows of the modules that tensor parallel changes, by name.
-        of_parameters: style of each parameter that has one, by its first name.
+        parameter_styles: style of each parameter that has one, by its first name.
         parameters: facts of the model's parameters.
     """
     for parameter in parameters:
-        style = of_parameters.get(parameter.name)
+        style = parameter_styles.get(parameter.name)
         if (cut := tp_dim(style, parameter.shape)) is None:
             continue
         for name in parameter.names:

@@ -113,7 +113,7 @@ def styles_of_parameters(
     problems = Problems()
     styles: dict[str, str] = {}
     names = {canonical(name): parameter.name for parameter in parameters for name in parameter.names}
-    of_modules: dict[str, str] = {}
+    module_styles: dict[str, str] = {}
     for pattern, style in patterns.items():
         exactly = [own for name, own in names.items() if match_names(pattern, [name])]
         inside = [own for name, own in names.items() if match_names(pattern, [holder_of(name)])]
@@ -122,8 +122,8 @@ def styles_of_parameters(
         for name in exactly:
             styles.setdefault(name, style)
         for name in inside:
-            of_modules.setdefault(name, style)
-    return {**of_modules, **styles}, problems
+            module_styles.setdefault(name, style)
+    return {**module_styles, **styles}, problems
 
 
 def styles_of_norms(pairs: Iterable[Pair], styles: Mapping[str, str], model: Inspection) -> dict[str, str]:

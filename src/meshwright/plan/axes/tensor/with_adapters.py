@@ -59,27 +59,27 @@ def adapted_rows(
     parts = parts if grouped else ()
     bias = ("bias",) if not rows_sliced and "bias" in own else ()
     rows.append(TensorParallelRow(base, inner, sums=own if grouped else bias, parts=parts))
-    of_parameters: dict[str, str] = {}
+    parameter_styles: dict[str, str] = {}
 
     def slice_of(child: str) -> None:
-        of_parameters.update((f"{child}.{item}", inner) for item in model.modules[child].parameters)
+        parameter_styles.update((f"{child}.{item}", inner) for item in model.modules[child].parameters)
 
     for which in ("lora_A", "lora_B"):
         for child in model.children(f"{name}.{which}"):
-            of_child = tuple(model.modules[child].parameters)
+            child_parameters = tuple(model.modules[child].parameters)
             if (which == "lora_B") == rows_sliced:
-                rows.append(TensorParallelRow(child, inner, sums=of_child if grouped else (), parts=parts))
+                rows.append(TensorParallelRow(child, inner, sums=child_parameters if grouped else (), parts=parts))
                 slice_of(child)
             else:
                 whole = "replicated_with_grad_allreduce" if rows_sliced else "whole_on_parts"
-                rows.append(TensorParallelRow(child, whole, sums=of_child))
+                rows.append(TensorParallelRow(child, whole, sums=child_parameters))
     for child in model.children(f"{name}.{MAGNITUDE}") if MAGNITUDE in features else ():
         rows.append(
             TensorParallelRow(child, "dora_rows" if rows_sliced else "dora_columns", sums=() if rows_sliced else ("weight",))
         )
         if rows_sliced:
             slice_of(child)
-    return rows, of_parameters, problems
+    return rows, parameter_styles, problems
 
 
 def small_of_experts(model: Inspection, name: str) -> tuple[str, ...]:
@@ -87,18 +87,18 @@ def small_of_experts(model: Inspection, name: str) -> tuple[str, ...]:
     return tuple(own for own in model.modules[name].parameters if own.endswith(("_lora_A", "_lora_B")))
 
 
-def styles_of_experts(model: Inspection, name: str, of_parameters: Mapping[str, str]) -> dict[str, str]:
+def styles_of_experts(model: Inspection, name: str, parameter_styles: Mapping[str, str]) -> dict[str, str]:
     """Return the styles of the adapters of experts that are sliced: A [experts, rank, in] and B [experts, out, rank].
 
     Args:
         model: the model.
         name: the module of experts.
-        of_parameters: style of each parameter that has one, by its first name.
+        parameter_styles: style of each parameter that has one, by its first name.
     """
     styles = {}
     for own in small_of_experts(model, name):
         weight, is_a = own[: -len("_lora_A")], own.endswith("_lora_A")
-        style = of_parameters.get(model.parameter_of[f"{name}.{weight}"].name)
+        style = parameter_styles.get(model.parameter_of[f"{name}.{weight}"].name)
         dim = tp_dim(style, model.modules[name].parameters[weight])
         if style is None or dim is None:
             continue
