@@ -39,11 +39,14 @@ COLUMNS = tuple(
     next(place for place in LAYOUTS if place.label == label)
     for label in ("shard 2", "replicate 2", "tp 2", "tp 2 seq", "ep 2", "cp 2", "pp 2")
 )
+"""One layout for each axis."""
+
+VARIANT_COLUMNS = tuple(place for place in COLUMNS if place.label not in ("replicate 2", "tp 2 seq"))
+"""Of variants. Replicas differ from shards in no switch, and sequence parallel is the stream of `tp 2`."""
+
 MIXED = ("fsdp.dtypes", "model.values", "pp.halves", "sp.stream", "worker.dtypes", "worker.overflow")
 """Codes of what may not be so in float32: a model that stores or computes something in it, whatever the rest is in, has one
 dtype in float32 alone."""
-VARIANT_COLUMNS = tuple(place for place in COLUMNS if place.label not in ("replicate 2", "tp 2 seq"))
-"""One layout for each axis. Replicas differ from shards in no switch, and sequence parallel is the stream of `tp 2`."""
 
 
 def part_of(types: Sequence[str], part: str) -> list[str]:
