@@ -10,6 +10,9 @@ import pytest
 
 from tests.accelerator.build import CannotBuildError, build
 from tests.accelerator.workers import Workers
+from tests.train.conftest import corpus, tiny
+
+__all__ = ["corpus", "tiny"]
 
 
 @pytest.fixture(scope="session")

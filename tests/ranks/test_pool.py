@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshwright.errors import ConfigError, LayoutError, MeshwrightError, WorkerError
+from meshwright.errors import ConfigError, LayoutError, MeshwrightError, UnsupportedError, WorkerError
 from meshwright.ranks.hang import HangError, describe, disagreement
 from meshwright.ranks.pool import Pool
 from meshwright.ranks.rank_state import Collective, Frame, RankState, stack_of_text
@@ -237,8 +237,8 @@ def _runs(pid: int) -> bool:
 def test_sizes_that_are_no_pool() -> None:
     with pytest.raises(ConfigError, match="a pool of 0 processes"):
         Pool(0)
-    with pytest.raises(ConfigError, match="on tpu"):
-        Pool(1, "tpu")
+    with Pool(1, "tpu") as pool, pytest.raises(UnsupportedError, match="workers on tpu: there is none on this machine"):
+        pool.run(abs)
 
 
 # Work that raises, or dies

@@ -29,13 +29,11 @@ def test_what_is_measured_is_a_device(tmp_path: Path) -> None:
 
 def test_products_are_those_of_a_rank() -> None:
     whole, sliced = (
-        _products(setup_of(2, layers=2, layout=layout).plan, 128, "cpu")
-        for layout in ({"dp_shard": 2}, {"tp": 2, "dp_shard": 1})
+        _products(setup_of(2, layers=2, layout=layout).plan) for layout in ({"dp_shard": 2}, {"tp": 2, "dp_shard": 1})
     )
-    assert (128, 32, 48) in whole  # gate and up of a layer
-    assert (128, 32, 24) in sliced
-    assert (128, 24, 32) in sliced  # down
-    assert max(tokens for tokens, *_ in _products(setup_of(2).plan, 10**9, "cpu")) < 10**7
+    assert (32, 48) in whole  # gate and up of a layer
+    assert (32, 24) in sliced
+    assert (24, 32) in sliced  # down
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from meshwright.distributed._torch_compat import own_memory
+from meshwright.device import is_accelerator
+from meshwright.distributed._torch_compat import not_moved, own_memory
 from meshwright.errors import Problems, UnsupportedError
 from meshwright.models.weights.bars import one_bar
 from meshwright.models.weights.load_report import LoadReport
@@ -320,12 +321,12 @@ def load_sharded(model: "PreTrainedModel", files: Sequence[str], device: "torch.
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # we report missing keys ourselves
     try:
-        with one_bar("reading weights"):
+        with one_bar("reading weights"), not_moved():
             info, _ = type(model)._load_pretrained_model(model, None, list(files), config)
         info = type(model)._finalize_model_loading(model, config, info)
     finally:
         logging.set_verbosity(verbosity)
-    if device.type == "cpu":  # on other devices it was copied
+    if not is_accelerator(device):  # to one it was copied
         for tensor in (*model.parameters(), *model.buffers()):
             own_memory(tensor)
     return LoadReport(

@@ -14,6 +14,7 @@ __all__ = [
     "in_backward",
     "is_decomposed",
     "memory_of",
+    "not_moved",
     "operator_names",
     "operator_schema",
     "own_memory",
@@ -63,6 +64,26 @@ def own_memory(tensor: torch.Tensor) -> None:
         tensor._local_tensor = tensor._local_tensor.detach().clone()
     else:
         tensor.data = tensor.detach().clone()
+
+
+@contextmanager
+def not_moved() -> Iterator[None]:
+    """Inside, ``DTensor.from_local`` leaves a tensor on its device, also if that is not the one of the mesh.
+
+    Otherwise all shards of a model that is kept on the host would be copied to the accelerator while it is read.
+    """
+    original = DTensor.from_local
+
+    def from_local(local: torch.Tensor, *args: Any, **options: Any) -> DTensor:
+        made = torch.empty_like(original(local.to("meta"), *args, **options), device=local.device)
+        made._local_tensor = local
+        return made
+
+    DTensor.from_local = staticmethod(from_local)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        DTensor.from_local = staticmethod(original)  # type: ignore[method-assign]
 
 
 @contextmanager

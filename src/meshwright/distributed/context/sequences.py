@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.device import pinned
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.errors import ConfigError
 from meshwright.plan.axes.context import positions_of
@@ -102,7 +103,8 @@ class Sequences:
     def to(self, device: torch.device) -> "Sequences":
         """Return the same on a device."""
         documents, prefix = (
-            None if tensor is None else tensor.to(device, non_blocking=True) for tensor in (self.documents, self.prefix)
+            None if tensor is None else pinned(tensor, device).to(device, non_blocking=True)
+            for tensor in (self.documents, self.prefix)
         )
         return replace(self, documents=documents, prefix=prefix, _made={})
 

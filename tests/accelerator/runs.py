@@ -1,0 +1,76 @@
+"""Trains tiny runs on the simulated accelerator and on the CPU, with the trainer that `meshwright train` uses."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from meshwright.data.store import TokenStore
+from meshwright.device import is_accelerator, peak_memory
+from meshwright.ranks.pool import Pool
+from meshwright.train.config import RunConfig
+from meshwright.train.parts import PARTS
+from meshwright.train.start.prepare import load_run_tokenizer, prepare_run
+from meshwright.train.start.resume import checkpoint_to_resume
+from meshwright.train.start.setup import make_setup
+from meshwright.train.trainer import Trainer
+
+SOURCE = "/meshwright/"
+
+
+class RankRun(NamedTuple):
+    """What a run did on one rank.
+
+    Attributes:
+        faults: races, memory that is reused while in use, mixed devices, collectives in another order.
+        waits: how often the host waited for the device inside the steps, by file and function of the innermost line of
+            Meshwright, such as ``train/journal.py read``.
+        peak: most bytes of tensors on the device; ``None`` on the CPU.
+    """
+
+    faults: list[str]
+    waits: Counter[str]
+    peak: int | None
+
+
+def train_on_device(device: torch.device, config: RunConfig, store: Path, plant: Callable[[Trainer], None] | None) -> RankRun:
+    """Train a run on this rank, which is in a process group already; ``plant`` may put a fault into its trainer."""
+    simulated = torch.get_device_module(device) if is_accelerator(device) else None
+    if simulated is not None:
+        simulated.reports.take()
+        simulated.reset_peak_memory_stats()
+    setup = make_setup(config, dist.get_world_size(), load_run_tokenizer(config))
+    trainer = Trainer(setup, TokenStore.open(store), device, checkpoint_to_resume(config), replace(PARTS))
+    if plant is not None:
+        plant(trainer)
+    trainer.run()
+    del trainer
+    if simulated is None:
+        return RankRun([], Counter(), None)
+    simulated.synchronize()
+    found = simulated.reports.take("race", "reuse", "mixed", "order", "wait")
+    waits = Counter(place_of(report.stack) for report in found if report.kind == "wait" and in_step(report.stack))
+    faults = [f"{report.kind}: {report.text}" for report in found if report.kind != "wait"]
+    return RankRun(faults, waits, peak_memory(device))
+
+
+def in_step(stack: tuple[str, ...]) -> bool:
+    """Whether a frame is of a step, or of reading how it went; not of evaluation, of saving or of the start."""
+    return any(place_of((frame,)).endswith((" train_step", " read_finished_steps")) for frame in stack)
+
+
+def place_of(stack: tuple[str, ...]) -> str:
+    """File and function of the innermost frame of Meshwright, or of the innermost one. Lines would change with every edit."""
+    frame = next((frame for frame in stack if SOURCE in frame.partition(":")[0]), stack[0])
+    path, _, rest = frame.partition(":")
+    return f"{path.rpartition(SOURCE)[2]} {rest.partition(' ')[2]}"
+
+
+def train_with(pool: Pool, config: RunConfig, plant: Callable[[Trainer], None] | None = None) -> list[RankRun]:
+    """Prepare a run here, and train it on the ranks of a pool."""
+    _, _, store = prepare_run(config, pool.world_size)
+    return pool.run(train_on_device, config, store.directory, plant)

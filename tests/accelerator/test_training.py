@@ -1,0 +1,128 @@
+"""Meshwright on the simulated accelerator: layouts train as on the CPU, without a race; the host waits where it may."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from peft import LoraConfig, get_peft_model
+
+from meshwright.ranks.pool import Pool
+from meshwright.train.config import RunConfig
+from tests.accelerator.conftest import on_path
+from tests.accelerator.runs import train_with
+from tests.diffusion_gemma import tiny_diffusion_gemma
+from tests.tiny import tiny_model
+from tests.train.runs import eval_losses, losses, rows
+
+Tiny = Callable[..., RunConfig]
+
+STEPS = 3
+LOGGED = {"train/journal.py read": STEPS}
+"""Waits of the steps of a run that logs each: the host reads the metrics once a logged step."""
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: tiny_model("llama", seed=7, vocab_size=300),
+    "four layers": lambda: tiny_model("llama", seed=7, vocab_size=300, num_hidden_layers=4),
+    "tied": lambda: tiny_model("gpt2", seed=7, vocab_size=300),
+    "experts": lambda: tiny_model("mixtral", seed=7, vocab_size=300),
+    "wide": lambda: tiny_model("llama", seed=7, vocab_size=300, hidden_size=128, head_dim=32, intermediate_size=128),
+    "diffusion": lambda: tiny_diffusion_gemma(seed=7, vocab_size=300),
+}
+
+
+class Case(NamedTuple):
+    """A run.
+
+    Attributes:
+        model: which of the models.
+        overrides: of a tiny run.
+        waits: of the host inside the steps, by place.
+        error: largest relative difference of a loss. The CPU has other kernels of attention.
+    """
+
+    overrides: tuple[str, ...] = ()
+    model: str = "llama"
+    waits: dict[str, int] = LOGGED
+    error: float = 1e-6
+
+
+ONE = "layout.dp_shard=1"
+SMALL = "training.microbatch_size=1"
+CASES = {
+    "defer": Case(),
+    "defer, bf16": Case(("parallel.param_dtype=bfloat16",), error=1e-3),
+    "reduce each": Case(("parallel.sync=reduce_each", SMALL)),
+    "reshard each": Case(("parallel.sync=reshard_each", SMALL)),
+    "replicas": Case(("layout.dp_replicate=2",)),
+    "recomputed": Case(("parallel.activation_checkpointing=full", "parallel.reshard_after_forward=true")),
+    "tied": Case(model="tied"),
+    "chunks of the loss": Case(("parallel.loss_chunks=2",)),
+    "logged at the ends": Case(("training.log_every=3",), waits={"train/journal.py read": 2}),
+    "tp": Case((ONE, "layout.tp=2")),
+    "tp, sequence parallel": Case((ONE, "layout.tp=2", "parallel.sequence_parallel=true")),
+    "tp, whole logits": Case((ONE, "layout.tp=2", "parallel.loss_parallel=false")),
+    "cp gather": Case((ONE, "layout.cp=2")),
+    "cp ulysses": Case((ONE, "layout.cp=2", "parallel.context_parallel=ulysses")),
+    "cp ring": Case((ONE, "layout.cp=2", "parallel.context_parallel=ring")),
+    "ep": Case(("layout.ep=2",), "experts"),
+    "pp gpipe": Case((ONE, "layout.pp=2", SMALL, "parallel.pipeline.schedule=gpipe")),
+    "pp 1f1b": Case((ONE, "layout.pp=2", SMALL)),
+    "pp interleaved": Case((ONE, "layout.pp=2", SMALL, "parallel.pipeline.schedule=interleaved_1f1b"), "four layers"),
+    "pp zero bubble": Case((ONE, "layout.pp=2", SMALL, "parallel.pipeline.schedule=interleaved_zero_bubble"), "four layers"),
+    "pp zbv": Case((ONE, "layout.pp=2", SMALL, "parallel.pipeline.schedule=zbv"), "four layers"),
+    "pp dualpipe_v": Case((ONE, "layout.pp=2", SMALL, "parallel.pipeline.schedule=dualpipe_v"), "four layers"),
+    "lora": Case(("adapter={rank: 4, alpha: 8, path: 'WEIGHTS/adapter'}",)),
+    "lora, nf4": Case(("adapter={rank: 4, alpha: 8, base: nf4, path: 'WEIGHTS/adapter'}",), "wide"),
+    "diffusion": Case(("data.packing=pad",), "diffusion"),
+    "offload": Case(("parallel.cpu_offload=true",)),
+}
+
+
+@pytest.fixture(scope="module")
+def device_pool(accelerator: Path) -> Iterator[Pool]:
+    with on_path(accelerator), Pool(2, "sim", patience=60) as pool:
+        pool.run(str)
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def cpu_pool() -> Iterator[Pool]:
+    with Pool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Models on disk: a device and the CPU would draw other first values."""
+    folder = tmp_path_factory.mktemp("weights")
+
+    def written(name: str) -> Path:
+        if not (folder / name).exists():
+            model = MODELS[name]()
+            model.save_pretrained(folder / name)
+            if name != "diffusion":
+                settings = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+                get_peft_model(model, settings).save_pretrained(str(folder / name / "adapter"))
+        return folder / name
+
+    return written
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_training(tiny: Tiny, weights: Callable[[str], Path], device_pool: Pool, cpu_pool: Pool, name: str) -> None:
+    case = CASES[name]
+    every = (f"training.steps={STEPS}", "training.log_every=1", f"training.eval_every={STEPS}", "checkpoint.every=0")
+    folder = str(weights(case.model))
+    common = (f"model={{path: '{folder}'}}", *every, *(item.replace("WEIGHTS", folder) for item in case.overrides))
+    on_cpu, on_device = tiny(*common, name="cpu"), tiny(*common, name="device")
+    train_with(cpu_pool, on_cpu)
+    ranks = train_with(device_pool, on_device)
+    assert not [fault for rank in ranks for fault in rank.faults]
+    assert losses(on_device) == pytest.approx(losses(on_cpu), rel=case.error)
+    assert eval_losses(on_device) == pytest.approx(eval_losses(on_cpu), rel=case.error)
+    norms = [[row["gradient_norm"] for row in rows(config) if "loss" in row] for config in (on_device, on_cpu)]
+    assert norms[0] == pytest.approx(norms[1], rel=10 * case.error)
+    for rank in ranks:
+        assert rank.waits == Counter(case.waits)
