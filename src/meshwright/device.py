@@ -122,7 +122,7 @@ def backend(kind: str) -> str:
         return HOST_BACKEND
     try:
         own = dist.get_default_backend_for_device(kind)
-    except ValueError:
+    except (ValueError, RuntimeError):  # it knows none, or not even the kind
         raise UnsupportedError(
             "worker.device", f"workers on {kind}: torch has no backend of collectives for it; legal here: {CPU}"
         ) from None

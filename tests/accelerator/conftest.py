@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.ranks.pool import Pool
 from tests.accelerator.build import CannotBuildError, build
 from tests.accelerator.workers import Workers
 from tests.train.conftest import corpus, tiny
@@ -47,3 +48,17 @@ def two(request: pytest.FixtureRequest, accelerator: Path) -> Iterator[Workers]:
     """Two workers in a process group, each on a device of its own."""
     with on_path(accelerator, ACCELERATOR_NAME=request.param), Workers(2, request.param) as workers:
         yield workers
+
+
+@pytest.fixture(scope="session")
+def device_pool(accelerator: Path) -> Iterator[Pool]:
+    """Two ranks on the accelerator, started once."""
+    with on_path(accelerator), Pool(2, "sim", patience=60) as pool:
+        pool.run(str)
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def cpu_pool() -> Iterator[Pool]:
+    with Pool(2) as pool:
+        yield pool

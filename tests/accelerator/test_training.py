@@ -1,7 +1,7 @@
 """Meshwright on the simulated accelerator: layouts train as on the CPU, without a race; the host waits where it may."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +10,6 @@ from peft import LoraConfig, get_peft_model
 
 from meshwright.ranks.pool import Pool
 from meshwright.train.config import RunConfig
-from tests.accelerator.conftest import on_path
 from tests.accelerator.runs import train_with
 from tests.diffusion_gemma import tiny_diffusion_gemma
 from tests.tiny import tiny_model
@@ -78,19 +77,6 @@ CASES = {
     "diffusion": Case(("data.packing=pad",), "diffusion"),
     "offload": Case(("parallel.cpu_offload=true",)),
 }
-
-
-@pytest.fixture(scope="module")
-def device_pool(accelerator: Path) -> Iterator[Pool]:
-    with on_path(accelerator), Pool(2, "sim", patience=60) as pool:
-        pool.run(str)
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def cpu_pool() -> Iterator[Pool]:
-    with Pool(2) as pool:
-        yield pool
 
 
 @pytest.fixture(scope="module")
