@@ -245,7 +245,8 @@ def test_importing_the_package_is_light() -> None:
         "import sys, meshwright; modules = ('torch', 'transformers', 'torch._dynamo', 'datasets');"
         "heavy = [m for m in modules if m in sys.modules];"
         "assert not heavy, heavy; import torch, meshwright as mw; mw.Layout, mw.ShardingPlan, mw.resolve, mw.parallelize;"
-        "mw.GradSync, mw.clip_grad_norm_, mw.spec_of; assert 'transformers' not in sys.modules"
+        "mw.GradSync, mw.clip_grad_norm_, mw.spec_of; assert 'transformers' not in sys.modules;"
+        "[getattr(mw, name) for name in mw.__all__]; assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=ROOT)
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.distributed.context.sequences import share_batch
 from meshwright.distributed.mesh import ParallelMesh
-from meshwright.distributed.pipeline.scheduled_stages import ScheduledStages, Work
+from meshwright.distributed.pipeline.microbatch_work import Work
 from meshwright.distributed.pipeline.stage_parts import make_parts
 from meshwright.errors import ConfigError, PlanError
 from meshwright.models.specs.registry import get_parallelization_strategy
@@ -63,6 +63,8 @@ class Pipeline:
         self._constant: dict[str, Any] = {"use_cache": False} if "use_cache" in named else {}
         carry_out = get_parallelization_strategy(model).carry_out
         self.model = make_parts(lambda: copy.deepcopy(model), plan, mesh, carry_out)
+        from meshwright.distributed.pipeline.scheduled_stages import ScheduledStages  # torch's schedules load torch._dynamo
+
         self._stages = ScheduledStages(self.model, plan, mesh, device)
         self._shape: tuple[int, int] | None = None
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from meshwright.distributed.experts.balance import Balance
-from meshwright.distributed.pipeline.scheduled_stages import ScheduledStages, Work
+from meshwright.distributed.pipeline.microbatch_work import Work
+from meshwright.distributed.pipeline.scheduled_stages import ScheduledStages
 from meshwright.models.objective import Batch, Objective
 from meshwright.models.token_loss import forward_arguments, forward_logits
 from meshwright.train.engine import LOSS, Engine, Sums

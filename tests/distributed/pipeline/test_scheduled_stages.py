@@ -10,7 +10,8 @@ from torch import nn
 from meshwright.audit.case import local_part
 from meshwright.distributed.comm_counter import CommCounter
 from meshwright.distributed.mesh import build_mesh, whole_tensor
-from meshwright.distributed.pipeline.scheduled_stages import ScheduledStages, Work
+from meshwright.distributed.pipeline.microbatch_work import Work
+from meshwright.distributed.pipeline.scheduled_stages import ScheduledStages
 from meshwright.distributed.pipeline.stage_parts import StageParts, make_parts
 from meshwright.errors import ConfigError, PlanError, UnsupportedError
 from meshwright.layout import Layout

@@ -74,8 +74,8 @@ def not_moved() -> Iterator[None]:
     """
     original = DTensor.from_local
 
-    def from_local(local: torch.Tensor, *args: Any, **options: Any) -> DTensor:
-        made = torch.empty_like(original(local.to("meta"), *args, **options), device=local.device)
+    def from_local(local: torch.Tensor, *args: Any, **options: Any) -> Any:
+        made: Any = torch.empty_like(original(local.to("meta"), *args, **options), device=local.device)
         made._local_tensor = local
         return made
 

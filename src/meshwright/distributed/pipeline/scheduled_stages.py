@@ -14,9 +14,8 @@ torch's schedule decides the order of forwards and backwards, and sends hidden s
 give it their microbatches.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.distributed.grad_clip import clip_grad_norm_
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.distributed.pipeline.cut import crossing_of
+from meshwright.distributed.pipeline.microbatch_work import Work
 from meshwright.distributed.pipeline.parameter_copies import local_shard, parameter_copies
 from meshwright.distributed.pipeline.stage import scale_gradients, stage_backward
 from meshwright.distributed.pipeline.stage_parts import StageParts
@@ -36,29 +36,7 @@ from meshwright.errors import PlanError, UnsupportedError
 from meshwright.plan.axes.pipeline.stage_plan import crossing_dtype, crossing_shape, first_trained, on_stages, stages_of_rank
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
-__all__ = ["ScheduledStages", "Work"]
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a microbatch needs on the stages.
-
-    Attributes:
-        arguments: what the model of an inner stage is called with: this rank's part of the batch, with ``input_ids`` or
-            ``inputs_embeds``.
-        loss: calls that of the last stage. It returns a scalar for training; in evaluation, whatever is to be known.
-        around: what every forward and backward of the microbatch runs in.
-    """
-
-    arguments: Mapping[str, Any]
-    loss: Callable[[nn.Module], torch.Tensor]
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-    def crossing(self, plan: ShardingPlan) -> tuple[int, int, int]:
-        """Return the shape of the hidden state that crosses a cut."""
-        tokens = self.arguments.get("input_ids")
-        rows, length = (self.arguments["inputs_embeds"] if tokens is None else tokens).shape[:2]
-        return crossing_shape(plan, rows, length * plan.layout.size("cp"))
+__all__ = ["ScheduledStages"]
 
 
 class _NoGradient(torch.autograd.Function):
