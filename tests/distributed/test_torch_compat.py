@@ -25,11 +25,11 @@ OURS = {
 
 DOCUMENTED = {
     "Module", "OpOverload", "Parameter", "PrefixStore", "ProcessGroup", "ProcessGroupGloo", "ScriptObject", "Store", "Tensor",
-    "Variable", "__init__", "__version__", "_C", "_ops", "all_gather_into_tensor", "autograd", "cuda", "data", "detach",
+    "Variable", "__init__", "__version__", "_C", "_ops", "all_gather_into_tensor", "autograd", "data", "detach",
     "device", "dim", "get_group", "get_process_group_ranks", "get_world_size", "grad", "is_gloo_available", "is_grad_enabled",
     "is_initialized", "mesh", "ndim", "placements", "queue_callback", "reduce_scatter_tensor", "register_forward_hook",
     "register_forward_pre_hook", "remove", "requires_grad", "get_rank", "group_name",
-    "new_group", "numel", "to_local", "untyped_storage", "zeros_like", "tags",
+    "empty_like", "from_local", "new_group", "numel", "to_local", "untyped_storage", "zeros_like", "tags",
 }  # fmt: skip
 """Public names of torch, and the ways to modules that hold private ones."""
 
@@ -52,7 +52,6 @@ OPTIONAL = {
     "_initialize_stage": "of pipelining, which is looked up as it is used",
     "_initialize_stages": "of pipelining, which is looked up as it is used",
     "_step_microbatches": "of pipelining, which is looked up as it is used",
-    "cuda": "of the flight recorder",
     "_schema": "a higher-order operator has none",
     "_world": "of the flight recorder's report, which does without",
     "pg_names": "of the flight recorder's report, which does without",
