@@ -51,3 +51,40 @@ with process_group(timedelta(seconds=60), "cuda") as device:
             assert error < 1e-5, (policy, name, float(error))
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=300, cwd=EXAMPLES.parent)
+
+
+def test_the_host_waits_for_the_gpu_in_no_step(tmp_path: Path) -> None:
+    """As on the simulated accelerator: tests/accelerator. The first step is left out: FSDP and the allocator begin in it."""
+    script = """
+import sys, warnings, torch
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from meshwright.device import accelerator
+from meshwright.distributed.process_group import process_group
+from meshwright.train.parts import PARTS
+from meshwright.train.start.prepare import load_run_tokenizer, prepare_run
+from meshwright.train.start.setup import make_setup
+from meshwright.train.trainer import Trainer
+from tests.train.runs import tiny_run, write_corpus
+
+folder = Path(sys.argv[1])
+config = tiny_run(folder, write_corpus(folder / "corpus.jsonl"), "training.steps=4", "training.microbatch_size=2")
+_, _, store = prepare_run(config, 1)
+with process_group(timedelta(seconds=60), accelerator()) as device:
+    trainer = Trainer(make_setup(config, 1, load_run_tokenizer(config)), store, device, None, replace(PARTS))
+    plain = trainer.train_step
+    def train_step():
+        torch.cuda.set_sync_debug_mode("warn" if trainer.step else "default")
+        try:
+            plain()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    trainer.train_step = train_step
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        trainer.run()
+waits = [f"{item.filename}:{item.lineno} {item.message}" for item in seen if "synchronizing" in str(item.message)]
+assert not waits, waits
+"""
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=300, cwd=EXAMPLES.parent)
