@@ -29,13 +29,27 @@ DOCUMENTED = {
     "device", "dim", "get_group", "get_process_group_ranks", "get_world_size", "grad", "is_gloo_available", "is_grad_enabled",
     "is_initialized", "mesh", "ndim", "placements", "queue_callback", "reduce_scatter_tensor", "register_forward_hook",
     "register_forward_pre_hook", "remove", "requires_grad", "get_rank", "group_name",
-    "empty_like", "from_local", "new_group", "numel", "to_local", "untyped_storage", "zeros_like", "tags",
+    "empty_like", "from_local", "step", "new_group", "numel", "to_local", "untyped_storage", "zeros_like", "tags",
 }  # fmt: skip
 """Public names of torch, and the ways to modules that hold private ones."""
 
-PYTHON = {"append", "setdefault", "tolist", "clear", "environ", "get", "items", "loads", "partition", "split", "values"}
+PYTHON = {
+    "append",
+    "signature",
+    "setdefault",
+    "tolist",
+    "clear",
+    "environ",
+    "get",
+    "items",
+    "loads",
+    "partition",
+    "split",
+    "values",
+}
 
 OPTIONAL = {
+    "set_timeout": "torch 2.14 and later; before it there is a private one",
     "_fsdp_param_groups": "torch 2.13 and later; before it there is one group",
     "options": "of a backend: read where the backend is one of gloo or NCCL",
     "parameters": "of a stage's module",

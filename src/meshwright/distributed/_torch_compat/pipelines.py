@@ -1,5 +1,6 @@
 """The schedules of torch's pipelines, and the backwards of their stages. They are imported when a pipeline uses them."""
 
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -42,8 +43,10 @@ def run_schedule(schedule: Any, keywords: Sequence[dict[str, Any]]) -> None:
         keywords: for each microbatch, what the module of every stage is called with beside the hidden state.
     """
     count = len(keywords)
-    # The public step() would cut one large batch into microbatches.
-    schedule._step_microbatches([()] * count, list(keywords), [None] * count, None, return_outputs=False)
+    if "arg_mbs" in inspect.signature(schedule.step).parameters:  # torch 2.14
+        schedule.step(arg_mbs=[()] * count, kwarg_mbs=list(keywords), target_mbs=[None] * count, return_outputs=False)
+    else:  # before it, the public step() cuts one large batch into microbatches
+        schedule._step_microbatches([()] * count, list(keywords), [None] * count, None, return_outputs=False)
 
 
 def backward_of_stage(kind: str, stage: Any, arguments: dict[str, Any]) -> Any:

@@ -34,9 +34,7 @@ __all__ = [
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_WITH_TIMEOUT = tuple(
-    kind for kind in (getattr(distributed_c10d, f"ProcessGroup{name}", None) for name in ("Gloo", "NCCL")) if kind is not None
-)
+set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # public in torch 2.14
 
 
 def one_gloo_worker() -> None:
@@ -86,13 +84,13 @@ def inherit_timeout(mesh: DeviceMesh) -> None:
     wanted = _timeout_of(distributed_c10d._get_default_group())
     for group in mesh.get_all_groups():
         if wanted is not None and _timeout_of(group) in own:
-            distributed_c10d._set_pg_timeout(wanted, group)
+            set_timeout(wanted, group)
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """The timeout of a group; ``None`` if its backends have none."""
-    backends = [group._get_backend(device) for device in group._device_types]
-    return next((backend.options._timeout for backend in backends if isinstance(backend, _WITH_TIMEOUT)), None)
+    options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    return next((own._timeout for own in options if own is not None and hasattr(own, "_timeout")), None)
 
 
 def control_store(prefix: str) -> dist.Store:
