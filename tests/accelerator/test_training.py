@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from meshwright.ranks.pool import Pool
 from meshwright.train.config import RunConfig
 from tests.accelerator.runs import train_with
+from tests.accelerator.workers import Workers
 from tests.diffusion_gemma import tiny_diffusion_gemma
 from tests.tiny import tiny_model
 from tests.train.runs import eval_losses, losses, rows
@@ -97,14 +98,14 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_training(tiny: Tiny, weights: Callable[[str], Path], device_pool: Pool, cpu_pool: Pool, name: str) -> None:
+def test_training(tiny: Tiny, weights: Callable[[str], Path], two: Workers, cpu_pool: Pool, name: str) -> None:
     case = CASES[name]
     every = (f"training.steps={STEPS}", "training.log_every=1", f"training.eval_every={STEPS}", "checkpoint.every=0")
     folder = str(weights(case.model))
     common = (f"model={{path: '{folder}'}}", *every, *(item.replace("WEIGHTS", folder) for item in case.overrides))
     on_cpu, on_device = tiny(*common, name="cpu"), tiny(*common, name="device")
     train_with(cpu_pool, on_cpu)
-    ranks = train_with(device_pool, on_device)
+    ranks = train_with(two, on_device)
     assert not [fault for rank in ranks for fault in rank.faults]
     assert losses(on_device) == pytest.approx(losses(on_cpu), rel=case.error)
     assert eval_losses(on_device) == pytest.approx(eval_losses(on_cpu), rel=case.error)

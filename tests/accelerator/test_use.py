@@ -22,16 +22,17 @@ from meshwright.ranks.pool import Pool
 from meshwright.train.config import OptimizerConfig, RunConfig
 from meshwright.train.optimizer import build_optimizer
 from meshwright.train.start.processes import adapted, device_kind
-from tests.accelerator.conftest import on_path
+from tests.accelerator.build import on_path
 from tests.accelerator.runs import train_with
+from tests.accelerator.workers import Workers
 from tests.tiny import make
 from tests.train.runs import GPT2_WITH_DROPOUT, losses, rows
 
 Tiny = Callable[..., RunConfig]
 
 
-def test_a_mesh_is_of_the_accelerators_by_default(device_pool: Pool) -> None:
-    assert device_pool.run(_device_of_mesh) == ["sim", "sim"]
+def test_a_mesh_is_of_the_accelerators_by_default(two: Workers) -> None:
+    assert two.run(_device_of_mesh) == ["sim", "sim"]
 
 
 def _device_of_mesh(device: torch.device) -> str:
@@ -39,23 +40,23 @@ def _device_of_mesh(device: torch.device) -> str:
 
 
 @pytest.mark.parametrize(("wish", "expected"), [("auto", "sim"), ("accelerator", "sim"), ("sim", "sim"), ("cpu", "cpu")])
-def test_the_device_of_a_run(tiny: Tiny, device_pool: Pool, wish: str, expected: str) -> None:
-    assert device_pool.run(_kind, tiny(f"launch.device={wish}")) == [expected, expected]
+def test_the_device_of_a_run(tiny: Tiny, two: Workers, wish: str, expected: str) -> None:
+    assert two.run(_kind, tiny(f"launch.device={wish}")) == [expected, expected]
 
 
-def test_a_device_that_is_not_here_is_refused_with_those_that_are(tiny: Tiny, device_pool: Pool) -> None:
+def test_a_device_that_is_not_here_is_refused_with_those_that_are(tiny: Tiny, two: Workers) -> None:
     said = r"launch\.device=cuda: its accelerators are sim on this machine; legal here: auto, cpu, accelerator, sim"
     with pytest.raises(MeshwrightError, match=said):
-        device_pool.run(_kind, tiny("launch.device=cuda"))
+        two.run(_kind, tiny("launch.device=cuda"))
 
 
 def _kind(device: torch.device, config: RunConfig) -> str:
     return device_kind(config, 2)
 
 
-def test_what_the_device_has(device_pool: Pool, tiny: Tiny) -> None:
+def test_what_the_device_has(two: Workers, tiny: Tiny) -> None:
     """It has all but kernels of torch.compile, without which a run says so and goes on."""
-    for abilities, config, lines in device_pool.run(_abilities, tiny("parallel.compile=true")):
+    for abilities, config, lines in two.run(_abilities, tiny("parallel.compile=true")):
         assert abilities == {Ability.FUSED: True, Ability.FLOAT64: True, Ability.PINNED: True, Ability.COMPILED: False}
         assert not config.parallel.compile
         assert lines == ["torch.compile has no kernels for sim: nothing is compiled (parallel.compile=false)"]
@@ -65,8 +66,8 @@ def _abilities(device: torch.device, config: RunConfig) -> Any:
     return {ability: able("sim", ability) for ability in Ability}, *adapted(config, "sim")
 
 
-def test_the_optimizer_is_fused(device_pool: Pool) -> None:
-    assert all(device_pool.run(_fused))
+def test_the_optimizer_is_fused(two: Workers) -> None:
+    assert all(two.run(_fused))
 
 
 def _fused(device: torch.device) -> bool:
@@ -76,8 +77,8 @@ def _fused(device: torch.device) -> bool:
     return all(group["fused"] for group in optimizer.param_groups)
 
 
-def test_initialization_leaves_the_generators_as_they_were(device_pool: Pool) -> None:
-    assert all(device_pool.run(_same_generators))
+def test_initialization_leaves_the_generators_as_they_were(two: Workers) -> None:
+    assert all(two.run(_same_generators))
 
 
 def _same_generators(device: torch.device) -> bool:
@@ -88,8 +89,8 @@ def _same_generators(device: torch.device) -> bool:
     return all(map(torch.equal, before, (rng_state(device), rng_state(torch.device("cpu")))))
 
 
-def test_random_states_come_back(device_pool: Pool) -> None:
-    assert all(device_pool.run(_drawn_again))
+def test_random_states_come_back(two: Workers) -> None:
+    assert all(two.run(_drawn_again))
 
 
 def _drawn_again(device: torch.device) -> bool:
@@ -100,43 +101,43 @@ def _drawn_again(device: torch.device) -> bool:
     return torch.equal(first, torch.rand(4, device=device))
 
 
-def test_a_run_with_dropout_resumes_as_if_nothing_had_happened(tiny: Tiny, device_pool: Pool, cpu_pool: Pool) -> None:
+def test_a_run_with_dropout_resumes_as_if_nothing_had_happened(tiny: Tiny, two: Workers, cpu_pool: Pool) -> None:
     """Also on the CPU and back, where the random numbers are others and the values of the weights are not."""
     every = (GPT2_WITH_DROPOUT, "checkpoint.every=2", "checkpoint.keep=null", "training.log_every=1", "training.steps=6")
     whole = tiny(*every, name="whole")
-    train_with(device_pool, whole)
+    train_with(two, whole)
     middle = whole.directory / "checkpoints" / "step-00000002"
     assert {name for name in storage.contents(middle) if name.startswith("rng.")} == {
         f"rng.{rank}.{kind}" for rank in (0, 1) for kind in ("cpu", "sim")
     }
     again = tiny(*every, f"checkpoint.resume={middle}", name="again")
-    train_with(device_pool, again)
+    train_with(two, again)
     assert losses(again) == losses(whole)[2:]
 
     across = (*every[:-1], f"checkpoint.resume={middle}")
     on_cpu = tiny(*across, "training.steps=4", name="cpu")
     train_with(cpu_pool, on_cpu)
     back = tiny(*every, f"checkpoint.resume={on_cpu.directory / 'checkpoints' / 'step-00000004'}", name="back")
-    train_with(device_pool, back)
+    train_with(two, back)
     assert [*losses(on_cpu), *losses(back)] == pytest.approx(losses(whole)[2:], rel=0.05)  # other dropout
 
 
-def test_memory_is_the_device_s(tiny: Tiny, device_pool: Pool) -> None:
+def test_memory_is_the_device_s(tiny: Tiny, two: Workers) -> None:
     config = tiny("training.steps=1", "training.log_every=1")
-    (peak, _) = (rank.peak for rank in train_with(device_pool, config))
+    (peak, _) = (rank.peak for rank in train_with(two, config))
     shown = [row["memory_bytes"] for row in rows(config) if "memory_bytes" in row]
     assert peak is not None
     assert 0 < shown[-1] <= peak < 2**24 < memory_in_use(torch.device("cpu"))
 
 
-def test_an_export_generates_on_the_device(tiny: Tiny, tmp_path: Path, device_pool: Pool) -> None:
+def test_an_export_generates_on_the_device(tiny: Tiny, tmp_path: Path, two: Workers) -> None:
     config = tiny("training.steps=2")
-    train_with(device_pool, config)
+    train_with(two, config)
     checkpoint = latest(config.directory / "checkpoints")
     assert checkpoint is not None
     export_checkpoint(checkpoint, tmp_path / "export")
     text = generate(tmp_path / "export", "abc", max_new_tokens=4, temperature=0.0)
-    assert [text, text] == device_pool.run(_generated, tmp_path / "export")
+    assert [text, text] == two.run(_generated, tmp_path / "export")
 
 
 def _generated(device: torch.device, directory: Path) -> str:
