@@ -13,8 +13,10 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -82,6 +84,15 @@ def _lay_out(library: Path, folder: Path) -> None:
     (metadata / "entry_points.txt").write_text(f"[torch.backends]\n{PACKAGE} = {PACKAGE}:register\n")
     parts.chmod(0o755)
     parts.rename(folder)
+
+
+@contextmanager
+def on_path(folder: Path, **variables: str) -> Iterator[None]:
+    """Give processes that start inside the accelerator, and variables that its ``Settings`` read."""
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # multiprocessing's spawned processes take over sys.path of this one, in place of what PYTHONPATH gave them.
+    with patch.dict(os.environ, {"PYTHONPATH": path, **variables}), patch.object(sys, "path", [str(folder), *sys.path]):
+        yield
 
 
 if __name__ == "__main__":

@@ -39,13 +39,14 @@ import atexit
 import json
 import os
 import sys
+import tempfile
 import types
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-FOREIGN = ("/torch/", "/simulated_accelerator/", "<frozen", "<string>", "/transformers/", "/contextlib.py", "/threading.py")
+FOREIGN = ("/torch/", "<frozen", "<string>", "/transformers/", "/contextlib.py", "/typing_extensions.py")
 """Files whose frames say little about where in the program something happens."""
 STACK = 40
 """Frames that a report keeps."""
@@ -101,7 +102,7 @@ class Reports:
         self._native, self._log, self._all = native, log, []
 
     def add(self, kind: str, text: str) -> None:
-        frame, stack = sys._getframe(1), []
+        frame, stack = sys._getframe().f_back, []  # none on a thread of autograd
         while frame is not None and len(stack) < STACK:
             stack.append(f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name}")
             frame = frame.f_back
@@ -234,7 +235,7 @@ def _device_module(settings: Settings, native: Any) -> types.ModuleType:
         orders=native.orders,
         ignore_orders=native.ignore_orders,
     )
-    native.start(settings.devices, settings.mixing_raises, FOREIGN, reports.add)
+    native.start(settings.devices, settings.mixing_raises, __file__, FOREIGN, reports.add)
     return module
 
 
@@ -263,6 +264,17 @@ def _register_collectives(backend: str, device: str, native: Any) -> None:
     import torch.distributed as dist
 
     def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
-        return native.backend(dist.ProcessGroupGloo(dist.PrefixStore(backend, store), rank, size, timeout), backend)
+        store = dist.PrefixStore(backend, store)
+        if rank == 0:
+            handle, path = tempfile.mkstemp(prefix="simulated-accelerator-")
+            os.truncate(handle, native.Ledger.bytes(size))
+            os.close(handle)
+            store.set("ledger", path)
+        path = store.get("ledger").decode()
+        ledger = native.Ledger(path, rank, size)
+        gloo = dist.ProcessGroupGloo(store, rank, size, timeout)  # returns when all ranks are here, so have opened the ledger
+        if rank == 0:
+            os.unlink(path)
+        return native.backend(gloo, backend, ledger, timeout)
 
     dist.Backend.register_backend(backend, make, devices=[device])

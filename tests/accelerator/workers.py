@@ -1,15 +1,21 @@
-"""Processes that have the accelerator, stay alive between jobs, and are in one process group."""
+"""Processes that have the accelerator, stay alive between jobs, and are in one process group; and tests that run in them."""
 
+import inspect
 import os
 import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import torch
+
+from tests.accelerator.build import on_path
 
 PATIENCE = 60.0
 """Seconds that a job may take."""
@@ -26,11 +32,12 @@ class Workers:
 
     Args:
         number: of ranks.
+        accelerator: folder of the build.
         kind: name of the device.
     """
 
-    def __init__(self, number: int, kind: str) -> None:
-        self.number, self.kind = number, kind
+    def __init__(self, number: int, accelerator: Path, kind: str = "sim") -> None:
+        self.number, self.kind, self.accelerator = number, kind, accelerator
         self._running: list[tuple[Any, Connection]] = []
 
     def __enter__(self) -> "Workers":
@@ -41,6 +48,7 @@ class Workers:
         self.close()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        __tracebackhide__ = True
         if not self._running:
             self._start()
         for _, pipe in self._running:
@@ -65,7 +73,8 @@ class Workers:
         for rank in range(self.number):
             pipe, theirs = context.Pipe()
             process = context.Process(target=_work, args=(rank, self.number, self.kind, folder, theirs), daemon=True)
-            process.start()
+            with on_path(self.accelerator, ACCELERATOR_NAME=self.kind):
+                process.start()
             theirs.close()
             self._running.append((process, pipe))
         for _, pipe in self._running:
@@ -79,7 +88,6 @@ class Workers:
 
 
 def _work(rank: int, number: int, kind: str, folder: Path, pipe: Connection) -> None:
-    import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -104,3 +112,53 @@ def _work(rank: int, number: int, kind: str, folder: Path, pipe: Connection) -> 
             outcome = (True, function(device, *args))
         except BaseException:
             outcome = (False, traceback.format_exc())
+
+
+def in_workers(number: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a test of a function ``(device, **parameters)``: it runs on this number of ranks (1 or 2), each on its device."""
+
+    def test_of(function: Callable[..., None]) -> Callable[..., None]:
+        fixture = {1: "one", 2: "two"}[number]
+
+        def test(**given: Any) -> None:
+            __tracebackhide__ = True  # what matters is the worker's traceback
+            given.pop(fixture).run(_run_test, function.__module__, function.__name__, given)
+
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        own = inspect.Parameter(fixture, inspect.Parameter.KEYWORD_ONLY)
+        parameters = [item.replace(kind=own.kind) for item in parameters]
+        test.__signature__ = inspect.Signature([*parameters, own])  # type: ignore[attr-defined]
+        test.__name__, test.__module__, test.__doc__ = function.__name__, function.__module__, function.__doc__
+        test.pytestmark = getattr(function, "pytestmark", [])  # type: ignore[attr-defined]
+        test.body = function  # type: ignore[attr-defined]
+        return test
+
+    return test_of
+
+
+def _run_test(device: torch.device, module: str, name: str, given: dict[str, Any]) -> None:
+    """Run it from a clean state, and find its reports unread: a test that is not about reports has none."""
+    simulated = module_of(device)
+    simulated.ignore_orders([])
+    simulated.synchronize(device)
+    simulated.reports.take()
+    simulated.reset_counts()
+    getattr(import_module(module), name).body(device, **given)
+    simulated.synchronize(device)
+    left = reports(device)
+    assert not left, left
+
+
+def module_of(device: torch.device) -> Any:
+    """The module ``torch.<name>`` of the device."""
+    return torch.get_device_module(device)
+
+
+def reports(device: torch.device) -> list[Any]:
+    """Take all reports but waits."""
+    return module_of(device).reports.take()
+
+
+def waits(device: torch.device) -> list[Any]:
+    """Take the host's waits."""
+    return module_of(device).reports.take("wait")

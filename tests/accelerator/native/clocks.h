@@ -86,6 +86,7 @@ struct World {
   bool mixing_raises = true;
   py::object* on_report = nullptr;         // (kind, text) -> None
   std::vector<std::string> foreign_files;  // parts of the names of files that are not the user's
+  std::string own_file;                    // the Python module of the simulation
 };
 
 // Never destroyed. Memory is freed and collectives end until the process does, after the destructors of globals have run; with
@@ -122,14 +123,17 @@ struct PlaceHash {
   }
 };
 
-inline bool is_foreign(PyCodeObject* code) {  // with the GIL
-  static auto& known = *new std::unordered_map<PyCodeObject*, bool>;
+enum class Whose { kUsers, kForeign, kOwn };
+
+inline Whose whose(PyCodeObject* code) {  // with the GIL
+  static auto& known = *new std::unordered_map<PyCodeObject*, Whose>;
   if (auto found = known.find(code); found != known.end()) return found->second;
   Py_INCREF(code);  // its address is a key from now on
   auto path = py::reinterpret_borrow<py::object>((PyObject*)code).attr("co_filename").cast<std::string>();
-  bool foreign = false;
-  for (auto& part : world.foreign_files) foreign |= path.find(part) != std::string::npos;
-  return known[code] = foreign;
+  auto found = path == world.own_file ? Whose::kOwn : Whose::kUsers;
+  for (auto& part : world.foreign_files)
+    if (found == Whose::kUsers && path.find(part) != std::string::npos) found = Whose::kForeign;
+  return known[code] = found;
 }
 
 // Where the host is: its innermost frame that is neither torch's nor the simulator's, and the innermost of all; on a thread of
@@ -147,15 +151,15 @@ inline Place place_here() {
     auto raw = (PyFrameObject*)frame.ptr();
     auto code = PyFrame_GetCode(raw);
     Py_DECREF(code);  // the frame keeps it
-    if (!key.inner.code) key.inner = {code, PyFrame_GetLineNumber(raw)};
-    if (!is_foreign(code)) {
+    const auto found = whose(code);
+    if (found != Whose::kOwn && !key.inner.code) key.inner = {code, PyFrame_GetLineNumber(raw)};
+    if (found == Whose::kUsers) {
       key.outer = {code, PyFrame_GetLineNumber(raw)};
       break;
     }
     frame = py::reinterpret_steal<py::object>((PyObject*)PyFrame_GetBack(raw));
   }
   if (auto found = places.find(key); found != places.end()) return &found->second;
-  if (key.inner.code) is_foreign(key.inner.code);  // so that its code object, which is part of the key, is kept
   std::string text = key.node.empty() ? "" : "backward " + key.node;
   for (auto& part : {key.outer, key.outer == key.inner ? Frame() : key.inner})
     if (part.code) text += (text.empty() ? "" : " < ") + part.text();
@@ -237,6 +241,9 @@ inline void host_learns(const Clock& clock) {  // that all of it has ended
         ++item;
       }
   }
+  // The end of a collective may need a thread that needs the GIL, to free a tensor.
+  std::optional<py::gil_scoped_release> without_gil;
+  if (python_lives() && PyGILState_Check()) without_gil.emplace();
   for (auto& finish : due) finish();
 }
 

@@ -6,7 +6,12 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/NativeFunctions.h>
 #include <ATen/native/CPUFallback.h>
+#include <ATen/native/DispatchStub.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_foreach_copy_ops.h>
+#include <ATen/ops/convolution_backward_ops.h>
+#include <ATen/ops/convolution_ops.h>
 #include <ATen/ops/histc_ops.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
@@ -59,9 +64,6 @@ inline const std::unordered_set<std::string> kWaiting = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique", "aten::_unique2",
     "aten::unique_dim", "aten::unique_consecutive", "aten::equal", "aten::bincount", "aten::repeat_interleave",
     "aten::linalg_eigh"};
-// Their kernels on a device take indices of the host, and copy them.
-inline const std::unordered_set<std::string> kTakesHostIndices = {
-    "aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"};
 
 inline bool is_mask(const Tensor& tensor) {
   return tensor.defined() && (tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte);
@@ -97,15 +99,15 @@ class Call {
   void convert(const c10::Argument& formal, c10::IValue& value) {
     const bool write = formal.alias_info() && formal.alias_info()->isWrite();
     if (value.isTensor()) {
-      value = alias(value.toTensor(), write, false);
+      value = alias(value.toTensor(), write);
     } else if (value.isTensorList()) {
       auto list = value.toTensorVector();
-      for (auto& tensor : list) tensor = alias(tensor, write, false);
+      for (auto& tensor : list) tensor = alias(tensor, write);
       value = c10::List<Tensor>(list);
     } else if (value.isOptionalTensorList()) {
       c10::List<std::optional<Tensor>> list;
       for (const auto& tensor : value.toOptionalTensorVector())
-        list.push_back(tensor && tensor->defined() ? alias(*tensor, write, true) : tensor);
+        list.push_back(tensor && tensor->defined() ? index(*tensor, write) : tensor);
       value = list;
     } else if (value.isDevice() && value.toDevice().type() == kDevice) {
       device_ = Guard::index(value.toDevice());
@@ -123,13 +125,22 @@ class Call {
     }
   }
 
-  Tensor alias(const Tensor& tensor, bool write, bool index) {
+  // Indices may be the host's: a device copies them. Masks become numbers, whose count the host must know, but for a mask that
+  // gets one value, which is filled. For reading, torch has done both, by operators of their own, before this is called.
+  Tensor index(const Tensor& tensor, bool write) {
+    const bool assigns = name_ == "aten::_index_put_impl_";
+    if (tensor.device().is_cpu()) {
+      if (assigns) host_waits("copy h2d", current_slot(current_device));
+      return tensor;
+    }
+    waits_ |= assigns && is_mask(tensor) && at_end(schema_.arguments(), 2).toTensor().numel() != 1;
+    return alias(tensor, write);
+  }
+
+  Tensor alias(const Tensor& tensor, bool write) {
     if (!tensor.defined()) return tensor;
-    if (tensor.device().type() != kDevice) {
-      const bool takes = index && kTakesHostIndices.count(name_);
-      if (takes) host_waits("copy h2d of an index", current_slot(current_device));
-      // Kernels of devices take scalars of the host, as tensors without dimensions.
-      if (tensor.device().is_cpu() && tensor.dim() > 0 && !takes) mixed_ = "a tensor on cpu";
+    if (tensor.device().type() != kDevice) {  // kernels of devices take scalars of the host, as tensors without dimensions
+      if (tensor.device().is_cpu() && tensor.dim() > 0) mixed_ = "a tensor on cpu";
       return tensor;
     }
     if (device_ >= 0 && device_ != tensor.device().index())
@@ -199,7 +210,7 @@ class Call {
     {
       Findings findings;
       Lock lock(world.mutex);
-      world.counts["operators"]++;
+      world.counts["launches"]++;
       const auto epoch = launch(slot);
       for (bool write : {false, true})
         for (auto& argument : arguments_)
@@ -248,7 +259,7 @@ inline Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blo
   {
     Findings findings;
     Lock lock(world.mutex);
-    world.counts["operators"]++;
+    world.counts["launches"]++;
     world.counts[name]++;
     if (target_slot != slot) launch(slot), world.streams[slot].join(world.streams[target_slot]);
     epoch = launch(slot);
@@ -363,9 +374,63 @@ inline Tensor& set_tensor(Tensor& self, const Tensor& source) {
 inline void record_stream(Tensor& self, c10::Stream stream) { record_stream_of(self.storage().data_ptr(), stream); }
 
 // ---------------------------------------------------------------- operators that differ on devices
-inline int64_t sdp_choice(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
-                          std::optional<double>, bool) {
-  return 0;  // torch's mathematical form, of operators that the device has
+// The device's attention is one kernel, the CPU's, for the same arguments as on the CPU. torch's plain form of it, of a dozen
+// operators, sums in another order.
+inline int64_t attention_choice(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
+                                double dropout, bool causal, std::optional<double> scale, bool grouped) {
+  const auto plain = static_cast<int64_t>(at::SDPBackend::math);
+  if (!query.is_floating_point() || (mask && mask->defined() && mask->requires_grad())) return plain;
+  std::optional<Tensor> cpu_mask;
+  if (mask && mask->defined()) cpu_mask = mask->device().type() == kDevice ? cpu_alias(*mask) : *mask;
+  const auto choice = at::_fused_sdp_choice(
+      cpu_alias(query), cpu_alias(key), cpu_alias(value), cpu_mask, dropout, causal, scale, grouped);
+  return choice == plain ? plain : static_cast<int64_t>(at::SDPBackend::overrideable);
+}
+
+using AttentionResult = std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor>;
+
+inline AttentionResult attention(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
+                                 double dropout, bool causal, bool, std::optional<double> scale) {
+  auto [out, log_sum] = at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, mask, scale);
+  return {out, log_sum, {}, {}, query.sym_size(2), key.sym_size(2), {}, {}, {}};
+}
+
+inline std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& grad, const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& mask, std::array<bool, 4>,
+    const Tensor& out, const Tensor& log_sum, const Tensor&, const Tensor&, c10::SymInt, c10::SymInt, double dropout,
+    bool causal, const Tensor&, const Tensor&, std::optional<double> scale) {
+  auto [of_query, of_key, of_value] = at::_scaled_dot_product_flash_attention_for_cpu_backward(grad, query, key, value, out,
+      log_sum, dropout, causal, mask.defined() ? std::optional<Tensor>(mask) : std::nullopt, scale);
+  return {of_query, of_key, of_value, {}};
+}
+
+// torch's kernel for the CPU draws from the CPU's generator.
+inline std::tuple<Tensor, Tensor> dropout(const Tensor& self, double p, std::optional<bool>) {
+  auto kept = at::empty_like(self, self.options().dtype(at::kBool)).bernoulli_(1 - p);
+  return {at::mul(self, kept).mul_(p < 1 ? 1 / (1 - p) : 0.0), kept};
+}
+
+inline Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, Sizes stride,
+                          Sizes padding, Sizes dilation, bool transposed, Sizes output_padding, c10::SymInt groups) {
+  return at::native::call_fallback_fn_symint<&fallback, at::_ops::convolution>::call(
+      input, weight, bias, stride, padding, dilation, transposed, output_padding, groups);
+}
+inline std::tuple<Tensor, Tensor, Tensor> convolution_backward(
+    const Tensor& grad, const Tensor& input, const Tensor& weight, Sizes stride, Sizes padding, Sizes dilation, bool transposed,
+    Sizes output_padding, c10::SymInt groups, std::array<bool, 3> wanted) {
+  return at::native::call_fallback_fn_symint<&fallback, at::_ops::convolution_backward>::call(grad, input, weight, std::nullopt,
+      stride, padding, dilation, transposed, output_padding, groups, wanted);
+}
+
+// One launch, unless a tensor is the host's: then a copy for each.
+inline void foreach_copy(at::TensorList targets, at::TensorList sources, bool non_blocking) {
+  bool here = true;
+  for (auto list : {targets, sources})
+    for (auto& tensor : list) here &= tensor.device().type() == kDevice;
+  if (here)
+    at::native::call_fallback_fn<&fallback, at::_ops::_foreach_copy_>::call(targets, sources, non_blocking);
+  else
+    at::native::foreach_tensor_copy_list_kernel_slow_(targets, sources, non_blocking);
 }
 
 // Devices count integers, the CPU does not, and transformers' mixtures of experts ask for that on devices only.
@@ -389,10 +454,36 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("set_.source_Storage", TORCH_FN(set_whole_storage));
   library.impl("set_.source_Tensor", TORCH_FN(set_tensor));
   library.impl("record_stream", TORCH_FN(record_stream));
-  library.impl("_fused_sdp_choice", TORCH_FN(sdp_choice));
+  library.impl("_scaled_dot_product_fused_attention_overrideable", TORCH_FN(attention));
+  library.impl("_scaled_dot_product_fused_attention_overrideable_backward", TORCH_FN(attention_backward));
   library.impl("histc", TORCH_FN(histogram));
-  // A device has a kernel of its own; torch's composite one would copy the offsets to the host, a wait that no device has.
-  library.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  library.impl("native_dropout", TORCH_FN(dropout));
+  library.impl("convolution_overrideable", TORCH_FN(convolution));
+  library.impl("convolution_backward_overrideable", TORCH_FN(convolution_backward));
+  // A device has one kernel for each of these. torch has composites of several operators for devices that have none: they would
+  // launch many; that of _grouped_mm would copy the offsets to the host, a wait that no device has; and where the CPU has a
+  // kernel too, as for layer norms and the backward of silu, they round otherwise (2e-6 of the norm of a Llama's gradients).
+  std::vector<std::string> kernels = {"_grouped_mm", "_chunk_cat", "_chunk_cat.out", "split_with_sizes_copy.out"};
+  for (auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    auto op = c10::Dispatcher::singleton().findOp(name);
+    if (!op || name.name.rfind("aten::", 0) != 0 || name.name == "aten::_foreach_copy_") continue;
+    const bool composite = op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
+        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+    const bool replaced = composite && op->hasKernelForDispatchKey(c10::DispatchKey::CPU);
+    if (replaced || name.name.rfind("aten::_foreach_", 0) == 0)
+      kernels.push_back(name.overload_name.empty() ? name.name : name.name + "." + name.overload_name);
+  }
+  for (auto& name : kernels) library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  library.impl("_foreach_copy_", TORCH_FN(foreach_copy));
 }
 
+// Copies read lazily conjugated and negated tensors as they are, by flags of their aliases. torch would make a copy first, by a
+// copy.
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
 }  // namespace simulated
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &simulated::attention_choice)
+}
