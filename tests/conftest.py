@@ -11,8 +11,12 @@ import tempfile
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 torch.set_num_threads(1)
+# With torch for CUDA on a machine without a GPU, whoever enters this mode (DTensor and torch.compile do) gets a device with which
+# backward has threads of its own, after which no ranks can be forked from this process.
+FakeTensorMode.avoid_device_init = property(lambda mode: False)  # type: ignore[assignment]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -13,7 +13,6 @@ from meshwright.errors import UnsupportedError
 from meshwright.plan.axes.context import positions_of
 from meshwright.plan.given.closed_choices import ContextBalance
 from tests.distributed.context.test_attend import CASES, drawn, positions_of_documents, written_out
-from tests.harness import run_ranks
 
 PIECES = {"whole": (range(32),), "zigzag": positions_of(32, 4, ContextBalance.ZIGZAG, 1)}
 FLASH = {name: case for name, case in CASES.items() if not case.get("sinks") and not case.get("prefix")}
@@ -37,18 +36,13 @@ def of_pieces(output: torch.Tensor, pieces: tuple[range, ...]) -> torch.Tensor:
     return torch.cat([output[:, piece.start : piece.stop] for piece in pieces], dim=1)
 
 
-def test_flex_forward_is_attention_written_out() -> None:
-    """In a fork: with torch 2.14 for CUDA, ranks cannot train that are forked from a process that has compiled."""
-    run_ranks(_flex_forwards, 1, group=False)
-
-
-def _flex_forwards(rank: int) -> None:
-    for (name, case), (ways, pieces) in itertools.product(CASES.items(), PIECES.items()):
-        tensors = drawn(case)
-        with torch.no_grad():
-            output = computed("flex_attention", case, pieces, tensors)
-        expected = of_pieces(written_out(case, tensors), pieces)
-        torch.testing.assert_close(output, expected, rtol=0, atol=1e-12, msg=lambda text, of=(name, ways): f"{of}: {text}")
+@pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES)
+@pytest.mark.parametrize("name", CASES)
+def test_flex_forward_is_attention_written_out(name: str, pieces: tuple[range, ...]) -> None:
+    case, tensors = CASES[name], drawn(CASES[name])
+    with torch.no_grad():
+        output = computed("flex_attention", case, pieces, tensors)
+    torch.testing.assert_close(output, of_pieces(written_out(case, tensors), pieces), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("window", "causal"), [(None, True), (150, True), (None, False)])

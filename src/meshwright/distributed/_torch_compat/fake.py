@@ -26,6 +26,15 @@ class FakeTensors(FakeTensorMode):
     something holds, such as whether all labels are legal, is answered yes.
     """
 
+    @property
+    def avoid_device_init(self) -> bool:
+        """Whether to act as if there was a GPU; a step is traced on the CPU.
+
+        With torch for CUDA on a machine without a GPU, torch otherwise adds a device with which backward has threads of its
+        own, after which no process can be forked from this one that runs a backward.
+        """
+        return False
+
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on shapes."""
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
