@@ -14,8 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 torch.set_num_threads(1)
-# With torch for CUDA on a machine without a GPU, whoever enters this mode (DTensor and torch.compile do) gets a device with which
-# backward has threads of its own, after which no ranks can be forked from this process.
+# With torch for CUDA on a machine without a GPU, whoever enters this mode (DTensor and torch.compile do) gets a device with
+# which backward has threads of its own, after which no ranks can be forked from this process.
 FakeTensorMode.avoid_device_init = property(lambda mode: False)  # type: ignore[assignment]
 
 
