@@ -6,24 +6,30 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import yaml
 
 from meshwright import Layout, ParallelOptions, build_mesh, resolve
+from meshwright.audit.case import local_part
 from meshwright.checkpoint import state, storage
 from meshwright.checkpoint.directory import latest
 from meshwright.checkpoint.export import export_checkpoint, generate
+from meshwright.checkpoint.staging import HostCopies
 from meshwright.device import Ability, able, memory_in_use, rng_state
 from meshwright.errors import MeshwrightError
 from meshwright.models.weights.initial_values import initialize
+from meshwright.plan.show.explain import human_bytes
 from meshwright.ranks.pool import Pool
 from meshwright.train.config import OptimizerConfig, RunConfig
+from meshwright.train.host import host_lines
 from meshwright.train.optimizer import build_optimizer
+from meshwright.train.start.prepare import prepare_run
 from meshwright.train.start.processes import adapted, device_kind
 from tests.accelerator.build import on_path
-from tests.accelerator.runs import train_with
+from tests.accelerator.runs import train_on_device, train_with
 from tests.accelerator.workers import Workers
 from tests.tiny import make
 from tests.train.runs import GPT2_WITH_DROPOUT, losses, rows
@@ -179,3 +185,50 @@ def test_the_device_is_calibrated(tiny: Tiny, tmp_path: Path, command: Callable[
     values = yaml.safe_load(found.read_text())
     assert values["name"].startswith("sim, calibrated ")
     assert 0 < values["bf16_tflops"] < 100
+
+
+@pytest.mark.parametrize("layout", [("layout.dp_shard=2",), ("layout.dp_shard=1", "layout.tp=2")], ids=["shard 2", "tp 2"])
+def test_a_save_in_the_background_waits_once(tiny: Tiny, two: Workers, layout: tuple[str, ...]) -> None:
+    """Its buffers on the host are used again, and hold what the plan says."""
+    config = tiny(*layout, "training.steps=4", "checkpoint.every=2", "checkpoint.keep=null", "checkpoint.asynchronous=true")
+    setup, *_ = prepare_run(config, 2)
+    (line,) = host_lines(config, setup.plan)
+    for waits, held, reused in two.run(_staged, config, prepare_run(config, 2)[2].directory):
+        assert waits == [1, 1]
+        assert reused
+        if "layout.tp=2" not in layout:  # a rank may have fewer bytes than the fullest
+            assert human_bytes(held) in line
+    blocking = tiny(*layout, "training.steps=4", "checkpoint.every=2", "checkpoint.keep=null", name="blocking")
+    train_with(two, blocking)
+    for step in (2, 4):
+        ours, theirs = (_values(one, step) for one in (config, blocking))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def _staged(device: torch.device, config: RunConfig, store: Path) -> tuple[list[int], int, bool]:
+    """Waits of each staging, bytes of the tensors that it copied, and whether the second one has the buffers of the first."""
+    simulated, waits, seen = torch.get_device_module(device), [], []
+    stage = HostCopies.stage
+
+    def counted(self: HostCopies, tensors: dict[str, Any]) -> dict[str, Any]:
+        simulated.reports.take()
+        copies = stage(self, tensors)
+        waits.append(len(simulated.reports.take("wait")))
+        seen.append({name: local_part(copy) for name, copy in copies.items() if not name.startswith("rng.")})
+        assert all(copy.device.type == "cpu" and copy.is_pinned() for copy in seen[-1].values())
+        return copies
+
+    with patch.object(HostCopies, "stage", counted):
+        train_on_device(device, config, store, None)
+    held = sum(copy.nbytes for name, copy in seen[0].items() if not name.endswith(".step"))
+    return waits, held, {copy.data_ptr() for copy in seen[0].values()} == {copy.data_ptr() for copy in seen[1].values()}
+
+
+def _values(config: RunConfig, step: int) -> dict[str, torch.Tensor]:
+    """What a checkpoint holds, whole."""
+    directory = config.directory / "checkpoints" / f"step-{step:08d}"
+    names = {name: found for name, found in storage.contents(directory).items() if not name.startswith("rng.")}
+    tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in names.items()}
+    storage.read(directory, tensors)
+    return tensors

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.checkpoint import checksums, storage
 from meshwright.checkpoint.directory import FORMAT, complete, read_meta
+from meshwright.checkpoint.staging import HostCopies
 from meshwright.errors import CheckpointError, Refusal, described
 
 __all__ = ["CheckpointManager", "check_same_model", "check_writable"]
@@ -142,7 +143,7 @@ class CheckpointManager:
         self.directory, self.keep, self.asynchronous, self.attached = directory, keep, asynchronous, attached
         self._pending: tuple[Future[None], Path] | None = None
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._group = None
+        self._group, self._copies = None, HostCopies()
         if asynchronous and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")  # its own, used in parallel with the step's collectives
         if self._rank == 0:
@@ -167,7 +168,7 @@ class CheckpointManager:
         temporary = final.with_suffix(".tmp")
         content = {"format": FORMAT, "step": step, **meta}
         if self.asynchronous:
-            written = storage.write_in_background(temporary, tensors, self._group)
+            written = storage.write_in_background(temporary, tensors, self._group, self._copies)
             self._pending = (self._commit_when_written(written, temporary, content), temporary)
             return final
         storage.write(temporary, tensors)

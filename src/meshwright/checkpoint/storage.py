@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from meshwright.checkpoint import checksums
+from meshwright.checkpoint.staging import HostCopies
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.mesh import whole_tensor
 from meshwright.errors import CheckpointError, described
@@ -102,10 +103,16 @@ def write(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
         raise CheckpointError("checkpoint.unwritten", f"{directory}: not written: {reason(error)}") from error
 
 
-def write_in_background(directory: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -> Any:
+def write_in_background(
+    directory: Path, tensors: dict[str, torch.Tensor], group: dist.ProcessGroup | None, copies: HostCopies
+) -> Any:
     """Copy tensors and write the copies in a thread; return a future. This is collective over ``group`` (gloo)."""
     return dcp.async_save(
-        _plain(tensors), storage_writer=_Writer(directory), process_group=group, no_dist=not dist.is_initialized()
+        _plain(tensors),
+        storage_writer=_Writer(directory),
+        process_group=group,
+        no_dist=not dist.is_initialized(),
+        async_stager=copies,
     )
 
 

@@ -77,7 +77,7 @@ def plan(
     from meshwright.plan.cost.price import priced_json
     from meshwright.plan.show.explain import explain, explain_program
     from meshwright.terminal import console
-    from meshwright.train.guard import waits
+    from meshwright.train.host import host_lines
     from meshwright.train.proofs.records import Source
     from meshwright.train.proofs.report_or_audit import report_or_audit
     from meshwright.train.start.processes import planned_processes
@@ -129,7 +129,7 @@ def plan(
         page.print(explain_program(sharding_plan, full=full))
     else:
         page.print(explain(sharding_plan, full=full))
-        if line := waits(run):
+        for line in host_lines(run, sharding_plan):
             page.print(line, highlight=False, markup=False, soft_wrap=True)
         if hardware is not None:
             from meshwright.trace.show import show_remarks, show_time, show_verdict

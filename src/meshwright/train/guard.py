@@ -8,9 +8,7 @@ import math
 
 import torch
 
-from meshwright.train.config import RunConfig
-
-__all__ = ["Guard", "is_finite", "waits"]
+__all__ = ["Guard", "is_finite"]
 
 NAMES = ("loss", "gradient_norm")
 """The metrics that must be finite."""
@@ -19,16 +17,6 @@ NAMES = ("loss", "gradient_norm")
 def is_finite(values: dict[str, float]) -> bool:
     """Whether a step with these metrics may change the model."""
     return all(math.isfinite(values[name]) for name in NAMES)
-
-
-def waits(config: RunConfig) -> str:
-    """Return in one line why the host waits for the device in every step of a run; empty: it waits only when it logs."""
-    why = ""
-    if config.parallel.cpu_offload:
-        why = "the optimizer runs on the host (parallel.cpu_offload)"
-    elif config.optimizer.fused is False:
-        why = "it decides whether the optimizer steps (optimizer.fused=false)"
-    return f"the host waits for the device in every step: {why}" if why else ""
 
 
 class Guard:

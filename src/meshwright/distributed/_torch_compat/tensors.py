@@ -21,6 +21,7 @@ __all__ = [
     "plain_placements",
     "strided_shard",
     "unseen",
+    "with_local",
 ]
 
 
@@ -66,6 +67,13 @@ def own_memory(tensor: torch.Tensor) -> None:
         tensor.data = tensor.detach().clone()
 
 
+def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor like another one, but with this local tensor, which may be on another device than that of the mesh."""
+    made: Any = torch.empty_like(tensor, device=local.device)
+    made._local_tensor = local
+    return made
+
+
 @contextmanager
 def not_moved() -> Iterator[None]:
     """Inside, ``DTensor.from_local`` leaves a tensor on its device, also if that is not the one of the mesh.
@@ -75,9 +83,7 @@ def not_moved() -> Iterator[None]:
     original = DTensor.from_local
 
     def from_local(local: torch.Tensor, *args: Any, **options: Any) -> Any:
-        made: Any = torch.empty_like(original(local.to("meta"), *args, **options), device=local.device)
-        made._local_tensor = local
-        return made
+        return with_local(original(local.to("meta"), *args, **options), local)
 
     DTensor.from_local = staticmethod(from_local)  # type: ignore[assignment]
     try:

@@ -25,7 +25,7 @@ from meshwright.plan.result.sharding_plan import bytes_of, itemsize
 from meshwright.plan.show.explain import explain
 from meshwright.terminal import console
 from meshwright.train.config import RunConfig
-from meshwright.train.guard import waits
+from meshwright.train.host import host_lines
 from meshwright.train.start.resume import checkpoint_to_resume, pass_over_damaged
 from meshwright.train.start.run_files import Paths
 from meshwright.train.start.setup import RunSetup, make_setup, plain_config, together, with_tokenizer
@@ -238,7 +238,7 @@ def introduce(setup: RunSetup, config: RunConfig, store: "TokenStore") -> None:
     """Print what a run will do: the plan without its parameters, why the host waits in each step (if it does), and the data."""
     page = console()
     page.print(explain(setup.plan, parameters=False))
-    for line in filter(None, (waits(config), describe_data(config, store), describe_sharing(setup, store))):
+    for line in filter(None, (*host_lines(config, setup.plan), describe_data(config, store), describe_sharing(setup, store))):
         page.print(line, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -1,0 +1,34 @@
+"""What a run asks of the host while an accelerator computes: where it waits, and what it holds for checkpoints."""
+
+from collections.abc import Iterator
+
+from meshwright.plan.cost.price import totals
+from meshwright.plan.result.sharding_plan import ShardingPlan
+from meshwright.plan.show.explain import human_bytes
+from meshwright.train.config import RunConfig
+
+__all__ = ["host_lines"]
+
+
+def host_lines(config: RunConfig, plan: ShardingPlan) -> list[str]:
+    """Return one line for each thing; none of what every run has: a wait in each logged step, to read the metrics."""
+    return [*_waits(config, plan), *_copies(config, plan)]
+
+
+def _waits(config: RunConfig, plan: ShardingPlan) -> Iterator[str]:
+    said = "the host waits for the device"
+    if config.parallel.cpu_offload:
+        yield f"{said} in every step: the optimizer runs on the host (parallel.cpu_offload)"
+    elif config.optimizer.fused is False:
+        yield f"{said} in every step: it decides whether the optimizer steps (optimizer.fused=false)"
+    if plan.layout.ep > 1 and plan.experts:
+        forwards = len(plan.experts) * plan.options.microbatches
+        yield f"{said} {forwards:,} times a step: once in each mixture and microbatch, for the numbers of tokens (layout.ep)"
+
+
+def _copies(config: RunConfig, plan: ShardingPlan) -> Iterator[str]:
+    if not config.checkpoint.asynchronous:
+        return
+    total, trained = totals(plan), totals(plan).gradient_bytes
+    held = total.optimizer_bytes + (trained if config.saves_trained_only else total.parameter_bytes)
+    yield f"checkpoints are copied to {human_bytes(held)} of the host's memory per rank (checkpoint.asynchronous)"
