@@ -23,7 +23,7 @@ SOURCE = ROOT / "src" / "meshwright"
 FLOORS = (
     {"errors"},
     {"files", "paths", "terminal", "quiet"},
-    {"layout"},
+    {"layout", "device"},
     {"plan"},
     {"distributed", "ranks"},
     {"data", "models", "checkpoint"},
@@ -114,6 +114,23 @@ def test_a_room_starts_no_process_of_a_higher_one() -> None:
         named = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
         assert not {text for text in named & FILES.keys() if room_of(text) not in (room_of(name), "")} - {"meshwright"}, name
         assert "-m" not in named or room_of(name) in ("cli", "trace"), name
+
+
+DEVICE_WORDS = {"cuda", "nccl"}
+MAY_NAME_A_DEVICE = {"meshwright.device", "meshwright.distributed.memory.nf4"}
+"""The door to devices, and files of kernels. `nemo` may too, for its interface, and `_torch_compat`, for names of torch."""
+
+
+def test_no_kind_of_device_is_named_but_at_its_door() -> None:
+    for name, tree in TREES.items():
+        if name in MAY_NAME_A_DEVICE or room_of(name) == "nemo" or "._torch_compat" in name:
+            continue
+        documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # docstrings may explain
+        for node in ast.walk(tree):
+            text = {ast.Attribute: "attr", ast.Name: "id", ast.Constant: "value"}.get(type(node))
+            if text is not None and id(node) not in documented:
+                words = set(re.findall("[a-z]+", str(getattr(node, text)).lower()))
+                assert not words & DEVICE_WORDS, f"{name}:{node.lineno}"
 
 
 def test_what_is_installed_needs_nothing_of_the_repository() -> None:

@@ -11,6 +11,11 @@ from meshwright.train.start.launch import launch
 from meshwright.train.start.processes import device_kind, launched_processes, local_processes, planned_processes
 
 
+def has(monkeypatch: pytest.MonkeyPatch, number: int, kind: str = "cuda") -> None:
+    monkeypatch.setattr("meshwright.device.count", lambda: number)
+    monkeypatch.setattr("meshwright.device.accelerator", lambda: kind if number else None)
+
+
 @pytest.mark.parametrize(
     ("wish", "gpus", "processes", "expected"),
     [
@@ -22,24 +27,26 @@ from meshwright.train.start.processes import device_kind, launched_processes, lo
     ],
 )
 def test_device(tiny, monkeypatch: pytest.MonkeyPatch, wish: str, gpus: int, processes: int, expected: str) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    has(monkeypatch, gpus)
     assert device_kind(tiny(f"launch.device={wish}"), processes) == expected
 
 
 def test_more_processes_than_gpus_are_refused_where_gpus_are_asked_for(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    with pytest.raises(ConfigError, match=r"launch\.device=cuda: 8 processes and 4 GPUs here; legal launch\.nproc: 1 to 4"):
+    has(monkeypatch, 4)
+    with pytest.raises(
+        ConfigError, match=r"launch\.device=cuda: 8 processes and 4 accelerators .*; legal launch\.nproc: 1 to 4"
+    ):
         device_kind(tiny("launch.device=cuda"), 8)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    with pytest.raises(ConfigError, match=r"launch\.device=cuda: .* there is no GPU on this machine"):
+    has(monkeypatch, 0)
+    with pytest.raises(ConfigError, match=r"device=cuda: there is no accelerator on this machine; legal here: auto, cpu"):
         device_kind(tiny("launch.device=cuda"), 1)
 
 
 def test_another_launcher_may_give_each_task_its_own_gpu(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    has(monkeypatch, 1)
     assert device_kind(tiny(), 8, launched=True) == "cuda"
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    with pytest.raises(ConfigError, match=r"8 processes and 4 GPUs here.*or launch\.device=cpu"):
+    has(monkeypatch, 4)
+    with pytest.raises(ConfigError, match=r"8 processes and 4 accelerators \(cuda\) here.*or launch\.device=cpu"):
         device_kind(tiny(), 8, launched=True)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2)")
@@ -47,7 +54,7 @@ def test_another_launcher_may_give_each_task_its_own_gpu(tiny, monkeypatch: pyte
 
 
 def test_processes_of_this_machine(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    has(monkeypatch, 4)
     assert local_processes(tiny()) == 4
     assert local_processes(tiny("launch.nproc=3")) == 3
     assert local_processes(tiny("launch.device=cpu")) == 1
@@ -108,7 +115,7 @@ def test_tasks_per_node_that_are_no_number(tiny, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_plan_is_for_the_ranks_that_the_file_names(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    has(monkeypatch, 4)
     assert planned_processes(tiny()) == 4
     assert planned_processes(tiny("launch.nproc=2")) == 2
     assert planned_processes(tiny("layout.dp_replicate=8", "layout.dp_shard=8")) == 64

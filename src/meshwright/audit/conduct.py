@@ -25,6 +25,7 @@ from meshwright.audit.reference import Reference, record_reference
 from meshwright.audit.report import AuditReport, row_checks
 from meshwright.audit.result import RankResult
 from meshwright.audit.tolerance import TOLERANCES, Tolerances, comparable_steps
+from meshwright.device import Ability, able
 from meshwright.errors import ConfigError, LayoutError, MeshwrightError, Refusal, described
 from meshwright.plan.given.inspection import model_sizes
 from meshwright.ranks.pool import Pool
@@ -35,7 +36,7 @@ from meshwright.train.config import CheckpointConfig, LaunchConfig, MetricsConfi
 from meshwright.train.proofs.claim import claim_of, model_digest
 from meshwright.train.proofs.records import Record, record
 from meshwright.train.proofs.shipped_cells import today
-from meshwright.train.start.processes import device_kind
+from meshwright.train.start.processes import adapted, device_kind
 from meshwright.train.start.setup import RunSetup, describe_model, make_setup
 
 __all__ = ["Auditor", "audit"]
@@ -69,7 +70,7 @@ def audit(
         full: audit the model as it is; otherwise a small one of the same kind.
         drawn: feed random tokens instead of documents of the run's source.
         patience: number of seconds without progress on any rank after which the ranks count as hanging.
-        say: is called with a line if the verdict cannot be recorded.
+        say: is called with a line if the verdict cannot be recorded, or the device lacks something.
 
     Raises:
         HangError: the ranks wait for each other.
@@ -84,6 +85,12 @@ def audit(
         small, world_size = config, nproc or config.launch.nproc or _fewest(config)
     else:
         small, world_size, changes = shrink(config, nproc)
+    kind = device_kind(config, world_size)
+    if dtype == "float64" and not able(kind, Ability.FLOAT64):
+        raise ConfigError("audit.dtype", f"--dtype=float64: {kind} has no double precision; legal are float32, bfloat16")
+    small, lines = adapted(small, kind)
+    for line in lines:
+        say(line)
     with tempfile.TemporaryDirectory(prefix="meshwright-audit-") as folder:
         ready, more = make_ready(small, dtype, steps, Path(folder))
         setup = make_setup(ready, world_size)
@@ -93,7 +100,7 @@ def audit(
         store = _store(config, setup, Path(folder), steps, drawn)
         if not model_sizes(setup.spec, setup.model).experts:
             more = tuple(change for change in more if change.key != "model.experts_implementation")
-        with Auditor(device_kind(config, world_size), patience) as auditor:
+        with Auditor(kind, patience) as auditor:
             report = auditor.audit(Case(ready, store, steps), world_size, changes=(*changes, *more), whole=True)
     _keep(config, setup, report, say)
     return report
@@ -203,7 +210,7 @@ class Auditor:
     """Runs cases on processes that are started once. All layouts with the same number of data ranks share one reference.
 
     Args:
-        kind: kind of device, ``cpu`` or ``cuda``.
+        kind: kind of device, as in :mod:`meshwright.device`.
         patience: number of seconds without progress on any rank after which the ranks count as hanging.
     """
 

@@ -9,6 +9,7 @@ from typing import Any
 from meshwright.checkpoint import storage
 from meshwright.checkpoint.directory import damage, read_meta
 from meshwright.checkpoint.manager import check_base, check_writable
+from meshwright.device import claim, default_kind
 from meshwright.errors import CheckpointError, ModelError, Refusal, described
 from meshwright.files import honour_umask, put_in_place, save_tensors
 from meshwright.models.weights.bars import one_bar
@@ -277,7 +278,6 @@ def generate(
         ModelError: the directory has no model, or the chat template refuses the prompt.
         ConfigError: a setting that this kind of model does not use.
     """
-    import torch
     from transformers import AutoConfig, AutoTokenizer
 
     from meshwright.models.adapters.adapter_files import refuse_no_adapter, with_adapter
@@ -306,7 +306,7 @@ def generate(
         ) from error
     if adapter is not None:
         model = with_adapter(model, adapter)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = claim(default_kind(), 0)
     model.to(device).eval()
     asked = bool(tokenizer.chat_template) and not raw
     inputs = _asked(tokenizer, prompt) if asked else tokenizer(prompt, return_tensors="pt", add_special_tokens=True)

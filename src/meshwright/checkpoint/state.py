@@ -7,6 +7,8 @@ each element once, and each rank reads the elements that it needs.
 import torch
 from torch import nn
 
+from meshwright.device import rng_state, set_rng_state
+
 __all__ = ["initialize_optimizer", "model_tensors", "optimizer_tensors", "rng_tensors", "set_rng"]
 
 
@@ -61,14 +63,10 @@ def initialize_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 def rng_tensors(rank: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Return the states of this rank's random number generators (dropout uses them)."""
-    states = {f"rng.{rank}.cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state(device)
-    return states
+    return {f"rng.{rank}.{one.type}": rng_state(one) for one in dict.fromkeys((torch.device("cpu"), device))}
 
 
 def set_rng(tensors: dict[str, torch.Tensor], rank: int, device: torch.device) -> None:
     """Restore the states of this rank's generators that :func:`rng_tensors` returned."""
-    torch.set_rng_state(tensors[f"rng.{rank}.cpu"].cpu())
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(tensors[f"rng.{rank}.cuda"].cpu(), device)
+    for one in dict.fromkeys((torch.device("cpu"), device)):
+        set_rng_state(tensors[f"rng.{rank}.{one.type}"], one)

@@ -18,18 +18,21 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     import transformers
 
     import meshwright
+    from meshwright.device import accelerator, count, device_name
     from meshwright.distributed import _torch_compat
     from meshwright.models import _transformers_compat
 
     _torch_compat.check()
     _transformers_compat.check()
+    kind = accelerator()
     facts = {
         "meshwright": meshwright.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": sys.version.split()[0],
         "cpus": os.cpu_count(),
-        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "accelerator": kind,
+        "gpus": [] if kind is None else [device_name(kind, index) for index in range(count())],
     }
     if as_json:
         typer.echo(json.dumps(facts))

@@ -146,6 +146,9 @@ def audit(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the whole report to a file.", show_default=False)
     ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="As launch.device: auto, cpu, accelerator or a kind of device.")
+    ] = None,
     full: Annotated[bool, typer.Option("--full", help="Audit the model as it is, not a small one of its kind.")] = False,
     drawn: Annotated[bool, typer.Option("--drawn", help="Feed random tokens instead of the run's documents.")] = False,
     timeout: Annotated[float, typer.Option("--timeout", min=1, help="Seconds without progress that are a hang.")] = 30.0,
@@ -161,7 +164,7 @@ def audit(
     from meshwright.terminal import console
     from meshwright.train.config import load_config
 
-    run = load_config(config, overrides or [])
+    run = load_config(config, [*(overrides or []), *([] if device is None else [f"launch.device={device}"])])
     if json_file is not None:
         check_writable("--json", json_file, config)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and temporary files end with this one
@@ -210,11 +213,10 @@ def calibrate(
     run = load_config(config, overrides or [])
     processes = nproc or planned_processes(run)
     setup = make_setup(run, processes)
-    import torch
-
+    from meshwright.device import default_kind
     from meshwright.trace.calibrate import calibrate as measured
 
-    values = measured(setup, processes, "cuda" if torch.cuda.is_available() else "cpu")
+    values = measured(setup, processes, default_kind())
     text = yaml.safe_dump(values, sort_keys=False)
     file.write_text(text + "# nic_gb_s and nic_us were not measured: one machine has no other. They are those of its links.\n")
     typer.echo(f"{text}-> {file}; use it with: meshwright plan {config} --gpu {file}")

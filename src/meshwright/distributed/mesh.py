@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from meshwright.device import default_kind
 from meshwright.distributed import _torch_compat
 from meshwright.errors import LayoutError
 from meshwright.layout import AXES, EXPERT_AXES, FLATTENED, Layout
@@ -36,7 +37,7 @@ class ParallelMesh:
 
     @property
     def device_type(self) -> str:
-        """``cpu``, ``cuda`` or another accelerator."""
+        """Kind of device, as in :mod:`meshwright.device`."""
         return self.root.device_type
 
     def __getitem__(self, name: str) -> DeviceMesh:
@@ -80,7 +81,7 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> ParallelMesh:
 
     Args:
         layout: sizes; what is ``None`` or -1 is inferred from the world size.
-        device_type: ``cpu`` or ``cuda``; the accelerator of the machine if there is one, otherwise ``cpu``.
+        device_type: kind of device; that of the machine's accelerators by default, or ``cpu``.
 
     Raises:
         LayoutError: if the sizes do not fit the world size, or there is no process group.
@@ -94,7 +95,7 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> ParallelMesh:
     _torch_compat.one_gloo_worker()
     layout = layout.resolve(dist.get_world_size())
     if device_type is None:
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        device_type = default_kind()
     sizes = layout.sizes()
     with _torch_compat.shared_groups():
         root = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=AXES)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from meshwright.device import backend, claim, is_accelerator
 from meshwright.distributed import _torch_compat
 from meshwright.errors import ConfigError
 
@@ -89,31 +90,26 @@ def _first_host(node_list: str) -> str:
 def process_group(timeout: timedelta, kind: str) -> Iterator[torch.device]:
     """The default process group of this worker, and its device.
 
-    NCCL for tensors on GPUs and gloo for those on the CPU, or gloo alone. Without torch's variables: a group of one.
+    The backend of the accelerators, such as NCCL, and gloo for tensors on the host. Without torch's variables: a group of one.
 
     Args:
         timeout: how long a collective waits for other ranks.
-        kind: ``cpu`` or ``cuda``.
+        kind: kind of the device, as in :mod:`meshwright.device`.
     """
     adopt_slurm()
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
     _torch_compat.one_gloo_worker()
-    device = torch.device("cpu")
-    if kind == "cuda":
-        # Where each task sees only its own GPU, that is number 0.
-        device = torch.device("cuda", whole_number("LOCAL_RANK", 0) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    device, backends = claim(kind, whole_number("LOCAL_RANK", 0)), backend(kind)
     if "RANK" in os.environ:
         _check_torchrun()
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backends, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
         yield device
     except BaseException:
         # Ending groups waits for collectives in flight, which a failed rank's peers never finish.
-        if dist.get_world_size() == 1 and kind == "cpu":
+        if dist.get_world_size() == 1 and not is_accelerator(device):
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()

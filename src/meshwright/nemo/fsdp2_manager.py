@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from meshwright.device import backend, default_kind, kind_of_backend
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.data.fsdp_units import refuse_parallelized
 from meshwright.distributed.memory.activation_checkpointing import recompute
@@ -145,7 +146,7 @@ class FSDP2Manager:
             return
         if not dist.is_initialized():
             _torch_compat.one_gloo_worker()
-            dist.init_process_group(self.backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"))
+            dist.init_process_group(self.backend or backend(default_kind()))
         if self.device_mesh is None:
             made = self._get_device_mesh()
             self.device_mesh = self.device_mesh if made is None else made  # a step of the user may set it and return nothing
@@ -166,7 +167,7 @@ class FSDP2Manager:
     def _get_device_mesh(self) -> DeviceMesh:
         """Build the mesh with axes ``(pp, dp_replicate, dp_shard, cp, tp)`` from the sizes."""
         layout = self._layout().resolve(_processes())
-        self.mesh = build_mesh(layout, {"nccl": "cuda", "gloo": "cpu"}.get(self.backend or ""))
+        self.mesh = build_mesh(layout, kind_of_backend(self.backend))
         return self.mesh.root
 
     def _get_moe_mesh(self) -> DeviceMesh | None:

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.device import backend, claim
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.process_group import RECORDED
-from meshwright.errors import MeshwrightError, UnsupportedError, WorkerError
+from meshwright.errors import MeshwrightError, WorkerError
 from meshwright.ranks.hang import is_communication
 from meshwright.ranks.rank_state import Pace, RankState, look
 
@@ -73,7 +74,7 @@ class WorkerPlace:
     Attributes:
         rank: its rank.
         world_size: number of ranks.
-        kind: ``cpu`` or ``cuda``.
+        kind: kind of device, as in :mod:`meshwright.device`.
         timeout: timeout of every collective.
         folder: a folder that all workers share, for the rendezvous and for Python stacks.
     """
@@ -83,11 +84,6 @@ class WorkerPlace:
     kind: str
     timeout: timedelta
     folder: Path
-
-    @property
-    def device(self) -> torch.device:
-        """The CPU, or the rank's own GPU."""
-        return torch.device("cpu") if self.kind == "cpu" else torch.device("cuda", self.rank % torch.cuda.device_count())
 
     @property
     def stack_file(self) -> Path:
@@ -124,15 +120,12 @@ def work(seat: WorkerPlace, jobs: Connection, watch: Connection) -> None:
 
 
 def _join(seat: WorkerPlace) -> None:
-    if seat.kind == "cuda":
-        if torch.cuda.device_count() == 0:
-            raise UnsupportedError("worker.device", "workers on cuda: there is no GPU on this machine")
-        torch.cuda.set_device(seat.device)
+    claim(seat.kind, seat.rank)
     # torch warns that in-place operations on a unit's output may break gradients. The audit compares these gradients anyway.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     _torch_compat.one_gloo_worker()
     dist.init_process_group(
-        "gloo" if seat.kind == "cpu" else "cpu:gloo,cuda:nccl",
+        backend(seat.kind),
         init_method=f"file://{seat.folder / 'store'}",
         rank=seat.rank,
         world_size=seat.world_size,
@@ -143,7 +136,7 @@ def _join(seat: WorkerPlace) -> None:
 
 def _call(seat: WorkerPlace, job: bytes) -> Any:
     function, args = pickle.loads(job)
-    return function(seat.device, *args)
+    return function(claim(seat.kind, seat.rank), *args)
 
 
 _CODES = {"same dtype, but got": "worker.dtypes", "without overflow": "worker.overflow"}

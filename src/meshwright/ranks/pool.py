@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from meshwright.device import CPU
 from meshwright.distributed.process_group import end_openmp_threads
 from meshwright.errors import ConfigError, MeshwrightError, Refusal, UnsupportedError, WorkerError
 from meshwright.ranks.forked import BEAT, JobOutcome, WorkerPlace, work
@@ -34,7 +35,7 @@ __all__ = ["Pool"]
 GRACE = 3.0
 """Seconds without progress after which ranks that have not failed are assumed to wait for those that have."""
 START = 120.0
-"""Seconds that starting may take: with GPUs every worker imports torch again."""
+"""Seconds that starting may take: with accelerators every worker imports torch again."""
 MOST_GROUPS = 24
 """Workers in more process groups than this are restarted. Each group has sockets, and threads that wake a hundred times a
 second. Groups cannot be destroyed one by one, because torch's caches keep old meshes in use."""
@@ -101,18 +102,16 @@ class Pool:
 
     Args:
         world_size: number of processes.
-        kind: ``cpu`` for gloo, ``cuda`` for NCCL with a GPU for each rank.
+        kind: kind of device, one for each rank; the collectives are those of its backend.
         patience: seconds without progress on any rank after which a job counts as hanging; a job on one process never does.
 
     Raises:
-        ConfigError: ``world_size`` is below 1, or ``kind`` is another.
+        ConfigError: ``world_size`` is below 1.
     """
 
     def __init__(self, world_size: int, kind: str = "cpu", patience: float = 30.0) -> None:
-        if world_size < 1 or kind not in ("cpu", "cuda"):
-            raise ConfigError(
-                "worker.device", f"a pool of {world_size} processes on {kind}: legal are 1 or more, on cpu or cuda"
-            )
+        if world_size < 1:
+            raise ConfigError("worker.number", f"a pool of {world_size} processes: legal are 1 or more")
         self.world_size, self.kind, self.patience = world_size, kind, patience
         self._workers: list[_Worker] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -175,7 +174,7 @@ class Pool:
         raise error
 
     def _start(self) -> None:
-        if self.kind == "cpu":
+        if self.kind == CPU:
             if dist.is_initialized():
                 raise UnsupportedError(
                     "worker.pool", "a pool of forked workers cannot start in a process that is in a process group"
@@ -183,7 +182,7 @@ class Pool:
             import torch._dynamo  # noqa: F401 (FSDP's hooks need it; imported before the fork, every worker has it)
 
             end_openmp_threads()
-        context: Any = get_context("fork" if self.kind == "cpu" else "spawn")
+        context: Any = get_context("fork" if self.kind == CPU else "spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="meshwright-ranks-")
         timeout = timedelta(seconds=self.patience + MARGIN)
         # Ctrl-C reaches every process of a terminal. This process handles it; the workers ignore it, even while they start.

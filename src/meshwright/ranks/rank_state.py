@@ -218,7 +218,7 @@ class Pace:
 
     Args:
         thread: Python's identifier of the thread; the main thread.
-        kind: ``cpu`` or ``cuda``. A wait for a GPU spins, so on ``cuda`` computing is no sign of progress.
+        kind: kind of device. A wait for an accelerator spins, so on one computing is no sign of progress.
     """
 
     def __init__(self, thread: int, kind: str) -> None:

@@ -38,7 +38,7 @@ class Watch:
 
     Args:
         seconds: time without progress after which the report is made, once for each time that ranks stand still.
-        kind: ``cpu`` or ``cuda``, the device that the main thread computes on or waits for.
+        kind: kind of the device that the main thread computes on or waits for.
         say: called with the lines of the report, on one rank only.
     """
 

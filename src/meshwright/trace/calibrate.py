@@ -1,6 +1,5 @@
 """Measures, on this machine, what a :class:`~meshwright.plan.cost.hardware.Hardware` says of a device."""
 
-import platform
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.device import CPU, device_name, pinned, synchronize, total_memory
 from meshwright.distributed import _torch_compat
 from meshwright.plan.cost.hardware import Hardware
 from meshwright.plan.cost.links import REACHED
@@ -30,8 +30,10 @@ WARM, RUNS = 2, 5
 SHAPES = 12
 """Products that are measured at most: the largest of the plan."""
 
-OPERATIONS = {"cpu": 2e9, "cuda": 2e12}
-"""Most operations of a product that is measured; larger ones get fewer tokens."""
+FAST = 2e12
+"""Operations a second from which a device counts as fast. What a fast one is measured with takes seconds on others."""
+OPERATIONS = {False: 2e9, True: 2e12}
+"""Most operations of a product that is measured, by whether the device is fast; larger ones get fewer tokens."""
 
 LAYERS, LONGEST = 4, 10.0
 """Layers of the step that is run, and the most seconds that it may take."""
@@ -40,10 +42,10 @@ OPERATORS = 100
 """Operators in a chain that are started to measure how long it takes."""
 
 SIZES = {
-    "cpu": tuple(2**power for power in (16, 18, 20, 21, 22, 24)),
-    "cuda": tuple(2**power for power in (16, 18, 20, 23, 26, 28)),
+    False: tuple(2**power for power in (16, 18, 20, 21, 22, 24)),
+    True: tuple(2**power for power in (16, 18, 20, 23, 26, 28)),
 }
-"""Bytes of the larger buffer of the collectives that are measured."""
+"""Bytes of the larger buffer of the collectives that are measured, by whether the device is fast."""
 
 
 def calibrate(setup: RunSetup, processes: int, kind: str) -> dict[str, Any]:
@@ -52,7 +54,7 @@ def calibrate(setup: RunSetup, processes: int, kind: str) -> dict[str, Any]:
     Args:
         setup: a run, whose shapes and dtype of compute are used.
         processes: number of processes of this machine.
-        kind: ``cpu`` or ``cuda``.
+        kind: kind of device, as in :mod:`meshwright.device`.
     """
     plan = setup.plan
     dtype = plan.options.param_dtype or setup.config.model.dtype
@@ -62,14 +64,14 @@ def calibrate(setup: RunSetup, processes: int, kind: str) -> dict[str, Any]:
     tokens = plan.options.tokens or setup.config.data.sequence_length
     with Pool(processes, kind, patience=timedelta(minutes=5).total_seconds()) as pool:
         found = pool.run(
-            _measure, dtype, _products(plan, tokens, kind), (heads, min(tokens, 2048), width), tokens * config.hidden_size
+            _measure, dtype, _products(plan), tokens, (heads, min(tokens, 2048), width), tokens * config.hidden_size
         )
     slowest = {name: (max if name.endswith("_us") else min)(one[name] for one in found) for name in found[0]}
     fastest, typical = slowest["fastest"], slowest["typical"]
     values: dict[str, Any] = {
-        "name": f"{_name(kind)}, calibrated {time.strftime('%Y-%m-%d')}",
-        "memory_gib": round(_memory(kind) / 2**30, 1),
-        "reserved_gib": 0.0 if kind == "cpu" else 2.0,
+        "name": f"{device_name(kind)}, calibrated {time.strftime('%Y-%m-%d')}",
+        "memory_gib": round(total_memory(kind) / 2**30, 1),
+        "reserved_gib": 0.0 if kind == CPU else 2.0,
         "bf16_tflops": _rounded(slowest["bfloat16"]),
         "fp32_tflops": _rounded(slowest["float32"]),
         "achievable": _rounded(min(1.0, typical / fastest)),
@@ -96,7 +98,7 @@ def _beyond(setup: RunSetup, processes: int, kind: str, hardware: Hardware) -> f
     layers = min(LAYERS, len(setup.plan.layers)) if layers_of_config(setup) else len(setup.plan.layers)
     small = with_fewer(setup, layers)
     expected = forecast_time(small, hardware).step_seconds
-    fits = forecast_memory(small).peak * (processes if kind == "cpu" else 1) < hardware.memory_gib * 2**30
+    fits = forecast_memory(small).peak * (processes if kind == CPU else 1) < hardware.memory_gib * 2**30
     if small.layout.world_size != processes or expected > LONGEST or not fits:
         return 0.0
     with Pool(processes, kind, patience=timedelta(minutes=5).total_seconds()) as pool:
@@ -108,8 +110,8 @@ def _timed(device: torch.device, setup: RunSetup, layers: int) -> float:
     return time_step(with_fewer(setup, layers), device.type)
 
 
-def _products(plan: ShardingPlan, tokens: int, kind: str) -> list[tuple[int, int, int]]:
-    """Return (tokens, in, out) of the largest products of a layer on a rank."""
+def _products(plan: ShardingPlan) -> list[tuple[int, int]]:
+    """Return (in, out) of the largest products of a layer on a rank."""
     tp, shapes = plan.layout.size("tp"), {}
     for row in plan.parameters:
         if len(row.shape) == 2 and row.trainable:
@@ -117,24 +119,32 @@ def _products(plan: ShardingPlan, tokens: int, kind: str) -> list[tuple[int, int
             if placement := dict(row.placements).get("tp"):
                 shape[0 if "(0" in placement else 1] //= tp
             shapes[tuple(shape)] = shape[0] * shape[1]
-    largest = sorted(shapes, key=lambda shape: -shapes[shape])[:SHAPES]
-    return [(max(1, min(tokens, int(OPERATIONS[kind] / (2 * out * inner)))), inner, out) for out, inner in largest]
+    return [(inner, out) for out, inner in sorted(shapes, key=lambda shape: -shapes[shape])[:SHAPES]]
 
 
 def _measure(
-    device: torch.device, name: str, products: Sequence[tuple[int, int, int]], attention: tuple[int, int, int], elements: int
+    device: torch.device,
+    name: str,
+    products: Sequence[tuple[int, int]],
+    tokens: int,
+    attention: tuple[int, int, int],
+    elements: int,
 ) -> dict[str, float]:
     """Return 10^12 operations, 10^12 bytes and 10^9 bytes a second, and microseconds, on this rank."""
-    dtype, kind = getattr(torch, name), device.type
+    dtype = getattr(torch, name)
 
     def speed(shape: tuple[int, int, int], dtype: torch.dtype) -> float:
-        tokens, inner, out = shape
-        left = torch.randn(tokens, inner, dtype=dtype, device=device)
+        rows, inner, out = shape
+        left = torch.randn(rows, inner, dtype=dtype, device=device)
         right = torch.randn(inner, out, dtype=dtype, device=device)
-        return 2 * tokens * inner * out / _seconds(lambda: left @ right, kind) / 1e12
+        return 2 * rows * inner * out / _seconds(lambda: left @ right, device) / 1e12
 
-    speeds = [speed(shape, dtype) for shape in products]
-    peaks = {one: speed(products[0], getattr(torch, one)) for one in ("bfloat16", "float32") if one != name}
+    slowest = torch.tensor(speed((1024, 1024, 1024), dtype), device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MIN)  # all ranks measure with the same sizes
+    fast = slowest.item() * 1e12 > FAST
+    shapes = [(max(1, min(tokens, int(OPERATIONS[fast] / (2 * out * inner)))), inner, out) for inner, out in products]
+    speeds = [speed(shape, dtype) for shape in shapes]
+    peaks = {one: speed(shapes[0], getattr(torch, one)) for one in ("bfloat16", "float32") if one != name}
     heads, length, width = attention
     query = torch.randn(1, heads, length, width, dtype=dtype, device=device, requires_grad=True)
 
@@ -152,7 +162,7 @@ def _measure(
     with WorkCounter() as work:
         work.begin("once")
         norm_and_gate()
-    memory = work.moments["once"][Work.MOVED] / _seconds(norm_and_gate, kind) / 1e12
+    memory = work.moments["once"][Work.MOVED] / _seconds(norm_and_gate, device) / 1e12
     hidden = hidden.detach()
     few = torch.ones(8, device=device, requires_grad=True)
 
@@ -162,37 +172,38 @@ def _measure(
             result = result + 1
         result.sum().backward()
 
-    copied = hidden.clone() if kind == "cpu" else hidden.cpu().pin_memory()
-    bandwidth, latency = _links(kind)
+    copied = pinned(hidden.cpu().clone(), device)
+    bandwidth, latency = _links(device, fast)
     return {
         "fastest": max(speeds),
         "typical": median(speeds),
         **peaks,
         name: max(speeds),
-        "host": hidden.nbytes / _seconds(lambda: hidden.copy_(copied, non_blocking=True), kind) / 1e9,
-        "launch_us": _seconds(start, kind) / (2 * OPERATORS) * 1e6,
-        "attention": operations / _seconds(attend, kind) / 1e12,
+        "host": hidden.nbytes / _seconds(lambda: hidden.copy_(copied, non_blocking=True), device) / 1e9,
+        "launch_us": _seconds(start, device) / (2 * OPERATORS) * 1e6,
+        "attention": operations / _seconds(attend, device) / 1e12,
         "memory": memory,
         "link": bandwidth,
         "link_us": latency,
-        "overlap": _overlap(device, dtype),
+        "overlap": _overlap(device, dtype, fast),
     }
 
 
-def _overlap(device: torch.device, dtype: torch.dtype) -> float:
+def _overlap(device: torch.device, dtype: torch.dtype, fast: bool) -> float:
     """Return which share of a collective is hidden behind products that run meanwhile."""
-    ranks, kind = dist.get_world_size(), device.type
+    ranks = dist.get_world_size()
     if ranks == 1:
         return 1.0
-    part = torch.zeros(SIZES[kind][-1] // 4 // ranks, device=device)
+    part = torch.zeros(SIZES[fast][-1] // 4 // ranks, device=device)
     whole = torch.zeros(len(part) * ranks, device=device)
-    matrix = torch.randn(512 if kind == "cpu" else 8192, 512 if kind == "cpu" else 8192, dtype=dtype, device=device)
+    width = 8192 if fast else 512
+    matrix = torch.randn(width, width, dtype=dtype, device=device)
 
     def send() -> Any:
         return _torch_compat.all_gather_single(whole, part, async_op=True)
 
-    alone = _seconds(lambda: send().wait(), kind)
-    times = max(1, round(alone / _seconds(lambda: matrix @ matrix, kind)))
+    alone = _seconds(lambda: send().wait(), device)
+    times = max(1, round(alone / _seconds(lambda: matrix @ matrix, device)))
 
     def compute() -> None:
         for _ in range(times):
@@ -203,12 +214,12 @@ def _overlap(device: torch.device, dtype: torch.dtype) -> float:
         compute()
         work.wait()
 
-    computing = _seconds(compute, kind)
-    hidden = alone + computing - _seconds(both, kind)
+    computing = _seconds(compute, device)
+    hidden = alone + computing - _seconds(both, device)
     return min(1.0, max(0.0, hidden / min(alone, computing)))
 
 
-def _links(kind: str) -> tuple[float, float]:
+def _links(device: torch.device, fast: bool) -> tuple[float, float]:
     """Return bandwidth (10^9 bytes a second) and latency of a step (microseconds) of collectives over all ranks.
 
     Both are medians over all-gather, reduce-scatter, all-reduce and all-to-all, each fitted to its smallest and largest size.
@@ -226,10 +237,10 @@ def _links(kind: str) -> tuple[float, float]:
     for name, call in calls.items():
         times, steps = 2 if name == "all_reduce" else 1, (ranks - 1).bit_length()
         points = []
-        for size in SIZES[kind]:
-            part = torch.zeros(size // 4 // ranks, device=kind)
-            whole = torch.zeros(len(part) * ranks, device=kind)
-            points.append((times * part.nbytes * (ranks - 1), _seconds(partial(call, whole, part), kind)))
+        for size in SIZES[fast]:
+            part = torch.zeros(size // 4 // ranks, device=device)
+            whole = torch.zeros(len(part) * ranks, device=device)
+            points.append((times * part.nbytes * (ranks - 1), _seconds(partial(call, whole, part), device)))
         (small, first), *_, (large, last) = points
         slope = max((last - first) / (large - small), 1e-15)
         bandwidths.append(1 / slope / 1e9)
@@ -237,16 +248,14 @@ def _links(kind: str) -> tuple[float, float]:
     return median(bandwidths), median(latencies)
 
 
-def _seconds(run: Callable[[], Any], kind: str) -> float:
+def _seconds(run: Callable[[], Any], device: torch.device) -> float:
     """Return the median time of a call."""
     times = []
     for index in range(WARM + RUNS):
-        if kind == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         begun = time.perf_counter()
         run()
-        if kind == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         if index >= WARM:
             times.append(time.perf_counter() - begun)
     return median(times)
@@ -254,15 +263,3 @@ def _seconds(run: Callable[[], Any], kind: str) -> float:
 
 def _rounded(value: float) -> float:
     return float(f"{value:.3g}")
-
-
-def _name(kind: str) -> str:
-    return torch.cuda.get_device_name() if kind == "cuda" else f"{platform.machine()} CPU"
-
-
-def _memory(kind: str) -> float:
-    if kind == "cuda":
-        return float(torch.cuda.get_device_properties(0).total_memory)
-    import os
-
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -22,7 +22,7 @@ _WORDS = {
     "communication": "buffers of collectives, and of what stages receive",
     "buffers": "of the model",
     "allocator": "rounding and fragments: assumed",
-    "reserved": "context of the device, workspaces, NCCL: assumed",
+    "reserved": "context of the device, workspaces, collectives: assumed",
 }
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from meshwright.device import synchronize
 from meshwright.distributed._torch_compat.fake import FakeStore, FakeTensorMode, FakeTensors, forget_meshes
 from meshwright.distributed.context.sequences import share_batch
 from meshwright.distributed.data.grad_sync import GradSync
@@ -131,15 +132,14 @@ def time_step(setup: RunSetup, kind: str, runs: int = 5) -> float:
 
     Args:
         setup: as for :func:`run_step`.
-        kind: ``cpu`` or ``cuda``.
+        kind: kind of device, as in :mod:`meshwright.device`.
         runs: number of steps that are timed, after two others.
     """
     step, times = _prepared(setup, _parallelized(setup, kind), kind, None), []
     for index in range(2 + runs):
         begun = time.perf_counter()
         step()
-        if kind == "cuda":
-            torch.cuda.synchronize()
+        synchronize(torch.device(kind))
         if index >= 2:
             times.append(time.perf_counter() - begun)
     return median(times)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from meshwright.data.loader import TrainLoader
+from meshwright.device import pinned
 from meshwright.distributed.context.sequences import carry_sequences_to, share_batch
 from meshwright.files import save_tensors
 from meshwright.models.objective import ROUTED, Batch, Objective
@@ -47,11 +48,7 @@ class RankBatches:
 
     def to_device(self, batch: Batch) -> Batch:
         """Return a batch on the device of this rank."""
-        pinned = self.device.type == "cuda"
-        moved = {
-            name: (tensor.pin_memory() if pinned else tensor).to(self.device, non_blocking=True)
-            for name, tensor in batch.items()
-        }
+        moved = {name: pinned(tensor, self.device).to(self.device, non_blocking=True) for name, tensor in batch.items()}
         if "position_ids" in batch:
             carry_sequences_to(batch["position_ids"], moved["position_ids"])
         return moved

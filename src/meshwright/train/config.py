@@ -140,9 +140,12 @@ class MetricsConfig(Section):
 class LaunchConfig(Section):
     """Local worker processes. Where torchrun or Slurm starts them, theirs is the number, and nproc and port are not read."""
 
-    nproc: int | None = Field(default=None, ge=1, description="Processes; null: one for each GPU, or one.")
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="'auto': GPUs if there is one for every process of this machine, otherwise the CPU."
+    nproc: int | None = Field(default=None, ge=1, description="Processes; null: one for each accelerator, or one.")
+    device: str = Field(
+        default="auto",
+        pattern="^[a-z0-9_]+$",
+        description="'auto': accelerators (GPUs and others) if there is one for every process of this machine, otherwise the "
+        "CPU. 'accelerator': those, or an error. Or torch's name of their kind, or cpu.",
     )
     port: int = Field(default=0, ge=0, le=65535, description="Port of the rendezvous; 0: any that is free.")
     timeout_minutes: float = Field(

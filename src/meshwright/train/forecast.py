@@ -21,6 +21,7 @@ from rich.table import Table
 from torch.autograd import DeviceType
 from torch.autograd.profiler import profile
 
+from meshwright.device import HIDDEN, device_name, is_accelerator, profiled, synchronize
 from meshwright.plan.cost.hardware import load_hardware, name_of
 from meshwright.plan.cost.operations import operations_of_token
 from meshwright.plan.given.inspection import inspect_model
@@ -43,7 +44,8 @@ PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "linea
 COMPUTED = ("products", "attention", "elementwise", "update")
 """Parts of a step that operators spend; the rest is waiting: for collectives, for other stages, for the host."""
 
-_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_", "CUDA_VISIBLE_DEVICES")
+ALL = "all"
+_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_", *HIDDEN)
 
 
 def operations_of_step(setup: RunSetup) -> float | None:
@@ -72,8 +74,6 @@ def part_of(name: str) -> str | None:
         if operator in PRODUCTS:
             return "products"
         return "update" if operator.startswith(("_fused_", "_foreach_")) else "elementwise"
-    if namespace in ("c10d", "nccl", "gloo", "_c10d_functional") or name.startswith(("nccl:", "gloo:")):
-        return None
     return "elementwise" if "triton" in name else None
 
 
@@ -88,7 +88,7 @@ class Expectation:
     """
 
     def __init__(self, setup: RunSetup, device: torch.device, forecast: Forecast | None, *, speaks: bool) -> None:
-        self.device = device
+        self.device, self._profiled = device, profiled(device)
         self._process: subprocess.Popen[bytes] | None = None
         speaks = speaks and setup.paths.config.is_file()
         gpu = _gpu(setup, device) if speaks else None
@@ -101,7 +101,7 @@ class Expectation:
             command = forecast(setup.paths.config, self._ranks, gpu)
             kept = {key: value for key, value in os.environ.items() if not key.startswith(_OF_LAUNCHERS)}
             self._output = tempfile.TemporaryFile()  # noqa: SIM115  # read in another method
-            alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+            alone = {**HIDDEN, "OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.DEVNULL, env={**kept, **alone})
             with suppress(OSError):  # it may have ended already
                 os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
@@ -120,17 +120,20 @@ class Expectation:
         if self._left >= 0 or self._process is None or self._measured is not None or self._process.poll() is None:
             yield
             return
-        self._synchronize()
+        synchronize(self.device)
         begun = time.perf_counter()
-        with profile(use_device="cuda" if self._on_gpu else None, use_kineto=self._on_gpu) as found:
+        with profile(use_device=self.device.type if self._profiled else None, use_kineto=self._profiled) as found:
             yield
-            self._synchronize()
+            synchronize(self.device)
         whole, parts = time.perf_counter() - begun, Counter[str]()
         for event in found.key_averages():
             part = part_of(event.key)
             if part is not None and event.device_type == DeviceType.CPU:  # rows of kernels repeat those of their operators
-                parts[part] += (event.self_device_time_total if self._on_gpu else event.self_cpu_time_total) / 1e6
-        self._measured = {**parts, "waiting": max(0.0, whole - sum(parts.values()))}
+                parts[part] += (event.self_device_time_total if self._profiled else event.self_cpu_time_total) / 1e6
+        if is_accelerator(self.device) and not self._profiled:
+            self._measured = {ALL: whole}  # the host's time for an operator is not the device's
+        else:
+            self._measured = {**parts, "waiting": max(0.0, whole - sum(parts.values()))}
 
     def tell(self, say: Callable[[Any], None]) -> None:
         """Say, once, what the forecast was and what was measured."""
@@ -152,31 +155,27 @@ class Expectation:
             self._process.wait()
             self._output.close()
 
-    @property
-    def _on_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-    def _synchronize(self) -> None:
-        if self._on_gpu:
-            torch.cuda.synchronize(self.device)
-
 
 def compared(forecast: Mapping[str, float], measured: Mapping[str, float]) -> Table:
     """Return a table of the parts of a step in milliseconds, and which of them is off most.
 
     Args:
         forecast: part to seconds; what is none of :data:`COMPUTED` is waiting.
-        measured: the same of a step that was profiled.
+        measured: the same of a step that was profiled; or only the whole of one, as :data:`ALL`.
     """
     waiting = sum(seconds for part, seconds in forecast.items() if part not in COMPUTED)
     expected = {part: forecast.get(part, 0.0) for part in COMPUTED} | {"waiting": waiting}
     pairs = {part: (seconds, measured.get(part, 0.0)) for part, seconds in expected.items()}
     off = max(pairs, key=lambda part: abs(pairs[part][0] - pairs[part][1]))
-    table = Table(title="A step, in ms", title_justify="left", box=None, caption=f"off most: {off}", caption_justify="left")
+    caption: str | None = f"off most: {off}"
+    whole = (sum(forecast.values()), sum(measured.values()))
+    if ALL in measured:
+        pairs, caption = {}, None
+    table = Table(title="A step, in ms", title_justify="left", box=None, caption=caption, caption_justify="left")
     for column in ("", "forecast", "measured"):
         table.add_column(column, justify="right" if column else "left")
-    for part, both in (*pairs.items(), ("all", tuple(map(sum, zip(*pairs.values(), strict=True))))):
-        table.add_row(part, *(f"{1000 * seconds:,.3g}" for seconds in both))
+    for part, times in (*pairs.items(), (ALL, whole)):
+        table.add_row(part, *(f"{1000 * seconds:,.3g}" for seconds in times))
     return table
 
 
@@ -184,4 +183,4 @@ def _gpu(setup: RunSetup, device: torch.device) -> str | None:
     """Return the device of a run as a name or a file of ``--gpu``; ``None``: unknown."""
     if setup.config.metrics.gpu is not None:
         return setup.config.metrics.gpu
-    return name_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return name_of(device_name(device.type, device.index)) if is_accelerator(device) else None

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import uuid
 from collections import deque
@@ -21,9 +20,9 @@ from meshwright.train.config import RunConfig
 from meshwright.train.start.run_files import Paths
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
-__all__ = ["Jsonl", "Recorder", "memory_in_use"]
+__all__ = ["Jsonl", "Recorder"]
 
 Values = Mapping[str, float | int]
 
@@ -36,16 +35,6 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Flush and close."""
-
-
-def memory_in_use(device: "torch.device") -> int:
-    """Return bytes: the peak of the GPU's allocator, or the resident memory of this process (0 on systems other than Linux)."""
-    import torch
-
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
 class Jsonl:

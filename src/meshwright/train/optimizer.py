@@ -6,6 +6,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from meshwright.device import Ability, able
 from meshwright.errors import PlanError
 from meshwright.plan.result.sharding_plan import ParameterRow
 from meshwright.train.config import OptimizerConfig, ScheduleConfig
@@ -36,7 +37,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, rows: Iterable[Pa
     ]
     fused = config.fused
     if fused is None:
-        fused = all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in trained.values())
+        fused = all(able(p.device.type, Ability.FUSED) and p.is_floating_point() for p in trained.values())
     return torch.optim.AdamW(
         [group for group in groups if group["params"]] or groups[:1],  # a stage may have no trained parameter
         lr=config.lr,

@@ -14,6 +14,7 @@ from meshwright.checkpoint import state, storage
 from meshwright.checkpoint.directory import latest, read_meta
 from meshwright.checkpoint.manager import CheckpointManager, check_same_model
 from meshwright.data.store import TokenStore
+from meshwright.device import memory_in_use
 from meshwright.distributed.data.fsdp_units import move_buffers
 from meshwright.distributed.pipeline.stage_parts import models_of
 from meshwright.errors import CheckpointError, NonFiniteError, StoppedError, number_of
@@ -25,7 +26,7 @@ from meshwright.train.engine import Batch
 from meshwright.train.forecast import Expectation
 from meshwright.train.guard import Guard, is_finite
 from meshwright.train.journal import Journal
-from meshwright.train.metrics import Recorder, memory_in_use
+from meshwright.train.metrics import Recorder
 from meshwright.train.optimizer import learning_rate, set_learning_rate
 from meshwright.train.parts import PARTS, Parts, RankSetup, balance_of_plan, eval_loader, seed_of_dropout
 from meshwright.train.start.ending import Agreement

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.device import own_backends
+
 __all__ = [
     "all_gather_single",
     "concatenate_meshes",
@@ -155,7 +157,7 @@ def device_of_control(group: dist.ProcessGroup) -> torch.device:
 
 
 def flight_records() -> list[dict[str, Any]] | None:
-    """The records of this process in torch's flight recorders, one for gloo and one for NCCL.
+    """The records of this process in torch's flight recorders, one for gloo and one for the backend of the accelerators.
 
     A recorder is on if ``TORCH_FR_BUFFER_SIZE`` was set before the process created its first group. Only the report of a hang
     reads it, so :func:`check` does not require it. Call this while the process waits: the recorder reads its data on groups
@@ -164,7 +166,7 @@ def flight_records() -> list[dict[str, Any]] | None:
     Returns:
         ``None`` if this torch has no recorder that can be read as JSON.
     """
-    names = ["_dump_fr_trace_json", *(["_dump_nccl_trace_json"] if torch.cuda.is_initialized() else [])]
+    names = ["_dump_fr_trace_json", *(f"_dump_{own}_trace_json" for own in own_backends())]
     library = getattr(torch._C, "_distributed_c10d", None)
     dumps = [getattr(library, name) for name in names if hasattr(library, name)]
     return [json.loads(dump(includeCollectives=True)) for dump in dumps] or None

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.device import fork_rng
 from meshwright.distributed import _torch_compat
 from meshwright.distributed.class_names import class_name
 from meshwright.distributed.memory.nf4 import dequantize, is_packed, quantize
@@ -211,7 +212,7 @@ def initialize_adapters(
                     made[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=device))
                 module._parameters[own] = made[id(parameter)]
     given = None if path is None else read_adapter(model, path, elsewhere)
-    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.no_grad(), fork_rng(device):
         for name, parameter in model.named_parameters():
             if given is not None and parameter.requires_grad:
                 keep_slice(parameter, given[name])

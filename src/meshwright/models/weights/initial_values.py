@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from meshwright.device import fork_rng
 from meshwright.distributed.class_names import class_name
 from meshwright.distributed.memory.nf4 import is_packed, quantize, unpacked_like
 from meshwright.errors import ModelError
@@ -66,7 +67,7 @@ def initialize(model: nn.Module, device: torch.device, seed: int, units: tuple[s
     _poison((*model.parameters(), *model.buffers()))
     names = {module: name for name, module in model.named_modules()}
     inner = set(units)
-    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.no_grad(), fork_rng(device):
         for name in (*sorted(units, key=lambda name: -name.count(".")), ""):  # inside out
             unit = model.get_submodule(name)
             with whole_parameters(unit, skip={model.get_submodule(other) for other in inner - {name}}):

@@ -33,7 +33,7 @@ from meshwright.train.config import RunConfig
 from meshwright.train.proofs.records import Source
 from meshwright.train.proofs.report_or_audit import Prove, report_or_audit, report_or_audit_on_rank_0
 from meshwright.train.start.ending import SAME, SIGNALS, UNEXPORTED, WISH, has_begun, leave_to_rank_0, tell
-from meshwright.train.start.processes import device_kind, launched_processes, local_processes
+from meshwright.train.start.processes import adapted, device_kind, launched_processes, local_processes
 from meshwright.train.start.run_files import Paths
 
 if TYPE_CHECKING:
@@ -88,14 +88,19 @@ def launch(
 
         def work() -> None:
             kind = device_kind(config, local, launched=True)
-            store = report_or_audit_on_rank_0(config, source, prove) if prove is not None else None
-            run_worker(config, kind, source=source, forecast=forecast, fast=fast)
+            own, lines = adapted(config, kind)
+            if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+                _tell(lines)
+            store = report_or_audit_on_rank_0(own, source, prove) if prove is not None else None
+            run_worker(own, kind, source=source, forecast=forecast, fast=fast)
             del store
 
         _as_one_of_many(work, debug, config.directory)
         return
     processes = local_processes(config)
     kind = device_kind(config, processes)
+    config, lines = adapted(config, kind)
+    _tell(lines)
     _check_port(config.launch.port)
     with _files_named(config.directory), locked(config):
         setup, _, store = prepare_run(config, processes, fast=fast)
@@ -111,6 +116,11 @@ def launch(
         else:
             with during("the workers start"):
                 _launch_local(config, processes, kind, prepared, forecast, debug)
+
+
+def _tell(lines: list[str]) -> None:
+    for line in lines:
+        tell(line)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from meshwright.errors import ConfigError, number_of
 from meshwright.layout import AXES
 from meshwright.train.config import RunConfig
 
-__all__ = ["device_kind", "launched_processes", "local_processes", "planned_processes"]
+__all__ = ["adapted", "device_kind", "launched_processes", "local_processes", "planned_processes"]
 
 
 def planned_processes(config: RunConfig) -> int:
@@ -24,40 +24,63 @@ def planned_processes(config: RunConfig) -> int:
 
 
 def local_processes(config: RunConfig) -> int:
-    """Return the number of workers to start on this machine: as configured, otherwise one per GPU, or one on the CPU."""
-    return config.launch.nproc or (1 if config.launch.device == "cpu" else max(1, _gpus()))
+    """Return the number of workers to start on this machine: as configured; otherwise one per accelerator, or one."""
+    return config.launch.nproc or (1 if config.launch.device == "cpu" else max(1, _accelerators()))
 
 
 def device_kind(config: RunConfig, processes: int, *, launched: bool = False) -> str:
-    """Return the device of the workers on this machine: ``cuda`` or ``cpu``.
+    """Return the kind of device of the workers on this machine, as in :mod:`meshwright.device`.
 
     Args:
         config: configuration of the run.
         processes: number of workers on this machine.
-        launched: whether another launcher started them. It may have given each worker one GPU, the only one that it sees.
+        launched: whether another launcher started them. It may have given each worker one device, the only one that it sees.
 
     Raises:
-        ConfigError: there are fewer GPUs than processes, and GPUs are asked for or another launcher started the workers.
+        ConfigError: the device that is asked for is not there; or there are fewer than processes, and they are asked for or
+            another launcher started the workers.
     """
-    device, gpus = config.launch.device, _gpus()
-    if device == "cpu" or (device == "auto" and gpus == 0):
-        return "cpu"
-    if gpus >= processes or (launched and gpus == 1):
-        return "cuda"
-    if device == "auto" and not launched:
-        return "cpu"
-    legal = f"legal launch.nproc: 1 to {gpus}" if gpus else "there is no GPU on this machine"
+    from meshwright.device import CPU, accelerator
+
+    wish, there, number = config.launch.device, accelerator(), _accelerators()
+    if wish == CPU or (wish == "auto" and there is None):
+        return CPU
+    if there is None or wish not in ("auto", "accelerator", there):
+        here = "there is no accelerator" if there is None else f"its accelerators are {there}"
+        legal = ", ".join(("auto", CPU, *(() if there is None else ("accelerator", there))))
+        raise ConfigError("run.device", f"launch.device={wish}: {here} on this machine; legal here: {legal}")
+    if number >= processes or (launched and number == 1):
+        return there
+    if wish == "auto" and not launched:
+        return CPU
     raise ConfigError(
         "run.device",
-        f"launch.device={device}: {number_of(processes, 'process')} and {number_of(gpus, 'GPU')} here; {legal}, or "
-        "launch.device=cpu",
+        f"launch.device={wish}: {number_of(processes, 'process')} and {number_of(number, 'accelerator')} ({there}) here; "
+        f"legal launch.nproc: 1 to {number}, or launch.device=cpu",
     )
 
 
-def _gpus() -> int:
-    import torch
+def adapted(config: RunConfig, kind: str) -> tuple[RunConfig, list[str]]:
+    """Return a configuration without what a kind of device lacks, and a line for each thing that is replaced."""
+    from meshwright.device import CPU, Ability, able
 
-    return torch.cuda.device_count()
+    lines = []
+    if config.optimizer.fused is not False and not able(kind, Ability.FUSED):
+        config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"fused": False})})
+        lines.append(f"{kind} has no fused AdamW: the update is made of several operators (optimizer.fused=false)")
+    parallel = config.parallel
+    if parallel.compile and parallel.compile_backend == "inductor" and not able(kind, Ability.COMPILED):
+        config = config.model_copy(update={"parallel": parallel.model_copy(update={"compile": False})})
+        lines.append(f"torch.compile has no kernels for {kind}: nothing is compiled (parallel.compile=false)")
+    if kind != CPU and not able(kind, Ability.PINNED):
+        lines.append(f"torch has no pinned memory for {kind}: the host waits for each copy of a batch")
+    return config, lines
+
+
+def _accelerators() -> int:
+    from meshwright.device import count
+
+    return count()
 
 
 def launched_processes(config: RunConfig) -> int:

@@ -13,12 +13,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from rich.markup import escape
 
 from meshwright.checkpoint.directory import read_meta
 from meshwright.data.store import TokenStore
+from meshwright.device import release_memory
 from meshwright.distributed.process_group import process_group
 from meshwright.errors import (
     ConfigError,
@@ -66,7 +66,7 @@ def run_worker(
 
     Args:
         config: configuration of the run.
-        device_kind: ``cpu`` or ``cuda``.
+        device_kind: kind of the device, as in :mod:`meshwright.device`.
         prepared: the token store and the checkpoint to resume from, if the launcher prepared the run; ``None``: rank 0
             prepares it.
         source: where the configuration came from, for the line about the layout's proof, which rank 0 prints if it prepares.
@@ -123,8 +123,7 @@ def run_worker(
             raise WorkerError("worker.silent", f"{verdict}; launch.timeout_minutes={limit:g} ended it: {reason}") from error
         speaks = trainer.rank == 0
         del trainer
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        release_memory(device)
     if speaks:
         with SignalThread(SIGNALS, _leave_unexported, asked):
             finish_run(config)
