@@ -82,3 +82,14 @@ def test_products_are_those_of_the_matrix_and_keep_only_bytes(grouped: bool, tur
     (truth,) = torch.autograd.grad(expected, rows, upstream)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradient, truth)
+
+
+def test_the_levels_are_brought_to_a_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy from the host makes it wait for the device, so there is none in a step."""
+    packed, rows = quantize(drawn(64, 128)), drawn(3, 128, dtype=torch.float32).requires_grad_()
+    product(rows, packed, None, turned=False).sum().backward()
+    made: list[tuple[Any, ...]] = []
+    tensor = torch.tensor
+    monkeypatch.setattr(torch, "tensor", lambda *args, **kwargs: made.append(args) or tensor(*args, **kwargs))
+    product(rows, packed, None, turned=False).sum().backward()
+    assert not made

@@ -8,6 +8,7 @@ codes on every layout.
 Products take the matrix from its bytes when they need it, in forward and again in backward, and keep only the bytes.
 """
 
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -75,10 +76,16 @@ def dequantize(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
         out = torch.empty(shape, dtype=dtype, device=packed.device)
         return dequantize_4bit(codes.view(-1, 1), absmax=largest.flatten(), out=out, blocksize=NF4_BLOCK, quant_type="nf4")
-    levels = torch.tensor(LEVELS, dtype=torch.promote_types(dtype, torch.float32), device=packed.device)
-    pairs = torch.cartesian_prod(levels, levels)  # of each byte
+    pairs = _pairs(torch.promote_types(dtype, torch.float32), packed.device)
     numbers = nn.functional.embedding(codes.to(torch.int32), pairs).flatten(-2)
-    return (numbers * largest.to(levels.dtype)).to(dtype).view(shape)
+    return (numbers * largest.to(pairs.dtype)).to(dtype).view(shape)
+
+
+@cache  # a copy from the host, for which it waits: once, and not for each matrix of each forward and backward
+def _pairs(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the two numbers of each byte, [256, 2]."""
+    levels = torch.tensor(LEVELS, dtype=dtype, device=device)
+    return torch.cartesian_prod(levels, levels)
 
 
 @dequantize.register_fake
