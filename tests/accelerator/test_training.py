@@ -10,6 +10,8 @@ from peft import LoraConfig, get_peft_model
 
 from meshwright.ranks.pool import Pool
 from meshwright.train.config import RunConfig
+from meshwright.train.host import host_lines
+from meshwright.train.start.prepare import prepare_run
 from tests.accelerator.runs import train_with
 from tests.accelerator.workers import Workers
 from tests.diffusion_gemma import tiny_diffusion_gemma
@@ -21,6 +23,11 @@ Tiny = Callable[..., RunConfig]
 STEPS = 3
 LOGGED = {"train/journal.py read": STEPS}
 """Waits of the steps of a run that logs each: the host reads the metrics once a logged step."""
+
+ROUTES = "distributed/experts/dispatch.py _route"
+"""The host waits for the numbers of tokens that ranks exchange, in each mixture and microbatch: 2 of each, and the steps."""
+ROUTES_AGAIN = "distributed/memory/kept_results.py __torch_dispatch__"
+"""The same, seen by the mode that keeps results, where the layer is recomputed."""
 
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: tiny_model("llama", seed=7, vocab_size=300),
@@ -66,7 +73,10 @@ CASES = {
     "cp gather": Case((ONE, "layout.cp=2")),
     "cp ulysses": Case((ONE, "layout.cp=2", "parallel.context_parallel=ulysses")),
     "cp ring": Case((ONE, "layout.cp=2", "parallel.context_parallel=ring")),
-    "ep": Case(("layout.ep=2",), "experts"),
+    "ep": Case(("layout.ep=2",), "experts", {**LOGGED, ROUTES: 12}),
+    "ep, recomputed": Case(
+        ("layout.ep=2", "parallel.activation_checkpointing=full"), "experts", {**LOGGED, ROUTES: 12, ROUTES_AGAIN: 12}
+    ),
     "pp gpipe": Case((ONE, "layout.pp=2", SMALL, "parallel.pipeline.schedule=gpipe")),
     "pp 1f1b": Case((ONE, "layout.pp=2", SMALL)),
     "pp interleaved": Case((ONE, "layout.pp=2", SMALL, "parallel.pipeline.schedule=interleaved_1f1b"), "four layers"),
@@ -76,7 +86,9 @@ CASES = {
     "lora": Case(("adapter={rank: 4, alpha: 8, path: 'WEIGHTS/adapter'}",)),
     "lora, nf4": Case(("adapter={rank: 4, alpha: 8, base: nf4, path: 'WEIGHTS/adapter'}",), "wide"),
     "diffusion": Case(("data.packing=pad",), "diffusion"),
-    "offload": Case(("parallel.cpu_offload=true",)),
+    "offload": Case(
+        ("parallel.cpu_offload=true",), waits={**LOGGED, "train/guard.py step": STEPS, "train/trainer.py train_step": STEPS}
+    ),
 }
 
 
@@ -113,3 +125,6 @@ def test_training(tiny: Tiny, weights: Callable[[str], Path], two: Workers, cpu_
     assert norms[0] == pytest.approx(norms[1], rel=10 * case.error)
     for rank in ranks:
         assert rank.waits == Counter(case.waits)
+    if routed := sum(count for place, count in case.waits.items() if place in (ROUTES, ROUTES_AGAIN)):
+        (line,) = host_lines(on_device, prepare_run(on_device, 2)[0].plan)
+        assert f"the host waits for the device {routed // STEPS} times a step" in line

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from meshwright.data.loader import TrainLoader
-from meshwright.device import pinned
-from meshwright.distributed.context.sequences import carry_sequences_to, share_batch
+from meshwright.distributed.context.sequences import share_batch
 from meshwright.files import save_tensors
+from meshwright.models.moved_batch import move_batch
 from meshwright.models.objective import ROUTED, Batch, Objective
 from meshwright.train.parts import RankSetup
 
@@ -48,10 +48,7 @@ class RankBatches:
 
     def to_device(self, batch: Batch) -> Batch:
         """Return a batch on the device of this rank."""
-        moved = {name: pinned(tensor, self.device).to(self.device, non_blocking=True) for name, tensor in batch.items()}
-        if "position_ids" in batch:
-            carry_sequences_to(batch["position_ids"], moved["position_ids"])
-        return moved
+        return move_batch(batch, self.device)
 
     def write(self, step: int, file: Path) -> None:
         """Write the microbatches of a step to a file, as rows of one batch."""

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 
 from meshwright.plan.cost.price import totals
+from meshwright.plan.given.closed_choices import ActivationCheckpointing
+from meshwright.plan.given.names import within
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.plan.show.explain import human_bytes
 from meshwright.train.config import RunConfig
@@ -22,8 +24,9 @@ def _waits(config: RunConfig, plan: ShardingPlan) -> Iterator[str]:
     elif config.optimizer.fused is False:
         yield f"{said} in every step: it decides whether the optimizer steps (optimizer.fused=false)"
     if plan.layout.ep > 1 and plan.experts:
-        forwards = len(plan.experts) * plan.options.microbatches
-        yield f"{said} {forwards:,} times a step: once in each mixture and microbatch, for the numbers of tokens (layout.ep)"
+        again = [unit.name for unit in plan.units if unit.activation_checkpointing is not ActivationCheckpointing.NONE]
+        runs = plan.options.microbatches * sum(1 + within(row.module, again) for row in plan.experts)
+        yield f"{said} {runs:,} times a step: in each run of a mixture, for the numbers of tokens that it exchanges (layout.ep)"
 
 
 def _copies(config: RunConfig, plan: ShardingPlan) -> Iterator[str]:

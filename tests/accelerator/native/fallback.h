@@ -249,6 +249,7 @@ inline void check_kept(const Tensor& source, const Tensor& then, Place place) {
 }
 
 inline Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) {
+  if (!source.numel()) return target;  // as everywhere in torch, nothing is launched
   const bool from = source.device().type() == kDevice, to = target.device().type() == kDevice;
   // Between devices, the copy runs on the source's stream, after the target's, which waits for it.
   const int slot = current_slot(from ? source.device().index() : target.device().index());

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.device import is_accelerator
 from meshwright.distributed._torch_compat import not_moved, own_memory
 from meshwright.errors import Problems, UnsupportedError
+from meshwright.models._transformers_compat.asked_positions import find_documents, let_positions_answer
 from meshwright.models.weights.bars import one_bar
 from meshwright.models.weights.load_report import LoadReport
 
@@ -29,11 +30,13 @@ __all__ = [
     "attention_of",
     "check",
     "declarations",
+    "find_documents",
     "grouped_mm",
     "initialize_module",
     "initialized_flag",
     "is_experts",
     "keep_in_fp32",
+    "let_positions_answer",
     "load_sharded",
     "reading_one_by_one",
     "router_class",
