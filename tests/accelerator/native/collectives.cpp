@@ -91,13 +91,14 @@ inline std::string text_of(const Tensors& tensors) {
 }
 
 // ---------------------------------------------------------------- works
-// What gloo does. gloo's works keep their tensors until they die. They are shared by the work that Python has and by what is
-// pending for the host, and let go when the first of them has waited: otherwise no memory of a collective would ever be freed
+// What gloo does, and the tensors that it does it with. It is shared by the work that Python has and by what is pending for the
+// host, and lets go of the tensors when the first of them has waited: otherwise no memory of a collective would ever be freed
 // and used again, and no bug of that kind seen.
 struct Transfer {
   std::recursive_mutex mutex;
   Milliseconds patience{0};
   std::vector<WorkPointer> works;
+  Tensors tensors;
   std::vector<std::function<void()>> afters;
   std::vector<std::function<bool()>> checks;  // whether all ranks have called the same; raise if they call something else
 
@@ -106,6 +107,7 @@ struct Transfer {
     return std::all_of(works.begin(), works.end(), [](auto& work) { return work->isCompleted(); });
   }
   void finish(Milliseconds timeout) {
+    Tensors let_go;  // after the lock
     std::lock_guard<std::recursive_mutex> lock(mutex);
     // gloo could not be stopped once it waits: where its time is up, it takes the whole group to have failed.
     const auto began = std::chrono::steady_clock::now();
@@ -115,6 +117,7 @@ struct Transfer {
     for (auto& work : works) work->wait(timeout);
     for (auto& after : afters) after();
     works.clear();
+    std::swap(let_go, tensors);
     afters.clear();
     checks.clear();
   }
@@ -202,7 +205,7 @@ class Backend final : public c10d::Backend {
   WorkPointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     const auto call = c10::str("broadcast from ", options.rootRank, " of ", text_of(tensors));
     return run("broadcast", call, tensors, tensors, options.asyncOp,
-        [&, bytes = cpu(tensors)]() mutable { return gloo_->broadcast(bytes, options); });
+        [&, bytes = borrow(tensors)]() mutable { return gloo_->broadcast(bytes, options); });
   }
   WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     return reduced_in_place(
@@ -218,25 +221,27 @@ class Backend final : public c10d::Backend {
   }
   WorkPointer allgather(std::vector<Tensors>& outs, Tensors& ins, const c10d::AllgatherOptions& options) override {
     return run("allgather", "allgather of " + text_of(flat(outs)), ins, flat(outs), options.asyncOp,
-        [&, to = cpu(outs), from = cpu(ins)]() mutable { return gloo_->allgather(to, from, options); });
+        [&, to = borrow(outs), from = borrow(ins)]() mutable { return gloo_->allgather(to, from, options); });
   }
   WorkPointer _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions& options) override {
     return run("allgather", "allgather of " + text_of({in}) + " each", {in}, {out}, options.asyncOp,
-        [&, to = cpu_alias(out), from = cpu_alias(in)]() mutable { return gloo_->_allgather_base(to, from, options); });
+        [&, to = borrow(out), from = borrow(in)]() mutable { return gloo_->_allgather_base(to, from, options); });
   }
   WorkPointer allgather_into_tensor_coalesced(Tensors& outs, Tensors& ins, const c10d::AllgatherOptions& options) override {
     return run("allgather", "allgather of " + text_of(ins) + " each", ins, outs, options.asyncOp,
-        [&, to = cpu(outs), from = cpu(ins)]() mutable { return gloo_->allgather_into_tensor_coalesced(to, from, options); });
+        [&, to = borrow(outs), from = borrow(ins)]() mutable {
+          return gloo_->allgather_into_tensor_coalesced(to, from, options);
+        });
   }
   WorkPointer gather(std::vector<Tensors>& outs, Tensors& ins, const c10d::GatherOptions& options) override {
     const auto call = c10::str("gather to ", options.rootRank, " of ", text_of(ins), " each");
     return run("gather", call, ins, flat(outs), options.asyncOp,
-        [&, to = cpu(outs), from = cpu(ins)]() mutable { return gloo_->gather(to, from, options); });
+        [&, to = borrow(outs), from = borrow(ins)]() mutable { return gloo_->gather(to, from, options); });
   }
   WorkPointer scatter(Tensors& outs, std::vector<Tensors>& ins, const c10d::ScatterOptions& options) override {
     const auto call = c10::str("scatter from ", options.rootRank, " of ", text_of(outs), " each");
     return run("scatter", call, flat(ins), outs, options.asyncOp,
-        [&, to = cpu(outs), from = cpu(ins)]() mutable { return gloo_->scatter(to, from, options); });
+        [&, to = borrow(outs), from = borrow(ins)]() mutable { return gloo_->scatter(to, from, options); });
   }
   WorkPointer reduce_scatter(Tensors& outs, std::vector<Tensors>& ins, const c10d::ReduceScatterOptions& options) override {
     return reduce_scattered(flat(ins), outs, text_of(flat(ins)), options, [&](const Tensors& from, Tensors& to, auto& o) {
@@ -259,17 +264,17 @@ class Backend final : public c10d::Backend {
                             const c10d::AllToAllOptions& options) override {
     // Ranks may exchange different numbers of elements.
     return run("alltoall", c10::str("alltoall of ", in.scalar_type()), {in}, {out}, options.asyncOp,
-        [&, to = cpu_alias(out), from = cpu_alias(in)]() mutable {
+        [&, to = borrow(out), from = borrow(in)]() mutable {
           return gloo_->alltoall_base(to, from, out_rows, in_rows, options);
         });
   }
   WorkPointer send(Tensors& tensors, int to, int tag) override {
     return between("send", tensors, {}, getRank(), to, tag,
-        [&, bytes = cpu(tensors)]() mutable { return gloo_->send(bytes, to, tag); });
+        [&, bytes = borrow(tensors)]() mutable { return gloo_->send(bytes, to, tag); });
   }
   WorkPointer recv(Tensors& tensors, int from, int tag) override {
     return between("recv", {}, tensors, from, getRank(), tag,
-        [&, bytes = cpu(tensors)]() mutable { return gloo_->recv(bytes, from, tag); });
+        [&, bytes = borrow(tensors)]() mutable { return gloo_->recv(bytes, from, tag); });
   }
   WorkPointer barrier(const c10d::BarrierOptions& options) override {
     host_waits("barrier", current_slot(current_device));
@@ -330,7 +335,8 @@ class Backend final : public c10d::Backend {
     }
     work->slot = slot;
     work->device = device.index();
-    for (auto all : {&ins, &outs}) work->tensors.insert(work->tensors.end(), all->begin(), all->end());
+    for (auto all : {&ins, &outs})
+      for (auto kept : {&work->tensors, &work->transfer->tensors}) kept->insert(kept->end(), all->begin(), all->end());
     work->transfer->patience = timeout_;
     work->transfer->works.push_back(start());
     work->transfer->checks.push_back(check);
@@ -343,7 +349,7 @@ class Backend final : public c10d::Backend {
   template <class Options, class Start>
   WorkPointer reduced_in_place(const char* name, const std::string& detail, Tensors& tensors, Options options, Start start) {
     const auto call = name + detail + " by " + name_of(options.reduceOp) + ", " + text_of(tensors);
-    auto bytes = cpu(tensors);
+    auto bytes = borrow(tensors);
     const bool divides = divides_after(options.reduceOp, bytes);
     const auto factor = factor_before(options.reduceOp, bytes[0], getSize());
     auto work = run(name, call, tensors, tensors, options.asyncOp, [&] {
@@ -359,7 +365,7 @@ class Backend final : public c10d::Backend {
   WorkPointer reduce_scattered(
       const Tensors& ins, const Tensors& outs, const std::string& sizes, c10d::ReduceScatterOptions options, Start start) {
     const auto call = "reduce_scatter by " + name_of(options.reduceOp) + " of " + sizes;
-    auto from = cpu(ins), to = cpu(outs);
+    auto from = borrow(ins), to = borrow(outs);
     const bool divides = divides_after(options.reduceOp, to);
     const auto factor = factor_before(options.reduceOp, to[0], getSize());
     auto work = run("reduce_scatter", call, ins, outs, options.asyncOp, [&] {
@@ -402,14 +408,22 @@ class Backend final : public c10d::Backend {
     };
   }
 
-  static Tensors cpu(const Tensors& tensors) {
+  // The same bytes for gloo, whose threads let go of their tensors some time after the work has ended. These keep nothing: the
+  // transfer does, so that it is known when memory is freed.
+  static Tensor borrow(const Tensor& tensor) {
+    const auto& storage = tensor.storage();
+    auto impl = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), storage.nbytes(),
+        c10::DataPtr(const_cast<void*>(storage.data()), c10::Device(c10::kCPU)), nullptr, /*resizable=*/false);
+    return tensor_over(c10::Storage(std::move(impl)), tensor, c10::DispatchKey::CPU);
+  }
+  static Tensors borrow(const Tensors& tensors) {
     Tensors all;
-    for (auto& tensor : tensors) all.push_back(cpu_alias(tensor));
+    for (auto& tensor : tensors) all.push_back(borrow(tensor));
     return all;
   }
-  static std::vector<Tensors> cpu(const std::vector<Tensors>& lists) {
+  static std::vector<Tensors> borrow(const std::vector<Tensors>& lists) {
     std::vector<Tensors> all;
-    for (auto& list : lists) all.push_back(cpu(list));
+    for (auto& list : lists) all.push_back(borrow(list));
     return all;
   }
   static Tensors flat(const std::vector<Tensors>& lists) {
