@@ -255,9 +255,33 @@ def register() -> None:
     torch._register_device_module(settings.name, module)
     sys.modules[f"torch.{settings.name}"] = module
     torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
+    _keep_ties()
     _register_collectives(f"{settings.name}ccl", settings.name, _native)
     # Memory is freed and collectives end after Python's modules have gone.
     atexit.register(_native.stop_reports)
+
+
+def _keep_ties() -> None:
+    """Make ``Module.to`` keep tied parameters tied, as it does on a GPU.
+
+    torch changes the data of a parameter that stays on a GPU or the CPU, or moves between them. For a device of this kind it
+    makes a new parameter for each place where a module has one, which would untie them.
+    """
+    apply = torch.nn.Module._apply
+
+    def apply_tied(self: torch.nn.Module, function: Any, *args: Any, **options: Any) -> torch.nn.Module:
+        places: dict[torch.nn.Parameter, list[tuple[torch.nn.Module, str]]] = {}
+        for module in self.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    places.setdefault(parameter, []).append((module, name))
+        outcome = apply(self, function, *args, **options)
+        for (owner, own_name), *others in places.values():
+            for module, name in others:
+                module._parameters[name] = owner._parameters[own_name]
+        return outcome
+
+    torch.nn.Module._apply = apply_tied
 
 
 def _register_collectives(backend: str, device: str, native: Any) -> None:
