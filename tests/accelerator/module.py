@@ -28,7 +28,13 @@ races, as it does on a device.
 An **order** is a place in the program where one stream is made to wait for another. A test can have some ignored, and see
 whether that is reported (`ignore_orders`).
 
-Not simulated: the time that things take, fragmentation of memory, memory that `record_stream` keeps from being used for a
+A test may give everything a duration (`timeline`). Clocks then have a time beside their epochs: a launch begins when all that
+its stream comes after has ended, and a collective when all ranks are ready for it. So the clocks become a timeline, from which
+the seconds of collectives that no operator hides can be read (`exposed`).
+
+`counts` counts launches (a call for many tensors is one, and a fused step of an optimizer), collectives, copies and reports.
+
+Not simulated: fragmentation of memory, memory that `record_stream` keeps from being used for a
 while, graphs, and kernels' own faults.
 
 Files: ``clocks.h`` (all of the above), ``device.h`` (memory, streams, random numbers), ``fallback.h`` (operators),
@@ -36,11 +42,14 @@ Files: ``clocks.h`` (all of the above), ``device.h`` (memory, streams, random nu
 """
 
 import atexit
+import itertools
 import json
 import os
 import sys
 import tempfile
 import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -93,6 +102,28 @@ class Report(NamedTuple):
     text: str
     place: str
     stack: tuple[str, ...]
+
+
+class Span(NamedTuple):
+    """When an operator or a collective ran, in seconds of the timeline."""
+
+    slot: int
+    name: str
+    begin: float
+    end: float
+    collective: bool
+
+
+def exposed(spans: Iterable[Span], name: str = "") -> float:
+    """Return the seconds in which collectives of this name (by default any) run, and no operator."""
+    spans = list(spans)
+    marks = sorted({time for span in spans for time in (span.begin, span.end)})
+    seconds = 0.0
+    for begin, end in itertools.pairwise(marks):
+        running = [span for span in spans if span.begin <= begin and end <= span.end]
+        if running and all(span.collective for span in running) and any(span.name.startswith(name) for span in running):
+            seconds += end - begin
+    return seconds
 
 
 class Reports:
@@ -183,6 +214,29 @@ def _device_module(settings: Settings, native: Any) -> types.ModuleType:
     def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
         native.generator(index(device)).set_state(state.cpu())
 
+    @contextmanager
+    def timeline(
+        operators: Callable[[str, float, float], float],
+        collectives: Callable[[str, int, float], float],
+        launch: float = 0.0,
+    ) -> Iterator[list[Span]]:
+        """Give durations to what runs inside. The list is filled at the end, after a synchronization.
+
+        Args:
+            operators: seconds of an operator by its name, flops (of products and attention) and bytes.
+            collectives: seconds by name, number of ranks, and bytes of its inputs or outputs, whichever are more. All ranks
+                must give the same.
+            launch: seconds of the host for each.
+        """
+        spans: list[Span] = []
+        accelerator.synchronize()
+        native.start_timeline(operators, collectives, launch)
+        try:
+            yield spans
+        finally:
+            accelerator.synchronize()
+            spans.extend(Span(*span) for span in native.stop_timeline())
+
     reports = Reports(native, settings.log)
     module.__dict__.update(
         # devices
@@ -234,6 +288,8 @@ def _device_module(settings: Settings, native: Any) -> types.ModuleType:
         reset_counts=native.reset_counts,
         orders=native.orders,
         ignore_orders=native.ignore_orders,
+        timeline=timeline,
+        exposed=exposed,
     )
     native.start(settings.devices, settings.mixing_raises, __file__, FOREIGN, reports.add)
     return module
@@ -255,9 +311,33 @@ def register() -> None:
     torch._register_device_module(settings.name, module)
     sys.modules[f"torch.{settings.name}"] = module
     torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
+    _keep_ties()
     _register_collectives(f"{settings.name}ccl", settings.name, _native)
     # Memory is freed and collectives end after Python's modules have gone.
     atexit.register(_native.stop_reports)
+
+
+def _keep_ties() -> None:
+    """Make ``Module.to`` keep tied parameters tied, as it does on a GPU.
+
+    torch changes the data of a parameter that stays on a GPU or the CPU, or moves between them. For a device of this kind it
+    makes a new parameter for each place where a module has one, which would untie them.
+    """
+    apply = torch.nn.Module._apply
+
+    def apply_tied(self: torch.nn.Module, function: Any, *args: Any, **options: Any) -> torch.nn.Module:
+        places: dict[torch.nn.Parameter, list[tuple[torch.nn.Module, str]]] = {}
+        for module in self.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    places.setdefault(parameter, []).append((module, name))
+        outcome = apply(self, function, *args, **options)
+        for (owner, own_name), *others in places.values():
+            for module, name in others:
+                module._parameters[name] = owner._parameters[own_name]
+        return outcome
+
+    torch.nn.Module._apply = apply_tied
 
 
 def _register_collectives(backend: str, device: str, native: Any) -> None:

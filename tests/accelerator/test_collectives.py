@@ -122,20 +122,25 @@ def test_memory_of_a_collective(device: torch.device, waited: bool) -> None:
 @pytest.mark.parametrize("batched", [True, False])
 def test_transfers(device: torch.device, batched: bool) -> None:
     """A batch is one work on the group's stream. Other transfers have a stream for each pair of ranks."""
-    rank = dist.get_rank()
-    to, got = torch.full((4,), rank + 1.0, device=device), torch.empty(4, device=device)
-    if batched:
-        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, to, 1 - rank), dist.P2POp(dist.irecv, got, 1 - rank)])
-        assert len(works) == 1
-    else:
-        works = [dist.isend(to, 1 - rank), dist.irecv(got, 1 - rank)]
-    got + 1
+    peer, results = 1 - dist.get_rank(), torch.empty(4, device=device)
+    mine = torch.full((4,), dist.get_rank() + 1.0, device=device)
+
+    def exchange() -> list[dist.Work]:
+        if batched:
+            return dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, peer), dist.P2POp(dist.irecv, results, peer)])
+        return [dist.isend(mine, peer), dist.irecv(results, peer)]
+
+    works = exchange()
+    assert len(works) == (1 if batched else 2)
+    for work in works:
+        work.wait()
+    assert results.tolist() == [peer + 1.0] * 4
+    assert not reports(device)
+    works = exchange()
+    mine.add_(1)  # whatever the peer gets
     assert {report.kind for report in reports(device)} == {"race"}
-    works[-1].wait()
-    assert got.tolist() == [2.0 - rank] * 4
-    works[0].wait()
-    dist.all_reduce(got, async_op=True).wait()
-    got.fill_(1)
+    for work in works:
+        work.wait()
 
 
 # ---------------------------------------------------------------- ranks that do not call the same
@@ -164,7 +169,9 @@ def _other_root(device: torch.device) -> None:
 
 
 def _one_too_many(device: torch.device) -> None:
-    works = [dist.all_reduce(torch.ones(4, device=device), async_op=True) for _ in range(2 + dist.get_rank())]
+    works = []
+    for _ in range(2 + dist.get_rank()):
+        works.append(dist.all_reduce(torch.ones(4, device=device), async_op=True))
     works.append(dist.all_gather_into_tensor(torch.ones(8, device=device), torch.ones(4, device=device), async_op=True))
     for work in works:
         work.wait()

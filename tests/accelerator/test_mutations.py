@@ -35,8 +35,7 @@ REPORTED = {
 #   after it through the copy-in stream.
 # - The final callback makes the compute stream wait for events of reduce-scatters. finalize_backward has made it wait before
 #   for the last post-reduce event of each stream (`_last_post_reduce_events`). That event is recorded on the reduce-scatter
-#   stream after the reduce-scatter's event, or on the all-reduce stream, which has waited for the reduce-scatter stream by
-#   then.
+#   stream after the reduce-scatter's event, or on the all-reduce stream, which has waited for the reduce-scatter stream then.
 #   Without both orders, what only the callback's protects (memory of inputs of reduce-scatters) is reported: PAIR.
 REDUNDANT = {
     "_wait_all_gather_streams_on_event 2",

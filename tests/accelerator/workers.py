@@ -1,5 +1,6 @@
 """Processes that have the accelerator, stay alive between jobs, and are in one process group; and tests that run in them."""
 
+import gc
 import inspect
 from collections.abc import Callable
 from importlib import import_module
@@ -55,6 +56,7 @@ def in_workers(number: int) -> Callable[[Callable[..., None]], Callable[..., Non
 def _run_test(device: torch.device, module: str, name: str, given: dict[str, Any]) -> None:
     """Run it from a clean state, and find its reports unread: a test that is not about reports has none."""
     simulated = module_of(device)
+    gc.collect()
     simulated.ignore_orders([])
     simulated.synchronize(device)
     simulated.reports.take()

@@ -22,6 +22,7 @@ constexpr int kHost = 0;  // the host's slot; default streams follow, one a devi
 
 struct Clock {
   std::vector<uint64_t> epochs;  // by slot: the last epoch that is known to have ended before
+  double time = 0;               // seconds on the timeline: when all of that has ended
 
   bool has(int slot, uint64_t epoch) const { return slot < (int)epochs.size() && epochs[slot] >= epoch; }
   uint64_t& of(int slot) {
@@ -31,6 +32,7 @@ struct Clock {
   void join(const Clock& other) {
     if (other.epochs.size() > epochs.size()) epochs.resize(other.epochs.size(), 0);
     for (size_t slot = 0; slot < other.epochs.size(); slot++) epochs[slot] = std::max(epochs[slot], other.epochs[slot]);
+    time = std::max(time, other.time);
   }
 };
 
@@ -70,6 +72,30 @@ struct Pending {  // what the simulator does when the host learns that an epoch 
   std::function<void()> finish;
 };
 
+struct Span {  // of an operator or a collective, on the timeline
+  int slot;
+  std::string name;
+  double begin, end;
+  bool collective;
+};
+
+struct Timeline {  // seconds of everything, as a test gives them
+  std::function<double(const std::string& name, double flops, double bytes)> operators;
+  std::function<double(const std::string& name, int ranks, double bytes)> collectives;
+  double launch;  // of the host, for each
+  std::map<int, double> free;  // by slot: when the last collective that is settled has ended
+  // By slot and in the order of calls: what settles the begin and the end of a collective. These depend on when the other ranks
+  // are ready for it, which is known when this rank waits; and on what the stream has had before.
+  std::map<int, std::map<uint64_t, std::function<void(Timeline&)>>> unsettled;
+  uint64_t last = 0;
+
+  void settle(int slot, uint64_t until) {  // with the mutex held
+    auto& waiting = unsettled[slot];
+    while (!waiting.empty() && waiting.begin()->first <= until) waiting.extract(waiting.begin()).mapped()(*this);
+  }
+  std::vector<Span> spans;
+};
+
 struct World {
   // Recursive: memory is freed by whoever drops the last reference, also by a thread that is in here already.
   std::recursive_mutex mutex;
@@ -81,6 +107,7 @@ struct World {
   uint64_t allocations = 0;
   std::map<std::string, int64_t> counts;
   std::map<std::string, int64_t> orders;    // each order between streams, by kind and place, with how often it was set up
+  std::shared_ptr<Timeline> timeline;       // null: nobody asked for one
   std::vector<std::string> ignored_orders;  // a mutation: orders whose text holds one of these are not set up
   int devices = 2;
   bool mixing_raises = true;
@@ -215,6 +242,18 @@ inline uint64_t launch(int slot) {
   auto& tombstones = world.tombstones[slot];
   std::erase_if(tombstones, [&](const Tombstone& stone) { return clock.has(stone.unfinished.slot, stone.unfinished.epoch); });
   return ++clock.of(slot);
+}
+
+// What has just been launched on a slot takes this time. With the mutex held.
+inline void spend(Timeline& timeline, int slot, const char* name, double seconds) {
+  auto& clock = world.streams[slot];
+  timeline.spans.push_back({slot, name, clock.time, clock.time + seconds, false});
+  clock.time += seconds;
+  world.host.time += timeline.launch;
+}
+inline std::shared_ptr<Timeline> timeline_now() {
+  Lock lock(world.mutex);
+  return world.timeline;
 }
 
 // An order between streams is about to be set up. Returns whether a mutation leaves it out. Never with the mutex held.

@@ -2,6 +2,7 @@
 #include "fallback.h"
 
 #include <pybind11/chrono.h>
+#include <pybind11/functional.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <fcntl.h>
@@ -29,6 +30,7 @@ class Ledger {
   struct Entry {
     std::atomic<uint64_t> number;  // of the call in its row, from 1; 0: being written
     char call[160], place[200];
+    double time;  // on the timeline: when the rank is ready for it
   };
   static constexpr int kEntries = 64;
   struct Row {
@@ -51,17 +53,26 @@ class Ledger {
   int sends(int from, int to) const { return size_ + from * size_ + to; }
   int receives(int from, int to) const { return size_ + size_ * size_ + from * size_ + to; }
 
-  uint64_t write(int row, const std::string& call, const std::string& place) {
+  uint64_t write(int row, const std::string& call, const std::string& place, double time) {
     const auto number = rows_[row].calls + 1;
     auto& entry = at(row, number);
     entry.number = 0;
     snprintf(entry.call, sizeof entry.call, "%s", call.c_str());
     snprintf(entry.place, sizeof entry.place, "%s", place.c_str());
+    entry.time = time;
     entry.number = number;
     rows_[row].calls = number;
     return number;
   }
   bool has(int row, uint64_t number) const { return rows_[row].calls >= number; }
+
+  // On the timeline: when all ranks are ready for a call that all have made.
+  double time(const std::map<int, int>& rows_of_ranks, uint64_t number) const {
+    double last = 0;
+    for (auto [rank, row] : rows_of_ranks)
+      if (const auto& entry = at(row, number); entry.number == number) last = std::max(last, entry.time);
+    return last;
+  }
 
   // What differs between a call of this rank and those of others that have the same number; empty: nothing so far.
   std::string difference(int own_row, const std::map<int, int>& rows_of_ranks, uint64_t number) const {
@@ -91,14 +102,16 @@ inline std::string text_of(const Tensors& tensors) {
 }
 
 // ---------------------------------------------------------------- works
-// What gloo does. gloo's works keep their tensors until they die. They are shared by the work that Python has and by what is
-// pending for the host, and let go when the first of them has waited: otherwise no memory of a collective would ever be freed
+// What gloo does, and the tensors that it does it with. It is shared by the work that Python has and by what is pending for the
+// host, and lets go of the tensors when the first of them has waited: otherwise no memory of a collective would ever be freed
 // and used again, and no bug of that kind seen.
 struct Transfer {
   std::recursive_mutex mutex;
   Milliseconds patience{0};
   std::vector<WorkPointer> works;
+  Tensors tensors;
   std::vector<std::function<void()>> afters;
+  std::vector<std::function<void()>> settlements;  // set the end on the timeline, when all ranks have called the same
   std::vector<std::function<bool()>> checks;  // whether all ranks have called the same; raise if they call something else
 
   bool completed() {
@@ -106,6 +119,7 @@ struct Transfer {
     return std::all_of(works.begin(), works.end(), [](auto& work) { return work->isCompleted(); });
   }
   void finish(Milliseconds timeout) {
+    Tensors let_go;  // after the lock
     std::lock_guard<std::recursive_mutex> lock(mutex);
     // gloo could not be stopped once it waits: where its time is up, it takes the whole group to have failed.
     const auto began = std::chrono::steady_clock::now();
@@ -113,10 +127,13 @@ struct Transfer {
       while (!check() && !completed() && std::chrono::steady_clock::now() - began < patience)
         std::this_thread::sleep_for(std::chrono::microseconds(50));
     for (auto& work : works) work->wait(timeout);
+    for (auto& settle : settlements) settle();
     for (auto& after : afters) after();
     works.clear();
+    std::swap(let_go, tensors);
     afters.clear();
     checks.clear();
+    settlements.clear();
   }
 };
 
@@ -125,6 +142,7 @@ struct Work final : c10d::Work {
   int slot = 0, device = 0;
   std::vector<uint64_t> pending;
   Clock end;
+  std::shared_ptr<double> ended = std::make_shared<double>(0);  // on the timeline
   Tensors tensors;  // kept until the first wait, as NCCL does
   bool waited = false;
 
@@ -150,6 +168,7 @@ struct Work final : c10d::Work {
         done.push_back(std::move(item->second.finish));
         world.pending.erase(item);
       }
+    end.time = std::max(end.time, *ended);
     if (!ignored) world.streams[current_slot(device)].join(end);
     waited = true;
     std::swap(let_go, tensors);
@@ -202,7 +221,7 @@ class Backend final : public c10d::Backend {
   WorkPointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
     const auto call = c10::str("broadcast from ", options.rootRank, " of ", text_of(tensors));
     return run("broadcast", call, tensors, tensors, options.asyncOp,
-        [&, bytes = cpu(tensors)]() mutable { return gloo_->broadcast(bytes, options); });
+        [&, bytes = borrow(tensors)]() mutable { return gloo_->broadcast(bytes, options); });
   }
   WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     return reduced_in_place(
@@ -218,25 +237,27 @@ class Backend final : public c10d::Backend {
   }
   WorkPointer allgather(std::vector<Tensors>& outs, Tensors& ins, const c10d::AllgatherOptions& options) override {
     return run("allgather", "allgather of " + text_of(flat(outs)), ins, flat(outs), options.asyncOp,
-        [&, to = cpu(outs), from = cpu(ins)]() mutable { return gloo_->allgather(to, from, options); });
+        [&, to = borrow(outs), from = borrow(ins)]() mutable { return gloo_->allgather(to, from, options); });
   }
   WorkPointer _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions& options) override {
     return run("allgather", "allgather of " + text_of({in}) + " each", {in}, {out}, options.asyncOp,
-        [&, to = cpu_alias(out), from = cpu_alias(in)]() mutable { return gloo_->_allgather_base(to, from, options); });
+        [&, to = borrow(out), from = borrow(in)]() mutable { return gloo_->_allgather_base(to, from, options); });
   }
   WorkPointer allgather_into_tensor_coalesced(Tensors& outs, Tensors& ins, const c10d::AllgatherOptions& options) override {
     return run("allgather", "allgather of " + text_of(ins) + " each", ins, outs, options.asyncOp,
-        [&, to = cpu(outs), from = cpu(ins)]() mutable { return gloo_->allgather_into_tensor_coalesced(to, from, options); });
+        [&, to = borrow(outs), from = borrow(ins)]() mutable {
+          return gloo_->allgather_into_tensor_coalesced(to, from, options);
+        });
   }
   WorkPointer gather(std::vector<Tensors>& outs, Tensors& ins, const c10d::GatherOptions& options) override {
     const auto call = c10::str("gather to ", options.rootRank, " of ", text_of(ins), " each");
     return run("gather", call, ins, flat(outs), options.asyncOp,
-        [&, to = cpu(outs), from = cpu(ins)]() mutable { return gloo_->gather(to, from, options); });
+        [&, to = borrow(outs), from = borrow(ins)]() mutable { return gloo_->gather(to, from, options); });
   }
   WorkPointer scatter(Tensors& outs, std::vector<Tensors>& ins, const c10d::ScatterOptions& options) override {
     const auto call = c10::str("scatter from ", options.rootRank, " of ", text_of(outs), " each");
     return run("scatter", call, flat(ins), outs, options.asyncOp,
-        [&, to = cpu(outs), from = cpu(ins)]() mutable { return gloo_->scatter(to, from, options); });
+        [&, to = borrow(outs), from = borrow(ins)]() mutable { return gloo_->scatter(to, from, options); });
   }
   WorkPointer reduce_scatter(Tensors& outs, std::vector<Tensors>& ins, const c10d::ReduceScatterOptions& options) override {
     return reduce_scattered(flat(ins), outs, text_of(flat(ins)), options, [&](const Tensors& from, Tensors& to, auto& o) {
@@ -259,26 +280,29 @@ class Backend final : public c10d::Backend {
                             const c10d::AllToAllOptions& options) override {
     // Ranks may exchange different numbers of elements.
     return run("alltoall", c10::str("alltoall of ", in.scalar_type()), {in}, {out}, options.asyncOp,
-        [&, to = cpu_alias(out), from = cpu_alias(in)]() mutable {
+        [&, to = borrow(out), from = borrow(in)]() mutable {
           return gloo_->alltoall_base(to, from, out_rows, in_rows, options);
         });
   }
   WorkPointer send(Tensors& tensors, int to, int tag) override {
     return between("send", tensors, {}, getRank(), to, tag,
-        [&, bytes = cpu(tensors)]() mutable { return gloo_->send(bytes, to, tag); });
+        [&, bytes = borrow(tensors)]() mutable { return gloo_->send(bytes, to, tag); });
   }
   WorkPointer recv(Tensors& tensors, int from, int tag) override {
     return between("recv", {}, tensors, from, getRank(), tag,
-        [&, bytes = cpu(tensors)]() mutable { return gloo_->recv(bytes, from, tag); });
+        [&, bytes = borrow(tensors)]() mutable { return gloo_->recv(bytes, from, tag); });
   }
   WorkPointer barrier(const c10d::BarrierOptions& options) override {
     host_waits("barrier", current_slot(current_device));
-    announce("barrier", place_here(), every_row())();
+    announce("barrier", place_here(), every_row(), 0).check();
     return gloo_->barrier(options);
   }
 
  private:
-  using Check = std::function<bool()>;
+  struct Announced {
+    uint64_t number;
+    std::function<bool()> check;
+  };
   struct Rows {  // of the ledger: where this rank writes, and where the ranks that take part do
     int own = 0;
     std::map<int, int> all;
@@ -313,8 +337,13 @@ class Backend final : public c10d::Backend {
                     " takes contiguous tensors of one device, not one on ", tensor.device());
     const int caller = current_slot(device.index());
     const auto place = place_here();
-    const auto check = announce(call, place, rows);
-    check();
+    double ready;
+    {
+      Lock lock(world.mutex);
+      ready = std::max({world.host.time, world.streams[caller].time, world.streams[slot].time});
+    }
+    const auto announced = announce(call, place, rows, ready);
+    announced.check();
     auto work = batch_ ? batch_ : c10::make_intrusive<Work>();
     {
       Findings findings;
@@ -327,13 +356,33 @@ class Backend final : public c10d::Backend {
       for (auto& tensor : ins) note(tensor, false, slot, epoch, name, place, findings);
       for (auto& tensor : outs) note(tensor, true, slot, epoch, name, place, findings);
       work->end = world.streams[slot];
+      if (world.timeline) world.host.time += world.timeline->launch;
     }
     work->slot = slot;
     work->device = device.index();
-    for (auto all : {&ins, &outs}) work->tensors.insert(work->tensors.end(), all->begin(), all->end());
+    for (auto all : {&ins, &outs})
+      for (auto kept : {&work->tensors, &work->transfer->tensors}) kept->insert(kept->end(), all->begin(), all->end());
     work->transfer->patience = timeout_;
     work->transfer->works.push_back(start());
-    work->transfer->checks.push_back(check);
+    work->transfer->checks.push_back(announced.check);
+    if (auto timeline = timeline_now()) {
+      double bytes[2] = {0, 0};
+      for (auto& tensor : ins) bytes[0] += double(tensor.nbytes());
+      for (auto& tensor : outs) bytes[1] += double(tensor.nbytes());
+      const double seconds = timeline->collectives(name, getSize(), std::max(bytes[0], bytes[1]));
+      Lock lock(world.mutex);
+      const auto turn = ++timeline->last;
+      timeline->unsettled[slot][turn] = [=, ended = work->ended, ledger = ledger_, number = announced.number](Timeline& on) {
+        const auto begin = std::max(ledger->time(rows.all, number), on.free[slot]);
+        on.free[slot] = *ended = begin + seconds;
+        world.streams[slot].time = std::max(world.streams[slot].time, *ended);
+        on.spans.push_back({slot, name, begin, *ended, true});
+      };
+      work->transfer->settlements.push_back([timeline, slot, turn] {
+        Lock lock(world.mutex);
+        timeline->settle(slot, turn);
+      });
+    }
     // Nobody else makes the bytes arrive where the host waits for the stream, and not for the work.
     work->pending.push_back(
         when_the_host_learns(slot, work->end.of(slot), [transfer = work->transfer] { transfer->finish(kNoTimeout); }));
@@ -343,7 +392,7 @@ class Backend final : public c10d::Backend {
   template <class Options, class Start>
   WorkPointer reduced_in_place(const char* name, const std::string& detail, Tensors& tensors, Options options, Start start) {
     const auto call = name + detail + " by " + name_of(options.reduceOp) + ", " + text_of(tensors);
-    auto bytes = cpu(tensors);
+    auto bytes = borrow(tensors);
     const bool divides = divides_after(options.reduceOp, bytes);
     const auto factor = factor_before(options.reduceOp, bytes[0], getSize());
     auto work = run(name, call, tensors, tensors, options.asyncOp, [&] {
@@ -359,7 +408,7 @@ class Backend final : public c10d::Backend {
   WorkPointer reduce_scattered(
       const Tensors& ins, const Tensors& outs, const std::string& sizes, c10d::ReduceScatterOptions options, Start start) {
     const auto call = "reduce_scatter by " + name_of(options.reduceOp) + " of " + sizes;
-    auto from = cpu(ins), to = cpu(outs);
+    auto from = borrow(ins), to = borrow(outs);
     const bool divides = divides_after(options.reduceOp, to);
     const auto factor = factor_before(options.reduceOp, to[0], getSize());
     auto work = run("reduce_scatter", call, ins, outs, options.asyncOp, [&] {
@@ -390,9 +439,9 @@ class Backend final : public c10d::Backend {
   }
 
   // Writes the call into the ledger, and returns what compares it with the others'.
-  Check announce(const std::string& call, Place place, const Rows& rows) {
-    const auto number = ledger_->write(rows.own, call, *place);
-    return [ledger = ledger_, rows, number, group = getGroupUid()] {
+  Announced announce(const std::string& call, Place place, const Rows& rows, double ready) {
+    const auto number = ledger_->write(rows.own, call, *place, ready);
+    auto check = [ledger = ledger_, rows, number, group = getGroupUid()] {
       const auto difference = ledger->difference(rows.own, rows.all, number);
       const auto text = "ranks of the group '" + group + "' differ in call " + difference;
       if (!difference.empty()) report("order", text);
@@ -400,16 +449,25 @@ class Backend final : public c10d::Backend {
       return std::all_of(
           rows.all.begin(), rows.all.end(), [&](const auto& item) { return ledger->has(item.second, number); });
     };
+    return {number, check};
   }
 
-  static Tensors cpu(const Tensors& tensors) {
+  // The same bytes for gloo, whose threads let go of their tensors some time after the work has ended. These keep nothing: the
+  // transfer does, so that it is known when memory is freed.
+  static Tensor borrow(const Tensor& tensor) {
+    const auto& storage = tensor.storage();
+    auto impl = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), storage.nbytes(),
+        c10::DataPtr(const_cast<void*>(storage.data()), c10::Device(c10::kCPU)), nullptr, /*resizable=*/false);
+    return tensor_over(c10::Storage(std::move(impl)), tensor, c10::DispatchKey::CPU);
+  }
+  static Tensors borrow(const Tensors& tensors) {
     Tensors all;
-    for (auto& tensor : tensors) all.push_back(cpu_alias(tensor));
+    for (auto& tensor : tensors) all.push_back(borrow(tensor));
     return all;
   }
-  static std::vector<Tensors> cpu(const std::vector<Tensors>& lists) {
+  static std::vector<Tensors> borrow(const std::vector<Tensors>& lists) {
     std::vector<Tensors> all;
-    for (auto& list : lists) all.push_back(cpu(list));
+    for (auto& list : lists) all.push_back(borrow(list));
     return all;
   }
   static Tensors flat(const std::vector<Tensors>& lists) {
@@ -461,6 +519,23 @@ PYBIND11_MODULE(_native, module) {
   module.def("ignore_orders", [](std::vector<std::string> parts) {
     Lock lock(world.mutex);
     world.ignored_orders = std::move(parts);
+  });
+  module.def("start_timeline", [](decltype(Timeline::operators) operators, decltype(Timeline::collectives) collectives,
+                                  double launch) {
+    Lock lock(world.mutex);
+    for (auto& clock : world.streams) clock.time = 0;
+    world.host.time = 0;
+    world.timeline = std::make_shared<Timeline>(Timeline{std::move(operators), std::move(collectives), launch, {}, {}, {}});
+  });
+  module.def("stop_timeline", [] {
+    std::shared_ptr<Timeline> ended;
+    {
+      Lock lock(world.mutex);
+      ended = std::exchange(world.timeline, nullptr);
+    }
+    std::vector<std::tuple<int, std::string, double, double, bool>> spans;
+    for (auto& span : ended->spans) spans.emplace_back(span.slot, span.name, span.begin, span.end, span.collective);
+    return spans;
   });
   module.def("place", [] { return *place_here(); });
   module.def("memory", [](int device) { return std::make_pair(bytes_of[device].now, bytes_of[device].peak); });

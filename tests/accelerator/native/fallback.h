@@ -203,8 +203,28 @@ class Call {
           argument.alias.sizes(), argument.alias.strides(), argument.alias.storage_offset());
   }
 
+  // Of products and of attention; other operators take the time of their bytes.
+  double flops() const {
+    const bool backward = name_ == "aten::_scaled_dot_product_flash_attention_for_cpu_backward";
+    if (backward || name_ == "aten::_scaled_dot_product_flash_attention_for_cpu") {
+      const auto &query = arguments_.at(backward).own, &key = arguments_.at(backward + 1).own;
+      return (backward ? 10.0 : 4.0) * double(query.numel()) * double(key.size(2));  // five products in place of two
+    }
+    const bool added = name_ == "aten::addmm" || name_ == "aten::baddbmm";
+    if (!added && name_ != "aten::mm" && name_ != "aten::bmm") return 0;
+    return 2.0 * double(arguments_.at(added).own.numel()) * double(arguments_.at(added + 1).own.size(-1));
+  }
+  double bytes() const {
+    double all = 0;
+    for (auto& argument : arguments_) all += double(argument.own.nbytes());
+    for (auto& result : fresh_) all += double(result.second.nbytes());
+    return all;
+  }
+
   void note_accesses() {
     const auto place = place_here();
+    const auto timeline = timeline_now();
+    const double seconds = timeline ? timeline->operators(name_, flops(), bytes()) : 0;  // may ask Python: not with the mutex
     const auto operation = schema_.name().c_str();  // of the registered schema, which outlives the call
     const int slot = current_slot(device_);
     {
@@ -216,6 +236,7 @@ class Call {
         for (auto& argument : arguments_)
           if (argument.write == write) note(argument.own, write, slot, epoch, operation, place, findings);
       for (auto& result : fresh_) note(result.second, true, slot, epoch, operation, place, findings);
+      if (timeline) spend(*timeline, slot, operation, seconds);
     }
     if (waits_) host_waits(name_, slot);
   }
@@ -256,6 +277,8 @@ inline Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blo
   const int target_slot = to ? current_slot(target.device().index()) : slot;
   const char* name = from && to ? "copy d2d" : from ? "copy d2h" : "copy h2d";
   const auto place = place_here();
+  const auto timeline = timeline_now();
+  const double seconds = timeline ? timeline->operators(name, 0, double(source.nbytes() + target.nbytes())) : 0;
   uint64_t epoch;
   {
     Findings findings;
@@ -266,6 +289,7 @@ inline Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blo
     epoch = launch(slot);
     if (from) note(source, false, slot, epoch, name, place, findings);
     if (to) note(target, true, slot, epoch, name, place, findings);
+    if (timeline) spend(*timeline, slot, name, seconds);
     if (target_slot != slot) launch(target_slot), world.streams[target_slot].join(world.streams[slot]);
   }
   auto source_bytes = from ? cpu_alias(source) : source, target_bytes = to ? cpu_alias(target) : target;
