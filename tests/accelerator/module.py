@@ -57,7 +57,7 @@ import torch
 
 FOREIGN = ("/torch/", "<frozen", "<string>", "/transformers/", "/contextlib.py", "/threading.py", "/typing_extensions.py")
 """Files whose frames say little about where in the program something happens."""
-STACK = 40
+STACK = 200
 """Frames that a report keeps."""
 
 

@@ -20,6 +20,8 @@ from meshwright.train.start.setup import make_setup
 from meshwright.train.trainer import Trainer
 
 SOURCE = "/meshwright/"
+WORKER = "ranks/forked.py _call"
+"""What runs a job, in the main thread of a worker."""
 
 
 class RankRun(NamedTuple):
@@ -28,7 +30,7 @@ class RankRun(NamedTuple):
     Attributes:
         faults: races, memory that is reused while in use, mixed devices, collectives in another order.
         waits: how often the host waited for the device inside the steps, by file and function of the innermost line of
-            Meshwright, such as ``train/journal.py read``.
+            Meshwright, such as ``train/journal.py read``, or of the innermost line.
         peak: most bytes of tensors on the device; ``None`` on the CPU.
     """
 
@@ -45,6 +47,7 @@ def train_on_device(device: torch.device, config: RunConfig, store: Path, plant:
         simulated.reset_peak_memory_stats()
     setup = make_setup(config, dist.get_world_size(), load_run_tokenizer(config))
     trainer = Trainer(setup, TokenStore.open(store), device, checkpoint_to_resume(config), replace(PARTS))
+    at_start = [] if simulated is None else simulated.reports.take()  # without waits: threads read the files
     if plant is not None:
         plant(trainer)
     trainer.run()
@@ -52,22 +55,27 @@ def train_on_device(device: torch.device, config: RunConfig, store: Path, plant:
     if simulated is None:
         return RankRun([], Counter(), None)
     simulated.synchronize()
-    found = simulated.reports.take("race", "reuse", "mixed", "order", "wait")
+    found = [*at_start, *simulated.reports.take("race", "reuse", "mixed", "order", "wait")]
     waits = Counter(place_of(report.stack) for report in found if report.kind == "wait" and in_step(report.stack))
     faults = [f"{report.kind}: {report.text}" for report in found if report.kind != "wait"]
     return RankRun(faults, waits, peak_memory(device))
 
 
 def in_step(stack: tuple[str, ...]) -> bool:
-    """Whether a frame is of a step, or of reading how it went; not of evaluation, of saving or of the start."""
-    return any(place_of((frame,)).endswith((" train_step", " read_finished_steps")) for frame in stack)
+    """Whether a frame is of a step, or of reading how it went; not of evaluation, of saving or of the start.
+
+    Autograd runs backward in a thread of its own for each accelerator, which knows nothing of what called it.
+    """
+    places = {place_of((frame,)) for frame in stack}
+    return bool(places & {"train/trainer.py train_step", "train/trainer.py read_finished_steps"}) or WORKER not in places
 
 
 def place_of(stack: tuple[str, ...]) -> str:
     """File and function of the innermost frame of Meshwright, or of the innermost one. Lines would change with every edit."""
     frame = next((frame for frame in stack if SOURCE in frame.partition(":")[0]), stack[0])
     path, _, rest = frame.partition(":")
-    return f"{path.rpartition(SOURCE)[2]} {rest.partition(' ')[2]}"
+    path = path.rpartition(SOURCE)[2] if SOURCE in path else path.rpartition("/")[2]
+    return f"{path} {rest.partition(' ')[2]}"
 
 
 def train_with(pool: Pool, config: RunConfig, plant: Callable[[Trainer], None] | None = None) -> list[RankRun]:

@@ -27,7 +27,7 @@ LOGGED = {"train/journal.py read": STEPS}
 ROUTES = "distributed/experts/dispatch.py _route"
 """The host waits for the numbers of tokens that ranks exchange, in each mixture and microbatch: 2 of each, and the steps."""
 ROUTES_AGAIN = "distributed/memory/kept_results.py __torch_dispatch__"
-"""The same, seen by the mode that keeps results, where the layer is recomputed."""
+"""The same under the mode that keeps results, where the layer is recomputed, so that it runs twice."""
 
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: tiny_model("llama", seed=7, vocab_size=300),
@@ -46,20 +46,18 @@ class Case(NamedTuple):
         model: which of the models.
         overrides: of a tiny run.
         waits: of the host inside the steps, by place.
-        error: largest relative difference of a loss. The CPU has other kernels of attention.
     """
 
     overrides: tuple[str, ...] = ()
     model: str = "llama"
     waits: dict[str, int] = LOGGED
-    error: float = 1e-6
 
 
 ONE = "layout.dp_shard=1"
 SMALL = "training.microbatch_size=1"
 CASES = {
     "defer": Case(),
-    "defer, bf16": Case(("parallel.param_dtype=bfloat16",), error=1e-3),
+    "defer, bf16": Case(("parallel.param_dtype=bfloat16",)),
     "reduce each": Case(("parallel.sync=reduce_each", SMALL)),
     "reshard each": Case(("parallel.sync=reshard_each", SMALL)),
     "replicas": Case(("layout.dp_replicate=2",)),
@@ -74,9 +72,7 @@ CASES = {
     "cp ulysses": Case((ONE, "layout.cp=2", "parallel.context_parallel=ulysses")),
     "cp ring": Case((ONE, "layout.cp=2", "parallel.context_parallel=ring")),
     "ep": Case(("layout.ep=2",), "experts", {**LOGGED, ROUTES: 12}),
-    "ep, recomputed": Case(
-        ("layout.ep=2", "parallel.activation_checkpointing=full"), "experts", {**LOGGED, ROUTES: 12, ROUTES_AGAIN: 12}
-    ),
+    "ep, recomputed": Case(("layout.ep=2", "parallel.activation_checkpointing=full"), "experts", {**LOGGED, ROUTES_AGAIN: 24}),
     "pp gpipe": Case((ONE, "layout.pp=2", SMALL, "parallel.pipeline.schedule=gpipe")),
     "pp 1f1b": Case((ONE, "layout.pp=2", SMALL)),
     "pp interleaved": Case((ONE, "layout.pp=2", SMALL, "parallel.pipeline.schedule=interleaved_1f1b"), "four layers"),
@@ -87,7 +83,13 @@ CASES = {
     "lora, nf4": Case(("adapter={rank: 4, alpha: 8, base: nf4, path: 'WEIGHTS/adapter'}",), "wide"),
     "diffusion": Case(("data.packing=pad",), "diffusion"),
     "offload": Case(
-        ("parallel.cpu_offload=true",), waits={**LOGGED, "train/guard.py step": STEPS, "train/trainer.py train_step": STEPS}
+        ("parallel.cpu_offload=true",),
+        waits={
+            **LOGGED,
+            "train/guard.py step": STEPS,
+            "train/trainer.py train_step": STEPS,
+            "_fsdp_param_group.py finalize_backward": 21 * STEPS,  # for the gradient of each parameter
+        },
     ),
 }
 
@@ -119,10 +121,10 @@ def test_training(tiny: Tiny, weights: Callable[[str], Path], two: Workers, cpu_
     train_with(cpu_pool, on_cpu)
     ranks = train_with(two, on_device)
     assert not [fault for rank in ranks for fault in rank.faults]
-    assert losses(on_device) == pytest.approx(losses(on_cpu), rel=case.error)
-    assert eval_losses(on_device) == pytest.approx(eval_losses(on_cpu), rel=case.error)
+    assert losses(on_device) == losses(on_cpu)
+    assert eval_losses(on_device) == eval_losses(on_cpu)
     norms = [[row["gradient_norm"] for row in rows(config) if "loss" in row] for config in (on_device, on_cpu)]
-    assert norms[0] == pytest.approx(norms[1], rel=10 * case.error)
+    assert norms[0] == norms[1]
     for rank in ranks:
         assert rank.waits == Counter(case.waits)
     if routed := sum(count for place, count in case.waits.items() if place in (ROUTES, ROUTES_AGAIN)):
