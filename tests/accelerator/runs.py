@@ -1,5 +1,6 @@
 """Trains tiny runs on the simulated accelerator and on the CPU, with the trainer that `meshwright train` uses."""
 
+import gc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +32,7 @@ class RankRun(NamedTuple):
         faults: races, memory that is reused while in use, mixed devices, collectives in another order.
         waits: how often the host waited for the device inside the steps, by file and function of the innermost line of
             Meshwright, such as ``train/journal.py read``, or of the innermost line.
-        peak: most bytes of tensors on the device; ``None`` on the CPU.
+        peak: most bytes of tensors on the device in the loop; ``None`` on the CPU.
     """
 
     faults: list[str]
@@ -43,22 +44,26 @@ def train_on_device(device: torch.device, config: RunConfig, store: Path, plant:
     """Train a run on this rank, which is in a process group already; ``plant`` may put a fault into its trainer."""
     simulated = torch.get_device_module(device) if is_accelerator(device) else None
     if simulated is not None:
+        gc.collect()  # what an earlier run left
         simulated.reports.take()
-        simulated.reset_peak_memory_stats()
+    left = 0 if simulated is None else simulated.memory_allocated()
     setup = make_setup(config, dist.get_world_size(), load_run_tokenizer(config))
     trainer = Trainer(setup, TokenStore.open(store), device, checkpoint_to_resume(config), replace(PARTS))
     at_start = [] if simulated is None else simulated.reports.take()  # without waits: threads read the files
+    if simulated is not None:
+        simulated.reset_peak_memory_stats()
     if plant is not None:
         plant(trainer)
     trainer.run()
     del trainer
     if simulated is None:
         return RankRun([], Counter(), None)
+    simulated.ignore_orders([])
     simulated.synchronize()
     found = [*at_start, *simulated.reports.take("race", "reuse", "mixed", "order", "wait")]
     waits = Counter(place_of(report.stack) for report in found if report.kind == "wait" and in_step(report.stack))
     faults = [f"{report.kind}: {report.text}" for report in found if report.kind != "wait"]
-    return RankRun(faults, waits, peak_memory(device))
+    return RankRun(faults, waits, (peak_memory(device) or 0) - left)
 
 
 def in_step(stack: tuple[str, ...]) -> bool:
@@ -82,3 +87,22 @@ def train_with(pool: Pool, config: RunConfig, plant: Callable[[Trainer], None] |
     """Prepare a run here, and train it on the ranks of a pool."""
     _, _, store = prepare_run(config, pool.world_size)
     return pool.run(train_on_device, config, store.directory, plant)
+
+
+def ignore_orders(trainer: Trainer, names: list[str]) -> None:
+    """A plant: some orders between streams are left out, in the clocks."""
+    torch.get_device_module(trainer.device).ignore_orders(names)
+
+
+_BEFORE: dict[str, int] = {}
+
+
+def forget_orders(device: torch.device) -> None:
+    """Let :func:`orders_of` know only orders that are set up from now on."""
+    _BEFORE.update(torch.get_device_module(device).orders())
+
+
+def orders_of(device: torch.device, text: str) -> list[str]:
+    """Names of the orders between streams that were set up since :func:`forget_orders`, with a text in them."""
+    orders = torch.get_device_module(device).orders()
+    return [name for name, times in orders.items() if text in name and times > _BEFORE.get(name, 0)]
