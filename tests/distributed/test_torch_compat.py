@@ -165,7 +165,7 @@ def test_a_torch_or_transformers_newer_than_the_tested_ones_is_told_of(monkeypat
     assert (_torch_compat.untested(), _transformers_compat.untested()) == ("", "")
     monkeypatch.setattr(torch, "__version__", "2.99.0+cu130")
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "5.99.1")
-    assert _torch_compat.untested() == "torch 2.99.0+cu130: Meshwright's tests have run with 2.13 at the newest"
+    assert _torch_compat.untested() == "torch 2.99.0+cu130: Meshwright's tests have run with 2.14 at the newest"
     assert _transformers_compat.untested() == "transformers 5.99.1: Meshwright's tests have run with 5.23 at the newest"
 
 
