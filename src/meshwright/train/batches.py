@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from meshwright.data.loader import TrainLoader
+from meshwright.device import Ability, able
 from meshwright.distributed.context.sequences import share_batch
 from meshwright.files import save_tensors
 from meshwright.models.moved_batch import move_batch
@@ -27,6 +28,7 @@ class RankBatches:
 
     def __init__(self, run: RankSetup, objective: Objective, loader: TrainLoader) -> None:
         self.objective, self.loader, self.device = objective, loader, run.device
+        able(run.device.type, Ability.PINNED)  # tried now, and not in the first step
         self.shares = run.plan.layout.size("cp") > 1
         self.cut = partial(share_batch, run.plan, run.mesh.rank("cp"))  # once: a slice of a mesh reads a tensor
 
