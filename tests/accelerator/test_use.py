@@ -130,10 +130,9 @@ def test_a_run_with_dropout_resumes_as_if_nothing_had_happened(tiny: Tiny, two: 
 
 def test_memory_is_the_device_s(tiny: Tiny, two: Workers) -> None:
     config = tiny("training.steps=1", "training.log_every=1")
-    (peak, _) = (rank.peak for rank in train_with(two, config))
+    train_with(two, config)
     shown = [row["memory_bytes"] for row in rows(config) if "memory_bytes" in row]
-    assert peak is not None
-    assert 0 < shown[-1] <= peak < 2**24 < memory_in_use(torch.device("cpu"))
+    assert 0 < shown[-1] < 2**24 < memory_in_use(torch.device("cpu"))
 
 
 def test_an_export_generates_on_the_device(tiny: Tiny, tmp_path: Path, two: Workers) -> None:
