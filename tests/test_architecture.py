@@ -22,11 +22,12 @@ SOURCE = ROOT / "src" / "meshwright"
 
 FLOORS = (
     {"errors"},
-    {"files", "paths", "terminal", "quiet"},
+    {"files", "paths", "terminal", "quiet", "user_code"},
     {"layout", "device"},
     {"plan"},
     {"distributed", "ranks"},
     {"data", "models", "checkpoint"},
+    {"objectives"},
     {"train"},
     {"shrink", "nemo"},
     {"moe"},

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.data.columns import FORMATS
 from meshwright.data.formats import SPEAKERS
-from meshwright.models.user_imports import import_modules
 from meshwright.train.config import RunConfig, load_config
+from meshwright.user_code import import_modules
 from tests.cli.conftest import meshwright, start, warm
 from tests.harness import run_ranks
 from tests.train.conftest import corpus

@@ -13,6 +13,7 @@ _HOMES = {
     "Layout": "layout",
     "MeshwrightError": "errors",
     "ModelSizes": "layout",
+    "Objective": "models.objective",
     "ParallelMesh": "distributed.mesh",
     "ParallelOptions": "plan.given.options",
     "ParallelSpec": "plan.given.spec",

@@ -21,6 +21,7 @@ __all__ = [
     "ModelError",
     "NonFiniteError",
     "NotProvenError",
+    "PartError",
     "PlanError",
     "Problems",
     "Refusal",
@@ -203,6 +204,12 @@ class NonFiniteError(MeshwrightError, ArithmeticError):
 
 class NotProvenError(MeshwrightError, RuntimeError):
     """A layout whose audit, asked for before training, did not pass."""
+
+    exit_code = 1
+
+
+class PartError(MeshwrightError, RuntimeError):
+    """A part of the user, such as an objective or a callback, that raised something or is not what it should be."""
 
     exit_code = 1
 

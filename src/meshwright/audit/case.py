@@ -3,8 +3,8 @@
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Container, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Container, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from meshwright.models.weights.initial_values import derive_seed
 from meshwright.plan.given.inspection import model_sizes
 from meshwright.plan.given.options import NF4
 from meshwright.train.config import LayoutConfig, ParallelConfig, RunConfig
-from meshwright.train.engine import Batch, Engine, Sums
+from meshwright.train.engine import Batch, Engine, Sums, Values
 from meshwright.train.parts import Parts, RankSetup, engine_of_plan, fill, train_loader
 from meshwright.train.start.setup import make_setup
 from meshwright.train.trainer import Trainer
@@ -161,6 +161,16 @@ class NotingEngine(Engine):
     def logits(self, batch: Batch) -> torch.Tensor:
         """Return what the engine of the run returns."""
         return self.inner.logits(batch)
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """Do what the engine of the run does."""
+        return self.inner.adapters_off()
+
+    def forwards(
+        self, batches: Iterable[Batch], values: Values, around: Callable[[], AbstractContextManager[None]]
+    ) -> list[Mapping[str, torch.Tensor]]:
+        """Return what the engine of the run returns."""
+        return self.inner.forwards(batches, values, around)
 
     def clip(self, limit: float | None) -> torch.Tensor:
         """Clip as the engine of the run does."""

@@ -154,14 +154,16 @@ def whole_sequences(batch: dict[str, torch.Tensor], plan: ShardingPlan, mesh: Pa
 
 
 def sequence_digests(batches: list[dict[str, torch.Tensor]], length: int) -> list[str]:
-    """Return the digests of each sequence in some microbatches, as ``NAME=DIGEST`` for each input of the model.
+    """Return the digests of each sequence in some microbatches, as ``NAME=DIGEST`` for each tensor with a value for each token.
 
     Padding after ``length`` does not count. :func:`unlike` compares them.
     """
     digests = []
     for batch in batches:
-        for row in range(len(batch["input_ids"])):
-            parts = {name: batch[name][row, :length].cpu().numpy().tobytes() for name in sorted(batch)}
+        shape = batch["input_ids"].shape
+        names = sorted(name for name, tensor in batch.items() if tensor.shape[:2] == shape)
+        for row in range(shape[0]):
+            parts = {name: batch[name][row, :length].cpu().numpy().tobytes() for name in names}
             digests.append(" ".join(f"{name}={hashlib.sha256(part).hexdigest()[:16]}" for name, part in parts.items()))
     return digests
 

@@ -118,9 +118,9 @@ def export_checkpoint(
     from meshwright.models.adapters.adapt import initialize_adapters, merge, without_adapters
     from meshwright.models.adapters.adapter_files import write_adapter
     from meshwright.models.model_config import AdapterConfig, ModelConfig
-    from meshwright.models.user_imports import import_modules
     from meshwright.models.weights.build import build_on_meta, materialize, pretrained_config, weight_files
     from meshwright.models.weights.initial_values import initialize_buffers
+    from meshwright.user_code import import_modules
 
     meta = read_meta(checkpoint)
     if damages := damage(checkpoint):

@@ -4,8 +4,9 @@ A loss has one or more *terms*. Each is a sum over its own targets. Every term i
 whole optimizer step, over all ranks and microbatches; then the terms are added with their weights.
 """
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -51,20 +52,32 @@ class RunFacts:
 class Objective(ABC):
     """What a model is trained to do. An objective has no state: the same batch gives the same loss.
 
+    One of the user's own needs :meth:`sums`, and :meth:`counts` where the loss is not divided by the number of labels. What it
+    computes with is given: :mod:`meshwright.objectives.given`. See docs/own-parts.md.
+
     Attributes:
         name: value of ``training.objective``.
         purpose: what a model with this objective is trained to do, in words.
         section: section of the configuration that has its options; empty: it has none.
-        terms: names of the terms of the loss.
-        weights: weights of the terms.
+        terms: names of the terms of the loss; by default one, with the name of the objective.
+        weights: weights of the terms; by default all are 1.
         perplexity: whether the exponential of the loss is a perplexity.
         uncounted: why :meth:`routed` does not say which tokens count, as a message if a balance loss is asked for; empty: it
             does.
-        pipelines: whether it calls the model once for a batch, as :func:`~meshwright.models.token_loss.forward_logits` does,
-            so that the stages of a pipeline can share the call.
-        chunks: whether its loss is :func:`~meshwright.models.token_loss.forward_loss`, which can be computed in chunks of
-            tokens.
+        pipelines: whether it calls the model once for a batch, as :mod:`~meshwright.objectives.given` does, so that the stages
+            of a pipeline can share the call; ``None``: this is tried when the run is planned.
+        chunks: whether its loss can be computed in chunks of tokens; ``None``: this is tried.
+        shares: whether its sums over parts of a sequence add up to that of the whole, so that the ranks of `cp` can share it;
+            ``None``: this is tried.
+        packs: whether several documents in a sequence give the same sums as alone; ``None``: this is tried.
+        documents: whether batches say which document each token belongs to, as
+            :func:`~meshwright.objectives.given.per_document` needs.
+        gathers: whether it gathers values of all data ranks (:func:`~meshwright.objectives.given.gather`).
+        reference: whether batches have ``reference_log_probs`` [B, S], those of the model with its adapters off.
+        whole_logits: whether it needs the logits of all words on each rank of `tp`.
         frozen: patterns of parameters that are not trained, in addition to those of ``parallel.freeze``.
+        metric_names: names of what :meth:`metrics` returns, as it was tried.
+        wanted: names of values of tokens that one forward computes, as they were asked for when it was tried.
     """
 
     name: str
@@ -74,9 +87,30 @@ class Objective(ABC):
     weights: tuple[float, ...]
     perplexity = False
     uncounted = ""
-    pipelines = False
-    chunks = False
+    pipelines: bool | None = None
+    chunks: bool | None = None
+    shares: bool | None = None
+    packs: bool | None = None
+    documents = False
+    gathers = False
+    reference = False
+    whole_logits = False
     frozen: tuple[str, ...] = ()
+    metric_names: tuple[str, ...] = ()
+    wanted: frozenset[str] = frozenset()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Give what a subclass leaves out its default."""
+        super().__init_subclass__(**kwargs)
+        own = vars(cls)
+        if "name" not in own:
+            cls.name = re.sub(r"(?<!^)(?=[A-Z][a-z])", "_", cls.__name__).lower()
+        if not hasattr(cls, "purpose"):
+            cls.purpose = cls.name.replace("_", " ")
+        if not hasattr(cls, "terms"):
+            cls.terms = (cls.name,)
+        if not hasattr(cls, "weights"):
+            cls.weights = (1.0,) * len(cls.terms)
 
     @classmethod
     def problems(cls, model: "PreTrainedModel", options: Any, run: RunFacts) -> Problems:
@@ -90,12 +124,17 @@ class Objective(ABC):
         return Problems()
 
     @classmethod
-    @abstractmethod
     def of(cls, model: "PreTrainedModel", options: Any, run: RunFacts) -> Self:
-        """Return the objective of a run that has no :meth:`problems`. The arguments are the same as there."""
+        """Return the objective of a run that has no :meth:`problems`. The arguments are the same as there.
 
-    @abstractmethod
-    def attach(self, model: nn.Module) -> None:
+        One of the user's is made from its arguments in the configuration instead.
+        """
+        return cls()
+
+    def begin(self, model: "PreTrainedModel", run: RunFacts) -> None:  # noqa: B027 - optional
+        """Read what is needed of a run and of its model, which is on any device, before anything else is called."""
+
+    def attach(self, model: nn.Module) -> None:  # noqa: B027 - optional
         """Prepare a parallelized model for :meth:`sums`."""
 
     def training(self, batches: list[Batch], numbers: Sequence[Sequence[int]]) -> list[Batch]:
@@ -116,9 +155,23 @@ class Objective(ABC):
         """
         return batch
 
-    @abstractmethod
     def counts(self, batches: list[Batch]) -> list[int]:
-        """Return the number of targets of each term in some prepared batches."""
+        """Return the number of targets of each term in some prepared batches, on the host; by default that of valid labels."""
+        return [count_tokens(batches)] * len(self.terms)
+
+    def before(self, model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+        """Return what is added to a batch of training: values of the model as it is before the step, without gradient.
+
+        It is called for each microbatch, in evaluation mode. If it is overridden, each step has one more forward.
+        """
+        return {}
+
+    def metrics(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Return further means to report: name to a sum over this batch, and to what the sums of a step are divided by.
+
+        Both are scalars on the device. They are added over microbatches and ranks. The names are the same for every batch.
+        """
+        return {}
 
     def routed(self, batch: Batch) -> torch.Tensor | None:
         """Return which tokens count for the balance of experts, bool [B, S]; ``None``: all that routers get, in any pass."""
@@ -150,20 +203,7 @@ class NextToken(Objective):
     terms = ("next_token",)
     weights = (1.0,)
     perplexity = True
-    pipelines = True
-    chunks = True
-
-    @classmethod
-    def of(cls, model: "PreTrainedModel", options: Any, run: RunFacts) -> Self:
-        """Return the objective. It depends on nothing."""
-        return cls()
-
-    def attach(self, model: nn.Module) -> None:
-        """Do nothing: the model's own forward is enough."""
-
-    def counts(self, batches: list[Batch]) -> list[int]:
-        """Return the number of valid labels."""
-        return [count_tokens(batches)]
+    pipelines = chunks = shares = packs = True
 
     def routed(self, batch: Batch) -> torch.Tensor:
         """Return the tokens up to the last label of their sequence. Later ones have no effect on the loss, like padding."""

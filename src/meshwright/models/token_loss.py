@@ -7,9 +7,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.distributed.memory.chunked_loss import LABELS, chunks_its_loss
-from meshwright.distributed.tensor.loss_parallel import cross_entropy_sum
+from meshwright.distributed.tensor.loss_parallel import cross_entropies, cross_entropy_sum, entropies
 
-__all__ = ["IGNORE", "count_tokens", "forward_arguments", "forward_logits", "forward_loss", "token_loss_sum"]
+__all__ = [
+    "IGNORE",
+    "count_tokens",
+    "forward_arguments",
+    "forward_logits",
+    "forward_loss",
+    "token_entropies",
+    "token_log_probs",
+    "token_loss_sum",
+]
 
 IGNORE = -100
 """Label of positions that have no target: the default of torch's cross entropy. The loader writes the same number."""
@@ -53,6 +62,23 @@ def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return cross_entropy_sum(logits, labels, IGNORE)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def token_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the log-probability of each label in nats [batch, sequence], 0 where there is none. Arguments as above."""
+    if isinstance(logits, DTensor):
+        return -cross_entropies(logits, labels, IGNORE)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="none")
+    return -losses.view(labels.shape)
+
+
+def token_entropies(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the entropy of the next token in nats [batch, sequence], also where there is no label. Arguments as above."""
+    if isinstance(logits, DTensor):
+        return entropies(logits)
+    logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    return -(logs.exp() * logs).sum(-1)
 
 
 def count_tokens(batches: list[dict[str, torch.Tensor]]) -> int:

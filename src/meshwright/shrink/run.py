@@ -25,7 +25,6 @@ from meshwright.errors import LayoutError, MeshwrightError, ModelError, Refusal
 from meshwright.layout import AXES, Layout, ModelSizes, divisors
 from meshwright.models.model_config import ModelConfig
 from meshwright.models.specs.registry import spec_of
-from meshwright.models.user_imports import import_modules
 from meshwright.models.weights.build import build_on_meta, pretrained_config
 from meshwright.plan.given.inspection import model_sizes
 from meshwright.plan.given.options import NF4_BLOCK
@@ -37,6 +36,7 @@ from meshwright.shrink.small_config import ALWAYS, RULES, Change, Needs, small_c
 from meshwright.train.config import RunConfig
 from meshwright.train.run_objective import make_objective
 from meshwright.train.start.setup import microbatches_per_step, vocabulary_defaults
+from meshwright.user_code import import_modules
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

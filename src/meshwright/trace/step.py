@@ -21,13 +21,18 @@ from meshwright.distributed._torch_compat.fake import FakeStore, FakeTensorMode,
 from meshwright.distributed.context.sequences import share_batch
 from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.distributed.experts.dispatch import static_splits
-from meshwright.distributed.mesh import build_mesh
+from meshwright.distributed.mesh import ParallelMesh, build_mesh
 from meshwright.errors import MeshwrightError, UnsupportedError
 from meshwright.models._transformers_compat import attention_of
-from meshwright.models.objective import Batch
+from meshwright.models.adapters.adapt import adapters_off
+from meshwright.models.objective import Batch, Objective
 from meshwright.models.reading.tracing import hooked
 from meshwright.models.specs.registry import get_parallelization_strategy
 from meshwright.models.token_loss import IGNORE
+from meshwright.objectives.call import evaluate_batch
+from meshwright.objectives.documents import number_documents
+from meshwright.objectives.given import log_probs
+from meshwright.objectives.running import Running, running
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.trace.kernels import device_kernels, report_attention
 from meshwright.trace.live import Kind, LiveBytes
@@ -151,6 +156,7 @@ class _Step:
 
     setup: RunSetup
     sync: GradSync
+    mesh: ParallelMesh
     optimizer: torch.optim.Optimizer
     batches: list[Batch]
 
@@ -163,28 +169,52 @@ class _Step:
         layers = [(name, setup.model.get_submodule(name)) for name in setup.plan.layers]
         handles = [layer.register_forward_hook(_announce(name, begin, last=name == layers[-1][0])) for name, layer in layers]
         with hooked(handles):
-            for _, batch in self.sync.microbatches(self.batches):
+            begin(FORWARD)
+            for _, batch in self.sync.microbatches(self._prepared()):
                 begin(FORWARD)
-                sum(setup.objective.sums(setup.model, batch)).backward()  # type: ignore[union-attr]  # at least one term
+                terms, _ = evaluate_batch(setup.objective, setup.model, batch, self._call())
+                sum(terms).backward()  # type: ignore[union-attr]  # at least one term
         begin(UPDATE)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def _call(self) -> Running:
+        return Running(self.setup.plan, self.mesh, self.setup.objective.wanted)
 
-def _parallelized(setup: RunSetup, kind: str) -> list[Batch]:
-    """Parallelize the model of a run, which gets no values, and return this rank's batches."""
+    def _prepared(self) -> list[Batch]:
+        """Return the batches with what the objective needs of the model before the step, as the engine of a run does."""
+        objective, model = self.setup.objective, self.setup.model
+        if not objective.reference and type(objective).before is Objective.before:
+            return self.batches
+        prepared = []
+        with self.sync.forward_only(), torch.no_grad():
+            for batch in self.batches:
+                if objective.reference:
+                    with running(self._call()), adapters_off(model):
+                        batch = {**batch, "reference_log_probs": log_probs(model, batch)}
+                with running(self._call()):
+                    prepared.append({**batch, **objective.before(model, batch)})
+        return prepared
+
+
+def _parallelized(setup: RunSetup, kind: str) -> tuple[ParallelMesh, list[Batch]]:
+    """Parallelize the model of a run, which gets no values, and return its mesh and this rank's batches."""
     model, plan = setup.model, setup.plan
     batches = [_batch(setup, index) for index in range(plan.options.microbatches)]
     batches = setup.objective.training(batches, [range(len(batch["input_ids"])) for batch in batches])
     mesh = build_mesh(plan.layout, kind)
     get_parallelization_strategy(model).carry_out(model, plan, mesh)
     setup.objective.attach(model)
-    return [share_batch(plan, mesh.rank("cp"), batch) for batch in batches]
+    if setup.objective.documents:
+        batches = [{**batch, **number_documents(batch)} for batch in batches]
+    return mesh, [share_batch(plan, mesh.rank("cp"), batch) for batch in batches]
 
 
-def _prepared(setup: RunSetup, batches: list[Batch], kind: str, tensors: FakeTensorMode | None) -> _Step:
+def _prepared(
+    setup: RunSetup, parallelized: tuple[ParallelMesh, list[Batch]], kind: str, tensors: FakeTensorMode | None
+) -> _Step:
     """Give the model values that mean nothing, and return its step. Under fake tensors, their mode is the current one."""
-    model, plan = setup.model, setup.plan
+    model, plan, (mesh, batches) = setup.model, setup.plan, parallelized
     model.to_empty(device=kind)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
@@ -195,7 +225,7 @@ def _prepared(setup: RunSetup, batches: list[Batch], kind: str, tensors: FakeTen
         batches = [{key: _faked(value, tensors) for key, value in batch.items()} for batch in batches]
     elif kind != "cpu":
         batches = [{key: value.to(kind) for key, value in batch.items()} for batch in batches]
-    return _Step(setup, GradSync.from_plan(model, plan), optimizer, batches)
+    return _Step(setup, GradSync.from_plan(model, plan), mesh, optimizer, batches)
 
 
 def _batch(setup: RunSetup, index: int) -> Batch:

@@ -12,6 +12,8 @@ from meshwright.distributed.context.sequences import share_batch
 from meshwright.files import save_tensors
 from meshwright.models.moved_batch import move_batch
 from meshwright.models.objective import ROUTED, Batch, Objective
+from meshwright.objectives.call import in_part, named
+from meshwright.objectives.documents import number_documents
 from meshwright.train.parts import RankSetup
 
 __all__ = ["RankBatches"]
@@ -27,26 +29,29 @@ class RankBatches:
     """
 
     def __init__(self, run: RankSetup, objective: Objective, loader: TrainLoader) -> None:
-        self.objective, self.loader, self.device = objective, loader, run.device
+        self.objective, self.loader, self.device, self.mesh = objective, loader, run.device, run.mesh
         able(run.device.type, Ability.PINNED)  # tried now, and not in the first step
         self.shares = run.plan.layout.size("cp") > 1
         self.cut = partial(share_batch, run.plan, run.mesh.rank("cp"))  # once: a slice of a mesh reads a tensor
 
     def microbatches(self, step: int) -> list[Batch]:
         """Return the microbatches of a step, on the host. They are the same in every call."""
-        whole = self.objective.training(self.loader.microbatches(step), self.loader.numbers(step))
+        with in_part(f"objective {named(self.objective)}", "training"):
+            whole = self.objective.training(self.loader.microbatches(step), self.loader.numbers(step))
         return [self.share(batch) for batch in whole]
 
     def share(self, batch: Batch) -> Batch:
         """Return this rank's part of each sequence of a batch, which is on the host; without context parallel, all of it."""
         routed = self.objective.routed(batch) if self.shares else None
         known = {} if routed is None else {ROUTED: routed}
-        return self.cut({**batch, **known})
+        documents = number_documents(batch) if self.objective.documents else {}
+        return self.cut({**batch, **known, **documents})
 
     def counts(self, batches: list[Batch]) -> torch.Tensor:
         """Return the number of targets of each term of the loss, and last that of tokens that balance experts."""
         routed = sum(int(mask.sum()) for batch in batches if (mask := self.objective.routed(batch)) is not None)
-        return torch.tensor([*self.objective.counts(batches), routed])
+        with in_part(f"objective {named(self.objective)}", "counts"):
+            return torch.tensor([*self.objective.counts(batches), routed])
 
     def to_device(self, batch: Batch) -> Batch:
         """Return a batch on the device of this rank."""

@@ -17,6 +17,7 @@ from meshwright.paths import PathText, nearby
 from meshwright.train.schema.config_problems import message
 from meshwright.train.schema.parallel_config import LayoutConfig, ParallelConfig, Section
 from meshwright.train.schema.plain_yaml import Dumper, Loader
+from meshwright.user_code import PartName
 
 __all__ = ["LayoutConfig", "ParallelConfig", "RunConfig", "load_config"]
 
@@ -49,9 +50,10 @@ class ScheduleConfig(Section):
 class TrainingConfig(Section):
     """The loop."""
 
-    objective: Literal["next_token", "block_diffusion"] | None = Field(
+    objective: PartName | None = Field(
         default=None,
-        description="What the model learns: to say the next token, or to denoise blocks of text. null: what it is made for.",
+        description="What the model learns: `next_token`, `block_diffusion`, or an objective of your own as `module:Name` or "
+        "`{use: module:Name, with: {...}}` (docs/own-parts.md). null: what it is made for.",
     )
     steps: int | None = Field(default=None, ge=1, description="Optimizer steps in all. Required, or epochs.")
     epochs: float | None = Field(

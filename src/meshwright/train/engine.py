@@ -5,8 +5,8 @@ runs one microbatch after another through one model.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -15,13 +15,24 @@ from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.distributed.experts.balance import Balance
 from meshwright.distributed.grad_clip import clip_grad_norm_
 from meshwright.distributed.mesh import ParallelMesh
+from meshwright.models.adapters.adapt import adapters_off
 from meshwright.models.objective import Batch, Objective
 from meshwright.models.token_loss import forward_logits
+from meshwright.objectives.call import evaluate_batch, in_part, named
+from meshwright.objectives.given import log_probs
+from meshwright.objectives.running import Running, running
+from meshwright.plan.result.sharding_plan import ShardingPlan
 
 __all__ = ["Batch", "Engine", "Sequential", "Sums"]
 
 LOSS = "loss"
 """Name of the training loss among the sums."""
+
+SUM, COUNT = "/sum", "/count"
+"""What follows the name of a metric of an objective among the sums."""
+
+Values = Callable[[nn.Module, Batch], Mapping[str, torch.Tensor]]
+"""Computes some tensors of a batch."""
 
 
 class Sums:
@@ -44,9 +55,17 @@ class Engine(ABC):
 
     Attributes:
         objective: what the model is trained to do.
+        plan: the plan of the model.
+        mesh: the mesh of its layout.
     """
 
     objective: Objective
+    plan: ShardingPlan | None = None
+    mesh: ParallelMesh | None = None
+
+    def call(self) -> Running:
+        """Return what the functions that are given to an objective know."""
+        return Running(self.plan, self.mesh, self.objective.wanted)
 
     @property
     def reported_terms(self) -> tuple[str, ...]:
@@ -54,14 +73,78 @@ class Engine(ABC):
         names = tuple(self.objective.terms)
         return names if len(names) > 1 else ()
 
+    @property
+    def reported(self) -> tuple[str, ...]:
+        """Names of all sums that an objective gives: the loss, its terms, its metrics."""
+        metrics = (f"{name}{end}" for name in self.objective.metric_names for end in (SUM, COUNT))
+        return (LOSS, *self.reported_terms, *metrics)
+
     def loss(self, model: nn.Module, batch: Batch, counts: torch.Tensor, sums: Sums) -> torch.Tensor:
-        """Return a microbatch's share of the loss of the step, and add it and its terms to the sums."""
-        terms = self.objective.sums(model, batch)
+        """Return a microbatch's share of the loss of the step, and add it, its terms and the metrics to the sums."""
+        terms, metrics = evaluate_batch(self.objective, model, batch, self.call())
         loss = self.objective.combine(terms, counts) / counts[0].clamp(min=1)
         sums.add(LOSS, loss)
         for name, term in zip(self.reported_terms, terms, strict=True) if self.reported_terms else ():
             sums.add(name, term)
+        for name in self.objective.metric_names:
+            for end, value in zip((SUM, COUNT), metrics[name], strict=True):
+                sums.add(f"{name}{end}", value)
         return loss
+
+    def evaluated(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Return the terms of the loss of a batch, and then a sum and a count for each metric, fp64 [terms + 2 metrics]."""
+        terms, metrics = evaluate_batch(self.objective, model, batch, self.call())
+        return torch.stack(
+            [*(term.double() for term in terms), *(v for name in self.objective.metric_names for v in metrics[name])]
+        )
+
+    @property
+    def values(self) -> int:
+        """How many numbers :meth:`evaluated` returns."""
+        return len(self.objective.terms) + 2 * len(self.objective.metric_names)
+
+    def prepared(self, batches: Iterable[Batch]) -> Iterable[Batch]:
+        """Return batches with what the objective needs of the model before the step, see :class:`Objective`. No gradient."""
+        objective, given = self.objective, list[Batch]()
+        if objective.reference:
+            given = list(batches)
+            self.add(given, lambda model, batch: {"reference_log_probs": log_probs(model, batch)}, adapted=False)
+        if type(objective).before is not Objective.before:
+            given = given or list(batches)
+
+            def before(model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+                with in_part(f"objective {named(objective)}", "before"):
+                    return objective.before(model, batch)
+
+            self.add(given, before)
+        return given or batches
+
+    def add(self, batches: list[Batch], values: Values, *, adapted: bool = True) -> None:
+        """Add values of the model to batches, in evaluation mode, on the rank that computes the loss.
+
+        Args:
+            batches: the batches.
+            values: computes what is added.
+            adapted: whether adapters are on.
+        """
+
+        def found(model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+            with running(self.call()):
+                return {name: value.detach() for name, value in values(model, batch).items()}
+
+        around = nullcontext if adapted else self.adapters_off
+        for batch, more in zip(batches, self.forwards(batches, found, around), strict=False):
+            batch.update(more)
+
+    @abstractmethod
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """Inside, the model computes without its adapters."""
+
+    @abstractmethod
+    def forwards(
+        self, batches: Iterable[Batch], values: Values, around: Callable[[], AbstractContextManager[None]]
+    ) -> list[Mapping[str, torch.Tensor]]:
+        """Return values of each batch, in evaluation mode, without gradient; none on a rank that does not compute the loss."""
 
     @abstractmethod
     def forward_backward(self, batches: list[Batch], counts: torch.Tensor) -> Sums:
@@ -77,7 +160,7 @@ class Engine(ABC):
 
     @abstractmethod
     def evaluate(self, batches: Iterable[Batch]) -> torch.Tensor:
-        """Return each term of the loss, summed over the targets of some batches of this rank, fp64 [terms]. No gradient."""
+        """Return what :meth:`evaluated` returns, summed over some batches of this rank. No gradient."""
 
     @abstractmethod
     def logits(self, batch: Batch) -> torch.Tensor:
@@ -114,7 +197,7 @@ class Sequential(Engine):
     def forward_backward(self, batches: list[Batch], counts: torch.Tensor) -> Sums:
         """See :class:`Engine`."""
         sums = Sums()
-        for _, batch in self.sync.microbatches(batches):
+        for _, batch in self.sync.microbatches(list(self.prepared(batches))):
             self.progress()
             with self.balance.microbatch(self.objective.routed(batch)):
                 self.loss(self.model, batch, counts, sums).backward()
@@ -127,11 +210,23 @@ class Sequential(Engine):
         """See :class:`Engine`."""
         total: torch.Tensor | None = None
         with self._evaluating():
-            for batch in batches:
-                terms = torch.stack(self.objective.sums(self.model, batch)).double()
-                total = terms if total is None else total + terms
+            for batch in self.prepared(batches):
+                values = self.evaluated(self.model, batch)
+                total = values if total is None else total + values
         assert total is not None
         return total
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """See :class:`Engine`."""
+        return adapters_off(self.model)
+
+    @torch.no_grad()
+    def forwards(
+        self, batches: Iterable[Batch], values: Values, around: Callable[[], AbstractContextManager[None]]
+    ) -> list[Mapping[str, torch.Tensor]]:
+        """See :class:`Engine`."""
+        with self._evaluating(), around():
+            return [values(self.model, batch) for batch in batches]
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> torch.Tensor:

@@ -169,14 +169,18 @@ def engine_of_plan(
 ) -> Engine:
     """Build the engine: one microbatch after another, or the stages of a pipeline."""
     if sync is not None:
-        return Sequential(model, objective, sync, balance, progress)
+        sequential = Sequential(model, objective, sync, balance, progress)
+        sequential.plan, sequential.mesh = run.plan, run.mesh
+        return sequential
     from meshwright.distributed.pipeline.scheduled_stages import ScheduledStages
     from meshwright.train.pipelined import Pipelined
 
     assert isinstance(model, StageParts)
     stages = ScheduledStages(model, run.plan, run.mesh, run.device, progress)
     stages.prepare(run.config.training.microbatch_size, sequence_multiple(run.setup))
-    return Pipelined(stages, objective, balance)
+    pipelined = Pipelined(stages, objective, balance)
+    pipelined.plan, pipelined.mesh = run.plan, run.mesh
+    return pipelined
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """The engine of a pipeline: the microbatches of a step go through the stages of all ranks of `pp`."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,9 +11,10 @@ from torch import nn
 from meshwright.distributed.experts.balance import Balance
 from meshwright.distributed.pipeline.microbatch_work import Work
 from meshwright.distributed.pipeline.scheduled_stages import ScheduledStages
+from meshwright.models.adapters.adapt import adapters_off
 from meshwright.models.objective import Batch, Objective
 from meshwright.models.token_loss import forward_arguments, forward_logits
-from meshwright.train.engine import LOSS, Engine, Sums
+from meshwright.train.engine import Engine, Sums, Values
 
 __all__ = ["Pipelined"]
 
@@ -37,9 +40,9 @@ class Pipelined(Engine):
             around = partial(self.balance.microbatch, self.objective.routed(batch))
             return Work(forward_arguments(batch), lambda model: self.loss(model, batch, counts, sums), around)
 
-        self.stages.forward_backward([work(batch) for batch in batches])
+        self.stages.forward_backward([work(batch) for batch in self.prepared(batches)])
         # Only the last stage knows the loss, and each stage its own routers.
-        for name in (LOSS, *self.reported_terms):
+        for name in self.reported:
             sums.values.setdefault(name, torch.zeros((), device=counts.device))
         for name, value in self.balance.losses().items():
             sums.add(name, value)
@@ -50,12 +53,24 @@ class Pipelined(Engine):
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> torch.Tensor:
         """See :class:`Engine`."""
+        work = (Work(forward_arguments(batch), partial(self.evaluated, batch=batch)) for batch in self.prepared(batches))
+        return self.stages.evaluate(work, self.values)
 
-        def terms(batch: Batch, model: nn.Module) -> torch.Tensor:
-            return torch.stack(self.objective.sums(model, batch))
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """See :class:`Engine`."""
+        return adapters_off(self.model)
 
-        work = (Work(forward_arguments(batch), partial(terms, batch)) for batch in batches)
-        return self.stages.evaluate(work, len(self.objective.terms))
+    @torch.no_grad()
+    def forwards(
+        self, batches: Iterable[Batch], values: Values, around: Callable[[], AbstractContextManager[None]]
+    ) -> list[Mapping[str, torch.Tensor]]:
+        """See :class:`Engine`."""
+
+        def found(batch: Batch, model: nn.Module) -> Any:  # in evaluation, `loss` may return whatever is to be known
+            return values(model, batch)
+
+        work = (Work(forward_arguments(batch), partial(found, batch), around) for batch in batches)
+        return list(self.stages.forwards(work))  # type: ignore[arg-type]
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> torch.Tensor:

@@ -1,17 +1,21 @@
-"""The objective of a run: the objective of its model's family, with the options from the configuration."""
+"""The objective of a run: that of its model's family with the options from the configuration, or one of the user's."""
 
+import inspect
 from typing import TYPE_CHECKING
 
 from meshwright.distributed.class_names import class_name
 from meshwright.errors import ConfigError, Problems, Refusal
 from meshwright.models.families.listed import FAMILIES, family_of
-from meshwright.models.objective import Objective, RunFacts
+from meshwright.models.objective import NextToken, Objective, RunFacts
 from meshwright.train.config import RunConfig
+from meshwright.user_code import PartConfig, check_arguments, find_part, make_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["make_objective"]
+
+WHERE = "training.objective"
 
 
 def make_objective(config: RunConfig, model: "PreTrainedModel") -> Objective:
@@ -24,6 +28,7 @@ def make_objective(config: RunConfig, model: "PreTrainedModel") -> Objective:
     Raises:
         ConfigError: the configuration names an objective that the model is not made for, sets options of another objective, or
             has settings that this objective refuses.
+        PartError: an objective of the user raises something when it is tried, or is none.
     """
     kind, name, wanted = family_of(model).objective(), class_name(model), config.training.objective
     parallel = config.parallel
@@ -35,25 +40,73 @@ def make_objective(config: RunConfig, model: "PreTrainedModel") -> Objective:
         compiled=parallel.compile,
         recomputed={parallel.activation_checkpointing, *parallel.activation_checkpointing_layers.values()},
     )
-    options = getattr(config, kind.section) if kind.section else None
     problems = Problems()
-    if wanted not in (None, kind.name):
+    own = {family.objective().name: family.objective() for family in FAMILIES}
+    if wanted is not None and wanted.use not in own:
+        return _users(wanted, model, run, kind)
+    if wanted is not None and wanted.use != kind.name:
         problems.add(
-            "config.objective", f"training.objective={wanted}: {name} is made for {kind.name}; legal are {kind.name} and null"
+            "config.objective", f"{WHERE}={wanted.use}: {name} is made for {kind.name}; legal are {kind.name} and null"
         )
-    for other in dict.fromkeys(family.objective() for family in FAMILIES):
+    section = type(getattr(config, kind.section)) if kind.section else None
+    options = getattr(config, kind.section) if kind.section else None
+    if wanted is not None and wanted.arguments and not problems:
+        if section is None:
+            keys = ", ".join(wanted.arguments)
+            problems.add("config.part.arguments", f"{WHERE}.with: {wanted.use} has no arguments; leave {keys} out")
+        else:
+            given = check_arguments(WHERE, section, wanted.arguments)
+            options = options.model_copy(update=given)  # type: ignore[union-attr]
+    for other in own.values():
         if other.section not in ("", kind.section):
-            section = getattr(config, other.section)
+            unused = getattr(config, other.section)
             problems += [
                 Refusal(
                     "config.objective",
                     f"{other.section}.{key}={value!r}: applies only to {other.name.replace('_', ' ')}, but {name} is trained "
                     f"to {kind.purpose}; leave it out",
                 )
-                for key, value in section
-                if value != getattr(type(section)(), key)
+                for key, value in unused
+                if value != getattr(type(unused)(), key)
             ]
     problems += kind.problems(model, options, run)
     if problems:
         raise ConfigError(problems)
     return kind.of(model, options, run)
+
+
+def _users(part: PartConfig, model: "PreTrainedModel", run: RunFacts, kind: type[Objective]) -> Objective:
+    """Return an objective of the user's, which was tried."""
+    from meshwright.objectives.call import in_part, named
+    from meshwright.objectives.function import FunctionObjective
+    from meshwright.objectives.trial import try_objective
+
+    if kind is not NextToken:
+        raise ConfigError(
+            "config.objective",
+            f"{WHERE}={part.use}: {class_name(model)} is made for {kind.name}, and is not called as a causal language model; "
+            f"legal are {kind.name} and null",
+        )
+    names = sorted({kind.name, *(family.objective().name for family in FAMILIES)})
+    found = find_part(WHERE, part.use, "objectives", names)
+    if isinstance(found, type) and issubclass(found, Objective):
+        if missing := sorted(getattr(found, "__abstractmethods__", ())):
+            raise ConfigError("part.signature", f"{WHERE}={part.use}: lacks {_lines(missing)}")
+        objective: Objective = make_part(WHERE, part.use, found, part.arguments)
+    elif inspect.isfunction(found):
+        objective = FunctionObjective(found, check_arguments(WHERE, found, part.arguments, given=2))
+    else:
+        raise ConfigError(
+            "part.signature",
+            f"{WHERE}={part.use}: is {type(found).__name__ if not isinstance(found, type) else f'the class {found.__name__}'}; "
+            "legal are a subclass of meshwright.Objective, and a function f(log_probs, batch) or f(logits, labels)",
+        )
+    with in_part(f"objective {named(objective)}", "begin"):
+        objective.begin(model, run)
+    try_objective(objective, model, run)
+    return objective
+
+
+def _lines(missing: list[str]) -> str:
+    """Return the lines that a class lacks."""
+    return ", ".join(f"`def {name}{inspect.signature(getattr(Objective, name))}`" for name in missing)

@@ -1,8 +1,7 @@
 """The trainer: loop(microbatches, sync, clip, step), with evaluation and checkpoints. Every rank has one trainer."""
 
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,10 @@ from meshwright.distributed.pipeline.stage_parts import models_of
 from meshwright.errors import CheckpointError, NonFiniteError, StoppedError, number_of
 from meshwright.models.weights.initial_values import initialize_buffers
 from meshwright.plan.given.inspection import model_sizes
+from meshwright.train import evaluation
 from meshwright.train.batches import RankBatches
 from meshwright.train.boundaries import check_boundaries
-from meshwright.train.engine import Batch
+from meshwright.train.engine import COUNT, SUM
 from meshwright.train.forecast import Expectation
 from meshwright.train.guard import Guard, is_finite
 from meshwright.train.journal import Journal
@@ -191,6 +191,9 @@ class Trainer:
         for term, count in zip(self.objective.terms, counts, strict=True):
             if term in metrics:
                 metrics[f"{term}_loss"] = metrics.pop(term) / count.clamp(min=1)
+        for name in self.objective.metric_names:
+            total, count = metrics.pop(f"{name}{SUM}"), metrics.pop(f"{name}{COUNT}")
+            metrics[name] = total / count.clamp(min=1)
         metrics |= {"gradient_norm": norm.to(self.device).double(), "tokens": counts[0].double()}
         self.guard.judge(metrics["loss"], metrics["gradient_norm"])
         self.guard.step()
@@ -256,9 +259,8 @@ class Trainer:
         said = f"{failure}; the batch of each rank is in {folder}; {kept}. training.on_nonfinite=skip leaves such steps out"
         raise NonFiniteError("run.nonfinite", said)
 
-    @torch.no_grad()
     def evaluate(self) -> float | None:
-        """Return the mean loss in nats over the held-out tokens, the same on all ranks; ``None``: nothing is held out.
+        """Return the mean loss in nats over the held-out targets, the same on all ranks; ``None``: nothing is held out.
 
         Raises:
             NonFiniteError: see :meth:`read_finished_steps`.
@@ -267,30 +269,10 @@ class Trainer:
         self.unevaluated = False
         if self.evaluation is None:
             return None
-        objective, evaluation = self.objective, self.evaluation
-        counted = torch.zeros(len(objective.terms), dtype=torch.float64)
-
-        def held_out() -> Iterator[Batch]:
-            for index, batch in enumerate(evaluation):
-                self.progress(f"the evaluation after step {self.step}")
-                on_host = self.batches.share(objective.held_out(batch, evaluation.numbers(index)))
-                counted.add_(torch.tensor(objective.counts([on_host])))
-                yield self.batches.to_device(on_host)
-
-        summed = self.engine.evaluate(held_out())
-        sums, counts = self.mesh.sum(torch.stack([summed, counted.to(self.device)]))
-        loss = float(objective.combine(sums, counts) / counts[0].clamp(min=1))
-        means, names = (sums / counts.clamp(min=1)).tolist(), objective.terms
-        terms = {f"eval/{name}_loss": mean for name, mean in zip(names, means, strict=True)} if len(names) > 1 else {}
-        tokens = int(counts[0])
-        perplexity = {"eval/perplexity": math.exp(min(loss, 700.0))} if objective.perplexity else {}
-        shown = "".join(f", {name.removeprefix('eval/').replace('_', ' ')} {value:.4f}" for name, value in terms.items())
-        self.recorder.event(
-            self.step,
-            {"eval/loss": loss, **terms, **perplexity, "eval/tokens": tokens},
-            f"held-out loss after {number_of(self.step, 'step')}: [bold]{loss:.4f}[/bold] nats{shown} ({tokens:,} tokens)",
-        )
-        return loss
+        words = f"the evaluation after step {self.step}"
+        values = evaluation.evaluate(self.engine, self.batches, self.evaluation, lambda: self.progress(words))
+        self.recorder.event(self.step, values, evaluation.shown(values, self.step))
+        return values["eval/loss"]
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 The model's own forward runs once. Its output head returns a tensor without values, :class:`DeferredLogits`, which notes what
 the model does to its logits: a scale, a soft cap. The loss calls the head, and repeats what was noted, for each chunk. It
 computes the gradient of a chunk at once, because the loss is a sum: what comes from above is one number, by which backward
-multiplies.
+multiplies. Values of single tokens, such as log-probabilities, get another gradient each. Backward computes their logits again.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,10 +21,13 @@ from meshwright.errors import UnsupportedError
 from meshwright.plan.given.hidden_argument import value_of
 from meshwright.plan.result.program import ChunkLoss
 
-__all__ = ["LABELS", "DeferredLogits", "chunk_loss", "chunks_its_loss", "deferring"]
+__all__ = ["LABELS", "VALUES", "DeferredLogits", "chunk_loss", "chunks_its_loss", "deferring"]
 
 LABELS = "loss_labels"
 """Argument that the forward of a model takes in addition, once its loss is in chunks. With it, the forward returns the loss."""
+
+VALUES = "token_values"
+"""The same for values of tokens: (labels [rows, tokens], function of logits and labels that returns [rows, tokens, values])."""
 
 _CHUNKED: WeakSet[nn.Module] = WeakSet()
 """The models whose forward takes labels."""
@@ -142,7 +145,9 @@ def chunk_loss(model: nn.Module, action: ChunkLoss, mesh: ParallelMesh) -> None:
     @wraps(forward)
     def with_loss(*args: Any, **kwargs: Any) -> Any:
         labels: tuple[torch.Tensor, Loss] | None = kwargs.pop(LABELS, None)
-        if labels is None:
+        values: tuple[torch.Tensor, Loss] | None = kwargs.pop(VALUES, None)
+        asked = labels or values
+        if asked is None:
             return forward(*args, **kwargs)
         with deferring(head, action.row.vocabulary):
             logits = forward(*args, **kwargs).logits
@@ -150,7 +155,8 @@ def chunk_loss(model: nn.Module, action: ChunkLoss, mesh: ParallelMesh) -> None:
             raise UnsupportedError(
                 "loss.chunks", f"parallel.loss_chunks: {action.module!r} did not give the logits; the legal value is 0"
             )
-        return _loss(logits, *labels, chunks, [parameter for parameter in head.parameters() if parameter.requires_grad])
+        parameters = [parameter for parameter in head.parameters() if parameter.requires_grad]
+        return (_loss if values is None else _values)(logits, *asked, chunks, parameters)
 
     model.forward = with_loss
     _CHUNKED.add(model)
@@ -168,6 +174,15 @@ def _loss(
     return _ChunkedLoss.apply(
         hidden, labels.reshape(1, -1), logits.of, loss, min(chunks, hidden.shape[1]), torch.is_grad_enabled(), *parameters
     )
+
+
+def _values(
+    logits: DeferredLogits, labels: torch.Tensor, function: Loss, chunks: int, parameters: list[nn.Parameter]
+) -> torch.Tensor:
+    hidden = logits.hidden.flatten(0, -2).unsqueeze(0)
+    chunks = min(chunks, hidden.shape[1])
+    found: torch.Tensor = _ChunkedValues.apply(hidden, labels.reshape(1, -1), logits.of, function, chunks, *parameters)
+    return found.view(*labels.shape, -1)
 
 
 def _check_leaves(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
@@ -218,12 +233,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 if wanted[0]:
                     gradients.append(next(found))
                 for index in (index for index, needed in enumerate(wanted[1:]) if needed):
-                    gradient, before = next(found), sums[index]
-                    if gradient is not None and before is None:  # a sum in bf16 would lose what bf16 cannot represent
-                        exact = torch.promote_types(gradient.dtype, torch.float32)
-                        sums[index] = gradient.to(exact, copy=True)
-                    elif gradient is not None:
-                        before.add_(gradient)
+                    sums[index] = _added(sums[index], next(found))
             value = value.detach()
             total = value if total is None else total + value
         assert total is not None
@@ -238,3 +248,49 @@ class _ChunkedLoss(torch.autograd.Function):
         # Rounded last: a sum over many tokens may be too large for the dtype of its parameter.
         found = [None if value is None else (value * gradient).to(dtype) for value, dtype in context.gradients]
         return (found[0], None, None, None, None, None, *found[1:])
+
+
+class _ChunkedValues(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        logits_of: Callable[[torch.Tensor], torch.Tensor],
+        function: Loss,
+        chunks: int,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        context.save_for_backward(hidden, labels, *parameters)
+        context.logits_of, context.function, context.chunks = logits_of, function, chunks
+        parts = zip(hidden.tensor_split(chunks, 1), labels.tensor_split(chunks, 1), strict=True)
+        return torch.cat([function(logits_of(part), targets) for part, targets in parts], 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, labels, *parameters = context.saved_tensors
+        wanted = [context.needs_input_grad[0], *context.needs_input_grad[5:]]
+        gradients: list[torch.Tensor] = []
+        sums: list[torch.Tensor | None] = [None] * len(parameters)
+        for part, targets, above in zip(*(t.tensor_split(context.chunks, 1) for t in (hidden, labels, gradient)), strict=True):
+            with torch.enable_grad():
+                part = part.detach().requires_grad_(wanted[0])
+                values = context.function(context.logits_of(part), targets)
+            inputs = [tensor for tensor, needed in zip((part, *parameters), wanted, strict=True) if needed]
+            if not gradients:
+                _check_leaves(values, inputs)
+            found = iter(torch.autograd.grad(values, inputs, above, allow_unused=True))
+            if wanted[0]:
+                gradients.append(next(found))
+            for index in (index for index, needed in enumerate(wanted[1:]) if needed):
+                sums[index] = _added(sums[index], next(found))
+        rounded = [None if total is None else total.to(p.dtype) for total, p in zip(sums, parameters, strict=True)]
+        return (torch.cat(gradients, 1) if wanted[0] else None, None, None, None, None, *rounded)
+
+
+def _added(before: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Add a chunk's gradient to the sum of those before. A sum in bf16 would lose what bf16 cannot represent."""
+    if gradient is None or before is not None:
+        return before if gradient is None or before is None else before.add_(gradient)
+    return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)

@@ -31,7 +31,7 @@ from meshwright.models.adapters.adapter_files import (
     wrappers,
 )
 from meshwright.models.adapters.adapter_targets import Chosen, choose
-from meshwright.models.adapters.expert_adapters import adapt_experts, bare_experts, merge_experts
+from meshwright.models.adapters.expert_adapters import AdaptedExperts, adapt_experts, bare_experts, merge_experts
 from meshwright.models.model_config import AdapterConfig
 from meshwright.models.weights.initial_values import derive_seed, keep_slice
 from meshwright.models.weights.packed import Packs, pack_linear
@@ -45,7 +45,15 @@ from meshwright.plan.given.spec import UnitRule
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["adapt", "initialize_adapters", "merge", "remarks_of_adapter", "unit_of_adapters", "without_adapters"]
+__all__ = [
+    "adapt",
+    "adapters_off",
+    "initialize_adapters",
+    "merge",
+    "remarks_of_adapter",
+    "unit_of_adapters",
+    "without_adapters",
+]
 
 REMARKS = "_meshwright_adapter_remarks"
 """Attribute of an adapted model."""
@@ -244,6 +252,24 @@ def _norms(wrapper: Any) -> torch.Tensor:
         weight = dequantize(weight if is_packed(weight) else quantize(weight), dtype)
     weight = weight.T if is_conv1d(wrapper.base_layer) else weight
     return torch.linalg.norm(weight.to(torch.promote_types(weight.dtype, torch.float32)), dim=1)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside, a model computes as its base model does: adapters have no part in it."""
+    wrapped = [wrapper for _, _, wrapper in wrappers(model)]
+    experts = [(module, module.adapter_scale) for module in model.modules() if isinstance(module, AdaptedExperts)]
+    for wrapper in wrapped:
+        wrapper._disable_adapters = True
+    for module, _ in experts:
+        module.adapter_scale = None
+    try:
+        yield
+    finally:
+        for wrapper in wrapped:
+            wrapper._disable_adapters = False
+        for module, scale in experts:
+            module.adapter_scale = scale
 
 
 def merge(model: nn.Module) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = [
+    "AdaptedExperts",
     "adapt_experts",
     "adapted_experts",
     "bare_experts",

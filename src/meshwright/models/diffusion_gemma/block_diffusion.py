@@ -37,6 +37,8 @@ class BlockDiffusion(Objective):
     name = "block_diffusion"
     purpose = "denoise blocks of text"
     section = "diffusion"
+    pipelines = chunks = False
+    shares = packs = True  # what it cannot do is refused in `problems` and by the plan
     uncounted = (
         "block diffusion runs routers over a sequence and over its canvases, which have no common balance; leave it out "
         "(moe.load_metrics counts both)"

@@ -86,7 +86,7 @@ def claim_of(setup: RunSetup) -> Claim:
     """Return the claim that a run relies on."""
     plan, moe = setup.plan, setup.config.moe
     balance = [name for name, value in (("loss", moe.aux_loss), ("bias", moe.bias_update_rate)) if value]
-    choices = {**_choices(plan), "balance": "+".join(balance) or "none", "objective": type(setup.objective).__name__}
+    choices = {**_choices(plan), "balance": "+".join(balance) or "none", "objective": _objective(setup)}
     axes, strategy = axes_above_1(plan.layout), type(get_parallelization_strategy(setup.model))
     has = {"experts": bool(setup.spec.experts), "adapter": setup.config.adapter is not None}
     concerns = {*axes, *(name for name, there in has.items() if there)}
@@ -99,6 +99,15 @@ def claim_of(setup: RunSetup) -> Claim:
         versions=versions(),
         code=code_digest(concerns, strategy.__module__),
     )
+
+
+def _objective(setup: RunSetup) -> str:
+    """Return what an objective is: its class; of one of the user's its name, its arguments and a digest of its code."""
+    kind, part = getattr(setup.objective, "kind", type(setup.objective)), setup.config.training.objective
+    if f"{kind.__module__}.".startswith("meshwright."):
+        return kind.__name__
+    arguments = {} if part is None else part.arguments
+    return f"{kind.__module__}:{kind.__qualname__} {_digest([arguments, _foreign_code([kind.__module__])])}"
 
 
 def axes_above_1(layout: Layout) -> tuple[str, ...]:

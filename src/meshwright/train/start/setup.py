@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from meshwright.errors import ConfigError, LayoutError, MeshwrightError, PlanError, UnsupportedError, during
+from meshwright.errors import ConfigError, LayoutError, MeshwrightError, PartError, PlanError, UnsupportedError, during
 from meshwright.layout import Layout, divisors
 from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.result.sharding_plan import ShardingPlan
@@ -96,6 +96,8 @@ def make_setup(
     """
     from meshwright.distributed.experts.balance import refusals
     from meshwright.models.objective import NextToken
+    from meshwright.objectives.call import named
+    from meshwright.objectives.trial import layout_problems
     from meshwright.plan.given.inspection import model_sizes
     from meshwright.plan.resolver import resolve
     from meshwright.train.run_objective import make_objective
@@ -127,11 +129,17 @@ def make_setup(
     objective: Objective = NextToken()
     try:
         objective = make_objective(config, model)
-    except ConfigError as error:
+    except (ConfigError, PartError) as error:
         problems.append(error)
-    if layout.pp not in (None, -1, 1) and not objective.pipelines:
-        words = f"training.objective={objective.name} does not say how stages call the model; the legal value is 1"
-        problems.append(ConfigError("pp.objective", f"layout.pp={layout.pp}: {words}"))
+    problems.extend(map(ConfigError, layout_problems(objective, layout, config.data.packing)))
+    if objective.reference and config.adapter is None:
+        problems.append(
+            ConfigError(
+                "objective.reference",
+                f"objective {named(objective)} needs the log-probabilities of a reference, the model with its adapters off; "
+                "set adapter, or leave given.reference_log_probs out",
+            )
+        )
     problems.extend(_length_problems(config, model))
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         problems.append(
@@ -151,6 +159,11 @@ def make_setup(
     tokens, experts = _tokens(config, layout, model)
     options = replace(options, tokens=tokens, experts_of_token=experts, packed=config.data.packing == "pack")
     options = replace(options, balance_loss=config.training.microbatch_size if config.moe.aux_loss else 0)
+    if objective.whole_logits and layout.size("tp") > 1:
+        if options.loss_parallel:
+            words = f"objective {named(objective)} needs the logits of all words; legal are false and null"
+            raise ConfigError("objective.layout", f"parallel.loss_parallel=true: {words}")
+        options = replace(options, loss_parallel=False)
     if not objective.chunks:
         if options.loss_chunks:
             words = f"training.objective={objective.name} has its own way from logits to losses; the legal value is 0"
@@ -195,9 +208,9 @@ def describe_model(
     """
     from meshwright.models.specs.registry import get_parallelization_strategy
     from meshwright.models.specs.strategy import ParallelizationStrategy
-    from meshwright.models.user_imports import import_modules
     from meshwright.models.weights.build import build_on_meta, pretrained_config
     from meshwright.models.weights.source import refuse_untrainable
+    from meshwright.user_code import import_modules
 
     import_modules(config.imports)
     if tokenizer is None:  # nothing is prepared yet; a run that has its tokenizer passed this check before

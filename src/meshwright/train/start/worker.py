@@ -30,7 +30,6 @@ from meshwright.errors import (
     WorkerError,
     described,
 )
-from meshwright.models.user_imports import import_modules
 from meshwright.ranks.hang import is_communication
 from meshwright.ranks.watch import Watch
 from meshwright.terminal import console
@@ -43,6 +42,7 @@ from meshwright.train.start.prepare import introduce, load_run_tokenizer, locked
 from meshwright.train.start.resume import changes, checkpoint_to_resume, verified
 from meshwright.train.start.run_files import Paths
 from meshwright.train.start.setup import make_setup
+from meshwright.user_code import import_modules
 
 __all__ = ["run_worker"]
 

@@ -1,0 +1,120 @@
+"""Sums over documents, of which several may be packed into a row, and which ranks of `cp` may share."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.errors import UnsupportedError
+from meshwright.models.objective import Batch
+from meshwright.models.token_loss import IGNORE
+from meshwright.objectives.running import call_of
+
+__all__ = ["BEGIN", "END", "document_count", "document_sum", "number_documents", "per_document", "pooled"]
+
+BEGIN, END = 1, 2
+"""Bits of ``document_marks``: the first and the last token of a document."""
+
+
+def per_document(values: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return sums over the tokens of each document [B, D, ...]; the same on all ranks of `cp`, which share the documents.
+
+    D is the largest number of documents in a row; ``batch["document_exists"]`` [B, D] says which exist. A document ends with
+    the target of its last label; one without a label, such as padding, is left out. What is computed from the result counts
+    once if it is summed by :func:`document_sum`.
+
+    Args:
+        values: [B, S, ...].
+        batch: the batch; the objective has ``documents = True``.
+    """
+    call = call_of("per_document")
+    if "documents" not in batch:
+        raise UnsupportedError("objective.documents", "given.per_document: the batch names no documents; set documents = True")
+    numbers, shape = batch["documents"], (*batch["document_exists"].shape, *values.shape[2:])
+    inside = (numbers >= 0).view(*numbers.shape, *(1,) * (values.ndim - 2))
+    index = numbers.clamp(min=0).long().view_as(inside).expand_as(values)
+    found = values.new_zeros(shape).scatter_add(1, index, torch.where(inside, values, 0))
+    return _SumOverRanks.apply(found, call.mesh["cp"].get_group()) if call.mesh is not None and call.size("cp") > 1 else found
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """Sums over ranks that all compute the same with the sum: each has the whole gradient already."""
+
+    @staticmethod
+    def forward(context: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def document_sum(values: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return the sum of values of documents [B, D], as a scalar that counts each document once over the ranks of `cp`."""
+    call = call_of("document_sum")
+    total = torch.where(batch["document_exists"], values, 0).sum()
+    return _CountOnce.apply(total, call.mesh is None or call.mesh.rank("cp") == 0)
+
+
+class _CountOnce(torch.autograd.Function):
+    """A number that several ranks have: it is kept on one, and 0 on the others. The gradient is that of the number on all."""
+
+    @staticmethod
+    def forward(context: Any, value: torch.Tensor, here: bool) -> torch.Tensor:
+        return value.clone() if here else torch.zeros_like(value)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def document_count(batches: Sequence[Batch]) -> int:
+    """Return the number of documents in some batches, on the host, for :meth:`~meshwright.objectives.Objective.counts`.
+
+    Of a document that ranks of `cp` share, the rank with its first token counts it.
+    """
+    return sum(int(((batch["document_marks"] & BEGIN) > 0).sum()) for batch in batches)
+
+
+def number_documents(batch: Mapping[str, torch.Tensor]) -> Batch:
+    """Return what batches say of documents, from whole sequences on the host.
+
+    Returns:
+        ``documents`` int32 [B, S], the number of a token's document in its row, -1 outside; ``document_marks`` int32 [B, S] of
+        :data:`BEGIN` and :data:`END`; ``document_exists`` bool [B, D].
+    """
+    labelled = batch["labels"] != IGNORE
+    first = torch.ones_like(labelled)
+    first[:, 1:] = batch["position_ids"].diff(dim=1) != 1
+    number = first.long().cumsum(1) - 1
+    places = torch.arange(labelled.shape[1]).expand_as(number)
+    none = torch.full_like(number, -1)
+    last_label = none.scatter_reduce(1, number, torch.where(labelled, places, -1), "amax")
+    end = torch.minimum(last_label + 1, none.scatter_reduce(1, number, places, "amax"))  # its target, if it is in this row
+    has = last_label >= 0
+    new = has.long().cumsum(1) - 1
+    inside = has.gather(1, number) & (places <= end.gather(1, number))
+    documents = torch.where(inside, new.gather(1, number), -1)
+    marks = torch.where(inside, BEGIN * first.int() + END * (places == end.gather(1, number)).int(), 0)
+    count = max(1, int(documents.max()) + 1)
+    exists = torch.arange(count)[None] <= documents.amax(1, keepdim=True)
+    return {"documents": documents.int(), "document_marks": marks.int(), "document_exists": exists}
+
+
+def pooled(states: torch.Tensor, batch: Batch, how: str = "mean") -> torch.Tensor:
+    """Return one vector for each document [B, D, H]: the mean over its tokens, or that of its last token.
+
+    Args:
+        states: [B, S, H], see :func:`hidden`.
+        batch: the batch; the objective has ``documents = True``.
+        how: ``mean`` or ``last``.
+    """
+    if how not in ("mean", "last"):
+        raise ValueError(f"how={how!r}: legal are mean and last")
+    if how == "last":
+        return per_document(states * ((batch["document_marks"] & END) > 0).unsqueeze(-1), batch)
+    lengths = per_document(torch.ones_like(batch["documents"], dtype=states.dtype), batch)
+    return per_document(states, batch) / lengths.clamp(min=1).unsqueeze(-1)

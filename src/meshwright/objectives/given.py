@@ -1,0 +1,191 @@
+"""What an objective computes with. Each function is right on every axis, under vocabulary slices, in chunks and on stages.
+
+They are called in :meth:`~meshwright.objectives.Objective.sums`, ``metrics`` and ``before``, with their model and batch. The
+model runs once for a batch, whatever is asked of it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.distributed.memory.chunked_loss import VALUES, DeferredLogits, chunks_its_loss, deferring
+from meshwright.errors import UnsupportedError
+from meshwright.models import _transformers_compat as compat
+from meshwright.models.objective import Batch
+from meshwright.models.token_loss import IGNORE, forward_arguments, forward_logits, token_entropies, token_log_probs
+from meshwright.objectives.documents import document_count, document_sum, per_document, pooled
+from meshwright.objectives.running import Running, call_of
+from meshwright.plan.axes.tensor.move_kinds import Move
+
+__all__ = [
+    "data_rank",
+    "document_count",
+    "document_sum",
+    "entropy",
+    "gather",
+    "hidden",
+    "log_probs",
+    "logits",
+    "per_document",
+    "pooled",
+    "reference_log_probs",
+]
+
+_VALUES = {"log_probs": token_log_probs, "entropy": token_entropies}
+
+
+# -- values of tokens ---------------------------------------------------------------------------------------------------------
+
+
+def log_probs(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the log-probability of each label in nats [B, S], in at least fp32; 0 where there is no label."""
+    return _token_values(model, batch, "log_probs")
+
+
+def entropy(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the entropy of the next token in nats [B, S], in at least fp32; 0 where there is no label."""
+    return _token_values(model, batch, "entropy").masked_fill(batch["labels"] == IGNORE, 0.0)
+
+
+def logits(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the logits of all words [B, S, V]. Under `tp` they are gathered, which costs traffic and memory.
+
+    An objective that calls it has ``whole_logits = True``, so that the plan gathers and prices them, and cannot be computed in
+    chunks.
+    """
+    kept = call_of("logits").of(model, batch)
+    if "logits" not in kept:
+        kept["logits"] = forward_logits(model, batch)
+    found = kept["logits"]
+    if isinstance(found, DTensor):
+        raise UnsupportedError("objective.logits", "given.logits: the logits are sliced over tp; set whole_logits = True")
+    return found
+
+
+def _token_values(model: nn.Module, batch: Batch, name: str) -> torch.Tensor:
+    call = call_of(name)
+    kept = call.of(model, batch)
+    if name not in kept and chunks_its_loss(model):
+        names = sorted(call.wanted | {name})
+
+        def values(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return torch.stack([_VALUES[one](logits, labels) for one in names], -1)
+
+        found = model(**forward_arguments(batch), **{VALUES: (batch["labels"], values)})
+        kept.update(zip(names, found.unbind(-1), strict=True))
+    elif name not in kept:
+        if "logits" not in kept:
+            kept["logits"] = forward_logits(model, batch)
+        kept[name] = _VALUES[name](kept["logits"], batch["labels"])
+    return kept[name]
+
+
+def reference_log_probs(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return ``reference_log_probs`` of a batch [B, S]: those of the model with its adapters off, or from a column.
+
+    An objective that calls it has ``reference = True``; they are computed before the step, without gradient.
+    """
+    call_of("reference_log_probs")
+    if "reference_log_probs" not in batch:
+        raise UnsupportedError("objective.reference", "given.reference_log_probs: the batch has none; set reference = True")
+    return batch["reference_log_probs"]
+
+
+# -- hidden states ------------------------------------------------------------------------------------------------------------
+
+
+def hidden(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the last hidden state [B, S, H]: what the output head of the model gets. The head is not computed."""
+    call = call_of("hidden")
+    kept = call.of(model, batch)
+    if "hidden" not in kept:
+        with _without_head(model) as head:
+            states = model(**forward_arguments(batch))
+        kept["hidden"] = _Shared.apply(states, _times_added(call, head))
+    return kept["hidden"]
+
+
+@contextmanager
+def _without_head(model: nn.Module) -> Iterator[str]:
+    """Inside, the forward of a model returns what its output head gets. Yields the name of the head."""
+    head = compat.embedding_and_head(model)[1]
+    name = next((name for name, module in model.named_modules() if module is head), None)
+    if head is None or name is None:
+        raise UnsupportedError("objective.hidden", "given.hidden: the output head of the model is unknown")
+    forward, own = model.forward, model.__dict__.get("forward")
+
+    @wraps(forward)
+    def without_head(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with deferring(head, 1):
+            found = forward(*args, **kwargs).logits
+        if not isinstance(found, DeferredLogits):
+            raise UnsupportedError("objective.hidden", f"given.hidden: {name!r} did not give the logits of the model")
+        return found.hidden
+
+    model.forward = without_head
+    try:
+        yield name
+    finally:
+        del model.forward
+        if own is not None:
+            model.forward = own
+
+
+def _times_added(call: Running, head: str) -> int:
+    """Return how many equal gradients of the hidden state are added up before the head, where its matrix is sliced."""
+    rows = [] if call.plan is None else [row for row in call.plan.tensor_parallel if row.module == head]
+    return call.size("tp") if any(row.entry in (Move.ENTER, Move.GATHER_SEQUENCE) for row in rows) else 1
+
+
+class _Shared(torch.autograd.Function):
+    """Returns a tensor that several ranks compute with alike, further up the gradients of all of them are added."""
+
+    @staticmethod
+    def forward(context: Any, values: torch.Tensor, ranks: int) -> torch.Tensor:
+        context.ranks = ranks
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient / context.ranks if context.ranks > 1 else gradient, None
+
+
+# -- other data ranks ---------------------------------------------------------------------------------------------------------
+
+
+def gather(values: torch.Tensor) -> torch.Tensor:
+    """Return the values [N, ...] of all data ranks, in the order of the ranks, with gradient: [data ranks x N, ...].
+
+    They are those of one number of microbatch. An objective that calls it has ``gathers = True``.
+    """
+    call = call_of("gather")
+    if call.mesh is None or call.size("dp") == 1:
+        return values
+    return _Gather.apply(values, call.mesh["dp"].get_group())
+
+
+def data_rank() -> int:
+    """Return the place of this rank's values in what :func:`gather` returns."""
+    call = call_of("data_rank")
+    return 0 if call.mesh is None else call.mesh.rank("dp")
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        context.group, context.rows = group, len(values)
+        every = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(every, values.contiguous(), group=group)
+        return torch.cat(every)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=context.group)
+        return total.narrow(0, dist.get_rank(context.group) * context.rows, context.rows), None

@@ -1,0 +1,271 @@
+"""Tries an objective on a small model in place of the run's, before any process starts.
+
+The model is a function of single tokens. So what the sums of an objective must have in common on all layouts can be compared:
+that they add up over rows, over parts of a sequence and over documents, that counts do, and that nothing is kept between calls.
+What an objective calls is noted, so that the run gives it that and no more.
+"""
+
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from meshwright.errors import ConfigError, PartError, Problems, Refusal
+from meshwright.layout import Layout
+from meshwright.models.objective import Batch, Objective, RunFacts
+from meshwright.models.token_loss import IGNORE, forward_arguments
+from meshwright.objectives.call import evaluate_batch, in_part, named
+from meshwright.objectives.documents import number_documents
+from meshwright.objectives.running import Running
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["layout_problems", "try_objective"]
+
+ROWS, LENGTH = 4, 12
+CLOSE = 1e-4
+"""Relative difference of sums that may come from rounding: an objective may compute in fp32."""
+
+_DOCUMENTS = {"documents", "document_marks", "document_exists"}
+
+
+class _Noting(dict[str, torch.Tensor]):
+    """A batch that notes which of its tensors are read."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], read: set[str]) -> None:
+        super().__init__(tensors)
+        self.read = read
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401 - this is `get`
+
+
+class _Head(nn.Module):
+    """Logits of a hidden state: a few of its features matter."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.cos(torch.arange(words, dtype=torch.float64)[:, None] * torch.tensor([0.7, 1.3, 2.9])))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden[..., :3] @ self.weight.T
+
+
+class _StandIn(nn.Module):
+    """A causal language model whose outputs depend on one token each, in fp64."""
+
+    def __init__(self, model: "PreTrainedModel") -> None:
+        super().__init__()
+        self.config, text = model.config, model.config.get_text_config()
+        self.width, self.scale = int(getattr(text, "hidden_size", 16)), nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.lm_head = _Head(text.vocab_size)
+        self.calls: list[dict[str, Any]] = []
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def forward(self, **arguments: Any) -> SimpleNamespace:
+        self.calls.append(arguments)
+        features = torch.arange(1, max(3, self.width) + 1, dtype=torch.float64)
+        hidden = self.scale * torch.sin(0.37 * features * arguments["input_ids"].double()[..., None])
+        return SimpleNamespace(logits=self.lm_head(hidden))
+
+
+class _Trial:
+    """An objective, its model, and what was noted."""
+
+    def __init__(self, objective: Objective, model: "PreTrainedModel") -> None:
+        self.objective, self.model, self.call, self.read = objective, _StandIn(model), Running(), set[str]()
+        self.words = model.config.get_text_config().vocab_size
+        self.metric_names: tuple[str, ...] = ()
+
+    def rows(self) -> Batch:
+        """Return rows with different numbers of labels, the last with none."""
+        ids = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) * 7919 % max(1, min(self.words, 10_007))
+        labels = ids.roll(-1, 1)
+        labels[:, -1] = IGNORE
+        for row in range(ROWS):
+            labels[row, : row * LENGTH // (ROWS - 1)] = IGNORE
+        return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(LENGTH).expand(ROWS, -1).contiguous()}
+
+    def prepared(self, batch: Batch) -> _Noting:
+        """Return a batch as a run prepares it."""
+        with in_part(self.part, "training"):
+            found = self.objective.training([batch], [range(len(batch["input_ids"]))])[0]
+        reference = torch.sin(batch["input_ids"].double()).masked_fill(batch["labels"] == IGNORE, 0.0)
+        return _Noting({"reference_log_probs": reference, **number_documents(batch), **found}, self.read)
+
+    @property
+    def part(self) -> str:
+        return f"objective {named(self.objective)}"
+
+    def sums(self, batch: Batch) -> torch.Tensor:
+        """Return the terms of a batch [terms]."""
+        terms, metrics = evaluate_batch(self.objective, self.model, batch, self.call)
+        self.metric_names = tuple(metrics)
+        return torch.stack([term.double() for term in terms])
+
+    def counts(self, batches: list[Batch]) -> list[int]:
+        """Return the number of targets of some batches."""
+        with in_part(self.part, "counts"):
+            found = list(self.objective.counts(batches))
+        if len(found) != len(self.objective.terms) or not all(isinstance(one, int) for one in found):
+            terms = ", ".join(self.objective.terms)
+            raise PartError("part.returned", f"{self.part}: counts returned {found}; legal is an int for each term: {terms}")
+        return found
+
+
+def try_objective(objective: Objective, model: "PreTrainedModel", run: RunFacts) -> None:
+    """Try an objective of the user, and note on it what it does not say of itself.
+
+    Args:
+        objective: the objective, which has begun.
+        model: the model of the run, on any device; its config is read.
+        run: facts of the run.
+
+    Raises:
+        PartError: it raises something, or does not return what it should.
+        ConfigError: it is not a sum over targets.
+    """
+    trial = _Trial(objective, model)
+    whole = trial.prepared(trial.rows())
+    sums = trial.sums(whole)
+    asked, calls = trial.call.asked, trial.model.calls
+    known = forward_arguments(whole)
+    alike = [call.keys() == known.keys() and call["input_ids"] is dict.__getitem__(whole, "input_ids") for call in calls]
+    counts = trial.counts([whole])
+    given = not calls or all(alike)
+    for name, found in (
+        ("pipelines", given and len(calls) <= 1),
+        ("chunks", given and "logits" not in asked),
+    ):
+        if getattr(objective, name) is None:
+            setattr(objective, name, found)
+    objective.documents |= bool(trial.read & _DOCUMENTS)
+    objective.reference |= "reference_log_probs" in trial.read
+    objective.gathers |= "gather" in asked
+    objective.whole_logits |= "logits" in asked
+    objective.metric_names = trial.metric_names
+    objective.wanted = frozenset(asked & {"log_probs", "entropy"})
+    problems = Problems()
+    _compare(trial, whole, sums, counts, problems)
+    if not problems and objective.shares is None:
+        objective.shares = not _parts_differ(trial, whole, sums)
+    if not problems and objective.packs is None and run.packing == "pack":
+        objective.packs = not _documents_differ(trial)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _compare(trial: _Trial, whole: _Noting, sums: torch.Tensor, counts: list[int], problems: Problems) -> None:
+    """Add why the objective is not a sum over targets."""
+
+    def wrong(text: str) -> None:
+        problems.add("objective.sums", f"{trial.part} is not a sum over targets: {text}")
+
+    if not bool(sums.isfinite().all()):
+        wrong(f"sums are {_numbers(sums)} where some rows have no label; a sum over no targets is 0")
+        return
+    if not sums.requires_grad:
+        wrong("it does not depend on the model, so there is no gradient")
+        return
+    if _differ(again := trial.sums(whole), sums):
+        wrong(f"the same batch gives {_numbers(sums)}, and then {_numbers(again)}; an objective keeps nothing between batches")
+        return
+    rows = [_part(whole, slice(row, row + 1)) for row in range(ROWS)]
+    if not trial.objective.gathers:
+        apart = sum((trial.sums(row) for row in rows), torch.zeros(()))
+        if not bool(apart.isfinite().all()):
+            wrong(f"sums of a row without a label are {_numbers(trial.sums(rows[-1]))}; a sum over no targets is 0")
+        elif _differ(apart, sums):
+            wrong(
+                f"{ROWS} rows together give {_numbers(sums)}, and one by one {_numbers(apart)}; do not divide by the number of "
+                "tokens or rows: counts says what the sums of the step are divided by"
+            )
+    apart_counts = [sum(found) for found in zip(*(trial.counts([row]) for row in rows), strict=True)]
+    listed = trial.counts(list(rows))
+    if apart_counts != counts or listed != counts:
+        wrong(
+            f"counts of {ROWS} rows in one batch are {counts}, in a batch each {listed}, and one by one {apart_counts}; "
+            "they must not depend on how rows are put into batches"
+        )
+
+
+def _parts_differ(trial: _Trial, whole: _Noting, sums: torch.Tensor) -> bool:
+    """Whether the two halves of all sequences give other sums. Sums over documents are added over ranks: they are not tried."""
+    if trial.objective.documents or trial.objective.gathers:
+        return False
+    halves = [_part(whole, slice(None), slice(*ends)) for ends in ((0, LENGTH // 2), (LENGTH // 2, LENGTH))]
+    try:
+        return _differ(sum((trial.sums(half) for half in halves), torch.zeros(())), sums)
+    except PartError:
+        return True
+
+
+def _documents_differ(trial: _Trial) -> bool:
+    """Whether two documents in one row give other sums than in a row each."""
+    batch = trial.rows()
+    first, second = (_part(batch, slice(row, row + 1)) for row in (0, 1))
+    packed = {name: torch.cat([first[name], second[name]], 1) for name in batch}
+    padded = {name: torch.cat([first[name], second[name]], 0) for name in batch}
+    try:
+        return _differ(trial.sums(trial.prepared(packed)), trial.sums(trial.prepared(padded)))
+    except PartError:
+        return True
+
+
+def _part(batch: dict[str, torch.Tensor], rows: slice, places: slice = slice(None)) -> Any:
+    """Return some rows of a batch, and of those some places."""
+    shape = tuple(dict.__getitem__(batch, "input_ids").shape)
+    cut = {
+        name: tensor[rows, places] if tuple(tensor.shape[:2]) == shape else tensor[rows] if len(tensor) == shape[0] else tensor
+        for name, tensor in batch.items()
+    }
+    return _Noting(cut, batch.read) if isinstance(batch, _Noting) else cut
+
+
+def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+    size = torch.maximum(one.detach().abs(), other.detach().abs()).clamp(min=1e-3)
+    return not bool(((one - other).detach().abs() <= CLOSE * size).all())
+
+
+def _numbers(sums: torch.Tensor) -> str:
+    return ", ".join(f"{value:.5g}" for value in sums.tolist())
+
+
+def layout_problems(objective: Objective, layout: Layout, packing: str) -> Iterator[Refusal]:
+    """Yield why a run cannot have an objective: the key and its value, and what is legal.
+
+    Args:
+        objective: the objective; one of the user's was tried.
+        layout: the layout, with sizes that may not be known yet.
+        packing: ``data.packing``.
+    """
+    name = named(objective)
+    if layout.pp not in (None, -1, 1) and not objective.pipelines:
+        yield Refusal(
+            "pp.objective",
+            f"layout.pp={layout.pp}: objective {name} does not call the model once a batch, as stages need; legal is 1",
+        )
+    if layout.cp not in (None, -1, 1) and not objective.shares:
+        yield Refusal(
+            "objective.layout",
+            f"layout.cp={layout.cp}: objective {name} gives other sums for the halves of a sequence than for the whole, so "
+            "ranks cannot share one; the legal value is 1, or sums over documents (given.per_document)",
+        )
+    if packing == "pack" and not objective.packs:
+        yield Refusal(
+            "objective.layout",
+            f"data.packing=pack: objective {name} gives other sums for two documents in one sequence than in two; the legal "
+            "value is pad",
+        )
