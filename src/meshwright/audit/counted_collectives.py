@@ -11,6 +11,7 @@ from meshwright.plan.axes.context import context_counts
 from meshwright.plan.axes.experts import expert_parallel_counts
 from meshwright.plan.axes.pipeline.stage_plan import on_stages, pipeline_counts, stages_of_rank
 from meshwright.plan.axes.tensor.traffic import tensor_parallel_counts
+from meshwright.plan.cost.activation_traffic import objective_counts
 from meshwright.plan.cost.price import totals_of_rank
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
@@ -25,6 +26,7 @@ def wrong_counts(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Fi
     def due_on(stage_rank: int) -> tuple[dict[str, Counter[str]], Counter[str]]:
         traffic, own = totals_of_rank(plan, stage_rank).traffic, on_stages(plan, stages_of_rank(plan, stage_rank))
         due = {"dp": Counter({kind: getattr(traffic, f"{kind}s") for kind in kinds})}
+        due["dp"].update(objective_counts(own))
         due |= {"tp": tensor_parallel_counts(own), "cp": context_counts(own), "pp": pipeline_counts(plan, stage_rank)}
         for axis, more in expert_parallel_counts(own).items():
             due.setdefault(axis, Counter()).update(more)
@@ -47,7 +49,8 @@ def wrong_counts(plan: ShardingPlan, ranks: Sequence[RankResult]) -> Iterator[Fi
                 if not exact and (axes & {"tp", "cp"} or ("ep" in axes and kind not in kinds)):
                     continue
                 count, size = counted[kind], counted_bytes[kind]
-                comparable = kind in kinds and "dp" in axes and not axes & {"pp", "tp", "cp"}  # other bytes depend on the batch
+                # Other bytes depend on the batch, and so do those that an objective gathers.
+                comparable = kind in kinds and "dp" in axes and not axes & {"pp", "tp", "cp"} and not objective_counts(plan)
                 if count != planned[kind] or (comparable and not (size == sizes[kind] or (narrower and size < sizes[kind]))):
                     collectives = f"{count} {kind} of {size:,} bytes over {'+'.join(sorted(axes))}"
                     wrong.append(

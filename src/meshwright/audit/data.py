@@ -37,6 +37,7 @@ __all__ = [
     "documents_of_run",
     "draw_documents",
     "edge_words",
+    "gathered_batches",
     "sequence_digests",
     "unlabelled_microbatch",
     "unlike",
@@ -151,6 +152,28 @@ def whole_sequences(batch: dict[str, torch.Tensor], plan: ShardingPlan, mesh: Pa
         whole[name] = torch.empty((rows, cp * length), dtype=batch[name].dtype, device=batch[name].device)
         whole[name][:, order] = torch.cat(parts, dim=1)
     return whole
+
+
+def gathered_batches(batches: list[dict[str, torch.Tensor]], ranks: int) -> list[dict[str, torch.Tensor]]:
+    """Return for each number of a microbatch those of all data ranks as one batch, as an objective that gathers sees them.
+
+    Args:
+        batches: the microbatches of all data ranks, one rank after another.
+        ranks: number of data ranks.
+    """
+    each = len(batches) // ranks
+    return [_in_one([batches[rank * each + number] for rank in range(ranks)]) for number in range(each)]
+
+
+def _in_one(batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the rows of several batches as one. What has a column for each document gets as many as any of them has."""
+    columns = {name: max(batch[name].shape[1] for batch in batches) for name in batches[0]}
+
+    def wide(tensor: torch.Tensor, name: str) -> torch.Tensor:
+        more = tensor.new_zeros(len(tensor), columns[name] - tensor.shape[1], *tensor.shape[2:])
+        return torch.cat([tensor, more], 1)
+
+    return {name: torch.cat([wide(batch[name], name) for batch in batches]) for name in batches[0]}
 
 
 def sequence_digests(batches: list[dict[str, torch.Tensor]], length: int) -> list[str]:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 from meshwright.audit.again import evaluate
 from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, BorderRecorder
 from meshwright.audit.case import AuditTrainer, Case, NotingEngine, modules_in_evaluation
-from meshwright.audit.data import UnevenLoader
+from meshwright.audit.data import UnevenLoader, gathered_batches
 from meshwright.audit.decay import plain_optimizer, to_be_decayed
 from meshwright.audit.model_files import write_files
 from meshwright.audit.timeline import Moment, Sketch, sketch
@@ -119,6 +119,8 @@ class ReferenceEngine(NotingEngine):
         """Run the microbatches of a step. The gradient is their sum, as in a run."""
         trainer = self.trainer
         trainer.note_sequences(batches)
+        if trainer.objective.gathers and trainer.readers:
+            batches = gathered_batches(batches, trainer.readers)
         trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
         if trainer.step > 0:
             sums = super().forward_backward(batches, counts)
@@ -223,7 +225,7 @@ class ReferenceTrainer(AuditTrainer):
 
     def _border_recorder(self) -> BorderRecorder:
         microbatches = range(0, self.loader.accumulation, self.loader.accumulation // self.readers) if self.readers else ()
-        names = borders(self.setup.plan, self.model) if self.readers else ()
+        names = borders(self.setup.plan, self.model) if self.readers and not self.objective.gathers else ()
         return BorderRecorder(self.model, names, microbatches, MOST_BYTES_OF_BORDERS // max(1, self.readers))
 
     def record(self, folder: Path) -> None:

@@ -75,6 +75,8 @@ class Objective(ABC):
         gathers: whether it gathers values of all data ranks (:func:`~meshwright.objectives.given.gather`).
         reference: whether batches have ``reference_log_probs`` [B, S], those of the model with its adapters off.
         whole_logits: whether it needs the logits of all words on each rank of `tp`.
+        without_head: whether it uses the hidden states alone, so that the output head gets no gradient, as it was tried.
+        collectives: how often sums gather values, reduce their gradients, and sum over documents for a batch, as it was tried.
         frozen: patterns of parameters that are not trained, in addition to those of ``parallel.freeze``.
         metric_names: names of what :meth:`metrics` returns, as it was tried.
         wanted: names of values of tokens that one forward computes, as they were asked for when it was tried.
@@ -95,6 +97,8 @@ class Objective(ABC):
     gathers = False
     reference = False
     whole_logits = False
+    without_head = False
+    collectives = (0, 0, 0)
     frozen: tuple[str, ...] = ()
     metric_names: tuple[str, ...] = ()
     wanted: frozenset[str] = frozenset()

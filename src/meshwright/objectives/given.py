@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.distributed.memory.chunked_loss import VALUES, DeferredLogits, chunks_its_loss, deferring
+from meshwright.distributed.tensor.moves import gather as join_slices
 from meshwright.errors import UnsupportedError
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.objective import Batch
@@ -107,7 +108,7 @@ def hidden(model: nn.Module, batch: Batch) -> torch.Tensor:
     if "hidden" not in kept:
         with _without_head(model) as head:
             states = model(**forward_arguments(batch))
-        kept["hidden"] = _Shared.apply(states, _times_added(call, head))
+        kept["hidden"] = _whole(states, call, head, batch["input_ids"].shape[1])
     return kept["hidden"]
 
 
@@ -137,23 +138,13 @@ def _without_head(model: nn.Module) -> Iterator[str]:
             model.forward = own
 
 
-def _times_added(call: Running, head: str) -> int:
-    """Return how many equal gradients of the hidden state are added up before the head, where its matrix is sliced."""
-    rows = [] if call.plan is None else [row for row in call.plan.tensor_parallel if row.module == head]
-    return call.size("tp") if any(row.entry in (Move.ENTER, Move.GATHER_SEQUENCE) for row in rows) else 1
-
-
-class _Shared(torch.autograd.Function):
-    """Returns a tensor that several ranks compute with alike, further up the gradients of all of them are added."""
-
-    @staticmethod
-    def forward(context: Any, values: torch.Tensor, ranks: int) -> torch.Tensor:
-        context.ranks = ranks
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient / context.ranks if context.ranks > 1 else gradient, None
+def _whole(states: torch.Tensor, call: Running, head: str, length: int) -> torch.Tensor:
+    """Return whole sequences of hidden states, which ranks of `tp` may have slices of before the head."""
+    rows = () if call.plan is None else call.plan.tensor_parallel
+    sliced = any(row.module == head and row.entry in (Move.GATHER_SEQUENCE, Move.GATHER_SEQUENCE_WHOLE) for row in rows)
+    if not sliced or call.mesh is None:
+        return states
+    return join_slices(states, 1, length, call.mesh["tp"].get_group())  # all ranks compute the same with it
 
 
 # -- other data ranks ---------------------------------------------------------------------------------------------------------
@@ -162,18 +153,21 @@ class _Shared(torch.autograd.Function):
 def gather(values: torch.Tensor) -> torch.Tensor:
     """Return the values [N, ...] of all data ranks, in the order of the ranks, with gradient: [data ranks x N, ...].
 
-    They are those of one number of microbatch. An objective that calls it has ``gathers = True``.
+    They are those of one number of microbatch. In an evaluation they are those of this rank alone.
     """
     call = call_of("gather")
-    if call.mesh is None or call.size("dp") == 1:
-        return values
+    if call.mesh is None or call.size("dp") == 1 or not call.trains:
+        own = values.view_as(values)
+        if own.requires_grad:
+            own.register_hook(lambda gradient: call.asked.update(["gather's gradient"]))
+        return own
     return _Gather.apply(values, call.mesh["dp"].get_group())
 
 
 def data_rank() -> int:
     """Return the place of this rank's values in what :func:`gather` returns."""
     call = call_of("data_rank")
-    return 0 if call.mesh is None else call.mesh.rank("dp")
+    return 0 if call.mesh is None or not call.trains else call.mesh.rank("dp")
 
 
 class _Gather(torch.autograd.Function):

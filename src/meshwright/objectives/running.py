@@ -1,5 +1,6 @@
 """A call of an objective: what the functions that are given to it know, and what the model gave."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,14 +24,16 @@ class Running:
         plan: the plan of the model; ``None``: it is not parallelized.
         mesh: the mesh of its layout.
         wanted: the values of tokens that one forward computes.
-        asked: names of the functions that were called.
+        asked: names of the functions that were called, and how often.
+        trains: whether gradients are computed; an evaluation gathers nothing, so that it does not depend on the data ranks.
         kept: what the model gave for a batch: name to tensor.
     """
 
     plan: ShardingPlan | None = None
     mesh: ParallelMesh | None = None
     wanted: frozenset[str] = frozenset()
-    asked: set[str] = field(default_factory=set)
+    asked: Counter[str] = field(default_factory=Counter)
+    trains: bool = True
     kept: list[tuple[nn.Module, Batch, dict[str, torch.Tensor]]] = field(default_factory=list)
 
     def of(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
@@ -63,5 +66,5 @@ def running(call: Running) -> Iterator[Running]:
 def call_of(name: str) -> Running:
     call = _RUNNING.get()
     call = Running() if call is None else call
-    call.asked.add(name)
+    call.asked[name] += 1
     return call

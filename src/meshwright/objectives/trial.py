@@ -140,7 +140,10 @@ def try_objective(objective: Objective, model: "PreTrainedModel", run: RunFacts)
     trial = _Trial(objective, model)
     whole = trial.prepared(trial.rows())
     sums = trial.sums(whole)
-    asked, calls = trial.call.asked, trial.model.calls
+    if sums.requires_grad:
+        with in_part(trial.part, "the backward of sums"):
+            sums.sum().backward(retain_graph=True)
+    asked, calls = trial.call.asked.copy(), list(trial.model.calls)
     known = forward_arguments(whole)
     alike = [call.keys() == known.keys() and call["input_ids"] is dict.__getitem__(whole, "input_ids") for call in calls]
     counts = trial.counts([whole])
@@ -155,8 +158,10 @@ def try_objective(objective: Objective, model: "PreTrainedModel", run: RunFacts)
     objective.reference |= "reference_log_probs" in trial.read
     objective.gathers |= "gather" in asked
     objective.whole_logits |= "logits" in asked
+    objective.without_head = "hidden" in asked and not asked.keys() & {"log_probs", "entropy", "logits"}
     objective.metric_names = trial.metric_names
-    objective.wanted = frozenset(asked & {"log_probs", "entropy"})
+    objective.wanted = frozenset(asked.keys() & {"log_probs", "entropy"})
+    objective.collectives = (asked["gather"], asked["gather's gradient"], asked["per_document"])
     problems = Problems()
     _compare(trial, whole, sums, counts, problems)
     if not problems and objective.shares is None:

@@ -7,6 +7,7 @@ runs one microbatch after another through one model.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -93,7 +94,8 @@ class Engine(ABC):
 
     def evaluated(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the terms of the loss of a batch, and then a sum and a count for each metric, fp64 [terms + 2 metrics]."""
-        terms, metrics = evaluate_batch(self.objective, model, batch, self.call())
+        call = replace(self.call(), trains=False)
+        terms, metrics = evaluate_batch(self.objective, model, batch, call)
         return torch.stack(
             [*(term.double() for term in terms), *(v for name in self.objective.metric_names for v in metrics[name])]
         )

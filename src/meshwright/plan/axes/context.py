@@ -231,6 +231,7 @@ def context_counts(plan: ShardingPlan) -> Counter[str]:
         return counts
     if plan.options.balance_loss:  # loads of the whole sequence
         counts["all_reduce"] += sum(1 for row in plan.experts if row.router)
+    counts["all_reduce"] += plan.options.objective_sums
     for row in plan.attentions:
         forwards, backwards = plan.runs(row.module)
         if row.method is ContextMethod.RING:

@@ -11,7 +11,7 @@ from meshwright.plan.cost.price import fullest_rank
 from meshwright.plan.given.options import NF4
 from meshwright.plan.result.sharding_plan import ShardingPlan, itemsize
 
-__all__ = ["AxisTraffic", "activation_traffic"]
+__all__ = ["AxisTraffic", "activation_traffic", "objective_counts"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class AxisTraffic:
     """The collectives of one kind over one axis in one optimizer step, on one rank.
 
     Attributes:
-        axis: ``pp``, ``tp``, ``cp`` or ``ep``.
+        axis: ``pp``, ``tp``, ``cp`` or ``ep``; ``dp`` for what an objective gathers.
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``send``.
         calls: number of calls.
         size: bytes of the larger buffer of each call, added up; ``None`` if the plan does not know the batch. If tokens are
@@ -50,12 +50,23 @@ def activation_traffic(plan: ShardingPlan) -> list[AxisTraffic]:
         calls.setdefault(axis, Counter()).update(of)
     if plan.layout.size("cp") > 1:
         calls["cp"] = context_counts(plan)
+    if gathered := objective_counts(plan):
+        calls["dp"] = gathered
     sizes = None if plan.options.tokens is None else _sizes(plan, plan.options.tokens)
     return messages + [
-        AxisTraffic(axis, kind, count, None if sizes is None else sizes.get(axis, Counter())[kind])
+        AxisTraffic(axis, kind, count, None if sizes is None or axis == "dp" else sizes.get(axis, Counter())[kind])
         for axis, of in calls.items()
         for kind, count in sorted(of.items())
     ]
+
+
+def objective_counts(plan: ShardingPlan) -> Counter[str]:
+    """Return the collectives of an objective over data ranks in an optimizer step; the plan does not know their bytes."""
+    options = plan.options
+    if not options.objective_gathers or plan.layout.size("dp") == 1:
+        return Counter()
+    calls = {"all_gather": options.objective_gathers, "all_reduce": options.objective_reductions}
+    return Counter({kind: options.microbatches * count for kind, count in calls.items() if count})
 
 
 def _sizes(plan: ShardingPlan, tokens: int) -> dict[str, Counter[str]]:

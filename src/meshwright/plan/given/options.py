@@ -110,6 +110,9 @@ class ParallelOptions:
         "Number of sequences in a microbatch if the loss balances routers, otherwise 0; only collectives over 'cp' depend on "
         "it.",
     )
+    objective_gathers: int = _option(0, "How often the objective gathers values of all data ranks in a microbatch.")
+    objective_reductions: int = _option(0, "How often it sums the gradients of such values over data ranks.")
+    objective_sums: int = _option(0, "How often the objective sums over documents that ranks of 'cp' share, in a microbatch.")
     prefetch_forward: int | None = _option(
         None,
         "How many layers ahead all-gathers are started in forward; each holds one layer more. null: FSDP2's own way, which "

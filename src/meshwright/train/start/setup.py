@@ -169,6 +169,10 @@ def make_setup(
             words = f"training.objective={objective.name} has its own way from logits to losses; the legal value is 0"
             raise ConfigError("loss.chunks", f"parallel.loss_chunks={options.loss_chunks}: {words}")
         options = replace(options, loss_chunks=0)
+    gathers, reductions, sums = objective.collectives
+    options = replace(options, objective_gathers=gathers, objective_reductions=reductions, objective_sums=sums)
+    if objective.without_head:
+        spec = replace(spec, uses_all_parameters=False)
     plan = resolve(spec, model, layout, options)
     refused = refusals(
         plan,

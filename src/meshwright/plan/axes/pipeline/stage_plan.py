@@ -326,8 +326,11 @@ def on_stages(plan: ShardingPlan, stages: Collection[int]) -> ShardingPlan:
         elif here(getattr(action, "module", "")):
             yield action
 
+    loss = {"objective_gathers": 0, "objective_reductions": 0, "objective_sums": 0} if inner else {}
+    options = replace(plan.options, **loss)
     part = replace(
         plan,
+        options=options,
         layers=tuple(name for name in plan.layers if here(name)),
         parameters=parameters,
         units=units,
