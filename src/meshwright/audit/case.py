@@ -162,6 +162,11 @@ class NotingEngine(Engine):
         """Return what the engine of the run returns."""
         return self.inner.logits(batch)
 
+    def prepared(self, batches: Iterable[Batch]) -> Iterable[Batch]:
+        """Prepare batches in the arithmetic of the case."""
+        with KeepFloat64() if self.trainer.case.dtype == "float64" else nullcontext():
+            return self.inner.prepared(batches)
+
     def adapters_off(self) -> AbstractContextManager[None]:
         """Do what the engine of the run does."""
         return self.inner.adapters_off()

@@ -28,6 +28,7 @@ from meshwright.data.store import TokenStore
 from meshwright.data.tokenizer import build_tokenizer
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.models.objective import ROUTED
+from meshwright.objectives.documents import EXISTS
 from meshwright.plan.axes.context import positions_of
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.train.config import RunConfig
@@ -146,7 +147,7 @@ def whole_sequences(batch: dict[str, torch.Tensor], plan: ShardingPlan, mesh: Pa
     pieces = [positions_of(length * cp, cp, plan.options.context_balance, rank) for rank in range(cp)]
     order = torch.tensor([position for own in pieces for piece in own for position in piece])
     whole = {}
-    for name in (name for name, tensor in batch.items() if name != ROUTED and tensor.shape == (rows, length)):
+    for name in (name for name, tensor in batch.items() if name not in (ROUTED, EXISTS) and tensor.shape == (rows, length)):
         parts = [torch.empty_like(batch[name]) for _ in range(cp)]
         dist.all_gather(parts, batch[name].contiguous(), group=mesh["cp"].get_group())
         whole[name] = torch.empty((rows, cp * length), dtype=batch[name].dtype, device=batch[name].device)
@@ -177,14 +178,18 @@ def _in_one(batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def sequence_digests(batches: list[dict[str, torch.Tensor]], length: int) -> list[str]:
-    """Return the digests of each sequence in some microbatches, as ``NAME=DIGEST`` for each tensor with a value for each token.
+    """Return the digests of each sequence in some microbatches, as ``NAME=DIGEST`` for each tensor with a number for each token.
 
     Padding after ``length`` does not count. :func:`unlike` compares them.
     """
     digests = []
     for batch in batches:
         shape = batch["input_ids"].shape
-        names = sorted(name for name, tensor in batch.items() if tensor.shape[:2] == shape)
+        names = sorted(
+            name
+            for name, tensor in batch.items()
+            if tensor.shape[:2] == shape and name != EXISTS and not tensor.is_floating_point()
+        )
         for row in range(shape[0]):
             parts = {name: batch[name][row, :length].cpu().numpy().tobytes() for name in names}
             digests.append(" ".join(f"{name}={hashlib.sha256(part).hexdigest()[:16]}" for name, part in parts.items()))

@@ -11,7 +11,10 @@ from meshwright.models.objective import Batch
 from meshwright.models.token_loss import IGNORE
 from meshwright.objectives.running import call_of
 
-__all__ = ["BEGIN", "END", "document_count", "document_sum", "number_documents", "per_document", "pooled"]
+__all__ = ["BEGIN", "END", "EXISTS", "document_count", "document_sum", "number_documents", "per_document", "pooled"]
+
+EXISTS = "document_exists"
+"""Key of which documents a row has, bool [B, D]."""
 
 BEGIN, END = 1, 2
 """Bits of ``document_marks``: the first and the last token of a document."""
@@ -31,7 +34,7 @@ def per_document(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     call = call_of("per_document")
     if "documents" not in batch:
         raise UnsupportedError("objective.documents", "given.per_document: the batch names no documents; set documents = True")
-    numbers, shape = batch["documents"], (*batch["document_exists"].shape, *values.shape[2:])
+    numbers, shape = batch["documents"], (*batch[EXISTS].shape, *values.shape[2:])
     inside = (numbers >= 0).view(*numbers.shape, *(1,) * (values.ndim - 2))
     index = numbers.clamp(min=0).long().view_as(inside).expand_as(values)
     found = values.new_zeros(shape).scatter_add(1, index, torch.where(inside, values, 0))
@@ -55,7 +58,7 @@ class _SumOverRanks(torch.autograd.Function):
 def document_sum(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Return the sum of values of documents [B, D], as a scalar that counts each document once over the ranks of `cp`."""
     call = call_of("document_sum")
-    total = torch.where(batch["document_exists"], values, 0).sum()
+    total = torch.where(batch[EXISTS], values, 0).sum()
     return _CountOnce.apply(total, call.mesh is None or call.mesh.rank("cp") == 0)
 
 
@@ -79,8 +82,12 @@ def document_count(batches: Sequence[Batch]) -> int:
     return sum(int(((batch["document_marks"] & BEGIN) > 0).sum()) for batch in batches)
 
 
-def number_documents(batch: Mapping[str, torch.Tensor]) -> Batch:
+def number_documents(batch: Mapping[str, torch.Tensor], columns: int | None = None) -> Batch:
     """Return what batches say of documents, from whole sequences on the host.
+
+    Args:
+        batch: the sequences.
+        columns: D; ``None``: the largest number of documents in a row of this batch.
 
     Returns:
         ``documents`` int32 [B, S], the number of a token's document in its row, -1 outside; ``document_marks`` int32 [B, S] of
@@ -99,9 +106,9 @@ def number_documents(batch: Mapping[str, torch.Tensor]) -> Batch:
     inside = has.gather(1, number) & (places <= end.gather(1, number))
     documents = torch.where(inside, new.gather(1, number), -1)
     marks = torch.where(inside, BEGIN * first.int() + END * (places == end.gather(1, number)).int(), 0)
-    count = max(1, int(documents.max()) + 1)
+    count = columns or max(1, int(documents.max()) + 1)
     exists = torch.arange(count)[None] <= documents.amax(1, keepdim=True)
-    return {"documents": documents.int(), "document_marks": marks.int(), "document_exists": exists}
+    return {"documents": documents.int(), "document_marks": marks.int(), EXISTS: exists}
 
 
 def pooled(states: torch.Tensor, batch: Batch, how: str = "mean") -> torch.Tensor:

@@ -18,7 +18,7 @@ from meshwright.models.objective import Batch, Objective, RunFacts
 from meshwright.models.token_loss import IGNORE, forward_arguments
 from meshwright.objectives.call import evaluate_batch, in_part, named
 from meshwright.objectives.documents import number_documents
-from meshwright.objectives.running import Running
+from meshwright.objectives.running import Running, running
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -103,7 +103,12 @@ class _Trial:
         with in_part(self.part, "training"):
             found = self.objective.training([batch], [range(len(batch["input_ids"]))])[0]
         reference = torch.sin(batch["input_ids"].double()).masked_fill(batch["labels"] == IGNORE, 0.0)
-        return _Noting({"reference_log_probs": reference, **number_documents(batch), **found}, self.read)
+        made = _Noting({"reference_log_probs": reference, **number_documents(batch), **found}, self.read)
+        if type(self.objective).before is not Objective.before:
+            with in_part(self.part, "before"), running(Running()), torch.no_grad():
+                made.update(self.objective.before(self.model, made))
+            self.model.calls.clear()
+        return made
 
     @property
     def part(self) -> str:

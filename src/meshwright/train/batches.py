@@ -31,6 +31,9 @@ class RankBatches:
     def __init__(self, run: RankSetup, objective: Objective, loader: TrainLoader) -> None:
         self.objective, self.loader, self.device, self.mesh = objective, loader, run.device, run.mesh
         able(run.device.type, Ability.PINNED)  # tried now, and not in the first step
+        # What is gathered has one shape on all ranks: as many documents as fit, each with a token and its target.
+        most = 1 if run.config.data.packing == "pad" else max(1, run.config.data.sequence_length // 2)
+        self.columns = most if objective.gathers else None
         self.shares = run.plan.layout.size("cp") > 1
         self.cut = partial(share_batch, run.plan, run.mesh.rank("cp"))  # once: a slice of a mesh reads a tensor
 
@@ -44,7 +47,7 @@ class RankBatches:
         """Return this rank's part of each sequence of a batch, which is on the host; without context parallel, all of it."""
         routed = self.objective.routed(batch) if self.shares else None
         known = {} if routed is None else {ROUTED: routed}
-        documents = number_documents(batch) if self.objective.documents else {}
+        documents = number_documents(batch, self.columns) if self.objective.documents else {}
         return self.cut({**batch, **known, **documents})
 
     def counts(self, batches: list[Batch]) -> torch.Tensor:

@@ -106,7 +106,10 @@ class Engine(ABC):
         return len(self.objective.terms) + 2 * len(self.objective.metric_names)
 
     def prepared(self, batches: Iterable[Batch]) -> Iterable[Batch]:
-        """Return batches with what the objective needs of the model before the step, see :class:`Objective`. No gradient."""
+        """Return batches with what the objective needs of the model before the step, see :class:`Objective`. No gradient.
+
+        The trainer calls it before :meth:`forward_backward`.
+        """
         objective, given = self.objective, list[Batch]()
         if objective.reference:
             given = list(batches)
@@ -199,7 +202,7 @@ class Sequential(Engine):
     def forward_backward(self, batches: list[Batch], counts: torch.Tensor) -> Sums:
         """See :class:`Engine`."""
         sums = Sums()
-        for _, batch in self.sync.microbatches(list(self.prepared(batches))):
+        for _, batch in self.sync.microbatches(batches):
             self.progress()
             with self.balance.microbatch(self.objective.routed(batch)):
                 self.loss(self.model, batch, counts, sums).backward()

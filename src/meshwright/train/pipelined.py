@@ -40,7 +40,7 @@ class Pipelined(Engine):
             around = partial(self.balance.microbatch, self.objective.routed(batch))
             return Work(forward_arguments(batch), lambda model: self.loss(model, batch, counts, sums), around)
 
-        self.stages.forward_backward([work(batch) for batch in self.prepared(batches)])
+        self.stages.forward_backward([work(batch) for batch in batches])
         # Only the last stage knows the loss, and each stage its own routers.
         for name in self.reported:
             sums.values.setdefault(name, torch.zeros((), device=counts.device))

@@ -185,7 +185,7 @@ class Trainer:
         self.balance.begin_step(routed)
         rate = learning_rate(self.step, self.steps, self.config.optimizer.lr, self.config.schedule)
         set_learning_rate(self.optimizer, rate)
-        sums = self.engine.forward_backward(batches, counts)
+        sums = self.engine.forward_backward(list(self.engine.prepared(batches)), counts)
         norm = self.clip()
         metrics = sums.over_ranks(self.mesh)
         for term, count in zip(self.objective.terms, counts, strict=True):

@@ -326,11 +326,10 @@ def on_stages(plan: ShardingPlan, stages: Collection[int]) -> ShardingPlan:
         elif here(getattr(action, "module", "")):
             yield action
 
-    loss = {"objective_gathers": 0, "objective_reductions": 0, "objective_sums": 0} if inner else {}
-    options = replace(plan.options, **loss)
+    no_loss = replace(plan.options, objective_gathers=0, objective_reductions=0, objective_sums=0)
     part = replace(
         plan,
-        options=options,
+        options=no_loss if inner else plan.options,
         layers=tuple(name for name in plan.layers if here(name)),
         parameters=parameters,
         units=units,

@@ -1,0 +1,134 @@
+"""Objectives as a user writes them: some that are right, and some with one bug each."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.objectives import Batch, Objective, given
+
+IGNORE = -100
+
+
+def focal(log_probs: torch.Tensor, batch: Batch, gamma: float = 2.0) -> torch.Tensor:
+    return -((1 - log_probs.exp()) ** gamma) * log_probs
+
+
+def smooth(logits: torch.Tensor, labels: torch.Tensor, eps: float = 0.1) -> torch.Tensor:
+    logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+    own = logs.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return -(1 - eps) * own - eps * logs.mean(-1)
+
+
+def neither(tokens: torch.Tensor) -> torch.Tensor:
+    return tokens
+
+
+class Tokens(Objective):
+    """All that is given of tokens, and sums of documents."""
+
+    terms = ("tokens", "documents")
+    weights = (1.0, 0.5)
+
+    def counts(self, batches: list[Batch]) -> list[int]:
+        return [sum(int((batch["labels"] != IGNORE).sum()) for batch in batches), given.document_count(batches)]
+
+    def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+        log_probs, entropy = given.log_probs(model, batch), given.entropy(model, batch)
+        scores = given.per_document(log_probs, batch)
+        return -(log_probs + 0.1 * entropy).sum(), given.document_sum(-nn.functional.logsigmoid(0.1 * scores), batch)
+
+    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        return {"entropy": (given.entropy(model, batch).sum(), (batch["labels"] != IGNORE).sum())}
+
+
+class Vectors(Objective):
+    """The hidden states of documents, compared with those of all data ranks."""
+
+    def counts(self, batches: list[Batch]) -> list[int]:
+        return [given.document_count(batches)]
+
+    def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+        hidden = given.hidden(model, batch)
+        means, last = given.pooled(hidden, batch), given.pooled(hidden, batch, "last")
+        every = nn.functional.normalize(given.gather(last).flatten(0, 1), dim=-1)
+        near = (nn.functional.normalize(means, dim=-1) @ every.T).exp().sum(-1)
+        return (given.document_sum(near.log(), batch),)
+
+
+class Before(Objective):
+    """Weights tokens by what the model said of them before the step, and against a reference."""
+
+    def before(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        return {"old": given.log_probs(model, batch)}
+
+    def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+        log_probs = given.log_probs(model, batch)
+        ratio = (log_probs - batch["old"]).exp()
+        return (-(ratio * (1 + batch["old"].exp()) + 0.1 * (log_probs - given.reference_log_probs(model, batch))).sum(),)
+
+
+class MeanOfMeans(Objective):
+    def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+        return (-given.log_probs(model, batch).sum() / (batch["labels"] != IGNORE).sum().clamp(min=1),)
+
+
+class NotANumber(Objective):
+    def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+        return (-given.log_probs(model, batch).sum() / (batch["labels"] != IGNORE).sum(),)
+
+
+class Remembers(Objective):
+    seen = 0
+
+    def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+        self.seen += 1
+        return (-given.log_probs(model, batch).sum() / self.seen,)
+
+
+class CountsBatches(Objective):
+    def counts(self, batches: list[Batch]) -> list[int]:
+        return [len(batches)]
+
+    def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+        return (-given.log_probs(model, batch).sum(),)
+
+
+class Detached(Objective):
+    def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+        return (-given.log_probs(model, batch).detach().sum(),)
+
+
+class WrongShape(Objective):
+    def sums(self, model: nn.Module, batch: Batch) -> Any:
+        return given.log_probs(model, batch)
+
+
+class Raises(Objective):
+    def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+        return (given.log_probs(model, batch)[batch["no_such_column"]].sum(),)
+
+
+class CannotBeMade(Objective):
+    def __init__(self) -> None:
+        raise OSError("no such file of weights")
+
+    def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+        raise NotImplementedError
+
+
+class Lacks(Objective):
+    """It has no sums."""
+
+
+class ByRow(Objective):
+    """A row is taken for a document, which packing breaks; and the largest token of a row, which cp breaks."""
+
+    def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+        return (-given.log_probs(model, batch).amin(1).sum(),)
+
+
+class CallsTwice(Objective):
+    def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+        other = {**batch, "input_ids": batch["input_ids"].flip(1)}
+        return (-(given.log_probs(model, batch) + given.log_probs(model, other)).sum(),)
