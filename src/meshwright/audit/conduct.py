@@ -147,7 +147,7 @@ def _fewest(config: RunConfig) -> int:
 def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple[RunConfig, tuple[Change, ...]]:
     """Return a configuration that runs some steps in a dtype and writes only inside a folder, and the changes made for it."""
     changed = in_dtype(config, dtype, store=None if dtype == "bfloat16" else dtype)
-    parallel, model, optimizer = changed.parallel, changed.model, config.optimizer
+    parallel, model, optimizer = changed.parallel, changed.model, config.optimizer.ours
     if dtype == "float64" and parallel.compile:
         parallel = parallel.model_copy(update={"compile": False})
     if model.attn_implementation not in (None, "eager", "sdpa"):
@@ -182,6 +182,7 @@ def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple
         "parallel.compile": "compiled code rounds by itself; --dtype float32 audits it",
         "optimizer.lr": "steps have to be seen in the parameters",
         "optimizer.eps": "rounding is not to decide the sign of an update",
+        "optimizer.use": "AdamW stands in for it: its state is not audited yet",
         "schedule.kind": "the first steps are to count",
         "schedule.warmup_steps": "the first steps are to count",
     }

@@ -178,7 +178,7 @@ def _in_one(batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def sequence_digests(batches: list[dict[str, torch.Tensor]], length: int) -> list[str]:
-    """Return the digests of each sequence in some microbatches, as ``NAME=DIGEST`` for each tensor with a number for each token.
+    """Return the digests of each sequence in some microbatches: ``NAME=DIGEST`` for tensors with a number for each token.
 
     Padding after ``length`` does not count. :func:`unlike` compares them.
     """

@@ -4,12 +4,14 @@ Names do not depend on the layout: ``model.NAME``, ``optimizer.NAME.KEY``, ``rng
 each element once, and each rank reads the elements that it needs.
 """
 
+from collections.abc import Container
+
 import torch
 from torch import nn
 
 from meshwright.device import rng_state, set_rng_state
 
-__all__ = ["initialize_optimizer", "model_tensors", "optimizer_tensors", "rng_tensors", "set_rng"]
+__all__ = ["initialize_optimizer", "model_tensors", "optimizer_tensors", "rng_tensors", "set_rng", "without_absent"]
 
 
 def model_tensors(model: nn.Module, *, trained: bool = False) -> dict[str, torch.Tensor]:
@@ -36,6 +38,22 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
         for key, value in state.items()
         if isinstance(value, torch.Tensor)
     }
+
+
+def without_absent(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], stored: Container[str]
+) -> dict[str, torch.Tensor]:
+    """Forget the state of each parameter that a checkpoint has none of, and return the tensors without it."""
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    absent = [
+        parameter
+        for parameter, kept in optimizer.state.items()
+        if not any(f"optimizer.{names[parameter]}.{key}" in stored for key in kept)
+    ]
+    for parameter in absent:
+        del optimizer.state[parameter]
+    gone = tuple(f"optimizer.{names[parameter]}." for parameter in absent)
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(gone)} if gone else tensors
 
 
 def initialize_optimizer(optimizer: torch.optim.Optimizer) -> None:

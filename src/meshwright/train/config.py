@@ -5,7 +5,7 @@ It is light to import (pydantic and YAML only). Each section is one class; a fie
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -15,36 +15,12 @@ from meshwright.errors import ConfigError, Problems, Refusal
 from meshwright.models.model_config import AdapterConfig, DiffusionConfig, ModelConfig
 from meshwright.paths import PathText, nearby
 from meshwright.train.schema.config_problems import message
+from meshwright.train.schema.optimizer_config import OptimizerConfig, ScheduleConfig
 from meshwright.train.schema.parallel_config import LayoutConfig, ParallelConfig, Section
 from meshwright.train.schema.plain_yaml import Dumper, Loader
 from meshwright.user_code import PartName
 
-__all__ = ["LayoutConfig", "ParallelConfig", "RunConfig", "load_config"]
-
-_Decay = Annotated[float, Field(ge=0, lt=1)]
-
-
-class OptimizerConfig(Section):
-    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101)."""
-
-    lr: float = Field(default=3e-4, gt=0, description="Peak learning rate.")
-    betas: tuple[_Decay, _Decay] = Field(default=(0.9, 0.95), description="Decay of the two moments.")
-    eps: float = Field(default=1e-8, gt=0, description="Added to the denominator.")
-    weight_decay: float = Field(
-        default=0.1, ge=0, description="Decoupled weight decay of matrices; vectors (norms, biases, also those of experts, "
-        "which lie behind each other in one tensor) are never decayed. `meshwright plan` says it of each parameter."
-    )  # fmt: skip
-    decay: list[str] = Field(default=[], description="Patterns of the names of vectors and norms that are decayed too.")
-    no_decay: list[str] = Field(default=[], description="Patterns of the names of matrices that are not decayed either.")
-    fused: bool | None = Field(default=None, description="One kernel for the whole update. null: wherever torch can.")
-
-
-class ScheduleConfig(Section):
-    """Learning rate over the steps: linear warmup to the peak, then a decay."""
-
-    kind: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="Shape of the decay.")
-    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warmup.")
-    final_ratio: float = Field(default=0.1, ge=0, le=1, description="Final learning rate as a share of the peak.")
+__all__ = ["LayoutConfig", "OptimizerConfig", "ParallelConfig", "RunConfig", "ScheduleConfig", "load_config"]
 
 
 class TrainingConfig(Section):

@@ -1,21 +1,28 @@
-"""AdamW and the learning rate as a function of the step."""
+"""The optimizer, and the learning rate as a function of the step: ours, or those of the user."""
 
+import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright.device import Ability, able
-from meshwright.errors import PlanError
+from meshwright.errors import ConfigError, PartError, PlanError
+from meshwright.objectives.call import in_part
 from meshwright.plan.result.sharding_plan import ParameterRow
-from meshwright.train.config import OptimizerConfig, ScheduleConfig
+from meshwright.train.config import OptimizerConfig, RunConfig, ScheduleConfig
+from meshwright.user_code import check_arguments, find_part
 
-__all__ = ["build_optimizer", "learning_rate", "set_learning_rate"]
+__all__ = ["build_optimizer", "check_parts", "learning_rate", "set_learning_rate"]
+
+Factor = Callable[[int, int], float]
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig, rows: Iterable[ParameterRow]) -> torch.optim.AdamW:
-    """Return AdamW over the trained parameters of a model. The plan says which of them are decayed.
+def build_optimizer(model: nn.Module, config: OptimizerConfig, rows: Iterable[ParameterRow]) -> torch.optim.Optimizer:
+    """Return the optimizer of the trained parameters of a model. The plan says which of them are decayed.
 
     Args:
         model: the model, parallelized or not; its parameters have the names of the plan.
@@ -24,6 +31,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, rows: Iterable[Pa
 
     Raises:
         PlanError: the plan has no row for a trained parameter.
+        ConfigError: an optimizer of the user does not exist, or its arguments are wrong.
+        PartError: it cannot be made.
     """
     decayed = {name: row.decayed for row in rows for name in (row.name, *row.aliases)}
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -31,20 +40,72 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, rows: Iterable[Pa
         raise PlanError(
             "plan.model", f"the plan has no row for the trained parameter {unknown[0]!r}, so its weight decay is unknown"
         )
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for name, p in trained.items() if decayed[name]], "weight_decay": config.weight_decay},
         {"params": [p for name, p in trained.items() if not decayed[name]], "weight_decay": 0.0},
     ]
+    groups = [group for group in groups if group["params"]] or groups[:1]  # a stage may have no trained parameter
+    if config.use is not None:
+        kind, arguments = _users(config)
+        if "weight_decay" not in inspect.signature(kind).parameters:
+            groups = [{"params": group["params"]} for group in groups]
+        with in_part(f"optimizer {config.use}", "__init__"):
+            return kind(groups, lr=config.lr, **arguments)
     fused = config.fused
     if fused is None:
         fused = all(able(p.device.type, Ability.FUSED) and p.is_floating_point() for p in trained.values())
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]] or groups[:1],  # a stage may have no trained parameter
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        fused=fused,
-    )
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+
+
+def _users(config: OptimizerConfig) -> tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]:
+    """Return the class of an optimizer of the user, and its arguments, checked."""
+    where = "optimizer.use"
+    assert config.use is not None
+    kind = find_part(where, config.use, "optimizers", ["kind=adamw"])
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise ConfigError("part.signature", f"{where}={config.use}: is no class of torch.optim.Optimizer")
+    takes = inspect.signature(kind).parameters
+    if "lr" not in takes:
+        raise ConfigError("part.signature", f"{where}={config.use}: takes no lr, which is its second argument in torch.optim")
+    if "weight_decay" not in takes and config.weight_decay:
+        raise ConfigError(
+            "config.value",
+            f"optimizer.weight_decay={config.weight_decay:g}: {config.use} takes no weight_decay; the legal value is 0",
+        )
+    return kind, check_arguments("optimizer", kind, config.arguments, given=("params", "lr", "weight_decay"))
+
+
+def check_parts(config: RunConfig, steps: int) -> None:
+    """Try the optimizer and the schedule of the user on a tensor, before any process starts.
+
+    Args:
+        config: the configuration.
+        steps: number of optimizer steps, or 1 where it is not known yet.
+
+    Raises:
+        ConfigError: one does not exist, or its arguments are wrong.
+        PartError: it raises something, or does not return what it should.
+    """
+    settings, schedule = config.optimizer, config.schedule
+    if schedule.use is not None:
+        for step in dict.fromkeys((0, steps // 2, steps - 1)):
+            learning_rate(step, steps, settings.lr, schedule)
+    if settings.use is None:
+        return
+    kind, arguments = _users(settings)
+    with in_part(f"optimizer {settings.use}", "step"):
+        parameter = nn.Parameter(torch.ones(4, 4))
+        optimizer = kind([parameter], lr=settings.lr, **arguments)
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    kept = {name: value for state in optimizer.state.values() for name, value in state.items()}
+    if lost := [
+        f"{name} ({type(value).__name__})" for name, value in kept.items() if not isinstance(value, torch.Tensor | None)
+    ]:
+        raise PartError(
+            "part.returned",
+            f"optimizer {settings.use}: its state {', '.join(lost)} is no tensor, so that a checkpoint cannot keep it",
+        )
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) -> float:
@@ -52,15 +113,49 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
 
     Warmup is linear and reaches the peak in its last step. The decay reaches ``final_ratio * peak`` in the run's last step.
     The cosine decay is that of Loshchilov and Hutter 2017 (arXiv 1608.03983), without restarts.
+
+    Raises:
+        ConfigError: a schedule of the user does not exist, or its arguments are wrong.
+        PartError: it raises something, or returns no number of at least 0.
     """
+    if schedule.use is not None:
+        with in_part(f"schedule {schedule.use}", f"step {step} of {steps}"):
+            factor = _factor(schedule)(step, steps)
+        if not isinstance(factor, (int, float)) or not 0 <= factor < math.inf:
+            said = f"schedule {schedule.use}: returned {factor!r} for step {step} of {steps}; legal is a factor of at least 0"
+            raise PartError("part.returned", said)
+        return peak * factor
     if step < schedule.warmup_steps:
         return peak * (step + 1) / schedule.warmup_steps
-    if schedule.kind == "constant":
-        return peak
-    left = max(1, steps - 1 - schedule.warmup_steps)
-    progress = min(1.0, (step - schedule.warmup_steps) / left)
-    shape = 0.5 * (1 + math.cos(math.pi * progress)) if schedule.kind == "cosine" else 1 - progress
-    return peak * (schedule.final_ratio + (1 - schedule.final_ratio) * shape)
+    after, final = step - schedule.warmup_steps, schedule.final_ratio
+    left = 1 - min(1.0, after / max(1, steps - 1 - schedule.warmup_steps))
+    match schedule.kind:
+        case "constant":
+            return peak
+        case "inverse_sqrt":
+            start = max(1, schedule.warmup_steps)
+            return peak * max(final, math.sqrt(start / (after + start)))
+        case "wsd":
+            decay = min(schedule.decay_steps or max(1, steps // 10), max(1, steps - schedule.warmup_steps))
+            shape = min(1.0, (steps - 1 - step) / decay)
+        case "cosine":
+            shape = 0.5 * (1 + math.cos(math.pi * (1 - left)))
+        case "polynomial":
+            shape = left**schedule.power
+        case _:
+            shape = left
+    return peak * (final + (1 - final) * shape)
+
+
+def _factor(schedule: ScheduleConfig) -> Factor:
+    """Return the function of the user, with its arguments."""
+    assert schedule.use is not None
+    found = find_part(
+        "schedule.use", schedule.use, "schedules", ["kind=cosine, linear, constant, wsd, inverse_sqrt, polynomial"]
+    )
+    if not callable(found):
+        raise ConfigError("part.signature", f"schedule.use={schedule.use}: is no function of (step, steps)")
+    return partial(found, **check_arguments("schedule", found, schedule.arguments, given=2))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -92,7 +92,8 @@ class Trainer:
         move_buffers(self.model, device)
         self.model.train()
         self.optimizer = parts.optimizer(run, self.model)
-        state.initialize_optimizer(self.optimizer)
+        if self.config.optimizer.use is None or resume is not None:  # the state of others may begin otherwise than with zeros
+            state.initialize_optimizer(self.optimizer)
         self.guard = Guard(self.optimizer, device, training.max_skipped if training.on_nonfinite == "skip" else 1)
         self.sync, self.balance = parts.sync(run, self.model), balance_of_plan(run, self.model)
         self.loader = parts.loader(run, store)
@@ -315,6 +316,8 @@ class Trainer:
         meta, stored = read_meta(checkpoint), storage.contents(checkpoint)
         self.loader.check_state(meta["loader"])
         tensors = self._tensors()
+        if self.config.optimizer.use is not None:  # a parameter without a gradient so far has no state there
+            tensors = state.without_absent(self.model, self.optimizer, tensors, stored)
         if missing := sorted(tensors.keys() - stored.keys()):
             shown = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
             said = f"{checkpoint}: lacks {shown}; its run trained other parameters (parallel.freeze)"

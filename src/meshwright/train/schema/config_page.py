@@ -42,7 +42,7 @@ def _rows(name: str, section: Any) -> Iterator[str]:
         if hasattr(field.annotation, "model_fields"):
             yield from _rows(f"{name}.{key}", field.annotation)
         else:
-            yield _row(f"{name}.{key}", field)
+            yield _row(f"{name}.{field.alias or key}", field)
 
 
 _TABLE = ("| key | type | default | meaning |", "|---|---|---|---|")

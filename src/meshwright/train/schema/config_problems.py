@@ -180,4 +180,4 @@ def _legal_keys(schema: type[BaseModel], location: Sequence[str]) -> list[str]:
         if inner is None:
             return []
         model = inner
-    return list(model.model_fields)
+    return [field.alias or name for name, field in model.model_fields.items()]

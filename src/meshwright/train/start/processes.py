@@ -65,7 +65,7 @@ def adapted(config: RunConfig, kind: str) -> tuple[RunConfig, list[str]]:
     from meshwright.device import CPU, Ability, able
 
     lines = []
-    if config.optimizer.fused is not False and not able(kind, Ability.FUSED):
+    if config.optimizer.use is None and config.optimizer.fused is not False and not able(kind, Ability.FUSED):
         config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"fused": False})})
         lines.append(f"{kind} has no fused AdamW: the update is made of several operators (optimizer.fused=false)")
     parallel = config.parallel

@@ -100,6 +100,7 @@ def make_setup(
     from meshwright.objectives.trial import layout_problems
     from meshwright.plan.given.inspection import model_sizes
     from meshwright.plan.resolver import resolve
+    from meshwright.train.optimizer import check_parts
     from meshwright.train.run_objective import make_objective
 
     spec, model = describe_model(config, tokenizer, planning=planning)
@@ -140,6 +141,10 @@ def make_setup(
                 "set adapter, or leave given.reference_log_probs out",
             )
         )
+    try:
+        check_parts(config, config.training.steps or 100)
+    except (ConfigError, PartError) as error:
+        problems.append(error)
     problems.extend(_length_problems(config, model))
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         problems.append(

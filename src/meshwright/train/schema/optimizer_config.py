@@ -1,0 +1,90 @@
+"""The sections of the configuration that say how a step changes parameters: ``optimizer`` and ``schedule``."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from meshwright.train.schema.parallel_config import Section
+from meshwright.user_code import PartConfig
+
+__all__ = ["OptimizerConfig", "ScheduleConfig"]
+
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class _Replaceable(Section):
+    """A section that a part of the user may stand in for: ``kind`` is ours, ``use`` theirs."""
+
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
+
+    use: str | None = Field(default=None, min_length=1, description="One of your own, as `module:Name`, in place of kind.")
+    arguments: dict[str, Any] = Field(default={}, alias="with", description="Its arguments, with use.")
+
+    @property
+    def part(self) -> PartConfig | None:
+        """The part of the user; ``None``: there is none."""
+        return None if self.use is None else PartConfig.model_validate({"use": self.use, "with": self.arguments})
+
+    def beside_use(self, *keys: str) -> None:
+        """Refuse arguments without a part, and keys of ours beside one.
+
+        Raises:
+            ValueError: there are some.
+        """
+        name = type(self).__name__.removesuffix("Config").lower()
+        if self.use is None and self.arguments:
+            raise ValueError(f"{name}.with: are the arguments of {name}.use, which is null; leave them out")
+        if self.use is not None and (set_too := [key for key in keys if key in self.model_fields_set and self.changed(key)]):
+            raise ValueError(f"{name}.use={self.use}: {', '.join(set_too)} belongs to kind; leave it out, or put it into with")
+
+    def changed(self, key: str) -> bool:
+        """Return whether a key has another value than its default."""
+        return bool(getattr(self, key) != type(self).model_fields[key].default)
+
+
+class OptimizerConfig(_Replaceable):
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), or one of your own."""
+
+    kind: Literal["adamw"] = Field(default="adamw", description="The optimizer.")
+    lr: float = Field(default=3e-4, gt=0, description="Peak learning rate.")
+    betas: tuple[_Decay, _Decay] = Field(default=(0.9, 0.95), description="Decay of the two moments.")
+    eps: float = Field(default=1e-8, gt=0, description="Added to the denominator.")
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="Decoupled weight decay of matrices; vectors (norms, biases, also those of experts, "
+        "which lie behind each other in one tensor) are never decayed. `meshwright plan` says it of each parameter."
+    )  # fmt: skip
+    decay: list[str] = Field(default=[], description="Patterns of the names of vectors and norms that are decayed too.")
+    no_decay: list[str] = Field(default=[], description="Patterns of the names of matrices that are not decayed either.")
+    fused: bool | None = Field(default=None, description="One kernel for the whole update. null: wherever torch can.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.beside_use("betas", "eps", "fused")
+        return self
+
+    @property
+    def ours(self) -> Self:
+        """The same settings for AdamW, which stands in for an optimizer of the user in forecasts and audits."""
+        return self if self.use is None else self.model_copy(update={"use": None, "arguments": {}})
+
+
+class ScheduleConfig(_Replaceable):
+    """Learning rate over the steps: linear warmup to the peak, then a decay; or a function of your own."""
+
+    kind: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt", "polynomial"] = Field(
+        default="cosine",
+        description="Shape of the decay. wsd: warmup, stable, and a linear decay at the end (MiniCPM, arXiv 2404.06395, "
+        "section 4). inverse_sqrt: the root of warmup_steps / step (arXiv 1706.03762, section 5.3).",
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warmup.")
+    final_ratio: float = Field(default=0.1, ge=0, le=1, description="Final, or least, learning rate as a share of the peak.")
+    decay_steps: int | None = Field(default=None, ge=1, description="Of wsd: steps of the decay; null: a tenth of all.")
+    power: float = Field(default=1.0, gt=0, description="Of polynomial: the power of the share of steps that is left.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.beside_use("kind", "warmup_steps", "final_ratio", "decay_steps", "power")
+        for key, kind in (("decay_steps", "wsd"), ("power", "polynomial")):
+            if self.kind != kind and self.changed(key):
+                raise ValueError(f"schedule.{key}={getattr(self, key)}: is a key of kind={kind}; leave it out")
+        return self
