@@ -40,6 +40,12 @@ class RankRun(NamedTuple):
     peak: int | None
 
 
+def trainer_on(device: torch.device, config: RunConfig, store: Path) -> Trainer:
+    """Make the trainer of this rank, which is in a process group already."""
+    setup = make_setup(config, dist.get_world_size(), load_run_tokenizer(config))
+    return Trainer(setup, TokenStore.open(store), device, checkpoint_to_resume(config), replace(PARTS))
+
+
 def train_on_device(device: torch.device, config: RunConfig, store: Path, plant: Callable[[Trainer], None] | None) -> RankRun:
     """Train a run on this rank, which is in a process group already; ``plant`` may put a fault into its trainer."""
     simulated = torch.get_device_module(device) if is_accelerator(device) else None
@@ -47,8 +53,7 @@ def train_on_device(device: torch.device, config: RunConfig, store: Path, plant:
         gc.collect()  # what an earlier run left
         simulated.reports.take()
     left = 0 if simulated is None else simulated.memory_allocated()
-    setup = make_setup(config, dist.get_world_size(), load_run_tokenizer(config))
-    trainer = Trainer(setup, TokenStore.open(store), device, checkpoint_to_resume(config), replace(PARTS))
+    trainer = trainer_on(device, config, store)
     at_start = [] if simulated is None else simulated.reports.take()  # without waits: threads read the files
     if simulated is not None:
         simulated.reset_peak_memory_stats()

@@ -35,8 +35,8 @@ class Sums:
         self.values[name] = value.detach() + self.values[name] if name in self.values else value.detach()
 
     def over_ranks(self, mesh: ParallelMesh) -> dict[str, torch.Tensor]:
-        """Return the sums over all data ranks, in fp64, by one all-reduce."""
-        return dict(zip(self.values, mesh.sum(torch.stack(list(self.values.values()))).double(), strict=True))
+        """Return the sums over all data ranks, by one all-reduce."""
+        return dict(zip(self.values, mesh.sum(torch.stack(list(self.values.values()))), strict=True))
 
 
 class Engine(ABC):
@@ -44,9 +44,11 @@ class Engine(ABC):
 
     Attributes:
         objective: what the model is trained to do.
+        balance: balance of the experts that this rank runs.
     """
 
     objective: Objective
+    balance: Balance
 
     @property
     def reported_terms(self) -> tuple[str, ...]:
@@ -57,11 +59,15 @@ class Engine(ABC):
     def loss(self, model: nn.Module, batch: Batch, counts: torch.Tensor, sums: Sums) -> torch.Tensor:
         """Return a microbatch's share of the loss of the step, and add it and its terms to the sums."""
         terms = self.objective.sums(model, batch)
-        loss = self.objective.combine(terms, counts) / counts[0].clamp(min=1)
+        loss = self.objective.combine(terms, counts) / counts[0]
         sums.add(LOSS, loss)
         for name, term in zip(self.reported_terms, terms, strict=True) if self.reported_terms else ():
             sums.add(name, term)
         return loss
+
+    def routed(self, batch: Batch) -> torch.Tensor | None:
+        """Return which tokens count for the balance of the experts that this rank runs, see :meth:`Objective.routed`."""
+        return self.objective.routed(batch) if self.balance.counts_tokens else None
 
     @abstractmethod
     def forward_backward(self, batches: list[Batch], counts: torch.Tensor) -> Sums:
@@ -69,7 +75,7 @@ class Engine(ABC):
 
         Args:
             batches: the microbatches of this rank, on its device.
-            counts: [terms], number of targets of each term of the loss in the whole step, over all ranks.
+            counts: [terms], number of targets of each term of the loss in the whole step, over all ranks; at least 1.
 
         Returns:
             This rank's shares of the loss, of its terms if there are several, and of the balance loss of experts.
@@ -116,7 +122,7 @@ class Sequential(Engine):
         sums = Sums()
         for _, batch in self.sync.microbatches(batches):
             self.progress()
-            with self.balance.microbatch(self.objective.routed(batch)):
+            with self.balance.microbatch(self.routed(batch)):
                 self.loss(self.model, batch, counts, sums).backward()
         for name, value in self.balance.losses().items():
             sums.add(name, value)

@@ -31,7 +31,7 @@ class Journal:
         Args:
             step: number of the step.
             rate: learning rate.
-            metrics: name to metric, fp64 scalars on one device; ``tokens`` is among them.
+            metrics: name to metric, scalars on one device; ``tokens`` is among them.
             seconds: time that the host spent on the step.
         """
         self._unread.append(_Entry(step, rate, metrics, seconds))
@@ -42,7 +42,7 @@ class Journal:
             return []
         begun = time.perf_counter()
         entries, self._unread = self._unread, []
-        flat = iter(torch.stack([value for entry in entries for value in entry.metrics.values()]).tolist())
+        flat = iter(_together([value for entry in entries for value in entry.metrics.values()]).tolist())
         read = [(entry.step, {name: next(flat) for name in entry.metrics}) for entry in entries]
         self._steps += len(entries)
         self._seconds += sum(entry.seconds for entry in entries) + time.perf_counter() - begun
@@ -63,3 +63,12 @@ class Journal:
         }
         self._steps, self._seconds, self._tokens = 0, 0.0, 0.0
         return means
+
+
+def _together(scalars: list[torch.Tensor]) -> torch.Tensor:
+    """Return scalars of one device in fp64 [scalars], by one operator for each dtype."""
+    whole = torch.empty(len(scalars), dtype=torch.float64, device=scalars[0].device)
+    for dtype in dict.fromkeys(scalar.dtype for scalar in scalars):
+        same = [place for place, scalar in enumerate(scalars) if scalar.dtype == dtype]
+        torch._foreach_copy_([whole[place] for place in same], [scalars[place] for place in same])
+    return whole

@@ -185,13 +185,13 @@ class Trainer:
         self.balance.begin_step(routed)
         rate = learning_rate(self.step, self.steps, self.config.optimizer.lr, self.config.schedule)
         set_learning_rate(self.optimizer, rate)
-        sums = self.engine.forward_backward(batches, counts)
+        sums = self.engine.forward_backward(batches, divisors := counts.clamp(min=1))
         norm = self.clip()
         metrics = sums.over_ranks(self.mesh)
-        for term, count in zip(self.objective.terms, counts, strict=True):
+        for term, count in zip(self.objective.terms, divisors, strict=True):
             if term in metrics:
-                metrics[f"{term}_loss"] = metrics.pop(term) / count.clamp(min=1)
-        metrics |= {"gradient_norm": norm.to(self.device).double(), "tokens": counts[0].double()}
+                metrics[f"{term}_loss"] = metrics.pop(term).double() / count
+        metrics |= {"gradient_norm": norm.to(self.device), "tokens": counts[0]}
         self.guard.judge(metrics["loss"], metrics["gradient_norm"])
         self.guard.step()
         self.optimizer.zero_grad(set_to_none=True)
