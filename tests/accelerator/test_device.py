@@ -2,6 +2,7 @@
 
 import weakref
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -369,6 +370,25 @@ def test_waits_of_the_host(device: torch.device, operation: str) -> None:
     assert all("test_device.py:" in wait.place and "<lambda>" in wait.place for wait in found)
     assert any("test_device.py:" in frame for frame in found[0].stack)
     assert len(found) == 1
+
+
+@in_workers(1)
+def test_an_event_is_waited_for_alone_or_while_the_device_has_work_or_not_at_all(device: torch.device) -> None:
+    module, a = module_of(device), torch.ones(4, 4, device=device)
+
+    def kinds(event: Any) -> list[str]:
+        event.synchronize()
+        return [report.kind for report in module.reports.take("wait", "behind")]
+
+    assert kinds(module.current_stream(device).record_event()) == ["wait"]
+    event = module.current_stream(device).record_event()
+    a.add_(1)
+    assert kinds(event) == ["behind"]
+    assert kinds(event) == []
+    event = module.current_stream(device).record_event()
+    module.synchronize(device)
+    module.reports.take()
+    assert kinds(event) == []
 
 
 @in_workers(1)
