@@ -189,7 +189,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     Lock lock(world.mutex);
     if (!*event) *event = new Event;
-    launch(slot_of(stream));
+    world.streams[slot_of(stream)].join(world.host);
     *static_cast<Event*>(*event) = {world.streams[slot_of(stream)], slot_of(stream), std::chrono::steady_clock::now()};
   }
   void block(void* event, const c10::Stream& stream) const override {
