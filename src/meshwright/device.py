@@ -7,6 +7,7 @@ module names a kind, except ``nemo``, files of kernels, and the data about devic
 
 import os
 import platform
+import time
 from contextlib import AbstractContextManager
 from enum import StrEnum
 from functools import cache
@@ -22,6 +23,7 @@ __all__ = [
     "CPU",
     "HIDDEN",
     "Ability",
+    "HostCopy",
     "able",
     "accelerator",
     "backend",
@@ -176,6 +178,44 @@ def _tried(kind: str, ability: Ability) -> bool:
 def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the host in memory from which a device copies by itself; the tensor, where there is no such memory."""
     return tensor.pin_memory() if is_accelerator(device) and able(device.type, Ability.PINNED) else tensor
+
+
+class HostCopy:
+    """A copy of a tensor to the host, which the device makes by itself, once it has done what it was given before.
+
+    Args:
+        tensor: its values when the device comes to it are what the host gets.
+
+    Attributes:
+        is_later: whether the copy is under way. Otherwise the device cannot make it alone, or the tensor is the host's: then
+            :meth:`wait` does all.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.is_later = is_accelerator(tensor.device) and able(tensor.device.type, Ability.PINNED)
+        self._copy = tensor
+        if self.is_later:
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+            self._done = torch.Event(tensor.device)
+            self._done.record(torch.accelerator.current_stream(tensor.device))
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the copy, and return it."""
+        if self.is_later:
+            self._done.synchronize()
+        return self._copy.cpu()
+
+    def arrives_within(self, seconds: float) -> bool:
+        """Wait for some time at most, and return whether the copy is there. A device that has failed makes none."""
+        end = time.monotonic() + seconds
+        try:
+            while self.is_later and not self._done.query():
+                if time.monotonic() > end:
+                    return False
+                time.sleep(0.01)
+        except RuntimeError:
+            return False
+        return True
 
 
 def synchronize(device: torch.device) -> None:

@@ -23,7 +23,8 @@ streams, and equal the CPU's. Only the *order* is simulated, by vector clocks:
 
 A **host wait** is whatever stops the host until a stream has caught up: reading a value, sizes that depend on values, copies
 from and to memory that is not pinned, and synchronizing. Each is reported with its stack. A host wait orders much, and so hides
-races, as it does on a device.
+races, as it does on a device. Waiting for an event is none if the host knows already that it has passed; and it is **behind**
+if more was launched on its stream since, so that the device has work meanwhile.
 
 An **order** is a place in the program where one stream is made to wait for another. A test can have some ignored, and see
 whether that is reported (`ignore_orders`).
@@ -59,6 +60,8 @@ FOREIGN = ("/torch/", "<frozen", "<string>", "/transformers/", "/contextlib.py",
 """Files whose frames say little about where in the program something happens."""
 STACK = 200
 """Frames that a report keeps."""
+WAITS = ("wait", "behind")
+"""Kinds of reports that are no faults."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,8 @@ class Report(NamedTuple):
     """What was found.
 
     Attributes:
-        kind: ``race``, ``reuse`` (of pinned memory), ``mixed`` (devices), ``order`` (of collectives) or ``wait`` (of the host).
+        kind: ``race``, ``reuse`` (of pinned memory), ``mixed`` (devices), ``order`` (of collectives), ``wait`` (of the host) or
+            ``behind``.
         text: for a wait, what waits; otherwise a sentence that names both places.
         place: innermost frame outside torch, and innermost frame.
         stack: frames of the host, innermost first.
@@ -145,7 +149,7 @@ class Reports:
 
     def take(self, *kinds: str) -> list[Report]:
         """Return the reports of these kinds, by default all but waits, and forget all reports."""
-        found = [report for report in self._all if (report.kind in kinds if kinds else report.kind != "wait")]
+        found = [report for report in self._all if (report.kind in kinds if kinds else report.kind not in WAITS)]
         self._all.clear()
         return found
 

@@ -19,8 +19,11 @@ from meshwright.train.start.prepare import load_run_tokenizer, prepare_run
 from meshwright.train.start.resume import checkpoint_to_resume
 from meshwright.train.start.setup import make_setup
 from meshwright.train.trainer import Trainer
+from tests.accelerator.module import WAITS
 
+FAULTS = ("race", "reuse", "mixed", "order")
 SOURCE = "/meshwright/"
+IN_STEP = {f"train/trainer.py {name}" for name in ("train_step", "_write_line", "read_finished_steps")}
 WORKER = "ranks/forked.py _call"
 """What runs a job, in the main thread of a worker."""
 
@@ -32,12 +35,20 @@ class RankRun(NamedTuple):
         faults: races, memory that is reused while in use, mixed devices, collectives in another order.
         waits: how often the host waited for the device inside the steps, by file and function of the innermost line of
             Meshwright, such as ``train/journal.py read``, or of the innermost line.
+        behind: the same of waits while the device had work.
         peak: most bytes of tensors on the device in the loop; ``None`` on the CPU.
     """
 
     faults: list[str]
     waits: Counter[str]
+    behind: Counter[str]
     peak: int | None
+
+
+def trainer_on(device: torch.device, config: RunConfig, store: Path) -> Trainer:
+    """Make the trainer of this rank, which is in a process group already."""
+    setup = make_setup(config, dist.get_world_size(), load_run_tokenizer(config))
+    return Trainer(setup, TokenStore.open(store), device, checkpoint_to_resume(config), replace(PARTS))
 
 
 def train_on_device(device: torch.device, config: RunConfig, store: Path, plant: Callable[[Trainer], None] | None) -> RankRun:
@@ -47,8 +58,7 @@ def train_on_device(device: torch.device, config: RunConfig, store: Path, plant:
         gc.collect()  # what an earlier run left
         simulated.reports.take()
     left = 0 if simulated is None else simulated.memory_allocated()
-    setup = make_setup(config, dist.get_world_size(), load_run_tokenizer(config))
-    trainer = Trainer(setup, TokenStore.open(store), device, checkpoint_to_resume(config), replace(PARTS))
+    trainer = trainer_on(device, config, store)
     at_start = [] if simulated is None else simulated.reports.take()  # without waits: threads read the files
     if simulated is not None:
         simulated.reset_peak_memory_stats()
@@ -57,13 +67,15 @@ def train_on_device(device: torch.device, config: RunConfig, store: Path, plant:
     trainer.run()
     del trainer
     if simulated is None:
-        return RankRun([], Counter(), None)
+        return RankRun([], Counter(), Counter(), None)
     simulated.ignore_orders([])
     simulated.synchronize()
-    found = [*at_start, *simulated.reports.take("race", "reuse", "mixed", "order", "wait")]
-    waits = Counter(place_of(report.stack) for report in found if report.kind == "wait" and in_step(report.stack))
-    faults = [f"{report.kind}: {report.text}" for report in found if report.kind != "wait"]
-    return RankRun(faults, waits, (peak_memory(device) or 0) - left)
+    found = [*at_start, *simulated.reports.take(*FAULTS, *WAITS)]
+    waits, behind = (
+        Counter(place_of(report.stack) for report in found if report.kind == kind and in_step(report.stack)) for kind in WAITS
+    )
+    faults = [f"{report.kind}: {report.text}" for report in found if report.kind not in WAITS]
+    return RankRun(faults, waits, behind, (peak_memory(device) or 0) - left)
 
 
 def in_step(stack: tuple[str, ...]) -> bool:
@@ -72,7 +84,7 @@ def in_step(stack: tuple[str, ...]) -> bool:
     Autograd runs backward in a thread of its own for each accelerator, which knows nothing of what called it.
     """
     places = {place_of((frame,)) for frame in stack}
-    return bool(places & {"train/trainer.py train_step", "train/trainer.py read_finished_steps"}) or WORKER not in places
+    return bool(places & IN_STEP) or WORKER not in places
 
 
 def place_of(stack: tuple[str, ...]) -> str:

@@ -2,6 +2,7 @@
 
 import weakref
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -369,6 +370,29 @@ def test_waits_of_the_host(device: torch.device, operation: str) -> None:
     assert all("test_device.py:" in wait.place and "<lambda>" in wait.place for wait in found)
     assert any("test_device.py:" in frame for frame in found[0].stack)
     assert len(found) == 1
+
+
+@in_workers(1)
+def test_an_event_is_waited_for_alone_or_while_the_device_has_work_or_not_at_all(device: torch.device) -> None:
+    module, a = module_of(device), torch.ones(4, 4, device=device)
+
+    def after_work() -> Any:
+        a.add_(1)
+        return module.current_stream(device).record_event()
+
+    def kinds(event: Any) -> list[str]:
+        event.synchronize()
+        return [report.kind for report in module.reports.take("wait", "behind")]
+
+    assert kinds(after_work()) == ["wait"]
+    event, later = after_work(), after_work()
+    assert kinds(event) == ["behind"]
+    assert kinds(event) == []
+    assert kinds(later) == ["wait"]
+    event = after_work()
+    module.synchronize(device)
+    module.reports.take()
+    assert kinds(event) == []
 
 
 @in_workers(1)

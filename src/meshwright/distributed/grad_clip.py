@@ -14,6 +14,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 __all__ = ["clip_grad_norm_", "total_grad_norm"]
 
+EPSILON = 1e-6
+"""Added to a norm that gradients are divided by, as in torch."""
+
 
 def total_grad_norm(
     parameters: Iterable[torch.Tensor], norm_type: float = 2.0, group: dist.ProcessGroup | None = None
@@ -52,7 +55,7 @@ def total_grad_norm(
         groups.setdefault(key, []).append(local)
 
     largest = math.isinf(norm_type)
-    total = torch.zeros((), dtype=dtype, device=device)
+    total: torch.Tensor | None = None
     for key, locals_ in groups.items():
         part = _local_power(locals_, norm_type, device, dtype)
         if key:
@@ -64,7 +67,9 @@ def total_grad_norm(
                         part = _max_with_nan(part, shards)
                     else:
                         dist.all_reduce(part, group=shards)
-        total = torch.maximum(total, part) if largest else total + part
+        total = part if total is None else torch.maximum(total, part) if largest else total + part
+    if total is None:
+        total = torch.zeros((), dtype=dtype, device=device)
     if group is not None:
         total = total.double()
         if largest:
@@ -117,8 +122,10 @@ def clip_grad_norm_(
     norm = total_grad_norm([parameter for parameter in parameters if parameter not in others], norm_type, group)
     if max_norm is None or math.isinf(max_norm):
         return norm
-    # Without a branch on the value: reading it would make the host wait for the device.
-    scale = torch.where(norm.isfinite(), (max_norm / (norm + 1e-6)).clamp(max=1.0), torch.ones_like(norm))
+    # Without a branch on the value: reading it would make the host wait for the device. Of a norm that is not finite the
+    # denominator is 0, so that the factor is 1.
+    finite = norm.nan_to_num(nan=-EPSILON, posinf=-EPSILON)
+    scale = (max_norm / (finite + EPSILON)).clamp(max=1.0)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     locals_ = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
     by_dtype: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}

@@ -47,8 +47,8 @@ class Sums:
         self.values[name] = value.detach() + self.values[name] if name in self.values else value.detach()
 
     def over_ranks(self, mesh: ParallelMesh) -> dict[str, torch.Tensor]:
-        """Return the sums over all data ranks, in fp64, by one all-reduce."""
-        return dict(zip(self.values, mesh.sum(torch.stack(list(self.values.values()))).double(), strict=True))
+        """Return the sums over all data ranks, by one all-reduce."""
+        return dict(zip(self.values, mesh.sum(torch.stack(list(self.values.values()))), strict=True))
 
 
 class Engine(ABC):
@@ -58,9 +58,11 @@ class Engine(ABC):
         objective: what the model is trained to do.
         plan: the plan of the model.
         mesh: the mesh of its layout.
+        balance: balance of the experts that this rank runs.
     """
 
     objective: Objective
+    balance: Balance
     plan: ShardingPlan | None = None
     mesh: ParallelMesh | None = None
 
@@ -83,7 +85,7 @@ class Engine(ABC):
     def loss(self, model: nn.Module, batch: Batch, counts: torch.Tensor, sums: Sums) -> torch.Tensor:
         """Return a microbatch's share of the loss of the step, and add it, its terms and the metrics to the sums."""
         terms, metrics = evaluate_batch(self.objective, model, batch, self.call())
-        loss = self.objective.combine(terms, counts) / counts[0].clamp(min=1)
+        loss = self.objective.combine(terms, counts) / counts[0]
         sums.add(LOSS, loss)
         for name, term in zip(self.reported_terms, terms, strict=True) if self.reported_terms else ():
             sums.add(name, term)
@@ -91,6 +93,10 @@ class Engine(ABC):
             for end, value in zip((SUM, COUNT), metrics[name], strict=True):
                 sums.add(f"{name}{end}", value)
         return loss
+
+    def routed(self, batch: Batch) -> torch.Tensor | None:
+        """Return which tokens count for the balance of the experts that this rank runs, see :meth:`Objective.routed`."""
+        return self.objective.routed(batch) if self.balance.counts_tokens else None
 
     def evaluated(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the terms of the loss of a batch, and then a sum and a count for each metric, fp64 [terms + 2 metrics]."""
@@ -157,7 +163,7 @@ class Engine(ABC):
 
         Args:
             batches: the microbatches of this rank, on its device.
-            counts: [terms], number of targets of each term of the loss in the whole step, over all ranks.
+            counts: [terms], number of targets of each term of the loss in the whole step, over all ranks; at least 1.
 
         Returns:
             This rank's shares of the loss, of its terms if there are several, and of the balance loss of experts.
@@ -204,7 +210,7 @@ class Sequential(Engine):
         sums = Sums()
         for _, batch in self.sync.microbatches(batches):
             self.progress()
-            with self.balance.microbatch(self.objective.routed(batch)):
+            with self.balance.microbatch(self.routed(batch)):
                 self.loss(self.model, batch, counts, sums).backward()
         for name, value in self.balance.losses().items():
             sums.add(name, value)

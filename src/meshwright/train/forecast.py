@@ -113,6 +113,11 @@ class Expectation:
         speed = self.operations / self._ranks / step_seconds
         return {"model_tflops": speed / 1e12, **({"mfu": speed / self.peak} if self.peak else {})}
 
+    @property
+    def measured(self) -> bool:
+        """Whether the measured step is over."""
+        return self._measured is not None
+
     @contextmanager
     def step(self) -> Iterator[None]:
         """Run a step inside. One of them is profiled: the first one after the forecast is there."""

@@ -36,8 +36,7 @@ class Guard:
         self._fused = all(group.get("fused") for group in optimizer.param_groups)
         self._homes = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
         self.flag = torch.zeros((), device=device)
-        self._in_a_row = torch.zeros((), dtype=torch.int64, device=device)
-        self._ended = torch.zeros((), dtype=torch.bool, device=device)
+        self._in_a_row = torch.zeros((), device=device)  # steps that changed nothing; once it is `most`, it only grows
 
     def judge(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
         """Set the flag for a step.
@@ -46,11 +45,13 @@ class Guard:
             loss: loss of the step, over all ranks.
             norm: norm of its gradient.
         """
-        bad = ~(loss.isfinite() & norm.isfinite())
-        self._in_a_row = torch.where(bad, self._in_a_row + 1, 0)
+        # A finite number minus itself is 0; otherwise it is NaN, which differs from every number. `isfinite` has four kernels.
+        unchanged = (loss - loss) != (norm - norm)
         if self._most is not None:
-            self._ended = self._ended | (self._in_a_row >= self._most)
-        self.flag = (bad | self._ended).float()
+            unchanged = unchanged | (self._in_a_row >= self._most)
+        self.flag = unchanged.float()
+        if self._most is not None:
+            self._in_a_row = torch.addcmul(self.flag, self._in_a_row, self.flag)  # (steps + 1) * flag
 
     def step(self) -> None:
         """Run the step of the optimizer, unless the flag is set."""

@@ -13,7 +13,7 @@ __all__ = ["host_lines"]
 
 
 def host_lines(config: RunConfig, plan: ShardingPlan) -> list[str]:
-    """Return one line for each thing; none of what every run has: a wait in each logged step, to read the metrics."""
+    """Return one line for each thing; none of what every run has: metrics are read while the next step runs."""
     return [*_waits(config, plan), *_copies(config, plan)]
 
 

@@ -37,7 +37,7 @@ class Pipelined(Engine):
         sums = Sums()
 
         def work(batch: Batch) -> Work:
-            around = partial(self.balance.microbatch, self.objective.routed(batch))
+            around = partial(self.balance.microbatch, self.routed(batch))
             return Work(forward_arguments(batch), lambda model: self.loss(model, batch, counts, sums), around)
 
         self.stages.forward_backward([work(batch) for batch in batches])

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from rich.markup import escape
 
 from meshwright.checkpoint import state, storage
-from meshwright.checkpoint.directory import latest, read_meta
+from meshwright.checkpoint.directory import read_meta
 from meshwright.checkpoint.manager import CheckpointManager, check_same_model
 from meshwright.data.store import TokenStore
 from meshwright.device import memory_in_use
 from meshwright.distributed.data.fsdp_units import move_buffers
 from meshwright.distributed.pipeline.stage_parts import models_of
-from meshwright.errors import CheckpointError, NonFiniteError, StoppedError, number_of
+from meshwright.errors import CheckpointError, StoppedError
 from meshwright.models.weights.initial_values import initialize_buffers
 from meshwright.plan.given.inspection import model_sizes
 from meshwright.train import evaluation
@@ -24,16 +24,19 @@ from meshwright.train.batches import RankBatches
 from meshwright.train.boundaries import check_boundaries
 from meshwright.train.engine import COUNT, SUM
 from meshwright.train.forecast import Expectation
-from meshwright.train.guard import Guard, is_finite
-from meshwright.train.journal import Journal
+from meshwright.train.guard import Guard
 from meshwright.train.metrics import Recorder
 from meshwright.train.optimizer import learning_rate, set_learning_rate
+from meshwright.train.outcomes import Outcomes
 from meshwright.train.parts import PARTS, Parts, RankSetup, balance_of_plan, eval_loader, seed_of_dropout
 from meshwright.train.start.ending import Agreement
 from meshwright.train.start.run_files import source_facts
 from meshwright.train.start.setup import RunSetup, plain_config
 
 __all__ = ["Trainer"]
+
+PATIENCE = 5.0
+"""Seconds that a run that fails waits for the metrics of the step before. The failure may be that the device does nothing."""
 
 
 def _due(step: int, every: int) -> bool:
@@ -57,7 +60,7 @@ class Trainer:
         engine: runs the microbatches.
         guard: makes steps that are not finite change nothing.
         step: number of optimizer steps done.
-        skipped: number of steps skipped in a row, among those that the host has read.
+        outcomes: what the host knows of the steps.
         unevaluated: whether the evaluation due after ``step`` was left out because a signal ended the run.
         progress: called before each microbatch, evaluation and save with words such as ``step 12``.
         agreement: decides what all ranks do after a step; ``None``: :meth:`run` makes one, which no signal asks to end.
@@ -71,9 +74,7 @@ class Trainer:
         self.mesh = parts.mesh(setup, device)
         run = RankSetup(setup, device, self.mesh)
         self.rank, self._source = dist.get_rank(), source_facts(setup.paths)  # read before there is anything to lose
-        self.step = self.skipped = 0
-        self._skipped_since_metrics = 0
-        self.journal = Journal()
+        self.step = 0
         self.unevaluated = False
         self.progress: Callable[[str], None] = lambda what: None
         self.agreement: Agreement | None = None
@@ -118,6 +119,8 @@ class Trainer:
                 self.engine.logits, setup.model, device, rows, length, exact=dense, multiple=multiple, share=self.batches.cut
             )
         self.recorder = Recorder(self.config, speaks=self.rank == 0, steps=self.steps, resumed_step=self.step)
+        self.outcomes = Outcomes(self.config, setup.paths, self._write_batch, self.recorder.say)
+        self._line: tuple[int, dict[str, Any], bool] | None = None
 
     def _before_microbatch(self, words: str = "") -> None:
         self.progress(f"step {self.step + 1}{words and ', '}{words}")
@@ -148,9 +151,9 @@ class Trainer:
                 with self.expectation.step():
                     self.train_step()
                 self.step += 1
+                self._write_line()  # of the step before, while the device has this one to do
                 if self.recorder.logs(self.step):
-                    self.recorder.step(self.step, self.metrics())
-                    self.expectation.tell(self.recorder.say)
+                    self._log()
                 else:
                     self.recorder.advance(self.step)
                 decision, last = agreement.after(self.step), self.step == steps
@@ -170,6 +173,8 @@ class Trainer:
             self.checkpoints.finish()
         except BaseException:
             self.checkpoints.wait_for_save()
+            if self.outcomes.journal.arrives_within(PATIENCE):
+                self._write_line()
             raise
         finally:
             self.expectation.close()
@@ -186,16 +191,16 @@ class Trainer:
         self.balance.begin_step(routed)
         rate = learning_rate(self.step, self.steps, self.config.optimizer.lr, self.config.schedule)
         set_learning_rate(self.optimizer, rate)
-        sums = self.engine.forward_backward(list(self.engine.prepared(batches)), counts)
+        sums = self.engine.forward_backward(list(self.engine.prepared(batches)), divisors := counts.clamp(min=1))
         norm = self.clip()
         metrics = sums.over_ranks(self.mesh)
-        for term, count in zip(self.objective.terms, counts, strict=True):
+        for term, count in zip(self.objective.terms, divisors, strict=True):
             if term in metrics:
-                metrics[f"{term}_loss"] = metrics.pop(term) / count.clamp(min=1)
+                metrics[f"{term}_loss"] = metrics.pop(term).double() / count
         for name in self.objective.metric_names:
             total, count = metrics.pop(f"{name}{SUM}"), metrics.pop(f"{name}{COUNT}")
             metrics[name] = total / count.clamp(min=1)
-        metrics |= {"gradient_norm": norm.to(self.device).double(), "tokens": counts[0].double()}
+        metrics |= {"gradient_norm": norm.to(self.device), "tokens": counts[0]}
         self.guard.judge(metrics["loss"], metrics["gradient_norm"])
         self.guard.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -205,8 +210,9 @@ class Trainer:
             logged=self.recorder.logs(self.step + 1),
         )
         for line in self.balance.pop_warnings():
+            self._write_line()
             self.recorder.say(f"[yellow]{escape(line)}[/yellow]")
-        self.journal.add(self.step, rate, metrics, time.perf_counter() - begun)
+        self.outcomes.journal.add(self.step, rate, metrics, time.perf_counter() - begun)
 
     def metrics(self) -> dict[str, Any]:
         """Wait for the last step, and return its metrics.
@@ -217,48 +223,41 @@ class Trainer:
             NonFiniteError: see :meth:`read_finished_steps`.
         """
         self.read_finished_steps()
-        skipped, self._skipped_since_metrics = self._skipped_since_metrics, 0
-        summary = self.journal.summary()
-        return {
-            **summary,
-            **self.expectation.metrics(summary["step_seconds"]),
-            "epoch": round(self.loader.epochs(self.step), 6),
-            "memory_bytes": memory_in_use(self.device),
-            "skipped": skipped,
-        }
+        return self._summary(self._facts())
+
+    def _facts(self) -> dict[str, Any]:
+        return {"epoch": round(self.loader.epochs(self.step), 6), "memory_bytes": memory_in_use(self.device)}
+
+    def _summary(self, facts: dict[str, Any]) -> dict[str, Any]:
+        summary = self.outcomes.summary()
+        return {**summary, **self.expectation.metrics(summary["step_seconds"]), **facts}
+
+    def _log(self) -> None:
+        """Write the line of the step that was done last; on an accelerator, only after the next step is launched."""
+        self._line = self.step, self._facts(), self.expectation.measured
+        if not self.outcomes.journal.post():
+            self._write_line()
+
+    def _write_line(self) -> None:
+        """Write the line that is due, if one is."""
+        if self._line is not None:
+            (step, facts, tells), self._line = self._line, None
+            self.outcomes.read(posted=True)
+            self.recorder.step(step, self._summary(facts))
+            if tells:
+                self.expectation.tell(self.recorder.say)
 
     def read_finished_steps(self) -> None:
-        """Wait for the device, and read how the steps went that the host has not read yet.
+        """Wait for the device, and read how the steps went that the host has not read yet. Write the line that is due.
 
         Raises:
-            NonFiniteError: a step was not finite and such steps are not skipped, or too many in a row were skipped.
+            NonFiniteError: see :meth:`Outcomes.read`.
         """
-        for step, values in self.journal.read():
-            if is_finite(values):
-                self.skipped = 0
-            else:
-                self.skipped += 1
-                self._skipped_since_metrics += 1
-                self._not_finite(step, values)
+        self._write_line()
+        self.outcomes.read()
 
-    def _not_finite(self, step: int, values: dict[str, float]) -> None:
-        """Save the batch and end the run, or print that the step was skipped. All ranks have the same numbers."""
-        share = self.config.training.global_batch_size
-        numbers = f"loss {values['loss']}, gradient norm {values['gradient_norm']}"
-        failure = f"step {step + 1}: {numbers}; sequences {step * share} to {(step + 1) * share - 1}"
-        last, most = latest(self.setup.paths.checkpoints), self.config.training.max_skipped
-        kept = f"the last good checkpoint is {last}" if last else "no checkpoint was saved before it"
-        if self.config.training.on_nonfinite == "skip":
-            self.recorder.say(f"[yellow]{failure}: step skipped (training.on_nonfinite=skip)[/yellow]")
-            if most is not None and self.skipped >= most:
-                many = f"{number_of(self.skipped, 'step')} in a row skipped, so that nothing is learned"
-                said = f"{failure}; {many}; {kept}. training.max_skipped={most} is the limit"
-                raise NonFiniteError("run.nonfinite", said)
-            return
-        folder = self.setup.paths.root / f"nonfinite-step-{step + 1}"
+    def _write_batch(self, step: int, folder: Path) -> None:
         self.batches.write(step, folder / f"batch-rank-{self.rank}.safetensors")
-        said = f"{failure}; the batch of each rank is in {folder}; {kept}. training.on_nonfinite=skip leaves such steps out"
-        raise NonFiniteError("run.nonfinite", said)
 
     def evaluate(self) -> float | None:
         """Return the mean loss in nats over the held-out targets, the same on all ranks; ``None``: nothing is held out.

@@ -136,6 +136,7 @@ inline PinnedAllocator& pinned_allocator = *new PinnedAllocator;
 // ---------------------------------------------------------------- streams and events
 struct Event {
   Clock clock;
+  int slot;
   std::chrono::steady_clock::time_point time;
 };
 
@@ -188,8 +189,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
     Lock lock(world.mutex);
     if (!*event) *event = new Event;
-    launch(slot_of(stream));
-    *static_cast<Event*>(*event) = {world.streams[slot_of(stream)], std::chrono::steady_clock::now()};
+    world.streams[slot_of(stream)].join(world.host);
+    *static_cast<Event*>(*event) = {world.streams[slot_of(stream)], slot_of(stream), std::chrono::steady_clock::now()};
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (!event || order_is_ignored("event")) return;
@@ -200,8 +201,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event) host_learns(static_cast<Event*>(event)->clock);
     return true;
   }
-  void synchronizeEvent(void* event) const override {
-    if (event) host_waits("event.synchronize", static_cast<Event*>(event)->clock);
+  void synchronizeEvent(void* given) const override {
+    if (!given) return;
+    const auto event = static_cast<Event*>(given);
+    bool known, has_more;
+    {
+      Lock lock(world.mutex);
+      const auto epoch = event->clock.of(event->slot);
+      known = world.host.has(event->slot, epoch);
+      has_more = world.streams[event->slot].has(event->slot, epoch + 1);
+    }
+    host_learns(event->clock);
+    if (!known) report(has_more ? "behind" : "wait", "event.synchronize");
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {

@@ -17,15 +17,21 @@ from tests.harness import run_ranks
 from tests.train.runs import checkpoints, train
 
 
-def _steps(rank: int, asker: int | None, minutes: float | None) -> list[tuple[int, bool, str]]:
-    """Ten steps that end together, as those of a run do, of ranks that begin them at different times."""
+def _steps(rank: int, asker: int | None, minutes: float | None, launched: bool = False) -> list[tuple[int, bool, str]]:
+    """Ten steps that end together, as those of a run do, of ranks that begin them at different times.
+
+    `launched`: as on an accelerator, the host goes on without the other ranks; that of rank 0 is slow.
+    """
     agreement, found = Agreement(minutes), []
     draw = random.Random(rank)
     for step in range(1, 11):
         time.sleep(draw.uniform(0, 0.01))
         if rank == asker and step == 4:
             agreement.ask_to_end("SIGTERM")
-        dist.all_reduce(torch.zeros(1))
+        if not launched:
+            dist.all_reduce(torch.zeros(1))
+        elif rank == 0:
+            time.sleep(0.02)
         verdict = agreement.after(step)
         if verdict.save or verdict.end:
             found.append((step, verdict.save, verdict.end))
@@ -41,6 +47,14 @@ def test_all_ranks_end_after_the_same_step() -> None:
         assert outcomes[0] == outcomes[1] == outcomes[2]
         ((step, _, end),) = outcomes[0]
         assert (step in (5, 6), end) == (True, "SIGTERM")
+
+
+def test_all_ranks_end_after_the_same_step_where_hosts_run_ahead() -> None:
+    for asker in (0, 2):
+        outcomes = run_ranks(_steps, 3, asker, None, True)
+        assert outcomes[0] == outcomes[1] == outcomes[2]
+        ((step, _, end),) = outcomes[0]
+        assert (step in (4, 5, 6), end) == (True, "SIGTERM")
 
 
 def test_all_ranks_save_after_the_same_steps_by_the_clock_of_one() -> None:

@@ -98,6 +98,11 @@ class Balance:
         for router in self._own:
             model.get_submodule(router.row.router).register_forward_hook(self._hook(router))
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether this rank runs routers, so that :meth:`microbatch` needs to know which tokens count."""
+        return bool(self._own)
+
     # -- one optimizer step ------------------------------------------------------------------------------------------------
 
     def begin_step(self, tokens: torch.Tensor) -> None:
@@ -106,6 +111,8 @@ class Balance:
         Args:
             tokens: integer scalar, number of tokens that count in this step, over all ranks and microbatches.
         """
+        if not self._routers:
+            return
         self._all_loads.zero_()
         self._value = torch.zeros_like(self._value)
         self._tokens = tokens.clamp(min=1)

@@ -4,6 +4,7 @@ A separate thread handles signals, so they are handled even while the main threa
 the store, on the CPU: no step waits for a device, and no collective is added.
 """
 
+import itertools
 import os
 import select
 import signal
@@ -46,6 +47,12 @@ SAME = 2.0
 """Seconds within which a second signal counts as the first: Ctrl-C reaches a worker from the terminal and from torchrun."""
 
 
+_MADE = itertools.count()
+"""Numbers of agreements: the same on all ranks, which make them in the same order."""
+DECIDED = "decided"
+"""Key of the step that rank 0 decided about last."""
+POLL = 0.001
+"""Seconds between two looks at it."""
 BEGUN = "begun"
 """Name of the file beside the launcher's file by which rank 0 says that training begins."""
 
@@ -80,19 +87,22 @@ class Decision:
 class Agreement:
     """Makes all ranks save, or end, after the same step.
 
-    After step n, rank 0 decides what all ranks do after step n + 1, and writes it into the store before it begins that step. No
-    rank completes step n + 1 without rank 0, because the step needs the gradient of rank 0. So every rank that reads the store
-    after step n + 1 finds the decision.
+    After step n, rank 0 decides what all ranks do after step n + 1, and writes it into the store before it begins that step.
+    After step n + 1, the others wait for it. On the CPU it is there, because the step needs the gradient of rank 0. On an
+    accelerator, where the host only launches the step, a host that is ahead of rank 0's waits for it, and not for a device.
 
     Args:
         minutes: time between two checkpoints, by the clock of rank 0; ``None``: no checkpoints by the clock.
     """
 
     def __init__(self, minutes: float | None = None) -> None:
-        self._store, self._rank0 = _torch_compat.control_store("boundary"), dist.get_rank() == 0
-        self._wishes = _torch_compat.control_store("boundary")  # for other threads: one thread at a time may use a connection
+        keys = f"boundary/{next(_MADE)}"  # a process group may have several runs, one after another
+        self._store, self._rank0 = _torch_compat.control_store(keys), dist.get_rank() == 0
+        self._wishes = _torch_compat.control_store(keys)  # for other threads: one thread at a time may use a connection
         self._seconds = None if minutes is None else 60 * minutes
         self._saved = time.monotonic()
+        self._first: int | None = None
+        self._decided = 0
 
     def ask_to_end(self, reason: str) -> None:
         """Ask for the run to end after this step or the next one. Any rank and any thread may call it.
@@ -114,6 +124,11 @@ class Agreement:
             step: number of optimizer steps done.
         """
         decision = Decision()
+        self._first = self._first or step  # nobody decides what is done after it
+        while self._decided < step > self._first:
+            self._decided = int(self._store.get(DECIDED))
+            if self._decided < step:
+                time.sleep(POLL)
         if self._store.check([str(step)]):
             word, _, reason = self._store.get(str(step)).decode().partition(" ")
             decision = Decision(save=word == "save", end=reason)
@@ -129,7 +144,8 @@ class Agreement:
             word = "save"
         if word:
             self._store.set(str(step), word)
-            self._store.check([str(step)])  # waits for the store, so that it has the decision before any rank begins the step
+        self._store.set(DECIDED, str(step))  # after the decision, which whoever reads this will find
+        self._decided = step
 
 
 class SignalThread:
