@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.errors import WorkerError
+from meshwright.errors import NonFiniteError, WorkerError
 from meshwright.models import moved_batch
 from meshwright.ranks.pool import Pool
 from meshwright.train.config import RunConfig
@@ -80,6 +80,17 @@ def spoil_the_second_loss(trainer: Trainer) -> None:
     trainer.clip = lambda: clip() * (torch.nan if trainer.step == 1 else 1.0)  # type: ignore[method-assign]
 
 
+def fail_in_the_third_step(trainer: Trainer) -> None:
+    clip = trainer.clip
+
+    def failed() -> torch.Tensor:
+        if trainer.step == 2:
+            raise MemoryError("planted")
+        return clip()
+
+    trainer.clip = failed  # type: ignore[method-assign]
+
+
 def test_a_value_that_is_asked_for_in_the_step(tiny: Tiny, two: Workers) -> None:
     for rank in train_with(two, tiny(*RUN), ask_for_the_norm):
         assert rank.waits == LOGGED + Counter({"train/trainer.py train_step": 3})
@@ -106,6 +117,21 @@ def test_a_step_that_is_skipped_is_skipped_on_the_device(tiny: Tiny, tmp_path: P
         assert (rank.waits, rank.behind) == (LOGGED, LATE)
     assert losses(on_device) == losses(on_cpu)
     assert [row["skipped"] for row in rows(on_device) if "loss" in row] == [0, 1, 0]
+
+
+def test_a_run_that_fails_has_the_line_of_the_step_before(tiny: Tiny, two: Workers) -> None:
+    config = tiny(*RUN)
+    with pytest.raises(WorkerError, match="planted"):
+        train_with(two, config, fail_in_the_third_step)
+    assert [row["step"] for row in rows(config)] == [1, 2]
+
+
+def test_a_step_that_is_not_finite_ends_the_run_a_step_later_and_nothing_is_saved(tiny: Tiny, two: Workers) -> None:
+    config = tiny(*RUN, "checkpoint.every=3")
+    with pytest.raises(NonFiniteError, match=r"step 2: loss .*, gradient norm nan"):
+        train_with(two, config, spoil_the_second_loss)
+    assert [row["step"] for row in rows(config)] == [1]
+    assert not list((config.directory / "checkpoints").glob("*"))
 
 
 def test_no_name_of_a_device_is_built_in(tiny: Tiny, tmp_path: Path, accelerator: Path, cpu_pool: Pool) -> None:
