@@ -106,8 +106,10 @@ def control_store(prefix: str) -> dist.Store:
 def shared_groups() -> Iterator[None]:
     """Inside, meshes create as few process groups as possible.
 
-    Axes over the same ranks share one group. All axes of size 1 share one group, which a rank creates without waiting for other
-    ranks. By default torch creates a group for each row of each axis. Each costs a round of all ranks through the store, and
+    Axes over the same ranks share one group, but for those whose collectives a layer waits for (`tp`, `cp`, `ep`): a
+    communicator carries out one thing after another, in the order of the calls on any stream, so that FSDP's gather of the next
+    layer, called after the exchange at the end of this one, would begin only when this one has ended. All axes of size 1 share
+    one group, which a rank creates without waiting for other ranks. By default torch creates a group for each row of each axis. Each costs a round of all ranks through the store, and
     threads: in a world of 1,024, an axis of size 1 costs 1,024 rounds.
     """
     known = _SHARED.setdefault(distributed_c10d._get_default_group(), {})
@@ -115,7 +117,7 @@ def shared_groups() -> Iterator[None]:
 
     def shared(axis: Any, ranks: torch.Tensor, name: str, backend: Any) -> Any:
         alone = axis.numel() == 1 < dist.get_world_size()
-        key = "alone" if alone else f"{axis} {ranks.tolist()} {backend}"
+        key = "alone" if alone else f"{axis} {ranks.tolist()} {backend} {name in ('tp', 'cp', 'ep')}"
         if key not in known:
             if alone:
                 group: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="mesh_alone")

@@ -1,0 +1,182 @@
+"""Which seconds of collectives compute hides: the rules of FSDP2, of the ring and of pipelines.
+
+FSDP2 is replayed for the microbatches of a step. There are two lines of time: what computes, and the communicator of the data ranks, which carries out one call after another.
+
+- Forward: the host runs ahead, so a unit's gather is called as soon as that of the unit before it. It begins when what was
+  gathered two units before is in use, because its buffer is freed then. So the gather of the root, and that of the first layer,
+  have nothing to hide behind.
+- Backward: when a unit begins, it calls the gather of the next one, where that is gathered again. When it has ended, it waits
+  for the reduction of the unit before it, whose buffer is freed, and calls its own. At the end all reductions are waited for; so
+  the last one, the root's, has nothing to hide behind either.
+- The all-reduce over replicas follows the reduction, over a communicator of its own.
+
+A ring sends keys and values while a part is computed, and in backward the gradients of the part before; only those of the last
+part have nothing to hide behind. A stage of a pipeline asks for a message when it has computed what comes before, so it waits
+for all of each; and a rank whose last turn is a backward with a stage before it also for the message that it sends then.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from meshwright.plan.axes.context import ring_message_bytes
+from meshwright.plan.axes.data.prefetch import layer_groups
+from meshwright.plan.axes.data.unit_traffic import unit_bytes, unit_traffic
+from meshwright.plan.axes.pipeline.stage_plan import pipeline_messages, stages_of_rank
+from meshwright.plan.given.closed_choices import ContextMethod, SyncPolicy
+from meshwright.plan.result.sharding_plan import ShardingPlan, UnitRow, shard_axis
+
+__all__ = ["Turn", "exposed_messages", "exposed_of_ring", "exposed_share"]
+
+Price = Callable[[str, str, int], float]
+"""Seconds of a collective, by axis, kind, and bytes."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Seconds in which a layer, or a unit outside of the layers, keeps the device busy in a microbatch."""
+
+    forward: float
+    backward: float
+
+
+def exposed_share(plan: ShardingPlan, turns: Mapping[str, Turn], rest: float, price: Price) -> float:
+    """Return the share of the seconds of FSDP2's collectives in an optimizer step that nothing hides; 1 if there are none.
+
+    Args:
+        plan: the plan, or its part on one stage.
+        turns: the layers by name; units outside of them take no time of their own.
+        rest: seconds of what is outside of the layers in a microbatch, which is taken to be between forward and backward.
+        price: seconds of a collective.
+    """
+    line = _Line(plan, price)
+    groups, microbatches = layer_groups(plan), plan.options.microbatches
+    order = [(unit, part) for turn in groups.turns for unit, part in _parts(turn, turns)]
+    for index in range(microbatches):
+        last = index + 1 == microbatches
+        line.forward([(unit, 0.0) for unit in groups.around] + [(unit, part.forward) for unit, part in order])
+        line.compute(rest)
+        line.backward([(unit, part.backward) for unit, part in reversed(order)], groups.around, last)
+    busy = microbatches * (rest + sum(part.forward + part.backward for _, part in order))
+    return (line.now - busy) / line.called if line.called else 1.0
+
+
+def _parts(turn: Sequence[UnitRow], turns: Mapping[str, Turn]) -> list[tuple[UnitRow, Turn]]:
+    """Share the time of a turn evenly among its units."""
+    whole = turns.get(turn[0].name, Turn(0.0, 0.0))
+    return [(unit, Turn(whole.forward / len(turn), whole.backward / len(turn))) for unit in turn]
+
+
+def exposed_of_ring(plan: ShardingPlan, length: int, speed: float, price: Price) -> float:
+    """Return the seconds of an optimizer step in which attentions wait for their ring.
+
+    Args:
+        plan: the plan, or its part on one stage.
+        length: length of a sequence.
+        speed: operations of products a second.
+        price: seconds of a collective.
+    """
+    cp, tokens, total = plan.layout.size("cp"), plan.options.tokens, 0.0
+    for row in plan.attentions if tokens is not None and cp > 1 else ():
+        if row.method is not ContextMethod.RING:
+            continue
+        (forwards, backwards), sent, returned = plan.runs(row.module), *ring_message_bytes(plan, row, tokens)
+        keys, gradients = price("cp", "send", sent), price("cp", "send", returned)
+        scores = 2 * tokens * row.heads * (length / cp) / (2 if row.causal else 1) / speed
+        forward, backward = scores * (row.key_size + row.value_size), scores * (3 * row.key_size + 2 * row.value_size)
+        total += forwards * (cp - 1) * max(0.0, keys - forward)
+        # With the first part only keys and values are on their way, with the last one only gradients.
+        waits = [keys, *[keys + gradients] * (cp - 2), gradients]
+        total += backwards * (sum(max(0.0, seconds - backward) for seconds in waits) + gradients)
+    return plan.options.microbatches * total
+
+
+def exposed_messages(plan: ShardingPlan, rank: int, price: Price) -> float:
+    """Return the seconds of an optimizer step in which a rank of `pp` waits for messages, not for what other ranks compute."""
+    messages, size = pipeline_messages(plan, rank)
+    if not messages or size is None:
+        return 0.0
+    # A rank receives as many as it sends.
+    return (messages + (0 not in stages_of_rank(plan, rank))) * price("pp", "send", size // messages)
+
+
+@dataclass
+class _Line:
+    """The state of a replay, in seconds.
+
+    Attributes:
+        now: until when what computes is busy.
+        called: seconds of all collectives so far.
+        gathering: until when the communicator is busy.
+        replicating: the same of that of the replicas.
+        scattered: when the latest reduce-scatter ends.
+        reduced: when all reductions end.
+        gathered: units that are gathered, or will be, and when.
+    """
+
+    plan: ShardingPlan
+    price: Price
+    now: float = 0.0
+    called: float = 0.0
+    gathering: float = 0.0
+    replicating: float = 0.0
+    scattered: float = 0.0
+    reduced: float = 0.0
+    gathered: dict[str, float] = field(default_factory=dict)
+
+    def compute(self, seconds: float) -> None:
+        self.now += seconds
+
+    def forward(self, order: Sequence[tuple[UnitRow, float]]) -> None:
+        freed, in_use = 0.0, self.now
+        for unit, seconds in order:
+            self._gather(unit, freed)
+            self.now = max(self.now, self.gathered.get(unit.name, 0.0))
+            freed, in_use = in_use, self.now
+            self.compute(seconds)
+            if unit.reshard_after_forward and unit.sync is not SyncPolicy.DEFER:
+                self.gathered.pop(unit.name, None)
+
+    def backward(self, order: Sequence[tuple[UnitRow, float]], around: Sequence[UnitRow], last: bool) -> None:
+        for unit in around:
+            self._gather(unit, self.now)
+            self.now = max(self.now, self.gathered.get(unit.name, 0.0))
+        for index, (unit, seconds) in enumerate(order):
+            if unit.gathers_in_backward:
+                self._gather(unit, self.now)
+                self.now = max(self.now, self.gathered.get(unit.name, 0.0))
+            if index + 1 < len(order) and order[index + 1][0].gathers_in_backward:
+                self._gather(order[index + 1][0], self.now)
+            self.compute(seconds)
+            self._reduce(unit, last)
+        for unit in around:
+            self._reduce(unit, last)
+        self.now = max(self.now, self.reduced)
+
+    def _gather(self, unit: UnitRow, after: float) -> None:
+        gathered, _ = unit_bytes(self.plan, unit)
+        if unit.name in self.gathered or not unit_traffic(self.plan, unit).all_gathers:
+            return
+        self.gathering = self._call(self.gathering, after, shard_axis(self.plan.layout, unit.kind), "all_gather", gathered)
+        self.gathered[unit.name] = self.gathering
+
+    def _reduce(self, unit: UnitRow, last: bool) -> None:
+        if last or unit.sync is not SyncPolicy.DEFER:
+            self.gathered.pop(unit.name, None)
+        traffic, (_, reduced) = unit_traffic(self.plan, unit), unit_bytes(self.plan, unit)
+        if not last and unit.sync is not SyncPolicy.REDUCE_EACH:
+            return
+        if traffic.reduce_scatters:
+            self.now = max(self.now, self.scattered)
+            axis = shard_axis(self.plan.layout, unit.kind)
+            self.gathering = self.scattered = self._call(self.gathering, self.now, axis, "reduce_scatter", reduced)
+            self.reduced = max(self.reduced, self.scattered)
+        if traffic.all_reduces and (last or not self.plan.options.all_reduce_once):
+            size = traffic.all_reduce_bytes // traffic.all_reduces
+            begin = self.scattered if traffic.reduce_scatters else self.now
+            self.replicating = self._call(self.replicating, begin, "dp_replicate", "all_reduce", size)
+            self.reduced = max(self.reduced, self.replicating)
+
+    def _call(self, free: float, after: float, axis: str, kind: str, size: int) -> float:
+        seconds = self.price(axis, kind, size)
+        self.called += seconds
+        return max(free, after) + seconds
