@@ -1,10 +1,9 @@
 """How long an optimizer step takes, from the work of a trace, the traffic of the plan, and the speed of devices and links.
 
 Compute is a roofline: matrix products and attention at the share of the peak that they reach, all other operators at the
-bandwidth of the memory, and no operator before the host has started it. What compute hides of FSDP's collectives, of the ring's
-and of a pipeline's messages is in :mod:`meshwright.trace.overlap`; of the other collectives over tp, cp and ep it hides nothing.
-A pipeline waits as its replay says. A range is given, which is narrower for devices
-that were calibrated.
+bandwidth of the memory, and no operator before the host has started it. What compute hides of FSDP's collectives, of a ring's
+and of a pipeline's messages is in :mod:`meshwright.trace.overlap`; of the other collectives over tp, cp and ep it hides none. A
+pipeline waits as its replay says. A range is given, which is narrower for devices that were calibrated.
 """
 
 from collections import Counter
@@ -23,7 +22,7 @@ from meshwright.plan.cost.links import collective_seconds
 from meshwright.plan.cost.price import totals_of_rank
 from meshwright.plan.result.sharding_plan import ShardingPlan, shard_axis
 from meshwright.trace.memory import Traces
-from meshwright.trace.overlap import Turn, exposed_messages, exposed_of_ring, exposed_share
+from meshwright.trace.overlap import Speeds, Turn, exposed_messages, exposed_of_ring, exposed_share
 from meshwright.trace.step import FORWARD, LOSS, UPDATE, StepTrace
 from meshwright.trace.work import Work
 from meshwright.train.forecast import operations_of_step
@@ -118,7 +117,8 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
             load = traces.load if item.kind == "all_to_all" and item.axis == "ep" else 1.0
             parts[item.axis] = parts.get(item.axis, 0.0) + load * seconds
     own = on_stages(plan, stages_of_rank(plan, rank))
-    if ring := exposed_of_ring(own, setup.config.data.sequence_length, peak * reached, price):
+    speeds = Speeds(peak * reached, hardware.fp32_tflops * reached * 1e12, bandwidth)
+    if ring := exposed_of_ring(own, setup.config.data.sequence_length, speeds, price):
         parts["cp"] = parts.get("cp", 0.0) + ring
     waits = sum(parts.get(axis, 0.0) for axis in ("tp", "cp", "ep")) / microbatches / max(1, len(own.layers))
     if plan.stages:
@@ -128,10 +128,10 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
     parts["data ranks"] = 0.0
     for one in stages_of_rank(plan, rank):
         stage = on_stages(plan, [one])
-        layers = {name: kind for name, kind in whole.kinds.items() if name in stage.layers}
-        both = {name: sum(spent(whole.layers[kind]).values()) for name, kind in layers.items()}
-        ahead = {name: sum(spent(whole.forward[kind]).values()) for name, kind in layers.items()}
-        turns = {name: Turn(ahead[name] + waits / 2, both[name] - ahead[name] + waits / 2) for name in layers}
+        kinds = {name: kind for name, kind in whole.kinds.items() if name in stage.layers}
+        both = {name: sum(spent(whole.layers[kind]).values()) for name, kind in kinds.items()}
+        ahead = {name: sum(spent(whole.forward[kind]).values()) for name, kind in kinds.items()}
+        turns = {name: Turn(ahead[name] + waits / 2, both[name] - ahead[name] + waits / 2) for name in kinds}
         rest = sum(spent(whole.outside_layers(plan, [one])).values())
         hidden = 1 - exposed_share(stage, turns, rest, price)
         parts["data ranks"] += (1 - hardware.overlap * hidden) * _seconds_of_units(stage, hardware)
@@ -228,7 +228,7 @@ class _Work:
         return total
 
     def outside_layers(self, plan: ShardingPlan, stages: Sequence[int]) -> Counter[Work]:
-        """Return the work of a microbatch outside of the layers on some stages: with a pipeline, that of the head and the loss."""
+        """Return the work of a microbatch outside of layers on some stages: with a pipeline, that of the head and the loss."""
         if not plan.stages:
             return self.rest
         return self.loss if len(plan.stages) - 1 in stages else Counter()

@@ -106,25 +106,29 @@ def control_store(prefix: str) -> dist.Store:
 def shared_groups() -> Iterator[None]:
     """Inside, meshes create as few process groups as possible.
 
-    Axes over the same ranks share one group, but for those whose collectives a layer waits for (`tp`, `cp`, `ep`): a
-    communicator carries out one thing after another, in the order of the calls on any stream, so that FSDP's gather of the next
-    layer, called after the exchange at the end of this one, would begin only when this one has ended. All axes of size 1 share
-    one group, which a rank creates without waiting for other ranks. By default torch creates a group for each row of each axis. Each costs a round of all ranks through the store, and
+    Axes over the same ranks share one group. All axes of size 1 share one group, which a rank creates without waiting for other
+    ranks. By default torch creates a group for each row of each axis. Each costs a round of all ranks through the store, and
     threads: in a world of 1,024, an axis of size 1 costs 1,024 rounds.
+
+    `cp` and `ep` share none with the ranks that FSDP gathers over. A communicator carries out one thing after another, in the
+    order of the calls, on whichever stream: in a common one, the gather of the next layer would begin only after the exchange
+    at the end of this one, and be hidden by nothing.
     """
     known = _SHARED.setdefault(distributed_c10d._get_default_group(), {})
     make = DeviceMesh._init_one_process_group
 
     def shared(axis: Any, ranks: torch.Tensor, name: str, backend: Any) -> Any:
         alone = axis.numel() == 1 < dist.get_world_size()
-        key = "alone" if alone else f"{axis} {ranks.tolist()} {backend} {name in ('tp', 'cp', 'ep')}"
+        key = "alone" if alone else f"{axis} {ranks.tolist()} {backend} {name in _OF_LAYERS}"
         if key not in known:
             if alone:
                 group: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="mesh_alone")
                 known[key] = group.group_name
-            elif axis.numel() == dist.get_world_size() and _has_two_gloo_threads(distributed_c10d._get_default_group()):
-                # torch would take the default group, which its caller created before `one_gloo_worker` was called.
-                known[key] = dist.new_group(group_desc="mesh_default").group_name
+            elif axis.numel() == dist.get_world_size() and (
+                name in _OF_LAYERS or _has_two_gloo_threads(distributed_c10d._get_default_group())
+            ):
+                # torch would take the default group, which its caller may have created before `one_gloo_worker` was called.
+                known[key] = dist.new_group(group_desc=f"mesh_{name if name in _OF_LAYERS else 'default'}").group_name
             else:
                 known[key] = make(axis, ranks, name, backend)
         return known[key]
@@ -135,6 +139,9 @@ def shared_groups() -> Iterator[None]:
     finally:
         DeviceMesh._init_one_process_group = staticmethod(make)  # type: ignore[method-assign]
 
+
+_OF_LAYERS = ("cp", "ep")
+"""Axes whose collectives are inside of layers, and which may have the same ranks as those that FSDP gathers over."""
 
 _SHARED: WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]] = WeakKeyDictionary()
 """Names of the groups that :func:`shared_groups` created, by the default group at that time."""

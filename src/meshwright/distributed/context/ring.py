@@ -154,7 +154,8 @@ class _Ring(torch.autograd.Function):
         query_gradient = torch.zeros_like(query, dtype=precise)
         widths = [key.shape[-1], value.shape[-1]]
         part = torch.cat([key, value], dim=-1).contiguous()
-        part_gradient, sent = torch.zeros_like(part, dtype=precise), []
+        part_gradient = torch.zeros_like(part, dtype=precise)
+        sent: list[Any] = []
         for step in range(plan.ranks):
             following, works = _pass_on(part, plan.group) if step + 1 < plan.ranks else (part, [])
             keys, values = part.split(widths, dim=-1)
