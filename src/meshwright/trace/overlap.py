@@ -12,8 +12,9 @@ ranks, which carries out one call after another.
 - The all-reduce over replicas follows the reduction, over a communicator of its own.
 
 A ring sends keys and values while a part is computed, and in backward the gradients of the part before; only those of the last
-part have nothing to hide behind. A stage of a pipeline asks for a message when it has computed what comes before, so it waits
-for all of each; and a rank whose last turn is a backward with a stage before it also for the message that it sends then.
+part have nothing to hide behind.
+
+A pipeline's schedule is replayed with messages and without: by how much it takes longer is what they expose.
 
 Axes do not share the bandwidth of a link here.
 """
@@ -24,12 +25,13 @@ from itertools import pairwise
 
 from meshwright.plan.axes.context import ring_message_bytes
 from meshwright.plan.axes.data.prefetch import layer_groups
-from meshwright.plan.axes.data.unit_traffic import unit_bytes, unit_traffic
-from meshwright.plan.axes.pipeline.stage_plan import pipeline_messages, stages_of_rank
+from meshwright.plan.axes.data.unit_traffic import unit_traffic
+from meshwright.plan.axes.pipeline.replay import replay_of_plan
+from meshwright.plan.axes.pipeline.stage_plan import pipeline_messages
 from meshwright.plan.given.closed_choices import ContextBalance, ContextMethod, SyncPolicy
 from meshwright.plan.result.sharding_plan import ShardingPlan, UnitRow, itemsize, shard_axis
 
-__all__ = ["Speeds", "Turn", "exposed_messages", "exposed_of_ring", "exposed_share"]
+__all__ = ["Speeds", "Turn", "exposed_of_ring", "exposed_share", "waits_of_pipeline"]
 
 Price = Callable[[str, str, int], float]
 """Seconds of a collective, by axis, kind, and bytes."""
@@ -52,7 +54,7 @@ def exposed_share(plan: ShardingPlan, turns: Mapping[str, Turn], rest: float, pr
         rest: seconds of what is outside of the layers in a microbatch. All of it counts as the head's: a third is forward.
         price: seconds of a collective.
     """
-    line = _Line(plan, price)
+    line = _Line({unit.name: _Prices.of(plan, unit, price) for unit in plan.fsdp_units}, plan.options.all_reduce_once)
     groups, microbatches = layer_groups(plan), plan.options.microbatches
     order = [(unit, part) for turn in groups.turns for unit, part in _parts(turn, turns)]
     for index in range(microbatches):
@@ -123,13 +125,45 @@ def exposed_of_ring(plan: ShardingPlan, length: int, speeds: Speeds, price: Pric
     return plan.options.microbatches * total
 
 
-def exposed_messages(plan: ShardingPlan, rank: int, price: Price) -> float:
-    """Return the seconds of an optimizer step in which a rank of `pp` waits for messages, not for what other ranks compute."""
+def waits_of_pipeline(plan: ShardingPlan, rank: int, compute: float, price: Price) -> tuple[float, float]:
+    """Return the seconds of an optimizer step in which a rank of `pp` waits for what other ranks compute, and for messages.
+
+    Args:
+        plan: a plan with stages.
+        rank: the rank.
+        compute: seconds that its own turns take.
+        price: seconds of a collective.
+    """
+    alone, runs = replay_of_plan(plan), plan.options.runs_per_step
+    second = alone.length * (1 - alone.idle[rank]) * runs / compute  # in the unit of the replay
     messages, size = pipeline_messages(plan, rank)
+    bubble = alone.length * alone.idle[rank] * runs / second
     if not messages or size is None:
-        return 0.0
-    # A rank receives as many as it sends.
-    return (messages + (0 not in stages_of_rank(plan, rank))) * price("pp", "send", size // messages)
+        return bubble, 0.0
+    with_messages = replay_of_plan(plan, message=price("pp", "send", size // messages) * second / runs)
+    return bubble, (with_messages.length - alone.length) * runs / second
+
+
+@dataclass(frozen=True)
+class _Prices:
+    """Seconds of each collective of a unit; ``None``: it has none."""
+
+    gather: float | None
+    scatter: float | None
+    replicate: float | None
+
+    @classmethod
+    def of(cls, plan: ShardingPlan, unit: UnitRow, price: Price) -> "_Prices":
+        traffic, axis = unit_traffic(plan, unit), shard_axis(plan.layout, unit.kind)
+
+        def one(axis: str, kind: str, calls: int, size: int) -> float | None:
+            return price(axis, kind, size // calls) if calls else None
+
+        return cls(
+            one(axis, "all_gather", traffic.all_gathers, traffic.all_gather_bytes),
+            one(axis, "reduce_scatter", traffic.reduce_scatters, traffic.reduce_scatter_bytes),
+            one("dp_replicate", "all_reduce", traffic.all_reduces, traffic.all_reduce_bytes),
+        )
 
 
 @dataclass
@@ -137,6 +171,8 @@ class _Line:
     """The state of a replay, in seconds.
 
     Attributes:
+        prices: of the collectives of units, by name.
+        all_reduce_once: whether replicas are reduced in the last microbatch only.
         now: until when what computes is busy.
         called: seconds of all collectives so far.
         gathering: until when the communicator is busy.
@@ -149,8 +185,8 @@ class _Line:
         awaited: those of them that nothing has waited for yet.
     """
 
-    plan: ShardingPlan
-    price: Price
+    prices: Mapping[str, _Prices]
+    all_reduce_once: bool
     now: float = 0.0
     called: float = 0.0
     gathering: float = 0.0
@@ -196,12 +232,10 @@ class _Line:
         self.now = max(self.now, self.reduced)
 
     def _gather(self, unit: UnitRow) -> None:
-        gathered, _ = unit_bytes(self.plan, unit)
-        if unit.name in self.gathered or not unit_traffic(self.plan, unit).all_gathers:
-            return
-        axis = shard_axis(self.plan.layout, unit.kind)
-        self.gathering = self._call(self.gathering, self.freed, axis, "all_gather", gathered)
-        self.gathered[unit.name] = self.awaited[unit.name] = self.gathering
+        seconds = self.prices[unit.name].gather
+        if unit.name not in self.gathered and seconds is not None:
+            self.gathering = self._call(self.gathering, self.freed, seconds)
+            self.gathered[unit.name] = self.awaited[unit.name] = self.gathering
 
     def _wait(self, unit: UnitRow) -> bool:
         """Wait for a unit; return whether it was called since it was last waited for."""
@@ -216,21 +250,18 @@ class _Line:
     def _reduce(self, unit: UnitRow, last: bool) -> None:
         if last or unit.sync is not SyncPolicy.DEFER:
             self.gathered.pop(unit.name, None)
-        traffic, (_, reduced) = unit_traffic(self.plan, unit), unit_bytes(self.plan, unit)
         if not last and unit.sync is not SyncPolicy.REDUCE_EACH:
             return
-        if traffic.reduce_scatters:
+        prices = self.prices[unit.name]
+        if prices.scatter is not None:
             self.now = max(self.now, self.scattered)
-            axis = shard_axis(self.plan.layout, unit.kind)
-            self.gathering = self.scattered = self._call(self.gathering, self.now, axis, "reduce_scatter", reduced)
+            self.gathering = self.scattered = self._call(self.gathering, self.now, prices.scatter)
             self.reduced = max(self.reduced, self.scattered)
-        if traffic.all_reduces and (last or not self.plan.options.all_reduce_once):
-            size = traffic.all_reduce_bytes // traffic.all_reduces
-            begin = self.scattered if traffic.reduce_scatters else self.now
-            self.replicating = self._call(self.replicating, begin, "dp_replicate", "all_reduce", size)
+        if prices.replicate is not None and (last or not self.all_reduce_once):
+            begin = self.now if prices.scatter is None else self.scattered
+            self.replicating = self._call(self.replicating, begin, prices.replicate)
             self.reduced = max(self.reduced, self.replicating)
 
-    def _call(self, free: float, after: float, axis: str, kind: str, size: int) -> float:
-        seconds = self.price(axis, kind, size)
+    def _call(self, free: float, after: float, seconds: float) -> float:
         self.called += seconds
         return max(free, after) + seconds

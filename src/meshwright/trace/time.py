@@ -14,7 +14,6 @@ from typing import Any
 
 from meshwright.layout import Layout
 from meshwright.plan.axes.data.unit_traffic import unit_traffic
-from meshwright.plan.axes.pipeline.replay import replay_of_plan
 from meshwright.plan.axes.pipeline.stage_plan import on_stages, stages_of_rank
 from meshwright.plan.cost.activation_traffic import activation_traffic
 from meshwright.plan.cost.hardware import Hardware
@@ -22,7 +21,7 @@ from meshwright.plan.cost.links import collective_seconds
 from meshwright.plan.cost.price import totals_of_rank
 from meshwright.plan.result.sharding_plan import ShardingPlan, shard_axis
 from meshwright.trace.memory import Traces
-from meshwright.trace.overlap import Speeds, Turn, exposed_messages, exposed_of_ring, exposed_share
+from meshwright.trace.overlap import Speeds, Turn, exposed_of_ring, exposed_share, waits_of_pipeline
 from meshwright.trace.step import FORWARD, LOSS, UPDATE, StepTrace
 from meshwright.trace.work import Work
 from meshwright.train.forecast import operations_of_step
@@ -122,9 +121,7 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
         parts["cp"] = parts.get("cp", 0.0) + ring
     waits = sum(parts.get(axis, 0.0) for axis in ("tp", "cp", "ep")) / microbatches / max(1, len(own.layers))
     if plan.stages:
-        idle = min(replay_of_plan(plan).idle)  # of the rank with the most work: this one
-        parts["bubble"] = sum(parts.values()) * idle / (1 - idle)
-        parts["pp"] = exposed_messages(plan, rank, price)
+        parts["bubble"], parts["pp"] = waits_of_pipeline(plan, rank, sum(parts.values()), price)
     parts["data ranks"] = 0.0
     for one in stages_of_rank(plan, rank):
         stage = on_stages(plan, [one])
