@@ -7,8 +7,8 @@ ranks, which carries out one call after another.
   gathered two units before is in use, because its buffer is freed then. So the gather of the root, and that of the first layer,
   have nothing to hide behind.
 - Backward: when a unit begins, it calls the gather of the next one, where that is gathered again. When it has ended, it waits
-  for the reduction of the unit before it, whose buffer is freed, and calls its own. At the end all reductions are waited for,
-  so the last one, the root's, has nothing to hide behind either.
+  for the reduction of the unit before it, whose buffer is freed, and calls its own. At the end all reductions are waited for.
+  So those of the first layer and of the root have nothing to hide behind either.
 - The all-reduce over replicas follows the reduction, over a communicator of its own.
 
 A ring sends keys and values while a part is computed, and in backward the gradients of the part before; only those of the last
