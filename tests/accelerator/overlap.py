@@ -135,6 +135,7 @@ MIXTRAL = LLAMA.replace("llama", "mixtral").replace("128", "64").replace("}", ",
 """Each token is sent to all experts, so that the load is even, as the forecast assumes."""
 
 ONE, EACH = "layout.dp_shard=1", ("parallel.sync=reduce_each", "training.microbatch_size=1")
+PIPELINE = (ONE, "layout.pp=2", "training.microbatch_size=1")
 CASES = {
     "dp_shard=2": (LLAMA,),
     "dp_shard=2, reduce each": (LLAMA, *EACH),
@@ -145,8 +146,10 @@ CASES = {
     "cp=2, gather": (LLAMA, ONE, "layout.cp=2"),
     "cp=2, ring": (LLAMA, ONE, "layout.cp=2", "parallel.context_parallel=ring"),
     "ep=2": (MIXTRAL, "layout.ep=2"),
-    "pp=2, 1f1b": (LLAMA, ONE, "layout.pp=2", "training.microbatch_size=1"),
-    "pp=2, gpipe": (LLAMA, ONE, "layout.pp=2", "training.microbatch_size=1", "parallel.pipeline.schedule=gpipe"),
+    "pp=2, 1f1b": (LLAMA, *PIPELINE),
+    "pp=2, gpipe": (LLAMA, *PIPELINE, "parallel.pipeline.schedule=gpipe"),
+    "pp=2, interleaved 1f1b": (LLAMA, *PIPELINE, "parallel.pipeline.schedule=interleaved_1f1b"),
+    "pp=2, zbv": (LLAMA, *PIPELINE, "parallel.pipeline.schedule=zbv"),
 }
 """Overrides of a tiny run, by name."""
 
