@@ -109,24 +109,29 @@ class Report(NamedTuple):
 
 
 class Span(NamedTuple):
-    """When an operator or a collective ran, in seconds of the timeline."""
+    """When an operator or a collective ran, in seconds of the timeline; a collective has the axis that the test gave it."""
 
     slot: int
     name: str
     begin: float
     end: float
     collective: bool
+    axis: str = ""
 
 
-def exposed(spans: Iterable[Span], name: str = "") -> float:
-    """Return the seconds in which collectives of this name (by default any) run, and no operator."""
-    spans = list(spans)
-    marks = sorted({time for span in spans for time in (span.begin, span.end)})
-    seconds = 0.0
-    for begin, end in itertools.pairwise(marks):
-        running = [span for span in spans if span.begin <= begin and end <= span.end]
-        if running and all(span.collective for span in running) and any(span.name.startswith(name) for span in running):
-            seconds += end - begin
+def exposed(spans: Iterable[Span], name: str = "", axis: str = "") -> float:
+    """Return the seconds in which collectives of this name and axis (by default any) run, and no operator."""
+    marks = sorted(
+        (time, change, span.collective, span.collective and span.name.startswith(name) and axis in ("", span.axis))
+        for span in spans
+        if span.end > span.begin
+        for time, change in ((span.begin, 1), (span.end, -1))
+    )
+    seconds, operators, collectives = 0.0, 0, 0
+    for (time, change, collective, counts), (following, *_) in itertools.pairwise(marks):
+        operators += 0 if collective else change
+        collectives += change if counts else 0
+        seconds += following - time if collectives and not operators else 0.0
     return seconds
 
 
@@ -223,6 +228,7 @@ def _device_module(settings: Settings, native: Any) -> types.ModuleType:
         operators: Callable[[str, float, float], float],
         collectives: Callable[[str, int, float], float],
         launch: float = 0.0,
+        axis: Callable[[], str] = str,
     ) -> Iterator[list[Span]]:
         """Give durations to what runs inside. The list is filled at the end, after a synchronization.
 
@@ -231,10 +237,11 @@ def _device_module(settings: Settings, native: Any) -> types.ModuleType:
             collectives: seconds by name, number of ranks, and bytes of its inputs or outputs, whichever are more. All ranks
                 must give the same.
             launch: seconds of the host for each.
+            axis: names the axis of a collective, from where it is asked for.
         """
         spans: list[Span] = []
         accelerator.synchronize()
-        native.start_timeline(operators, collectives, launch)
+        native.start_timeline(operators, lambda *given: (collectives(*given), axis()), launch)
         try:
             yield spans
         finally:

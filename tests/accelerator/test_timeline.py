@@ -78,15 +78,18 @@ def test_flops_and_bytes_are_given(device: torch.device) -> None:
 
     a, b = torch.ones(2, 3, device=device), torch.ones(3, 5, device=device)
     q = torch.ones(1, 2, 7, 4, device=device)
+    attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
     with module_of(device).timeline(operators, lambda *_: 0.0):
         _ = a @ b
         torch.nn.functional.linear(a, b.t(), torch.ones(5, device=device))
         torch.nn.functional.scaled_dot_product_attention(q, q, q)
-        a.exp_()
+        whole = given[attention][0]
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        a[:1].expand(9, 3).exp()  # of which one row is in memory
     assert given["aten::mm"] == (2 * 2 * 3 * 5, 4 * (6 + 15 + 10))
     assert given["aten::addmm"][0] == 2 * 2 * 3 * 5
-    assert given["aten::_scaled_dot_product_flash_attention_for_cpu"][0] == 2 * 2 * (2 * 7 * 7 * 4)
-    assert given["aten::exp"][0] == 0
+    assert whole == 2 * given[attention][0] == 2 * 2 * (2 * 7 * 7 * 4)
+    assert given["aten::exp"] == (0, 4 * (6 + 27))
 
 
 @in_workers(2)
@@ -124,6 +127,38 @@ def test_collectives_of_a_group_run_in_the_order_of_their_calls(device: torch.de
         second.wait()
         first.wait()
     assert times(spans) == [("allreduce", 0, 5), ("allgather", 5, 8)]
+
+
+@in_workers(2)
+def test_collectives_of_a_group_run_one_after_another_on_any_stream(device: torch.device) -> None:
+    module, b = module_of(device), torch.ones(4, device=device)
+    with timed(device) as spans:
+        with module.stream(module.Stream(device)):
+            dist.all_reduce(b)
+        dist.all_gather_into_tensor(torch.empty(8, device=device), torch.ones(4, device=device))
+    assert times(spans) == [("allreduce", 0, 5), ("allgather", 5, 8)]
+
+
+@in_workers(2)
+def test_a_batch_sends_and_receives_at_once(device: torch.device) -> None:
+    peer, b = 1 - dist.get_rank(), torch.ones(4, device=device)
+    operations = [dist.P2POp(dist.isend, b, peer), dist.P2POp(dist.irecv, torch.empty_like(b), peer)]
+    with timed(device) as spans:
+        for work in dist.batch_isend_irecv(operations if peer else operations[::-1]):
+            work.wait()
+        dist.all_reduce(b)
+    assert sorted(times(spans)) == [("allreduce", 1, 6), ("recv", 0, 1), ("send", 0, 1)]
+
+
+@in_workers(2)
+def test_exposed_seconds_have_an_axis(device: torch.device) -> None:
+    module, b, here = module_of(device), torch.ones(4, device=device), ["first"]
+    with module.timeline(lambda *_: 0.0, lambda *_: 1.0, axis=lambda: here[0]) as spans:
+        dist.all_reduce(b)
+        here[0] = "second"
+        dist.all_reduce(b)
+        dist.all_reduce(b)
+    assert [module.exposed(spans, axis=axis) for axis in ("first", "second", "")] == [1.0, 2.0, 3.0]
 
 
 @in_workers(2)

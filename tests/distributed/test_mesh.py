@@ -69,11 +69,12 @@ def test_every_group_has_the_ranks_of_the_layout(world: int, layout: Layout) -> 
         (Layout(dp_shard=128, tp=8), 1 + 128 + 8),
         (Layout(dp_replicate=8, dp_shard=16, tp=8), 1 + 128 + 64 + 128 + 8),  # the last: both axes of data, flattened
         (Layout(dp_shard=128, tp=8, ep=8), 1 + 128 + 8),  # `ep` has the ranks of `tp`
+        (Layout(cp=1024), 1 + 1),  # and one more than the default group, so that attentions do not wait for FSDP's gathers
     ],
     ids=str,
 )
 def test_groups_of_a_world_of_1024(layout: Layout, groups: int) -> None:
-    """Rounds of all ranks through the store, at a start: an axis of size 1 has none, and no ranks have two groups."""
+    """Rounds of all ranks through the store, at a start: an axis of size 1 has none, and no ranks have two groups here."""
 
     def check() -> None:
         made: list[tuple[int, ...]] = []

@@ -1,18 +1,19 @@
 """How long an optimizer step takes, from the work of a trace, the traffic of the plan, and the speed of devices and links.
 
 Compute is a roofline: matrix products and attention at the share of the peak that they reach, all other operators at the
-bandwidth of the memory, and no operator before the host has started it. FSDP's collectives overlap with compute, but for the
-first one; those over tp, cp and ep do not. A pipeline waits as its replay says. A range is given, which is narrower for devices
-that were calibrated.
+bandwidth of the memory, and no operator before the host has started it. What compute hides of FSDP's collectives, of a ring's
+and of a pipeline's messages is in :mod:`meshwright.trace.overlap`; of the other collectives over tp, cp and ep it hides none. A
+pipeline waits as its replay says. A range is given, which is narrower for devices that were calibrated.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
+from meshwright.layout import Layout
 from meshwright.plan.axes.data.unit_traffic import unit_traffic
-from meshwright.plan.axes.pipeline.replay import replay_of_plan
 from meshwright.plan.axes.pipeline.stage_plan import on_stages, stages_of_rank
 from meshwright.plan.cost.activation_traffic import activation_traffic
 from meshwright.plan.cost.hardware import Hardware
@@ -20,6 +21,7 @@ from meshwright.plan.cost.links import collective_seconds
 from meshwright.plan.cost.price import totals_of_rank
 from meshwright.plan.result.sharding_plan import ShardingPlan, shard_axis
 from meshwright.trace.memory import Traces
+from meshwright.trace.overlap import Speeds, Turn, exposed_of_ring, exposed_share, waits_of_pipeline
 from meshwright.trace.step import FORWARD, LOSS, UPDATE, StepTrace
 from meshwright.trace.work import Work
 from meshwright.train.forecast import operations_of_step
@@ -107,16 +109,29 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
     works = [spent(whole.on_rank(plan, rank)) for rank in ranks]
     rank = max(ranks, key=lambda one: sum(works[one].values()))
     parts = {name: microbatches * seconds for name, seconds in works[rank].items()}
-    compute = sum(parts.values())
+    price = partial(_price, plan.layout, hardware)
     for item in activation_traffic(plan):
         if item.size is not None and item.kind != "send":
             seconds = collective_seconds(layout, hardware, item.axis, item.kind, item.calls, item.size)
             load = traces.load if item.kind == "all_to_all" and item.axis == "ep" else 1.0
             parts[item.axis] = parts.get(item.axis, 0.0) + load * seconds
+    own = on_stages(plan, stages_of_rank(plan, rank))
+    speeds = Speeds(peak * reached, hardware.fp32_tflops * reached * 1e12, bandwidth)
+    if ring := exposed_of_ring(own, setup.config.data.sequence_length, speeds, price):
+        parts["cp"] = parts.get("cp", 0.0) + ring
+    waits = sum(parts.get(axis, 0.0) for axis in ("tp", "cp", "ep")) / microbatches / max(1, len(own.layers))
     if plan.stages:
-        idle = min(replay_of_plan(plan).idle)  # of the rank with the most work: this one
-        parts["bubble"] = sum(parts.values()) * idle / (1 - idle)
-    parts["data ranks"] = _exposed(plan, hardware, rank, compute)
+        parts["bubble"], parts["pp"] = waits_of_pipeline(plan, rank, sum(parts.values()), price)
+    parts["data ranks"] = 0.0
+    for one in stages_of_rank(plan, rank):
+        stage = on_stages(plan, [one])
+        kinds = {name: kind for name, kind in whole.kinds.items() if name in stage.layers}
+        both = {name: sum(spent(whole.layers[kind]).values()) for name, kind in kinds.items()}
+        ahead = {name: sum(spent(whole.forward[kind]).values()) for name, kind in kinds.items()}
+        turns = {name: Turn(ahead[name] + waits / 2, both[name] - ahead[name] + waits / 2) for name in kinds}
+        rest = sum(spent(whole.outside_layers(plan, [one])).values())
+        hidden = 1 - exposed_share(stage, turns, rest, price)
+        parts["data ranks"] += (1 - hardware.overlap * hidden) * _seconds_of_units(stage, hardware)
     shards = totals_of_rank(plan, rank)
     updated = 2 * shards.parameter_bytes + shards.gradient_bytes + 2 * shards.optimizer_bytes
     parts["update"] = updated / (HOST_MEMORY if plan.options.cpu_offload else bandwidth)
@@ -139,21 +154,22 @@ def forecast_time(setup: RunSetup, hardware: Hardware, traces: Traces | None = N
     return TimeForecast(step, low, high, speed, tflops, 1e12 * tflops / peak, parts, layers)
 
 
-def _exposed(plan: ShardingPlan, hardware: Hardware, rank: int, compute: float) -> float:
-    """Return the seconds of collectives over data ranks that do not overlap with compute."""
-    total = first = 0.0
-    for stage in (on_stages(plan, [one]) for one in stages_of_rank(plan, rank)):
-        for unit in stage.fsdp_units:
-            axis, traffic = shard_axis(plan.layout, unit.kind), unit_traffic(stage, unit)
-            calls = (
-                (axis, "all_gather", traffic.all_gathers, traffic.all_gather_bytes),
-                (axis, "reduce_scatter", traffic.reduce_scatters, traffic.reduce_scatter_bytes),
-                ("dp_replicate", "all_reduce", traffic.all_reduces, traffic.all_reduce_bytes),
-            )
-            seconds = sum(collective_seconds(plan.layout, hardware, *call) for call in calls)
-            times = max(1, *(call[2] for call in calls))
-            total, first = total + seconds, max(first, seconds / times)
-    return total - hardware.overlap * min(total - first, compute)
+def _price(layout: Layout, hardware: Hardware, axis: str, kind: str, size: int) -> float:
+    return collective_seconds(layout, hardware, axis, kind, 1, size)
+
+
+def _seconds_of_units(stage: ShardingPlan, hardware: Hardware) -> float:
+    """Return the seconds of all collectives over data ranks in a step."""
+    total = 0.0
+    for unit in stage.fsdp_units:
+        axis, traffic = shard_axis(stage.layout, unit.kind), unit_traffic(stage, unit)
+        calls = (
+            (axis, "all_gather", traffic.all_gathers, traffic.all_gather_bytes),
+            (axis, "reduce_scatter", traffic.reduce_scatters, traffic.reduce_scatter_bytes),
+            ("dp_replicate", "all_reduce", traffic.all_reduces, traffic.all_reduce_bytes),
+        )
+        total += sum(collective_seconds(stage.layout, hardware, *call) for call in calls)
+    return total
 
 
 @dataclass(frozen=True)
@@ -205,11 +221,14 @@ class _Work:
         total = Counter(dict.fromkeys(Work, 0))
         for name in self._layers_of(plan, rank):
             total.update(self.layers[self.kinds[name]])
-        if not plan.stages:
-            total.update(self.rest)
-        elif len(plan.stages) - 1 in stages_of_rank(plan, rank):
-            total.update(self.loss)
+        total.update(self.outside_layers(plan, stages_of_rank(plan, rank)))
         return total
+
+    def outside_layers(self, plan: ShardingPlan, stages: Sequence[int]) -> Counter[Work]:
+        """Return the work of a microbatch outside of layers on some stages: with a pipeline, that of the head and the loss."""
+        if not plan.stages:
+            return self.rest
+        return self.loss if len(plan.stages) - 1 in stages else Counter()
 
     def by_kind(self, plan: ShardingPlan, rank: int) -> dict[str, Counter[Work]]:
         """Return the work of a rank of `pp` by kind of layer, and the rest."""

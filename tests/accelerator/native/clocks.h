@@ -77,20 +77,22 @@ struct Span {  // of an operator or a collective, on the timeline
   std::string name;
   double begin, end;
   bool collective;
+  std::string axis;  // of a collective, as the test names it
 };
 
 struct Timeline {  // seconds of everything, as a test gives them
   std::function<double(const std::string& name, double flops, double bytes)> operators;
-  std::function<double(const std::string& name, int ranks, double bytes)> collectives;
+  std::function<std::pair<double, std::string>(const std::string& name, int ranks, double bytes)> collectives;  // and its axis
   double launch;  // of the host, for each
-  std::map<int, double> free;  // by slot: when the last collective that is settled has ended
-  // By slot and in the order of calls: what settles the begin and the end of a collective. These depend on when the other ranks
-  // are ready for it, which is known when this rank waits; and on what the stream has had before.
+  std::map<int, double> free;  // by slot and by communicator: when the last collective that is settled has ended
+  // By communicator and in the order of calls: what settles the begin and the end of a collective. These depend on when the
+  // other ranks are ready for it, which is known when this rank waits; and on what stream and communicator have had before: a
+  // communicator carries out one thing after another, on whichever streams it is asked for.
   std::map<int, std::map<uint64_t, std::function<void(Timeline&)>>> unsettled;
   uint64_t last = 0;
 
-  void settle(int slot, uint64_t until) {  // with the mutex held
-    auto& waiting = unsettled[slot];
+  void settle(int communicator, uint64_t until) {  // with the mutex held
+    auto& waiting = unsettled[communicator];
     while (!waiting.empty() && waiting.begin()->first <= until) waiting.extract(waiting.begin()).mapped()(*this);
   }
   std::vector<Span> spans;
@@ -114,6 +116,11 @@ struct World {
   py::object* on_report = nullptr;         // (kind, text) -> None
   std::vector<std::string> foreign_files;  // parts of the names of files that are not the user's
   std::string own_file;                    // the Python module of the simulation
+
+  void stop_time() {  // with the mutex held
+    for (auto& clock : streams) clock.time = 0;
+    host.time = 0;
+  }
 };
 
 // Never destroyed. Memory is freed and collectives end until the process does, after the destructors of globals have run; with
@@ -247,7 +254,7 @@ inline uint64_t launch(int slot) {
 // What has just been launched on a slot takes this time. With the mutex held.
 inline void spend(Timeline& timeline, int slot, const char* name, double seconds) {
   auto& clock = world.streams[slot];
-  timeline.spans.push_back({slot, name, clock.time, clock.time + seconds, false});
+  timeline.spans.push_back({slot, name, clock.time, clock.time + seconds, false, ""});
   clock.time += seconds;
   world.host.time += timeline.launch;
 }

@@ -141,6 +141,8 @@ struct Work final : c10d::Work {
   std::shared_ptr<Transfer> transfer = std::make_shared<Transfer>();
   int slot = 0, device = 0;
   std::vector<uint64_t> pending;
+  // On the timeline: when all before a batch has ended; its transfers, both ways, run together from then on. -1: not known yet.
+  std::shared_ptr<double> batch_begin = std::make_shared<double>(-1);
   Clock end;
   std::shared_ptr<double> ended = std::make_shared<double>(0);  // on the timeline
   Tensors tensors;  // kept until the first wait, as NCCL does
@@ -312,7 +314,7 @@ class Backend final : public c10d::Backend {
   template <class Start>
   WorkPointer run(const char* name, const std::string& call, const Tensors& ins, const Tensors& outs, bool async, Start start) {
     const int caller = current_slot((ins.empty() ? outs : ins).at(0).device().index());
-    return run_on(async ? slot_ : caller, name, call, ins, outs, every_row(), start);
+    return run_on(async ? slot_ : caller, slot_, name, call, ins, outs, every_row(), start);
   }
 
   // Pairs of ranks have a stream each, but for what is called in one batch.
@@ -324,12 +326,13 @@ class Backend final : public c10d::Backend {
     const auto call = c10::str("transfer from ", from, " to ", to, ", tag ", tag, ", of ", text_of(ins.empty() ? outs : ins));
     const int sends = ledger_->sends(from, to), receives = ledger_->receives(from, to);
     const Rows rows = {from == getRank() ? sends : receives, {{from, sends}, {to, receives}}};
-    return run_on(batch_ ? slot_ : slot->second, name, call, ins, outs, rows, start);
+    const int used = batch_ ? slot_ : slot->second;
+    return run_on(used, used, name, call, ins, outs, rows, start);
   }
 
   template <class Start>
-  WorkPointer run_on(int slot, const char* name, const std::string& call, const Tensors& ins, const Tensors& outs, Rows rows,
-                     Start& start) {
+  WorkPointer run_on(int slot, int communicator, const char* name, const std::string& call, const Tensors& ins,
+                     const Tensors& outs, Rows rows, Start& start) {
     const auto device = (ins.empty() ? outs : ins).at(0).device();
     for (auto all : {&ins, &outs})
       for (auto& tensor : *all)
@@ -369,18 +372,22 @@ class Backend final : public c10d::Backend {
       double bytes[2] = {0, 0};
       for (auto& tensor : ins) bytes[0] += double(tensor.nbytes());
       for (auto& tensor : outs) bytes[1] += double(tensor.nbytes());
-      const double seconds = timeline->collectives(name, getSize(), std::max(bytes[0], bytes[1]));
+      const auto [seconds, axis] = timeline->collectives(name, getSize(), std::max(bytes[0], bytes[1]));
+      const auto batch = batch_ ? batch_->batch_begin : std::make_shared<double>(-1);
       Lock lock(world.mutex);
       const auto turn = ++timeline->last;
-      timeline->unsettled[slot][turn] = [=, ended = work->ended, ledger = ledger_, number = announced.number](Timeline& on) {
-        const auto begin = std::max(ledger->time(rows.all, number), on.free[slot]);
-        on.free[slot] = *ended = begin + seconds;
-        world.streams[slot].time = std::max(world.streams[slot].time, *ended);
-        on.spans.push_back({slot, name, begin, *ended, true});
+      timeline->unsettled[communicator][turn] = [=, seconds = seconds, axis = axis, ended = work->ended, ledger = ledger_,
+                                                 number = announced.number](Timeline& on) {
+        if (*batch < 0) *batch = std::max(on.free[slot], on.free[communicator]);
+        const auto begin = std::max(ledger->time(rows.all, number), *batch);
+        const auto end = begin + seconds;
+        for (auto time : {ended.get(), &on.free[slot], &on.free[communicator], &world.streams[slot].time})
+          *time = std::max(*time, end);
+        on.spans.push_back({slot, name, begin, end, true, axis});
       };
-      work->transfer->settlements.push_back([timeline, slot, turn] {
+      work->transfer->settlements.push_back([timeline, communicator, turn] {
         Lock lock(world.mutex);
-        timeline->settle(slot, turn);
+        timeline->settle(communicator, turn);
       });
     }
     // Nobody else makes the bytes arrive where the host waits for the stream, and not for the work.
@@ -523,8 +530,7 @@ PYBIND11_MODULE(_native, module) {
   module.def("start_timeline", [](decltype(Timeline::operators) operators, decltype(Timeline::collectives) collectives,
                                   double launch) {
     Lock lock(world.mutex);
-    for (auto& clock : world.streams) clock.time = 0;
-    world.host.time = 0;
+    world.stop_time();
     world.timeline = std::make_shared<Timeline>(Timeline{std::move(operators), std::move(collectives), launch, {}, {}, {}});
   });
   module.def("stop_timeline", [] {
@@ -532,9 +538,11 @@ PYBIND11_MODULE(_native, module) {
     {
       Lock lock(world.mutex);
       ended = std::exchange(world.timeline, nullptr);
+      world.stop_time();  // now, because events that are recorded before the next timeline copy it
     }
-    std::vector<std::tuple<int, std::string, double, double, bool>> spans;
-    for (auto& span : ended->spans) spans.emplace_back(span.slot, span.name, span.begin, span.end, span.collective);
+    std::vector<std::tuple<int, std::string, double, double, bool, std::string>> spans;
+    for (auto& span : ended->spans)
+      spans.emplace_back(span.slot, span.name, span.begin, span.end, span.collective, span.axis);
     return spans;
   });
   module.def("place", [] { return *place_here(); });

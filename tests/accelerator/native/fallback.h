@@ -122,6 +122,8 @@ class Call {
       value = of_next_kernel(default_generator(device_));
     } else if (formal.name() == "output_size" && value.isInt()) {
       waits_ = false;  // repeat_interleave knows the size of its result
+    } else if (formal.name() == "is_causal" && value.isBool()) {
+      causal_ = value.toBool();
     }
   }
 
@@ -203,21 +205,24 @@ class Call {
           argument.alias.sizes(), argument.alias.strides(), argument.alias.storage_offset());
   }
 
-  // Of products and of attention; other operators take the time of their bytes.
+  // Of products and of attention, of which a causal one computes half; other operators take the time of their bytes.
   double flops() const {
     const bool backward = name_ == "aten::_scaled_dot_product_flash_attention_for_cpu_backward";
     if (backward || name_ == "aten::_scaled_dot_product_flash_attention_for_cpu") {
       const auto &query = arguments_.at(backward).own, &key = arguments_.at(backward + 1).own;
-      return (backward ? 10.0 : 4.0) * double(query.numel()) * double(key.size(2));  // five products in place of two
+      const double products = (backward ? 5.0 : 2.0) / (causal_ ? 2.0 : 1.0);
+      return 2.0 * products * double(query.numel()) * double(key.size(2));
     }
     const bool added = name_ == "aten::addmm" || name_ == "aten::baddbmm";
-    if (!added && name_ != "aten::mm" && name_ != "aten::bmm") return 0;
+    if (!added && name_ != "aten::mm" && name_ != "aten::bmm" && name_ != "aten::_grouped_mm") return 0;
     return 2.0 * double(arguments_.at(added).own.numel()) * double(arguments_.at(added + 1).own.size(-1));
   }
+  // Of a tensor that repeats one in memory, that one counts.
+  static double bytes_of_one(const Tensor& tensor) { return double(std::min(tensor.nbytes(), tensor.storage().nbytes())); }
   double bytes() const {
     double all = 0;
-    for (auto& argument : arguments_) all += double(argument.own.nbytes());
-    for (auto& result : fresh_) all += double(result.second.nbytes());
+    for (auto& argument : arguments_) all += bytes_of_one(argument.own);
+    for (auto& result : fresh_) all += bytes_of_one(result.second);
     return all;
   }
 
@@ -248,6 +253,7 @@ class Call {
   bool waits_;
   int device_ = -1;
   bool only_views_ = true;
+  bool causal_ = false;  // of an attention
   std::string mixed_;
   std::vector<Argument> arguments_;
   std::vector<std::pair<Tensor, Tensor>> fresh_;  // results that are new memory: the kernel's, and the device's

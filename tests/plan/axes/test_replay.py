@@ -52,6 +52,21 @@ def test_the_idle_share_is_the_closed_form(schedule: PipelineSchedule, pp: int, 
         assert all(before.end <= after.begin for before, after in pairwise(spans))
 
 
+@pytest.mark.parametrize("pp", [2, 4])
+def test_messages_take_time(pp: int) -> None:
+    """They pass through all ranks and back. A rank that asks late waits for each of them."""
+    order, microbatches = order_of(PipelineSchedule.ONE_F_ONE_B, pp, 1, 8), 8
+
+    def length(message: float, late: bool) -> float:
+        return replay(order, lambda turn: 2.0 if turn.phase is Phase.BACKWARD else 1.0, message, asked_late=late).length
+
+    there_and_back = 2 * (pp - 1)
+    assert length(0.1, False) >= length(0.0, False) + there_and_back * 0.1 - 1e-9
+    assert length(0.1, True) >= length(0.0, True) + (microbatches + 1) * 0.1 - 1e-9
+    assert length(0.0, True) == length(0.0, False)
+    assert length(0.1, True) > length(0.1, False)
+
+
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
 @pytest.mark.parametrize("schedule", [item for item in PipelineSchedule if not item.single])
 def test_the_order_is_that_of_torch(schedule: PipelineSchedule, pp: int) -> None:

@@ -109,18 +109,25 @@ def shared_groups() -> Iterator[None]:
     Axes over the same ranks share one group. All axes of size 1 share one group, which a rank creates without waiting for other
     ranks. By default torch creates a group for each row of each axis. Each costs a round of all ranks through the store, and
     threads: in a world of 1,024, an axis of size 1 costs 1,024 rounds.
+
+    Axes whose collectives are inside of layers share none with those that FSDP gathers over. A communicator carries out one
+    thing after another, in the order of the calls, on whichever stream: in a common one, the gather of the next layer would
+    begin only after the exchange at the end of this one, and be hidden by nothing.
     """
     known = _SHARED.setdefault(distributed_c10d._get_default_group(), {})
     make = DeviceMesh._init_one_process_group
 
     def shared(axis: Any, ranks: torch.Tensor, name: str, backend: Any) -> Any:
-        alone = axis.numel() == 1 < dist.get_world_size()
-        key = "alone" if alone else f"{axis} {ranks.tolist()} {backend}"
+        world = dist.get_world_size()
+        alone, in_layers = axis.numel() == 1 < world, name in _OF_LAYERS and axis.numel() > 1
+        key = "alone" if alone else f"{axis} {ranks.tolist()} {backend} {in_layers}"
         if key not in known:
             if alone:
                 group: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="mesh_alone")
                 known[key] = group.group_name
-            elif axis.numel() == dist.get_world_size() and _has_two_gloo_threads(distributed_c10d._get_default_group()):
+            elif axis.numel() == world and in_layers and name != "tp":  # beside `tp` of all ranks, nothing is gathered
+                known[key] = dist.new_group(list(range(world)), group_desc=f"mesh_{name}").group_name
+            elif axis.numel() == world and _has_two_gloo_threads(distributed_c10d._get_default_group()):
                 # torch would take the default group, which its caller created before `one_gloo_worker` was called.
                 known[key] = dist.new_group(group_desc="mesh_default").group_name
             else:
@@ -133,6 +140,9 @@ def shared_groups() -> Iterator[None]:
     finally:
         DeviceMesh._init_one_process_group = staticmethod(make)  # type: ignore[method-assign]
 
+
+_OF_LAYERS = ("tp", "cp", "ep")
+"""Axes whose collectives are inside of layers."""
 
 _SHARED: WeakKeyDictionary[dist.ProcessGroup, dict[str, Any]] = WeakKeyDictionary()
 """Names of the groups that :func:`shared_groups` created, by the default group at that time."""

@@ -155,6 +155,7 @@ class _Ring(torch.autograd.Function):
         widths = [key.shape[-1], value.shape[-1]]
         part = torch.cat([key, value], dim=-1).contiguous()
         part_gradient = torch.zeros_like(part, dtype=precise)
+        sent: list[Any] = []
         for step in range(plan.ranks):
             following, works = _pass_on(part, plan.group) if step + 1 < plan.ranks else (part, [])
             keys, values = part.split(widths, dim=-1)
@@ -166,12 +167,13 @@ class _Ring(torch.autograd.Function):
                     gradient[:, :, at], query_gradient[:, :, at], key_gradients[:, :, place],
                     value_gradients[:, :, place], queries, seen, plan,
                 )  # fmt: skip
-            # The gradients of this part came from the rank before, with what the ranks before it added.
-            part_gradient += mine
-            part_gradient, sent = _pass_on(part_gradient, plan.group)
+            # The gradients of this part came from the rank before, with what the ranks before it added. They were on their way
+            # while this part was computed.
             _wait(sent)
+            part_gradient, sent = _pass_on(part_gradient.add_(mine), plan.group)
             _wait(works)
             part = following
+        _wait(sent)
         key_gradient, value_gradient = part_gradient.split(widths, dim=-1)
         sinks_gradient = None
         if sinks is not None:

@@ -34,6 +34,7 @@ __all__ = [
     "is_flash",
     "positions_of",
     "resolve_attentions",
+    "ring_message_bytes",
     "unevenness",
 ]
 
@@ -268,12 +269,18 @@ def context_bytes(plan: ShardingPlan, tokens: int) -> Counter[str]:
             sizes["all_to_all"] += (forwards + backwards) * (queries + repeated + outputs)
             sizes["all_to_all"] += backwards * row.recompute * (queries + repeated)
         else:
-            gradients = keys // item * max(item, itemsize("float32"))  # added up in fp32 or better on their way
+            keys, gradients = ring_message_bytes(plan, row, tokens)
             sizes["send"] += (cp - 1) * (forwards + backwards) * keys + backwards * cp * gradients
     if plan.options.balance_loss and cp > 1:  # for each sequence the loads of experts, and its tokens
         numbers = sum(row.experts + 1 for row in plan.experts if row.router)
         sizes["all_reduce"] += plan.options.balance_loss * numbers * itemsize("float32")
     return Counter({kind: size * plan.options.microbatches for kind, size in sizes.items()})
+
+
+def ring_message_bytes(plan: ShardingPlan, row: AttentionRow, tokens: int) -> tuple[int, int]:
+    """Return the bytes of the keys and values that an attention passes on, and of their gradients, for ``tokens`` of a rank."""
+    numbers, item = tokens * row.kv_heads * (row.key_size + row.value_size), _itemsize(plan)
+    return numbers * item, numbers * max(item, itemsize("float32"))  # gradients are added up in fp32 or better on their way
 
 
 def gathered_bytes(plan: ShardingPlan, tokens: int) -> int:

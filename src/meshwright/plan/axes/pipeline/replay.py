@@ -75,12 +75,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Replay:
-    """A run of a schedule in time, without messages.
+    """A run of a schedule in time.
 
     Attributes:
         spans: for each rank of `pp`, its turns in order.
         length: duration of the run, in forwards through the whole model.
-        idle: for each rank, the share of the run in which it waits.
+        idle: for each rank, the share of the run in which it computes nothing.
         alive: for each rank, the most microbatches whose activations it holds at once, as if each went through all of its
             stages: one of two stages counts a half.
     """
@@ -154,29 +154,40 @@ def _filled_and_drained(rank: int, ahead: int, microbatches: int) -> tuple[Sched
     return tuple(turns)
 
 
-def replay(order: Sequence[Sequence[ScheduledOp]], cost: Callable[[ScheduledOp], float]) -> Replay:
+def replay(
+    order: Sequence[Sequence[ScheduledOp]],
+    cost: Callable[[ScheduledOp], float],
+    message: float = 0.0,
+    *,
+    asked_late: bool = False,
+) -> Replay:
     """Run the turns of every rank as early as its own order and the other stages allow.
 
     Args:
         order: the turns of each rank.
         cost: duration of a turn.
+        message: duration of a message from one rank to another.
+        asked_late: whether a rank asks for a message only when its turn before has ended, so that it waits for all of it.
 
     Raises:
         ValueError: the ranks wait for each other.
     """
     last = max(turn.stage for turns in order for turn in turns)
+    rank_of = {turn.stage: rank for rank, turns in enumerate(order) for turn in turns}
     done: dict[ScheduledOp, float] = {}
     spans: list[list[Span]] = [[] for _ in order]
     moved = True
     while moved:
         moved = False
-        for turns, made in zip(order, spans, strict=True):
+        for rank, (turns, made) in enumerate(zip(order, spans, strict=True)):
             while len(made) < len(turns):
                 turn = turns[len(made)]
                 awaited = _awaited(turn, last)
                 if any(other not in done for other in awaited):
                     break
-                begin = max([made[-1].end if made else 0.0, *(done[other] for other in awaited)])
+                sent = [done[other] for other in awaited if rank_of[other.stage] != rank]
+                free = max([made[-1].end if made else 0.0, *(done[other] for other in awaited)])
+                begin = free + message if asked_late and sent else max([free, *(end + message for end in sent)])
                 made.append(Span(turn, begin, begin + cost(turn)))
                 # What follows waits for a gradient of inputs, whether or not those of weights are made with it.
                 key = ScheduledOp(Phase.INPUT, turn.stage, turn.microbatch) if turn.phase is Phase.BACKWARD else turn
@@ -209,8 +220,11 @@ def _awaited(turn: ScheduledOp, last: int) -> list[ScheduledOp]:
     ]
 
 
-def replay_of_plan(plan: ShardingPlan, *, even: bool = False) -> Replay:
-    """Replay one run of the plan's schedule, without messages.
+def replay_of_plan(plan: ShardingPlan, *, even: bool = False, message: float = 0.0) -> Replay:
+    """Replay one run of the plan's schedule.
+
+    torch's schedules of one stage a rank ask for each message when they have started the turn before; the others ask for it
+    while earlier turns run.
 
     Each half of backward takes as long as forward. Full activation checkpointing adds a forward to the backward. No gradient
     flows into stages before the first one with a trained parameter. That stage, and stage 0, have no half for inputs: torch
@@ -219,6 +233,7 @@ def replay_of_plan(plan: ShardingPlan, *, even: bool = False) -> Replay:
     Args:
         plan: a plan with stages.
         even: let all stages take equal time, instead of the work that the plan gives them.
+        message: duration of a message, in forwards through the whole model.
     """
     options, stages = plan.options, len(plan.stages)
     pp = plan.layout.size("pp")
@@ -237,7 +252,7 @@ def replay_of_plan(plan: ShardingPlan, *, even: bool = False) -> Replay:
         return part * costs[turn.stage]
 
     order = order_of(options.pipeline_schedule, pp, stages // pp, options.microbatches // options.runs_per_step)
-    return replay(order, cost)
+    return replay(order, cost, message, asked_late=options.pipeline_schedule.single)
 
 
 def receive_buffers(plan: ShardingPlan, rank: int) -> int:

@@ -1,0 +1,267 @@
+"""Which seconds of collectives compute hides: the rules of FSDP2, of the ring and of pipelines.
+
+FSDP2 is replayed for the microbatches of a step. There are two lines of time: what computes, and the communicator of the data
+ranks, which carries out one call after another.
+
+- Forward: the host runs ahead, so a unit's gather is called as soon as that of the unit before it. It begins when what was
+  gathered two units before is in use, because its buffer is freed then. So the gather of the root, and that of the first layer,
+  have nothing to hide behind.
+- Backward: when a unit begins, it calls the gather of the next one, where that is gathered again. When it has ended, it waits
+  for the reduction of the unit before it, whose buffer is freed, and calls its own. At the end all reductions are waited for.
+  So those of the first layer and of the root have nothing to hide behind either.
+- The all-reduce over replicas follows the reduction, over a communicator of its own.
+
+A ring sends keys and values while a part is computed, and in backward the gradients of the part before; only those of the last
+part have nothing to hide behind.
+
+A pipeline's schedule is replayed with messages and without: by how much it takes longer is what they expose.
+
+Axes do not share the bandwidth of a link here.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from meshwright.plan.axes.context import ring_message_bytes
+from meshwright.plan.axes.data.prefetch import layer_groups
+from meshwright.plan.axes.data.unit_traffic import unit_traffic
+from meshwright.plan.axes.pipeline.replay import replay_of_plan
+from meshwright.plan.axes.pipeline.stage_plan import pipeline_messages
+from meshwright.plan.given.closed_choices import ContextBalance, ContextMethod, SyncPolicy
+from meshwright.plan.result.sharding_plan import ShardingPlan, UnitRow, itemsize, shard_axis
+
+__all__ = ["Speeds", "Turn", "exposed_of_ring", "exposed_share", "waits_of_pipeline"]
+
+Price = Callable[[str, str, int], float]
+"""Seconds of a collective, by axis, kind, and bytes."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Seconds in which a layer, or a unit outside of the layers, keeps the device busy in a microbatch."""
+
+    forward: float
+    backward: float
+
+
+def exposed_share(plan: ShardingPlan, turns: Mapping[str, Turn], rest: float, price: Price) -> float:
+    """Return the share of the seconds of FSDP2's collectives in an optimizer step that nothing hides; 1 if there are none.
+
+    Args:
+        plan: the plan, or its part on one stage.
+        turns: the layers by name; units outside of them take no time of their own.
+        rest: seconds of what is outside of the layers in a microbatch. All of it counts as the head's: a third is forward.
+        price: seconds of a collective.
+    """
+    line = _Line({unit.name: _Prices.of(plan, unit, price) for unit in plan.fsdp_units}, plan.options.all_reduce_once)
+    groups, microbatches = layer_groups(plan), plan.options.microbatches
+    order = [(unit, part) for turn in groups.turns for unit, part in _parts(turn, turns)]
+    for index in range(microbatches):
+        last = index + 1 == microbatches
+        line.forward([(unit, 0.0) for unit in groups.around] + [(unit, part.forward) for unit, part in order])
+        line.compute(rest / 3)
+        line.backward([(unit, part.backward) for unit, part in reversed(order)], groups.around, 2 * rest / 3, last)
+    busy = microbatches * (rest + sum(part.forward + part.backward for _, part in order))
+    return (line.now - busy) / line.called if line.called else 1.0
+
+
+def _parts(turn: Sequence[UnitRow], turns: Mapping[str, Turn]) -> list[tuple[UnitRow, Turn]]:
+    """Share the time of a turn evenly among its units."""
+    whole = turns.get(turn[0].name, Turn(0.0, 0.0))
+    return [(unit, Turn(whole.forward / len(turn), whole.backward / len(turn))) for unit in turn]
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """What a device does in a second.
+
+    Attributes:
+        products: operations of matrix products in the dtype of compute.
+        precise: the same in fp32.
+        memory: bytes that elementwise operators read and write.
+    """
+
+    products: float
+    precise: float
+    memory: float
+
+
+SCORES_MOVED = (9, 15)
+"""How often the ring's operators beside products read or write all scores of a part, in fp32, forward and backward: those of
+``_part`` and ``_part_backward`` in distributed/context/ring.py."""
+
+
+def exposed_of_ring(plan: ShardingPlan, length: int, speeds: Speeds, price: Price) -> float:
+    """Return the seconds of an optimizer step in which attentions wait for their ring.
+
+    Args:
+        plan: the plan, or its part on one stage.
+        length: length of a sequence.
+        speeds: those of the device.
+        price: seconds of a collective.
+    """
+    cp, tokens, total = plan.layout.size("cp"), plan.options.tokens, 0.0
+    if cp == 1 or tokens is None:
+        return 0.0
+    moved_forward, moved_backward = (passes * itemsize("float32") / speeds.memory for passes in SCORES_MOVED)
+    for row in plan.attentions:
+        if row.method is not ContextMethod.RING:
+            continue
+        (forwards, backwards), sent, returned = plan.runs(row.module), *ring_message_bytes(plan, row, tokens)
+        keys, gradients = price("cp", "send", sent), price("cp", "send", returned)
+        # Of the four pairs of chunks of a part, a causal zigzag computes three of a rank's own and two of another's; where the
+        # sequence is cut otherwise, the last rank sees all.
+        zigzag = row.causal and plan.options.context_balance is ContextBalance.ZIGZAG
+        parts = [0.75 if zigzag else 1.0] + [0.5 if zigzag else 1.0] * (cp - 1)
+        scores, both = tokens * row.heads * (length / cp), row.key_size + row.value_size
+        forward = scores * (2 * both / speeds.products + moved_forward)
+        backward = scores * (2 * row.key_size / speeds.products + 4 * both / speeds.precise + moved_backward)
+        total += forwards * sum(max(0.0, keys - part * forward) for part in parts[:-1])
+        # With the first part only keys and values are on their way, with the last one only gradients.
+        waits = [keys, *[keys + gradients] * (cp - 2), gradients]
+        left = sum(max(0.0, seconds - part * backward) for seconds, part in zip(waits, parts, strict=True))
+        total += backwards * (left + gradients)
+    return plan.options.microbatches * total
+
+
+def waits_of_pipeline(plan: ShardingPlan, rank: int, compute: float, price: Price) -> tuple[float, float]:
+    """Return the seconds of an optimizer step in which a rank of `pp` waits for what other ranks compute, and for messages.
+
+    Args:
+        plan: a plan with stages.
+        rank: the rank.
+        compute: seconds that its own turns take.
+        price: seconds of a collective.
+    """
+    alone, runs = replay_of_plan(plan), plan.options.runs_per_step
+    second = alone.length * (1 - alone.idle[rank]) * runs / compute  # in the unit of the replay
+    messages, size = pipeline_messages(plan, rank)
+    bubble = alone.length * alone.idle[rank] * runs / second
+    if not messages or size is None:
+        return bubble, 0.0
+    with_messages = replay_of_plan(plan, message=price("pp", "send", size // messages) * second / runs)
+    return bubble, (with_messages.length - alone.length) * runs / second
+
+
+@dataclass(frozen=True)
+class _Prices:
+    """Seconds of each collective of a unit; ``None``: it has none."""
+
+    gather: float | None
+    scatter: float | None
+    replicate: float | None
+
+    @classmethod
+    def of(cls, plan: ShardingPlan, unit: UnitRow, price: Price) -> "_Prices":
+        traffic, axis = unit_traffic(plan, unit), shard_axis(plan.layout, unit.kind)
+
+        def one(axis: str, kind: str, calls: int, size: int) -> float | None:
+            return price(axis, kind, size // calls) if calls else None
+
+        return cls(
+            one(axis, "all_gather", traffic.all_gathers, traffic.all_gather_bytes),
+            one(axis, "reduce_scatter", traffic.reduce_scatters, traffic.reduce_scatter_bytes),
+            one("dp_replicate", "all_reduce", traffic.all_reduces, traffic.all_reduce_bytes),
+        )
+
+
+@dataclass
+class _Line:
+    """The state of a replay, in seconds.
+
+    Attributes:
+        prices: of the collectives of units, by name.
+        all_reduce_once: whether replicas are reduced in the last microbatch only.
+        now: until when what computes is busy.
+        called: seconds of all collectives so far.
+        gathering: until when the communicator is busy.
+        replicating: the same of that of the replicas.
+        scattered: when the latest reduce-scatter ends.
+        reduced: when all reductions end.
+        freed: before which no gather begins, because its buffer is in use.
+        in_use: when the latest unit of forward was first used.
+        gathered: units that are gathered, or will be, and when.
+        awaited: those of them that nothing has waited for yet.
+    """
+
+    prices: Mapping[str, _Prices]
+    all_reduce_once: bool
+    now: float = 0.0
+    called: float = 0.0
+    gathering: float = 0.0
+    replicating: float = 0.0
+    scattered: float = 0.0
+    reduced: float = 0.0
+    freed: float = 0.0
+    in_use: float = 0.0
+    gathered: dict[str, float] = field(default_factory=dict)
+    awaited: dict[str, float] = field(default_factory=dict)
+
+    def compute(self, seconds: float) -> None:
+        self.now += seconds
+
+    def forward(self, order: Sequence[tuple[UnitRow, float]]) -> None:
+        for unit, seconds in order:
+            self._gather(unit)
+            if self._wait(unit):
+                self.freed, self.in_use = max(self.freed, self.in_use), self.now
+            self.compute(seconds)
+            if unit.reshard_after_forward and unit.sync is not SyncPolicy.DEFER:
+                self.gathered.pop(unit.name, None)
+
+    def backward(self, order: Sequence[tuple[UnitRow, float]], around: Sequence[UnitRow], rest: float, last: bool) -> None:
+        again = [(unit, seconds) for unit, seconds in order if unit.gathers_in_backward]
+        following = {unit.name: after for (unit, _), (after, _) in pairwise(again)}
+        for unit in around:
+            self._gather(unit)
+            self._freed_at_once(unit)
+        if again:
+            self._gather(again[0][0])
+        self.compute(rest)
+        for unit, seconds in order:
+            if unit.gathers_in_backward:
+                self._gather(unit)
+                self._freed_at_once(unit)
+                if unit.name in following:
+                    self._gather(following[unit.name])
+            self.compute(seconds)
+            self._reduce(unit, last)
+        for unit in around:
+            self._reduce(unit, last)
+        self.now = max(self.now, self.reduced)
+
+    def _gather(self, unit: UnitRow) -> None:
+        seconds = self.prices[unit.name].gather
+        if unit.name not in self.gathered and seconds is not None:
+            self.gathering = self._call(self.gathering, self.freed, seconds)
+            self.gathered[unit.name] = self.awaited[unit.name] = self.gathering
+
+    def _wait(self, unit: UnitRow) -> bool:
+        """Wait for a unit; return whether it was called since it was last waited for."""
+        called = self.awaited.pop(unit.name, None)
+        self.now = max(self.now, called or 0.0)
+        return called is not None
+
+    def _freed_at_once(self, unit: UnitRow) -> None:
+        if self._wait(unit):
+            self.freed = max(self.freed, self.now)
+
+    def _reduce(self, unit: UnitRow, last: bool) -> None:
+        if last or unit.sync is not SyncPolicy.DEFER:
+            self.gathered.pop(unit.name, None)
+        if not last and unit.sync is not SyncPolicy.REDUCE_EACH:
+            return
+        prices = self.prices[unit.name]
+        if prices.scatter is not None:
+            self.now = max(self.now, self.scattered)
+            self.gathering = self.scattered = self._call(self.gathering, self.now, prices.scatter)
+            self.reduced = max(self.reduced, self.scattered)
+        if prices.replicate is not None and (last or not self.all_reduce_once):
+            begin = self.now if prices.scatter is None else self.scattered
+            self.replicating = self._call(self.replicating, begin, prices.replicate)
+            self.reduced = max(self.reduced, self.replicating)
+
+    def _call(self, free: float, after: float, seconds: float) -> float:
+        self.called += seconds
+        return max(free, after) + seconds
