@@ -12,6 +12,7 @@ _HOMES = {
     "GradSync": "distributed.data.grad_sync",
     "Layout": "layout",
     "MeshwrightError": "errors",
+    "MetricSink": "train.metrics",
     "ModelSizes": "layout",
     "Objective": "models.objective",
     "ParallelMesh": "distributed.mesh",

@@ -9,6 +9,7 @@ import torch
 
 from meshwright.errors import ConfigError, MeshwrightError, PartError
 from meshwright.train.config import OptimizerConfig, RunConfig, ScheduleConfig
+from meshwright.train.metrics import MetricSink, Recorder, make_sinks
 from meshwright.train.optimizer import check_parts, learning_rate
 from tests.harness import refuses
 from tests.train.runs import tiny_run, train, write_corpus
@@ -113,6 +114,37 @@ def test_what_is_wrong_is_said_before_anything_starts(
     with refuses(kind, code) as caught:
         check_parts(config, 4)
     assert words in str(caught.value)
+
+
+class Broken(MetricSink):
+    """A sink that fails at the second step."""
+
+    def write(self, step: int, values: Any) -> None:
+        if step == 2:
+            raise OSError("disk of the sink is full")
+
+
+class NoWrite(MetricSink):
+    """It lacks a method."""
+
+
+def test_a_sink_that_fails_does_not_end_the_run(tmp_path: Path, corpus: Path) -> None:
+    config = tiny_run(tmp_path, corpus, f"metrics.sinks=['{HERE}Broken']", "training.steps=3")
+    recorder = Recorder(config, speaks=True)
+    said: list[str] = []
+    recorder.say = said.append  # type: ignore[method-assign]
+    for step in (1, 2, 3):
+        recorder.event(step, {"eval/loss": 1.0}, "evaluated")
+    recorder.close()
+    assert len(said) == 4
+    assert "disk of the sink is full" in said[1]
+    assert "goes on without" in said[1]
+
+
+@pytest.mark.parametrize("name", ["NoWrite", "halved"])
+def test_a_sink_that_is_none_is_refused(tmp_path: Path, corpus: Path, name: str) -> None:
+    with refuses(ConfigError, "part.signature"):
+        make_sinks(tiny_run(tmp_path, corpus, f"metrics.sinks=['{HERE}{name}']"))
 
 
 @pytest.mark.parametrize(

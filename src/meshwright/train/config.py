@@ -108,6 +108,9 @@ class MetricsConfig(Section):
     tensorboard: bool = Field(default=True, description="Event files in tensorboard/ of the output directory.")
     wandb: str | None = Field(default=None, description="Project of Weights & Biases (needs the extra [wandb]).")
     mlflow: str | None = Field(default=None, description="Experiment of MLflow (needs the extra [mlflow]).")
+    sinks: list[PartName] = Field(
+        default=[], description="Sinks of your own, as `module:Name` or `{use: module:Name, with: {...}}` (docs/own-parts.md)."
+    )
     gpu: str | None = Field(
         default=None,
         description="Device for `mfu`, and for a forecast beside the measured step, as of `meshwright plan --gpu`: a name, or "

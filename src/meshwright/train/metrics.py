@@ -5,39 +5,91 @@ import math
 import re
 import uuid
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from meshwright.errors import CheckpointError, number_of
+from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, number_of
 from meshwright.files import write_whole
+from meshwright.objectives.call import in_part
 from meshwright.plan.show.explain import human_bytes
 from meshwright.terminal import console
 from meshwright.train.config import RunConfig
 from meshwright.train.start.run_files import Paths
+from meshwright.user_code import find_part, make_part
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["Jsonl", "Recorder"]
+__all__ = ["Jsonl", "MetricSink", "Recorder", "make_sinks"]
 
 Values = Mapping[str, float | int]
 
 
-class Sink(Protocol):
-    """A destination of the metrics of steps."""
+class MetricSink:
+    """A destination of metrics. One of the user's inherits from it; it is made and called on rank 0 alone."""
+
+    def open(self, config: Mapping[str, Any], step: int) -> None:
+        """Begin to record.
+
+        Args:
+            config: the configuration of the run, as plain values.
+            step: the step that the run resumes from; 0: it begins.
+        """
 
     def write(self, step: int, values: Values) -> None:
-        """Write the metrics of a step."""
+        """Write the metrics of a step, or of an evaluation after it: name to number. Names have slashes, as in eval/loss."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Flush and close."""
 
 
-class Jsonl:
+class _Users(MetricSink):
+    """A sink of the user. What it raises is said once, and then it is left alone: the run goes on."""
+
+    def __init__(self, name: str, sink: MetricSink, say: Callable[[str], None]) -> None:
+        self._name, self._sink, self._say, self._broken = name, sink, say, False
+
+    def _call(self, hook: str, *arguments: Any) -> None:
+        if self._broken:
+            return
+        try:
+            with in_part(f"sink {self._name}", hook):
+                getattr(self._sink, hook)(*arguments)
+        except MeshwrightError as error:
+            self._broken = True
+            self._say(f"[yellow]{escape(str(error))}[/yellow]\nthe run goes on without this sink")
+
+    def open(self, config: Mapping[str, Any], step: int) -> None:
+        self._call("open", config, step)
+
+    def write(self, step: int, values: Values) -> None:
+        self._call("write", step, values)
+
+    def close(self) -> None:
+        self._call("close")
+
+
+def make_sinks(config: RunConfig) -> list[tuple[str, MetricSink]]:
+    """Return the sinks of the user with their names.
+
+    Raises:
+        ConfigError: one does not exist, is no class of :class:`MetricSink`, or its arguments are wrong.
+    """
+    made = []
+    for number, part in enumerate(config.metrics.sinks):
+        where = f"metrics.sinks.{number}"
+        kind = find_part(where, part.use, "sinks")
+        if not (isinstance(kind, type) and issubclass(kind, MetricSink)):
+            raise ConfigError("part.signature", f"{where}={part.use}: is no class of meshwright.MetricSink")
+        if kind.write is MetricSink.write:
+            raise ConfigError("part.signature", f"{where}={part.use}: lacks `def write(self, step, values)`")
+        made.append((part.use, make_part(where, part.use, kind, part.arguments)))
+    return made
+
+
+class Jsonl(MetricSink):
     """A file with one line for each logged step.
 
     A run that resumes drops the lines of steps after its checkpoint, because it repeats these steps. It moves lines that cannot
@@ -80,7 +132,7 @@ class Jsonl:
         self.file.close()
 
 
-class _TensorBoard:
+class _TensorBoard(MetricSink):
     def __init__(self, path: Path, resumed_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -94,7 +146,7 @@ class _TensorBoard:
         self.writer.close()
 
 
-class _Wandb:
+class _Wandb(MetricSink):
     def __init__(self, project: str, config: RunConfig) -> None:
         import wandb
 
@@ -126,7 +178,7 @@ def kept_id(file: Path) -> str:
     return content.decode()
 
 
-class _MLflow:
+class _MLflow(MetricSink):
     def __init__(self, experiment: str, config: RunConfig) -> None:
         import mlflow
 
@@ -177,7 +229,7 @@ class Recorder:
         self.speaks = speaks
         self.steps = steps or config.training.steps or 0
         self.every = config.training.log_every
-        self.sinks: list[Sink] = []
+        self.sinks: list[MetricSink] = []
         self.console = console(quiet=not speaks)
         self._progress: Progress | None = None
         self._times = StepTimes()
@@ -194,6 +246,9 @@ class Recorder:
             self.sinks.append(_Wandb(metrics.wandb, config))
         if metrics.mlflow is not None:
             self.sinks.append(_MLflow(metrics.mlflow, config))
+        for name, sink in make_sinks(config):
+            self.sinks.append(users := _Users(name, sink, self.say))
+            users.open(config.model_dump(mode="json"), resumed_step)
         if self.console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TimeRemainingColumn())
             self._progress = Progress(*columns, console=self.console)

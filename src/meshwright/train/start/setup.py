@@ -100,6 +100,7 @@ def make_setup(
     from meshwright.objectives.trial import layout_problems
     from meshwright.plan.given.inspection import model_sizes
     from meshwright.plan.resolver import resolve
+    from meshwright.train.metrics import make_sinks
     from meshwright.train.optimizer import check_parts
     from meshwright.train.run_objective import make_objective
 
@@ -143,6 +144,7 @@ def make_setup(
         )
     try:
         check_parts(config, config.training.steps or 100)
+        make_sinks(config)
     except (ConfigError, PartError) as error:
         problems.append(error)
     problems.extend(_length_problems(config, model))
