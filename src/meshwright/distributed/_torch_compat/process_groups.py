@@ -119,15 +119,17 @@ def shared_groups() -> Iterator[None]:
 
     def shared(axis: Any, ranks: torch.Tensor, name: str, backend: Any) -> Any:
         world = dist.get_world_size()
-        alone, in_layers = axis.numel() == 1 < world, name in _OF_LAYERS and axis.numel() > 1
+        alone, whole = axis.numel() == 1 < world, axis.numel() == world
+        # Beside `tp` of all ranks nothing is gathered, so it takes the default group.
+        in_layers = name in _OF_LAYERS and axis.numel() > 1 and not (name == "tp" and whole)
         key = "alone" if alone else f"{axis} {ranks.tolist()} {backend} {in_layers}"
         if key not in known:
             if alone:
                 group: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="mesh_alone")
                 known[key] = group.group_name
-            elif axis.numel() == world and in_layers and name != "tp":  # beside `tp` of all ranks, nothing is gathered
+            elif whole and in_layers:
                 known[key] = dist.new_group(list(range(world)), group_desc=f"mesh_{name}").group_name
-            elif axis.numel() == world and _has_two_gloo_threads(distributed_c10d._get_default_group()):
+            elif whole and _has_two_gloo_threads(distributed_c10d._get_default_group()):
                 # torch would take the default group, which its caller created before `one_gloo_worker` was called.
                 known[key] = dist.new_group(group_desc="mesh_default").group_name
             else:
