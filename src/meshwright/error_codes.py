@@ -296,6 +296,7 @@ CODES: dict[str, tuple[str, str]] = {
     "worker.silent": ("A process did not answer in time.", "See the message; launch.timeout_minutes."),
     "worker.hang": ("Ranks wait for each other.", "The lines of the message say where each rank is."),
     "worker.lost": ("What a process returned cannot be sent.", "Results that can be pickled."),
+    "worker.collectives": ("A backend lacks a collective that the plan needs.", "Another layout or backend."),
     "worker.device": ("Workers cannot be on this device.", "cpu, or the kind of an accelerator that is there."),
     "worker.number": ("A pool has no workers.", "1 or more."),
     "worker.pool": ("Workers cannot be forked inside a process group.", "A process without one."),

@@ -3,7 +3,7 @@
 import ctypes
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -13,9 +13,17 @@ import torch.distributed as dist
 
 from meshwright.device import backend, claim, is_accelerator
 from meshwright.distributed import _torch_compat
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, UnsupportedError, described
 
-__all__ = ["RECORDED", "adopt_slurm", "distributed_environment", "end_openmp_threads", "process_group", "whole_number"]
+__all__ = [
+    "RECORDED",
+    "adopt_slurm",
+    "check_collectives",
+    "distributed_environment",
+    "end_openmp_threads",
+    "process_group",
+    "whole_number",
+]
 
 RECORDED = "2000"
 """Collectives that torch's flight recorder keeps, for the report of ranks that hang."""
@@ -113,6 +121,50 @@ def process_group(timeout: timedelta, kind: str) -> Iterator[torch.device]:
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def check_collectives(kinds: Iterable[str], device: torch.device) -> None:
+    """Try collectives of some kinds over all ranks, so that one that a backend lacks is refused before anything is trained.
+
+    Collective over all ranks.
+
+    Args:
+        kinds: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all`` or ``send``.
+        device: the device of this rank.
+
+    Raises:
+        UnsupportedError: the backend does not carry one out; all that it lacks are named.
+    """
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    whole, part = torch.zeros(ranks, device=device), torch.zeros(1, device=device)
+
+    def send() -> None:
+        ops = [dist.P2POp(dist.isend, part, (rank + 1) % ranks), dist.P2POp(dist.irecv, part.clone(), (rank - 1) % ranks)]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    tries: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: (dist.all_reduce(part), dist.all_reduce(part, dist.ReduceOp.MAX)),
+        "all_gather": lambda: _torch_compat.all_gather_single(whole, part),
+        "reduce_scatter": lambda: _torch_compat.reduce_scatter_single(part, whole),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
+        "send": send,
+    }
+    lacking = {}
+    for kind in sorted(set(kinds)):
+        try:
+            tries[kind]()
+        except (NotImplementedError, RuntimeError, ValueError) as error:
+            if isinstance(error, dist.DistNetworkError | torch.OutOfMemoryError):
+                raise
+            lacking[kind] = described(error)
+    if lacking:
+        said = "; ".join(f"{kind} ({why})" for kind, why in lacking.items())
+        raise UnsupportedError(
+            "worker.collectives",
+            f"launch.device={device.type}: its backend {backend(device.type)} does not carry out {said}, which the plan "
+            "needs; use another layout, or another backend",
+        )
 
 
 def _check_torchrun() -> None:

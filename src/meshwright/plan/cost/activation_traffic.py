@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from meshwright.plan.axes.context import context_bytes, context_counts
+from meshwright.plan.axes.data.unit_traffic import unit_traffic
 from meshwright.plan.axes.experts import expert_parallel_bytes, expert_parallel_counts
 from meshwright.plan.axes.pipeline.stage_plan import on_stages, pipeline_messages, stages_of_rank
 from meshwright.plan.axes.tensor.traffic import tensor_parallel_bytes, tensor_parallel_counts
@@ -11,7 +12,7 @@ from meshwright.plan.cost.price import fullest_rank
 from meshwright.plan.given.options import NF4
 from meshwright.plan.result.sharding_plan import ShardingPlan, itemsize
 
-__all__ = ["AxisTraffic", "activation_traffic", "objective_counts"]
+__all__ = ["AxisTraffic", "activation_traffic", "kinds_of_collectives", "objective_counts"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,13 @@ def activation_traffic(plan: ShardingPlan) -> list[AxisTraffic]:
         for axis, of in calls.items()
         for kind, count in sorted(of.items())
     ]
+
+
+def kinds_of_collectives(plan: ShardingPlan) -> set[str]:
+    """Return the kinds of collectives that a step makes on any axis; all-reduces are in all."""
+    units = [unit_traffic(plan, unit) for unit in plan.fsdp_units]
+    sharded = {"all_gather", "reduce_scatter"} if any(unit.all_gathers or unit.reduce_scatters for unit in units) else set()
+    return {"all_reduce", *sharded, *(item.kind for item in activation_traffic(plan) if item.calls)}
 
 
 def objective_counts(plan: ShardingPlan) -> Counter[str]:

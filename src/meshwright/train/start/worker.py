@@ -19,7 +19,7 @@ from rich.markup import escape
 from meshwright.checkpoint.directory import read_meta
 from meshwright.data.store import TokenStore
 from meshwright.device import release_memory
-from meshwright.distributed.process_group import process_group
+from meshwright.distributed.process_group import check_collectives, process_group
 from meshwright.errors import (
     ConfigError,
     DataError,
@@ -30,6 +30,7 @@ from meshwright.errors import (
     WorkerError,
     described,
 )
+from meshwright.plan.cost.activation_traffic import kinds_of_collectives
 from meshwright.ranks.hang import is_communication
 from meshwright.ranks.watch import Watch
 from meshwright.terminal import console
@@ -99,6 +100,8 @@ def run_worker(
         import_modules(config.imports)  # before the tokenizer, whose class one of them may register
         tokenizer = load_run_tokenizer(config)
         setup = make_setup(config, dist.get_world_size(), tokenizer)
+        if dist.get_world_size() > 1:
+            check_collectives(kinds_of_collectives(setup.plan), device)
         from meshwright.train.parts import PARTS
         from meshwright.train.trainer import Trainer
 
