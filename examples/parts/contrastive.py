@@ -17,6 +17,8 @@ class Contrastive(Objective):
         temperature: what cosines are divided by.
     """
 
+    unit = "document"
+
     def __init__(self, temperature: float = 0.1) -> None:
         self.temperature = temperature
 

@@ -45,7 +45,7 @@ def test_all_that_a_backend_lacks_is_named() -> None:
 def test_a_plan_says_what_it_needs() -> None:
     def kinds(**sizes: int) -> set[str]:
         model, spec = make("llama", meta=True)
-        return kinds_of_collectives(resolve(spec, model, Layout(**sizes).resolve(2), ParallelOptions()))
+        return kinds_of_collectives(resolve(spec, model, Layout(**sizes).resolve(2), ParallelOptions(microbatches=2)))
 
     assert kinds(dp_shard=2) == {"all_reduce", "all_gather", "reduce_scatter"}
     assert not kinds(tp=2, dp_shard=1) & {"reduce_scatter", "send"}

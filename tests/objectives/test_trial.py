@@ -53,6 +53,7 @@ def test_the_configuration_keeps_a_part(tmp_path: Path) -> None:
     again.write_text(made.to_yaml())
     assert load_config(again) == made
     assert made.model_dump(mode="json")["training"]["objective"] == {"use": f"{PARTS}focal", "with": {"gamma": 3}}
+    assert made.own_parts == [f"objective: {PARTS}focal (gamma=3)"]
     short = config(tmp_path, "Tokens").model_dump(mode="json")["training"]["objective"]
     assert short == f"{PARTS}Tokens"
 

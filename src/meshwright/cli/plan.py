@@ -129,7 +129,7 @@ def plan(
         page.print(explain_program(sharding_plan, full=full))
     else:
         page.print(explain(sharding_plan, full=full))
-        for line in host_lines(run, sharding_plan):
+        for line in (*run.own_parts, *host_lines(run, sharding_plan)):
             page.print(line, highlight=False, markup=False, soft_wrap=True)
         if hardware is not None:
             from meshwright.trace.show import show_remarks, show_time, show_verdict

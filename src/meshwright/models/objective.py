@@ -61,6 +61,7 @@ class Objective(ABC):
         section: section of the configuration that has its options; empty: it has none.
         terms: names of the terms of the loss; by default one, with the name of the objective.
         weights: weights of the terms; by default all are 1.
+        unit: what the first term is divided by, for a line about an evaluation: ``token`` or ``document``.
         perplexity: whether the exponential of the loss is a perplexity.
         uncounted: why :meth:`routed` does not say which tokens count, as a message if a balance loss is asked for; empty: it
             does.
@@ -87,6 +88,7 @@ class Objective(ABC):
     section = ""
     terms: tuple[str, ...]
     weights: tuple[float, ...]
+    unit = "token"
     perplexity = False
     uncounted = ""
     pipelines: bool | None = None

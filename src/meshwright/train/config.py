@@ -18,7 +18,7 @@ from meshwright.train.schema.config_problems import message
 from meshwright.train.schema.optimizer_config import OptimizerConfig, ScheduleConfig
 from meshwright.train.schema.parallel_config import LayoutConfig, ParallelConfig, Section
 from meshwright.train.schema.plain_yaml import Dumper, Loader
-from meshwright.user_code import PartName
+from meshwright.user_code import PartName, part_text
 
 __all__ = ["LayoutConfig", "OptimizerConfig", "ParallelConfig", "RunConfig", "ScheduleConfig", "load_config"]
 
@@ -213,6 +213,13 @@ class RunConfig(Section):
         return Refusal(
             "config.warmup", f"schedule.warmup_steps={warmup}: must be below {said}, or the peak learning rate is never reached"
         )
+
+    @property
+    def own_parts(self) -> list[str]:
+        """A line for each part of the user, with its arguments."""
+        parts = {"objective": self.training.objective, "optimizer": self.optimizer.part, "schedule": self.schedule.part}
+        named = [(kind, part) for kind, part in parts.items() if part is not None and ":" in part.use]
+        return [f"{kind}: {part_text(part)}" for kind, part in (*named, *(("sink", part) for part in self.metrics.sinks))]
 
     @property
     def saves_trained_only(self) -> bool:

@@ -49,10 +49,10 @@ def evaluate(engine: Engine, batches: RankBatches, loader: EvalLoader, progress:
     return {**found, "eval/tokens": int(counts[0])}
 
 
-def shown(values: dict[str, float], step: int) -> str:
-    """Return a line about an evaluation after a step."""
+def shown(values: dict[str, float], step: int, unit: str) -> str:
+    """Return a line about an evaluation after a step, in which the loss is the mean over some units."""
     named = {name.removeprefix("eval/"): value for name, value in values.items()}
     loss, tokens = named.pop("loss"), int(named.pop("tokens"))
     named.pop("perplexity", None)
     others = "".join(f", {name.replace('_', ' ')} {value:.4f}" for name, value in named.items())
-    return f"held-out loss after {number_of(step, 'step')}: [bold]{loss:.4f}[/bold] nats{others} ({tokens:,} tokens)"
+    return f"held-out loss after {number_of(step, 'step')}: [bold]{loss:.4f}[/bold] nats{others} ({number_of(tokens, unit)})"

@@ -271,7 +271,7 @@ class Trainer:
             return None
         words = f"the evaluation after step {self.step}"
         values = evaluation.evaluate(self.engine, self.batches, self.evaluation, lambda: self.progress(words))
-        self.recorder.event(self.step, values, evaluation.shown(values, self.step))
+        self.recorder.event(self.step, values, evaluation.shown(values, self.step, self.objective.unit))
         return values["eval/loss"]
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------

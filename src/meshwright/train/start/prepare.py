@@ -238,7 +238,8 @@ def introduce(setup: RunSetup, config: RunConfig, store: "TokenStore") -> None:
     """Print what a run will do: the plan without its parameters, why the host waits in each step (if it does), and the data."""
     page = console()
     page.print(explain(setup.plan, parameters=False))
-    for line in filter(None, (*host_lines(config, setup.plan), describe_data(config, store), describe_sharing(setup, store))):
+    lines = (*config.own_parts, *host_lines(config, setup.plan), describe_data(config, store), describe_sharing(setup, store))
+    for line in filter(None, lines):
         page.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
