@@ -30,8 +30,9 @@ An **order** is a place in the program where one stream is made to wait for anot
 whether that is reported (`ignore_orders`).
 
 A test may give everything a duration (`timeline`). Clocks then have a time beside their epochs: a launch begins when all that
-its stream comes after has ended, and a collective when all ranks are ready for it. So the clocks become a timeline, from which
-the seconds of collectives that no operator hides can be read (`exposed`).
+its stream comes after has ended, and a collective when all ranks are ready for it and its group has ended what was called
+before, on whichever stream, as NCCL does; a batch of transfers runs both ways at once. So the clocks become a timeline, from
+which the seconds of collectives that no operator hides can be read (`exposed`). Groups do not share the bandwidth of a link.
 
 `counts` counts launches (a call for many tensors is one, and a fused step of an optimizer), collectives, copies and reports.
 

@@ -57,7 +57,7 @@ def show_time(forecast: TimeForecast, *, calibrated: bool) -> RenderableType:
     for name, seconds in sorted(forecast.parts.items(), key=lambda part: -part[1]):
         share = seconds / forecast.step_seconds
         if share >= 0.0005:
-            words = name if name not in ("tp", "cp", "ep") else f"communication over {name}"
+            words = name if name not in ("tp", "cp", "ep", "pp") else f"communication over {name}"
             table.add_row(words.replace("data ranks", "communication over data ranks"), _seconds(seconds), f"{share:.1%}")
     layers = ", ".join(f"{escape(label)} {_seconds(seconds)}" for label, seconds in forecast.layers.items() if seconds > 0)
     low, high = _seconds(forecast.low), _seconds(forecast.high)
