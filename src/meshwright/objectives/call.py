@@ -2,7 +2,7 @@
 
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from meshwright.errors import MeshwrightError, PartError, described
 from meshwright.models.objective import Batch, Objective
 from meshwright.objectives.running import Running, running
 
-__all__ = ["evaluate_batch", "in_part", "named"]
+__all__ = ["evaluate_batch", "in_part", "is_ours", "named"]
 
 _OURS = str(Path(__file__).parents[1])
 
@@ -20,8 +20,13 @@ _OURS = str(Path(__file__).parents[1])
 def named(objective: Objective) -> str:
     """Return how messages name an objective: one of the user's by its module, as in the configuration."""
     kind = getattr(objective, "kind", type(objective))
-    own = f"{kind.__module__}.".startswith("meshwright.")
-    return objective.name if own else f"{kind.__module__}:{kind.__qualname__}"
+    return objective.name if is_ours(objective) else f"{kind.__module__}:{kind.__qualname__}"
+
+
+def is_ours(objective: Objective) -> bool:
+    """Return whether an objective is one of Meshwright's."""
+    kind = getattr(objective, "kind", type(objective))
+    return f"{kind.__module__}.".startswith("meshwright.")
 
 
 @contextmanager
@@ -40,6 +45,8 @@ def in_part(part: str, hook: str) -> Iterator[None]:
     except (MeshwrightError, torch.OutOfMemoryError, torch.distributed.DistError):
         raise
     except Exception as error:
+        if type(error).__module__.startswith("torch._subclasses"):
+            raise  # a trace without values says itself what it cannot follow
         frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(_OURS)]
         own = [one for one in frames if "site-packages" not in one.filename and "<frozen" not in one.filename]
         lines = "".join(f"\n  {one.filename}:{one.lineno} in {one.name}: {one.line}" for one in own or frames[-1:])
@@ -62,7 +69,7 @@ def evaluate_batch(
     """
     part = f"objective {named(objective)}"
     with running(call):
-        with in_part(part, "sums"):
+        with nullcontext() if is_ours(objective) else in_part(part, "sums"):
             terms = objective.sums(model, batch)
         terms = (terms,) if isinstance(terms, torch.Tensor) else tuple(terms)
         wrong = [one for one in terms if not isinstance(one, torch.Tensor) or one.ndim or not one.is_floating_point()]

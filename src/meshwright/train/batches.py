@@ -1,5 +1,6 @@
 """The microbatches of this rank: its sequences, of each its part, on its device."""
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from meshwright.distributed.context.sequences import share_batch
 from meshwright.files import save_tensors
 from meshwright.models.moved_batch import move_batch
 from meshwright.models.objective import ROUTED, Batch, Objective
-from meshwright.objectives.call import in_part, named
+from meshwright.objectives.call import in_part, is_ours, named
 from meshwright.objectives.documents import number_documents
 from meshwright.train.parts import RankSetup
 
@@ -39,9 +40,13 @@ class RankBatches:
 
     def microbatches(self, step: int) -> list[Batch]:
         """Return the microbatches of a step, on the host. They are the same in every call."""
-        with in_part(f"objective {named(self.objective)}", "training"):
+        with self._calling("training"):
             whole = self.objective.training(self.loader.microbatches(step), self.loader.numbers(step))
         return [self.share(batch) for batch in whole]
+
+    def _calling(self, hook: str) -> AbstractContextManager[None]:
+        """Inside, the objective is called; what one of the user's raises is named."""
+        return nullcontext() if is_ours(self.objective) else in_part(f"objective {named(self.objective)}", hook)
 
     def share(self, batch: Batch) -> Batch:
         """Return this rank's part of each sequence of a batch, which is on the host; without context parallel, all of it."""
@@ -53,7 +58,7 @@ class RankBatches:
     def counts(self, batches: list[Batch]) -> torch.Tensor:
         """Return the number of targets of each term of the loss, and last that of tokens that balance experts."""
         routed = sum(int(mask.sum()) for batch in batches if (mask := self.objective.routed(batch)) is not None)
-        with in_part(f"objective {named(self.objective)}", "counts"):
+        with self._calling("counts"):
             return torch.tensor([*self.objective.counts(batches), routed])
 
     def to_device(self, batch: Batch) -> Batch:
