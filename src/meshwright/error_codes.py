@@ -237,7 +237,7 @@ CODES: dict[str, tuple[str, str]] = {
     "objective.logits": ("An objective asks for logits that are sliced.", "whole_logits = True in its class."),
     "objective.hidden": ("A model does not give its last hidden state.", "A model whose output head is known."),
     "objective.documents": ("An objective asks for documents that batches do not name.", "documents = True in its class."),
-    "objective.reference": ("There are no log-probabilities of a reference.", "An adapter, or a column of the data."),
+    "objective.reference": ("There are no log-probabilities of a reference.", "An adapter."),
     "part.raised": ("A part of the user raised an exception.", "The lines in the message."),
     "part.returned": ("A part of the user returned something else.", "What the message says."),
     "part.signature": ("A part of the user has another signature.", "What the message says, and docs/own-parts.md."),

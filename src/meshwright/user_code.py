@@ -1,8 +1,8 @@
 """Code of the user: modules that a run imports, and parts that its configuration names.
 
 A *part* is named as ``module:Name``, such as ``my_parts:Focal``, or by the name that an installed package gives it (entry
-points ``meshwright.objectives``, ``.optimizers``, ``.schedules``, ``.sources``, ``.callbacks``, ``.sinks``). Its arguments are
-checked against its own pydantic model ``Options``, if it has one, or else against its signature.
+points ``meshwright.objectives``, ``.optimizers``, ``.schedules``, ``.sinks``). Its arguments are checked against its own
+pydantic model ``Options``, if it has one, or else against its signature.
 """
 
 import difflib
@@ -19,9 +19,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 from meshwright.errors import ConfigError, MeshwrightError, Problems, described
 
 __all__ = ["PartConfig", "PartName", "check_arguments", "find_part", "import_modules", "make_part", "part_text"]
-
-KINDS = ("objectives", "optimizers", "schedules", "sources", "callbacks", "sinks")
-"""Kinds of parts, the last words of the groups of entry points."""
 
 
 class PartConfig(BaseModel):
@@ -89,7 +86,7 @@ def find_part(where: str, name: str, kind: str, own: Iterable[str] = ()) -> Any:
     Args:
         where: the key of the configuration, such as ``training.objective``.
         name: ``module:Name``, or the name of an entry point.
-        kind: one of :data:`KINDS`.
+        kind: last word of the group of entry points.
         own: names that are legal too, for the message.
 
     Raises:

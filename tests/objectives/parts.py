@@ -132,3 +132,42 @@ class CallsTwice(Objective):
     def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
         other = {**batch, "input_ids": batch["input_ids"].flip(1)}
         return (-(given.log_probs(model, batch) + given.log_probs(model, other)).sum(),)
+
+
+class Copies(Objective):
+    """It works on a copy of the batch."""
+
+    def counts(self, batches: list[Batch]) -> list[int]:
+        return [given.document_count(batches)]
+
+    def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+        copy = {**batch}
+        return (given.document_sum(given.per_document(given.log_probs(model, copy), copy), copy),)
+
+
+class TwoTerms(Tokens):
+    """It has more terms than the weights that it names."""
+
+    terms = ("tokens", "documents", "more")
+    weights = (1.0, 0.5)
+
+
+class HoldsOut(Objective):
+    """It fails in evaluations alone."""
+
+    def held_out(self, batch: Batch, numbers: Any) -> Batch:
+        raise KeyError("held out rows have none")
+
+    def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+        return (-given.log_probs(model, batch).sum(),)
+
+
+class OtherMetrics(Objective):
+    """The names of its metrics depend on the batch."""
+
+    def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+        return (-given.log_probs(model, batch).sum(),)
+
+    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        one = torch.ones(())
+        return {f"rows_{len(batch['labels'])}": (one, one)}

@@ -1,6 +1,5 @@
 """What is given to an objective, on every axis against one process: loss and gradients, fp64."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,20 +14,12 @@ from meshwright.objectives import given
 from meshwright.objectives.documents import BEGIN, END, number_documents
 from meshwright.plan.given.closed_choices import PipelineSchedule, SyncPolicy
 from meshwright.user_code import PartConfig
+from tests.audit.conftest import auditor, folder
+
+__all__ = ["auditor", "folder"]
 
 PLACES = {place.label: place for place in LAYOUTS}
 LORA = {"rank": 2, "targets": "all-linear"}
-
-
-@pytest.fixture(scope="module")
-def auditor() -> Iterator[Auditor]:
-    with Auditor() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("objectives")
 
 
 def compare(

@@ -35,6 +35,7 @@ def test_what_an_objective_needs_is_found(tmp_path: Path) -> None:
     vectors = tried(tmp_path, "Vectors")
     assert (vectors.gathers, vectors.collectives, vectors.without_head) == (True, (1, 1, 2 + 1), True)
     assert tried(tmp_path, "smooth").whole_logits
+    assert tried(tmp_path, "Copies").documents
     twice = tried(tmp_path, "CallsTwice", "data.packing=pad")
     assert not twice.pipelines
 
@@ -69,6 +70,8 @@ def test_the_configuration_keeps_a_part(tmp_path: Path) -> None:
         ("WrongShape", PartError, "part.returned", "legal is one scalar for each of its terms: wrong_shape"),
         ("Raises", PartError, "part.raised", 'batch["no_such_column"]'),
         ("CannotBeMade", ConfigError, "config.part", "no such file of weights"),
+        ("TwoTerms", ConfigError, "part.signature", "3 terms and 2 weights"),
+        ("HoldsOut", PartError, "part.raised", "held_out: KeyError"),
         ("Lacks", ConfigError, "part.signature", "`def sums("),
         ("neither", ConfigError, "part.signature", "(log_probs, batch, ...)"),
         ("IGNORE", ConfigError, "part.signature", "a subclass of meshwright.Objective"),
@@ -104,3 +107,9 @@ def test_names_that_are_none(tmp_path: Path) -> None:
         with refuses(ConfigError, "config.part") as caught:
             make_setup(load_config(path, [f"training.objective={name}"]), 1)
         assert words in str(caught.value)
+
+
+def test_metrics_have_the_names_that_they_had_when_they_were_tried(tmp_path: Path) -> None:
+    with refuses(PartError, "part.returned") as caught:
+        tried(tmp_path, "OtherMetrics")
+    assert "metrics returned rows_1, and rows_4 when it was tried" in str(caught.value)

@@ -109,7 +109,7 @@ def test_later_overrides_win_and_the_rest_stays(file: Path) -> None:
         ("layout.dp=2", ("here it is layout.dp_shard or layout.dp_replicate;",)),
         ("training.sequence_length=2", ("here it is data.sequence_length;",)),
         ("schedule.type=cosine", ("here it is schedule.kind;",)),
-        ("optimizer.name=sgd", ("here is no key for it: it is always AdamW;",)),
+        ("optimizer.name=sgd", ("here it is optimizer.use, for another than AdamW;",)),
         ("training.steps=many", ("training.steps='many'", "integer")),
         ("training.steps=2.5", ("training.steps=2.5", "integer")),
         ("training.steps=0", ("training.steps=0", "greater than or equal to 1")),

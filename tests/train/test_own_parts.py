@@ -11,7 +11,7 @@ from meshwright.errors import ConfigError, MeshwrightError, PartError
 from meshwright.train.config import OptimizerConfig, RunConfig, ScheduleConfig
 from meshwright.train.metrics import MetricSink, Recorder, make_sinks
 from meshwright.train.optimizer import check_parts, learning_rate
-from tests.harness import refuses
+from tests.harness import RankError, refuses
 from tests.train.runs import tiny_run, train, write_corpus
 
 HERE = "tests.train.test_own_parts:"
@@ -70,6 +70,15 @@ def test_a_run_that_resumes_goes_on_as_one_that_did_not_end(tmp_path: Path, corp
         later.rename(tmp_path / "gone")
     again = train(two, 2)
     assert again == at_once
+
+
+def test_the_state_of_another_optimizer_is_not_dropped_in_silence(tmp_path: Path, corpus: Path) -> None:
+    train(tiny_run(tmp_path, corpus, "training.steps=2"))
+    other = tiny_run(
+        tmp_path, corpus, "training.steps=3", "optimizer={use: 'torch.optim:SGD', with: {momentum: 0.9}, lr: 0.01}"
+    )
+    with pytest.raises(RankError, match="or with another optimizer"):
+        train(other)
 
 
 def test_a_schedule_of_the_user(corpus: Path, tmp_path: Path) -> None:

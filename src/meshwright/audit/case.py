@@ -167,10 +167,6 @@ class NotingEngine(Engine):
         with KeepFloat64() if self.trainer.case.dtype == "float64" else nullcontext():
             return self.inner.prepared(batches)
 
-    def adapters_off(self) -> AbstractContextManager[None]:
-        """Do what the engine of the run does."""
-        return self.inner.adapters_off()
-
     def forwards(
         self, batches: Iterable[Batch], values: Values, around: Callable[[], AbstractContextManager[None]]
     ) -> list[Mapping[str, torch.Tensor]]:

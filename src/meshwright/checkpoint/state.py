@@ -4,7 +4,7 @@ Names do not depend on the layout: ``model.NAME``, ``optimizer.NAME.KEY``, ``rng
 each element once, and each rank reads the elements that it needs.
 """
 
-from collections.abc import Container
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -41,15 +41,15 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def without_absent(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], stored: Container[str]
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor], stored: Iterable[str]
 ) -> dict[str, torch.Tensor]:
-    """Forget the state of each parameter that a checkpoint has none of, and return the tensors without it."""
+    """Forget the state of each parameter that a checkpoint has no state of, and return the tensors without it.
+
+    The state of another optimizer is not forgotten, so that it is missed.
+    """
     names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    absent = [
-        parameter
-        for parameter, kept in optimizer.state.items()
-        if not any(f"optimizer.{names[parameter]}.{key}" in stored for key in kept)
-    ]
+    with_state = {key.rpartition(".")[0] for key in stored if key.startswith("optimizer.")}
+    absent = [parameter for parameter in optimizer.state if f"optimizer.{names[parameter]}" not in with_state]
     for parameter in absent:
         del optimizer.state[parameter]
     gone = tuple(f"optimizer.{names[parameter]}." for parameter in absent)

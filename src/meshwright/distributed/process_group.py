@@ -21,6 +21,7 @@ __all__ = [
     "check_collectives",
     "distributed_environment",
     "end_openmp_threads",
+    "is_communication",
     "process_group",
     "whole_number",
 ]
@@ -123,6 +124,11 @@ def process_group(timeout: timedelta, kind: str) -> Iterator[torch.device]:
     dist.destroy_process_group()
 
 
+def is_communication(error: BaseException) -> bool:
+    """Whether an error comes from a collective. Another rank may then be the cause, by what it did or did not do."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
+
+
 def check_collectives(kinds: Iterable[str], device: torch.device) -> None:
     """Try collectives of some kinds over all ranks, so that one that a backend lacks is refused before anything is trained.
 
@@ -155,7 +161,7 @@ def check_collectives(kinds: Iterable[str], device: torch.device) -> None:
         try:
             tries[kind]()
         except (NotImplementedError, RuntimeError, ValueError) as error:
-            if isinstance(error, dist.DistNetworkError | torch.OutOfMemoryError):
+            if is_communication(error) or isinstance(error, torch.OutOfMemoryError):
                 raise
             lacking[kind] = described(error)
     if lacking:

@@ -115,7 +115,7 @@ class Objective(ABC):
             cls.purpose = cls.name.replace("_", " ")
         if not hasattr(cls, "terms"):
             cls.terms = (cls.name,)
-        if not hasattr(cls, "weights"):
+        if "weights" not in own and ("terms" in own or not hasattr(cls, "weights")):
             cls.weights = (1.0,) * len(cls.terms)
 
     @classmethod

@@ -1,32 +1,43 @@
 """Calls an objective: what it returns is checked, and what it raises is named."""
 
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright.errors import MeshwrightError, PartError, described
 from meshwright.models.objective import Batch, Objective
+from meshwright.objectives.given import log_probs
 from meshwright.objectives.running import Running, running
 
-__all__ = ["evaluate_batch", "in_part", "is_ours", "named"]
+__all__ = ["Pass", "calling", "evaluate_batch", "in_part", "named", "passes_before"]
 
 _OURS = str(Path(__file__).parents[1])
 
 
 def named(objective: Objective) -> str:
     """Return how messages name an objective: one of the user's by its module, as in the configuration."""
-    kind = getattr(objective, "kind", type(objective))
-    return objective.name if is_ours(objective) else f"{kind.__module__}:{kind.__qualname__}"
+    kind = _kind(objective)
+    return objective.name if _is_ours(objective) else f"{kind.__module__}:{kind.__qualname__}"
 
 
-def is_ours(objective: Objective) -> bool:
-    """Return whether an objective is one of Meshwright's."""
-    kind = getattr(objective, "kind", type(objective))
-    return f"{kind.__module__}.".startswith("meshwright.")
+def _kind(objective: Objective) -> Any:
+    """Return the class of an objective, or the function that it is made of."""
+    return getattr(objective, "kind", type(objective))
+
+
+def _is_ours(objective: Objective) -> bool:
+    return f"{_kind(objective).__module__}.".startswith("meshwright.")
+
+
+def calling(objective: Objective, hook: str) -> AbstractContextManager[None]:
+    """Inside, a method of an objective is called; what one of the user's raises is named, see :func:`in_part`."""
+    return nullcontext() if _is_ours(objective) else in_part(f"objective {named(objective)}", hook)
 
 
 @contextmanager
@@ -69,7 +80,7 @@ def evaluate_batch(
     """
     part = f"objective {named(objective)}"
     with running(call):
-        with nullcontext() if is_ours(objective) else in_part(part, "sums"):
+        with calling(objective, "sums"):
             terms = objective.sums(model, batch)
         terms = (terms,) if isinstance(terms, torch.Tensor) else tuple(terms)
         wrong = [one for one in terms if not isinstance(one, torch.Tensor) or one.ndim or not one.is_floating_point()]
@@ -84,11 +95,44 @@ def evaluate_batch(
             )
         if type(objective).metrics is Objective.metrics:
             return terms, {}
-        with in_part(part, "metrics"), torch.no_grad():
+        with calling(objective, "metrics"), torch.no_grad():
             measured = dict(objective.metrics(model, batch))
+            if objective.metric_names and measured.keys() != set(objective.metric_names):
+                names = ", ".join(objective.metric_names)
+                raise PartError(
+                    "part.returned", f"{part}: metrics returned {', '.join(measured)}, and {names} when it was tried"
+                )
             device = terms[0].device
             metrics = {name: (_number(total, device), _number(count, device)) for name, (total, count) in measured.items()}
         return terms, metrics
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Values of the model that an objective needs before a step.
+
+    Attributes:
+        values: computes them for a batch.
+        adapted: whether adapters are on.
+    """
+
+    values: Callable[[nn.Module, Batch], Mapping[str, torch.Tensor]]
+    adapted: bool
+
+
+def passes_before(objective: Objective) -> list[Pass]:
+    """Return what an objective needs of the model as it is before a step: a forward of all batches for each."""
+    found = []
+    if objective.reference:
+        found.append(Pass(lambda model, batch: {"reference_log_probs": log_probs(model, batch)}, adapted=False))
+    if type(objective).before is not Objective.before:
+
+        def before(model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+            with calling(objective, "before"):
+                return objective.before(model, batch)
+
+        found.append(Pass(before, adapted=True))
+    return found
 
 
 def _number(value: torch.Tensor | float, device: torch.device) -> torch.Tensor:

@@ -7,11 +7,21 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import UnsupportedError
-from meshwright.models.objective import Batch
+from meshwright.models.objective import Batch, Objective
 from meshwright.models.token_loss import IGNORE
 from meshwright.objectives.running import call_of
 
-__all__ = ["BEGIN", "END", "EXISTS", "document_count", "document_sum", "number_documents", "per_document", "pooled"]
+__all__ = [
+    "BEGIN",
+    "END",
+    "EXISTS",
+    "document_count",
+    "document_sum",
+    "most_documents",
+    "number_documents",
+    "per_document",
+    "pooled",
+]
 
 EXISTS = "document_exists"
 """Key of which documents a row has, bool [B, D]."""
@@ -109,6 +119,19 @@ def number_documents(batch: Mapping[str, torch.Tensor], columns: int | None = No
     count = columns or max(1, int(documents.max()) + 1)
     exists = torch.arange(count)[None] <= documents.amax(1, keepdim=True)
     return {"documents": documents.int(), "document_marks": marks.int(), EXISTS: exists}
+
+
+def most_documents(objective: Objective, packing: str, length: int) -> int | None:
+    """Return D for all batches of an objective that gathers, since what is gathered has one shape on all ranks; ``None``: any.
+
+    Args:
+        objective: the objective.
+        packing: ``data.packing``.
+        length: tokens of a sequence. Each document has at least a token and its target.
+    """
+    if not objective.gathers:
+        return None
+    return 1 if packing == "pad" else max(1, length // 2)
 
 
 def pooled(states: torch.Tensor, batch: Batch, how: str = "mean") -> torch.Tensor:

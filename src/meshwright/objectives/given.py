@@ -1,7 +1,7 @@
 """What an objective computes with. Each function is right on every axis, under vocabulary slices, in chunks and on stages.
 
 They are called in :meth:`~meshwright.objectives.Objective.sums`, ``metrics`` and ``before``, with their model and batch. The
-model runs once for a batch, whatever is asked of it.
+model runs once for all values of tokens of a batch, and once more for its hidden states.
 """
 
 from collections.abc import Iterator
@@ -88,7 +88,7 @@ def _token_values(model: nn.Module, batch: Batch, name: str) -> torch.Tensor:
 
 
 def reference_log_probs(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return ``reference_log_probs`` of a batch [B, S]: those of the model with its adapters off, or from a column.
+    """Return ``reference_log_probs`` of a batch [B, S]: those of the model with its adapters off.
 
     An objective that calls it has ``reference = True``; they are computed before the step, without gradient.
     """

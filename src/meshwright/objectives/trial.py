@@ -16,8 +16,8 @@ from meshwright.errors import ConfigError, PartError, Problems, Refusal
 from meshwright.layout import Layout
 from meshwright.models.objective import Batch, Objective, RunFacts
 from meshwright.models.token_loss import IGNORE, forward_arguments
-from meshwright.objectives.call import evaluate_batch, in_part, named
-from meshwright.objectives.documents import number_documents
+from meshwright.objectives.call import calling, evaluate_batch, named, passes_before
+from meshwright.objectives.documents import EXISTS, number_documents
 from meshwright.objectives.running import Running, running
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ ROWS, LENGTH = 4, 12
 CLOSE = 1e-4
 """Relative difference of sums that may come from rounding: an objective may compute in fp32."""
 
-_DOCUMENTS = {"documents", "document_marks", "document_exists"}
+_DOCUMENTS = {"documents", "document_marks", EXISTS}
 
 
 class _Noting(dict[str, torch.Tensor]):
@@ -87,7 +87,6 @@ class _Trial:
     def __init__(self, objective: Objective, model: "PreTrainedModel") -> None:
         self.objective, self.model, self.call, self.read = objective, _StandIn(model), Running(), set[str]()
         self.words = model.config.get_text_config().vocab_size
-        self.metric_names: tuple[str, ...] = ()
 
     def rows(self) -> Batch:
         """Return rows with different numbers of labels, the last with none."""
@@ -100,14 +99,15 @@ class _Trial:
 
     def prepared(self, batch: Batch) -> _Noting:
         """Return a batch as a run prepares it."""
-        with in_part(self.part, "training"):
+        with calling(self.objective, "training"):
             found = self.objective.training([batch], [range(len(batch["input_ids"]))])[0]
         reference = torch.sin(batch["input_ids"].double()).masked_fill(batch["labels"] == IGNORE, 0.0)
         made = _Noting({"reference_log_probs": reference, **number_documents(batch), **found}, self.read)
-        if type(self.objective).before is not Objective.before:
-            with in_part(self.part, "before"), running(Running()), torch.no_grad():
-                made.update(self.objective.before(self.model, made))
-            self.model.calls.clear()
+        for one in passes_before(self.objective):
+            if one.adapted:
+                with running(Running()), torch.no_grad():
+                    made.update(one.values(self.model, made))
+                self.model.calls.clear()
         return made
 
     @property
@@ -117,12 +117,12 @@ class _Trial:
     def sums(self, batch: Batch) -> torch.Tensor:
         """Return the terms of a batch [terms]."""
         terms, metrics = evaluate_batch(self.objective, self.model, batch, self.call)
-        self.metric_names = tuple(metrics)
+        self.objective.metric_names = tuple(metrics)  # the first batch says them
         return torch.stack([term.double() for term in terms])
 
     def counts(self, batches: list[Batch]) -> list[int]:
         """Return the number of targets of some batches."""
-        with in_part(self.part, "counts"):
+        with calling(self.objective, "counts"):
             found = list(self.objective.counts(batches))
         if len(found) != len(self.objective.terms) or not all(isinstance(one, int) for one in found):
             terms = ", ".join(self.objective.terms)
@@ -144,9 +144,11 @@ def try_objective(objective: Objective, model: "PreTrainedModel", run: RunFacts)
     """
     trial = _Trial(objective, model)
     whole = trial.prepared(trial.rows())
+    with calling(objective, "held_out"):
+        objective.held_out(trial.rows(), range(ROWS))
     sums = trial.sums(whole)
     if sums.requires_grad:
-        with in_part(trial.part, "the backward of sums"):
+        with calling(objective, "the backward of sums"):
             sums.sum().backward(retain_graph=True)
     asked, calls = trial.call.asked.copy(), list(trial.model.calls)
     known = forward_arguments(whole)
@@ -159,12 +161,11 @@ def try_objective(objective: Objective, model: "PreTrainedModel", run: RunFacts)
     ):
         if getattr(objective, name) is None:
             setattr(objective, name, found)
-    objective.documents |= bool(trial.read & _DOCUMENTS)
-    objective.reference |= "reference_log_probs" in trial.read
+    objective.documents |= bool(trial.read & _DOCUMENTS or asked["per_document"] or asked["document_sum"])
+    objective.reference |= "reference_log_probs" in trial.read or bool(asked["reference_log_probs"])
     objective.gathers |= "gather" in asked
     objective.whole_logits |= "logits" in asked
     objective.without_head = "hidden" in asked and not asked.keys() & {"log_probs", "entropy", "logits"}
-    objective.metric_names = trial.metric_names
     objective.wanted = frozenset(asked.keys() & {"log_probs", "entropy"})
     objective.collectives = (asked["gather"], asked["gather's gradient"], asked["per_document"])
     problems = Problems()

@@ -22,9 +22,8 @@ import torch.distributed as dist
 
 from meshwright.device import backend, claim
 from meshwright.distributed import _torch_compat
-from meshwright.distributed.process_group import RECORDED
+from meshwright.distributed.process_group import RECORDED, is_communication
 from meshwright.errors import MeshwrightError, WorkerError
-from meshwright.ranks.hang import is_communication
 from meshwright.ranks.rank_state import Pace, RankState, look
 
 __all__ = ["BEAT", "JobOutcome", "WorkerPlace", "work"]

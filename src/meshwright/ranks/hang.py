@@ -9,12 +9,10 @@ runs: for gloo a reduce-scatter is an all-reduce, and only NCCL records messages
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from meshwright.errors import Refusal, WorkerError
 from meshwright.ranks.rank_state import _DTYPES, Collective, RankState, ranks_in_words
 
-__all__ = ["HangError", "describe", "disagreement", "is_communication", "mismatch"]
+__all__ = ["HangError", "describe", "disagreement", "mismatch"]
 
 
 _DTYPES |= {"Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8", "Byte": "uint8"}
@@ -35,11 +33,6 @@ class HangError(WorkerError):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the states too."""
         return (type(self), (self.problems, self.states))
-
-
-def is_communication(error: BaseException) -> bool:
-    """Whether an error comes from a collective. Another rank may then be the cause, by what it did or did not do."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
 
 
 def describe(states: Sequence[RankState]) -> list[str]:

@@ -6,7 +6,7 @@ so a step of a large model takes seconds on a laptop. Tokens are routed to exper
 
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median
@@ -25,13 +25,12 @@ from meshwright.distributed.mesh import ParallelMesh, build_mesh
 from meshwright.errors import MeshwrightError, UnsupportedError
 from meshwright.models._transformers_compat import attention_of
 from meshwright.models.adapters.adapt import adapters_off
-from meshwright.models.objective import Batch, Objective
+from meshwright.models.objective import Batch
 from meshwright.models.reading.tracing import hooked
 from meshwright.models.specs.registry import get_parallelization_strategy
 from meshwright.models.token_loss import IGNORE
-from meshwright.objectives.call import evaluate_batch
-from meshwright.objectives.documents import number_documents
-from meshwright.objectives.given import log_probs
+from meshwright.objectives.call import evaluate_batch, passes_before
+from meshwright.objectives.documents import most_documents, number_documents
 from meshwright.objectives.running import Running, running
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.trace.kernels import device_kernels, report_attention
@@ -169,8 +168,7 @@ class _Step:
         layers = [(name, setup.model.get_submodule(name)) for name in setup.plan.layers]
         handles = [layer.register_forward_hook(_announce(name, begin, last=name == layers[-1][0])) for name, layer in layers]
         with hooked(handles):
-            begin(FORWARD)
-            for _, batch in self.sync.microbatches(self._prepared()):
+            for _, batch in self.sync.microbatches(self._prepared(begin)):
                 begin(FORWARD)
                 terms, _ = evaluate_batch(setup.objective, setup.model, batch, self._call())
                 sum(terms).backward()  # type: ignore[union-attr]  # at least one term
@@ -181,20 +179,19 @@ class _Step:
     def _call(self) -> Running:
         return Running(self.setup.plan, self.mesh, self.setup.objective.wanted)
 
-    def _prepared(self) -> list[Batch]:
+    def _prepared(self, begin: Callable[[str], None]) -> list[Batch]:
         """Return the batches with what the objective needs of the model before the step, as the engine of a run does."""
-        objective, model = self.setup.objective, self.setup.model
-        if not objective.reference and type(objective).before is Objective.before:
-            return self.batches
-        prepared = []
-        with self.sync.forward_only(), torch.no_grad():
-            for batch in self.batches:
-                if objective.reference:
-                    with running(self._call()), adapters_off(model):
-                        batch = {**batch, "reference_log_probs": log_probs(model, batch)}
-                with running(self._call()):
-                    prepared.append({**batch, **objective.before(model, batch)})
-        return prepared
+        batches, model = self.batches, self.setup.model
+        for one in passes_before(self.setup.objective):
+            around = nullcontext() if one.adapted else adapters_off(model)
+            with self.sync.forward_only(), torch.no_grad(), around:
+                made = []
+                for batch in batches:
+                    begin(FORWARD)
+                    with running(self._call()):
+                        made.append({**batch, **one.values(model, batch)})
+                batches = made
+        return batches
 
 
 def _parallelized(setup: RunSetup, kind: str) -> tuple[ParallelMesh, list[Batch]]:
@@ -206,7 +203,8 @@ def _parallelized(setup: RunSetup, kind: str) -> tuple[ParallelMesh, list[Batch]
     get_parallelization_strategy(model).carry_out(model, plan, mesh)
     setup.objective.attach(model)
     if setup.objective.documents:
-        batches = [{**batch, **number_documents(batch)} for batch in batches]
+        columns = most_documents(setup.objective, setup.config.data.packing, setup.config.data.sequence_length)
+        batches = [{**batch, **number_documents(batch, columns)} for batch in batches]
     return mesh, [share_batch(plan, mesh.rank("cp"), batch) for batch in batches]
 
 

@@ -1,6 +1,5 @@
 """The microbatches of this rank: its sequences, of each its part, on its device."""
 
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +12,8 @@ from meshwright.distributed.context.sequences import share_batch
 from meshwright.files import save_tensors
 from meshwright.models.moved_batch import move_batch
 from meshwright.models.objective import ROUTED, Batch, Objective
-from meshwright.objectives.call import in_part, is_ours, named
-from meshwright.objectives.documents import number_documents
+from meshwright.objectives.call import calling
+from meshwright.objectives.documents import most_documents, number_documents
 from meshwright.train.parts import RankSetup
 
 __all__ = ["RankBatches"]
@@ -32,21 +31,16 @@ class RankBatches:
     def __init__(self, run: RankSetup, objective: Objective, loader: TrainLoader) -> None:
         self.objective, self.loader, self.device, self.mesh = objective, loader, run.device, run.mesh
         able(run.device.type, Ability.PINNED)  # tried now, and not in the first step
-        # What is gathered has one shape on all ranks: as many documents as fit, each with a token and its target.
-        most = 1 if run.config.data.packing == "pad" else max(1, run.config.data.sequence_length // 2)
-        self.columns = most if objective.gathers else None
+        data = run.config.data
+        self.columns = most_documents(objective, data.packing, data.sequence_length)
         self.shares = run.plan.layout.size("cp") > 1
         self.cut = partial(share_batch, run.plan, run.mesh.rank("cp"))  # once: a slice of a mesh reads a tensor
 
     def microbatches(self, step: int) -> list[Batch]:
         """Return the microbatches of a step, on the host. They are the same in every call."""
-        with self._calling("training"):
+        with calling(self.objective, "training"):
             whole = self.objective.training(self.loader.microbatches(step), self.loader.numbers(step))
         return [self.share(batch) for batch in whole]
-
-    def _calling(self, hook: str) -> AbstractContextManager[None]:
-        """Inside, the objective is called; what one of the user's raises is named."""
-        return nullcontext() if is_ours(self.objective) else in_part(f"objective {named(self.objective)}", hook)
 
     def share(self, batch: Batch) -> Batch:
         """Return this rank's part of each sequence of a batch, which is on the host; without context parallel, all of it."""
@@ -58,7 +52,7 @@ class RankBatches:
     def counts(self, batches: list[Batch]) -> torch.Tensor:
         """Return the number of targets of each term of the loss, and last that of tokens that balance experts."""
         routed = sum(int(mask.sum()) for batch in batches if (mask := self.objective.routed(batch)) is not None)
-        with self._calling("counts"):
+        with calling(self.objective, "counts"):
             return torch.tensor([*self.objective.counts(batches), routed])
 
     def to_device(self, batch: Batch) -> Batch:

@@ -166,7 +166,7 @@ class RunConfig(Section):
     parallel: ParallelConfig = Field(default=ParallelConfig(), description="How the layout is carried out.")
     data: DataConfig = Field(description="What to train on.")
     tokenizer: TokenizerConfig = Field(default=TokenizerConfig(), description="How text becomes tokens.")
-    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="AdamW.")
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="The optimizer.")
     schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="Learning rate over the steps.")
     training: TrainingConfig = Field(description="The loop.")
     diffusion: DiffusionConfig = Field(default=DiffusionConfig(), description="Block diffusion.")
@@ -218,7 +218,7 @@ class RunConfig(Section):
     def own_parts(self) -> list[str]:
         """A line for each part of the user, with its arguments."""
         parts = {"objective": self.training.objective, "optimizer": self.optimizer.part, "schedule": self.schedule.part}
-        named = [(kind, part) for kind, part in parts.items() if part is not None and ":" in part.use]
+        named = [(kind, part) for kind, part in parts.items() if part is not None]
         return [f"{kind}: {part_text(part)}" for kind, part in (*named, *(("sink", part) for part in self.metrics.sinks))]
 
     @property

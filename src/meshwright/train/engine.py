@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -19,8 +20,7 @@ from meshwright.distributed.mesh import ParallelMesh
 from meshwright.models.adapters.adapt import adapters_off
 from meshwright.models.objective import Batch, Objective
 from meshwright.models.token_loss import forward_logits
-from meshwright.objectives.call import evaluate_batch, in_part, named
-from meshwright.objectives.given import log_probs
+from meshwright.objectives.call import Pass, evaluate_batch, passes_before
 from meshwright.objectives.running import Running, running
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
@@ -55,12 +55,14 @@ class Engine(ABC):
     """Runs microbatches. All ranks call every method.
 
     Attributes:
+        model: the model, or the stages of this rank.
         objective: what the model is trained to do.
         plan: the plan of the model.
         mesh: the mesh of its layout.
         balance: balance of the experts that this rank runs.
     """
 
+    model: nn.Module
     objective: Objective
     balance: Balance
     plan: ShardingPlan | None = None
@@ -107,55 +109,39 @@ class Engine(ABC):
         )
 
     @property
-    def values(self) -> int:
+    def size_of_evaluation(self) -> int:
         """How many numbers :meth:`evaluated` returns."""
         return len(self.objective.terms) + 2 * len(self.objective.metric_names)
 
     def prepared(self, batches: Iterable[Batch]) -> Iterable[Batch]:
-        """Return batches with what the objective needs of the model before the step, see :class:`Objective`. No gradient.
+        """Return batches with what the objective needs of the model before the step (:func:`passes_before`).
 
-        The trainer calls it before :meth:`forward_backward`.
+        The trainer calls it before :meth:`forward_backward`. Each pass is a forward of all batches in evaluation mode, without
+        gradient. Its values are added on the rank that computes the loss.
         """
-        objective, given = self.objective, list[Batch]()
-        if objective.reference:
-            given = list(batches)
-            self.add(given, lambda model, batch: {"reference_log_probs": log_probs(model, batch)}, adapted=False)
-        if type(objective).before is not Objective.before:
-            given = given or list(batches)
+        for one in passes_before(self.objective):
+            batches = list(batches)
 
-            def before(model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-                with in_part(f"objective {named(objective)}", "before"):
-                    return objective.before(model, batch)
+            def found(model: nn.Module, batch: Batch, one: Pass = one) -> Mapping[str, torch.Tensor]:
+                with running(self.call()):
+                    return {name: value.detach() for name, value in one.values(model, batch).items()}
 
-            self.add(given, before)
-        return given or batches
-
-    def add(self, batches: list[Batch], values: Values, *, adapted: bool = True) -> None:
-        """Add values of the model to batches, in evaluation mode, on the rank that computes the loss.
-
-        Args:
-            batches: the batches.
-            values: computes what is added.
-            adapted: whether adapters are on.
-        """
-
-        def found(model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
-            with running(self.call()):
-                return {name: value.detach() for name, value in values(model, batch).items()}
-
-        around = nullcontext if adapted else self.adapters_off
-        for batch, more in zip(batches, self.forwards(batches, found, around), strict=False):
-            batch.update(more)
-
-    @abstractmethod
-    def adapters_off(self) -> AbstractContextManager[None]:
-        """Inside, the model computes without its adapters."""
+            around = nullcontext if one.adapted else partial(adapters_off, self.model)
+            for batch, more in zip(batches, self.forwards(batches, found, around), strict=False):
+                batch.update(more)
+        return batches
 
     @abstractmethod
     def forwards(
         self, batches: Iterable[Batch], values: Values, around: Callable[[], AbstractContextManager[None]]
     ) -> list[Mapping[str, torch.Tensor]]:
-        """Return values of each batch, in evaluation mode, without gradient; none on a rank that does not compute the loss."""
+        """Return values of each batch, in evaluation mode, without gradient; none on a rank that does not compute the loss.
+
+        Args:
+            batches: the batches.
+            values: computes those of one.
+            around: what each forward runs in.
+        """
 
     @abstractmethod
     def forward_backward(self, batches: list[Batch], counts: torch.Tensor) -> Sums:
@@ -226,10 +212,6 @@ class Sequential(Engine):
                 total = values if total is None else total + values
         assert total is not None
         return total
-
-    def adapters_off(self) -> AbstractContextManager[None]:
-        """See :class:`Engine`."""
-        return adapters_off(self.model)
 
     @torch.no_grad()
     def forwards(

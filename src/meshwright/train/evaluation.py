@@ -7,6 +7,7 @@ import torch
 
 from meshwright.data.loader import EvalLoader
 from meshwright.errors import number_of
+from meshwright.objectives.call import calling
 from meshwright.train.batches import RankBatches
 from meshwright.train.engine import Batch, Engine
 
@@ -29,8 +30,11 @@ def evaluate(engine: Engine, batches: RankBatches, loader: EvalLoader, progress:
     def held_out() -> Iterator[Batch]:
         for index, batch in enumerate(loader):
             progress()
-            on_host = batches.share(objective.held_out(batch, loader.numbers(index)))
-            counted.add_(torch.tensor(objective.counts([on_host])))
+            with calling(objective, "held_out"):
+                whole = objective.held_out(batch, loader.numbers(index))
+            on_host = batches.share(whole)
+            with calling(objective, "counts"):
+                counted.add_(torch.tensor(objective.counts([on_host])))
             yield batches.to_device(on_host)
 
     summed, own = engine.evaluate(held_out()), len(objective.terms)

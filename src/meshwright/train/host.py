@@ -20,7 +20,8 @@ def host_lines(config: RunConfig, plan: ShardingPlan) -> list[str]:
 def _waits(config: RunConfig, plan: ShardingPlan) -> Iterator[str]:
     said = "the host waits for the device"
     if config.optimizer.use is not None:
-        yield f"{said} in every step: it decides whether the optimizer steps (optimizer.use={config.optimizer.use})"
+        if not config.optimizer.arguments.get("fused"):
+            yield f"{said} in every step: it decides whether the optimizer steps (optimizer.use={config.optimizer.use})"
         yield f"optimizer {config.optimizer.use}: the bytes and the time of the plan are those of AdamW"
     elif config.parallel.cpu_offload:
         yield f"{said} in every step: the optimizer runs on the host (parallel.cpu_offload)"

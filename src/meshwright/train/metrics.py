@@ -4,6 +4,7 @@ import json
 import math
 import re
 import uuid
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,10 +27,10 @@ __all__ = ["Jsonl", "MetricSink", "Recorder", "make_sinks"]
 Values = Mapping[str, float | int]
 
 
-class MetricSink:
+class MetricSink(ABC):
     """A destination of metrics. One of the user's inherits from it; it is made and called on rank 0 alone."""
 
-    def open(self, config: Mapping[str, Any], step: int) -> None:
+    def open(self, config: Mapping[str, Any], step: int) -> None:  # noqa: B027 - optional
         """Begin to record.
 
         Args:
@@ -37,11 +38,11 @@ class MetricSink:
             step: the step that the run resumes from; 0: it begins.
         """
 
+    @abstractmethod
     def write(self, step: int, values: Values) -> None:
         """Write the metrics of a step, or of an evaluation after it: name to number. Names have slashes, as in eval/loss."""
-        raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - optional
         """Flush and close."""
 
 
@@ -83,7 +84,7 @@ def make_sinks(config: RunConfig) -> list[tuple[str, MetricSink]]:
         kind = find_part(where, part.use, "sinks")
         if not (isinstance(kind, type) and issubclass(kind, MetricSink)):
             raise ConfigError("part.signature", f"{where}={part.use}: is no class of meshwright.MetricSink")
-        if kind.write is MetricSink.write:
+        if kind.__abstractmethods__:
             raise ConfigError("part.signature", f"{where}={part.use}: lacks `def write(self, step, values)`")
         made.append((part.use, make_part(where, part.use, kind, part.arguments)))
     return made

@@ -1,9 +1,10 @@
 """The optimizer, and the learning rate as a function of the step: ours, or those of the user."""
 
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
     """
     if schedule.use is not None:
         with in_part(f"schedule {schedule.use}", f"step {step} of {steps}"):
-            factor = _factor(schedule)(step, steps)
+            factor = _factor(schedule.use, json.dumps(schedule.arguments, sort_keys=True))(step, steps)
         if not isinstance(factor, (int, float)) or not 0 <= factor < math.inf:
             said = f"schedule {schedule.use}: returned {factor!r} for step {step} of {steps}; legal is a factor of at least 0"
             raise PartError("part.returned", said)
@@ -147,15 +148,13 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleConfig) 
     return peak * (final + (1 - final) * shape)
 
 
-def _factor(schedule: ScheduleConfig) -> Factor:
-    """Return the function of the user, with its arguments."""
-    assert schedule.use is not None
-    found = find_part(
-        "schedule.use", schedule.use, "schedules", ["kind=cosine, linear, constant, wsd, inverse_sqrt, polynomial"]
-    )
+@cache
+def _factor(use: str, arguments: str) -> Factor:
+    """Return the function of the user, with its arguments, given as JSON."""
+    found = find_part("schedule.use", use, "schedules", ["kind=cosine, linear, constant, wsd, inverse_sqrt, polynomial"])
     if not callable(found):
-        raise ConfigError("part.signature", f"schedule.use={schedule.use}: is no function of (step, steps)")
-    return partial(found, **check_arguments("schedule", found, schedule.arguments, given=2))
+        raise ConfigError("part.signature", f"schedule.use={use}: is no function of (step, steps)")
+    return partial(found, **check_arguments("schedule", found, json.loads(arguments), given=2))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

@@ -92,7 +92,7 @@ def fill(run: RankSetup, model: nn.Module, device: torch.device) -> None:
 
 
 def optimizer_of_plan(run: RankSetup, model: nn.Module) -> torch.optim.Optimizer:
-    """Build AdamW. The plan says which parameters are trained, and which of them are decayed."""
+    """Build the optimizer. The plan says which parameters are trained, and which of them are decayed."""
     return build_optimizer(model, run.config.optimizer, run.plan.parameters)
 
 

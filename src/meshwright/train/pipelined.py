@@ -11,7 +11,6 @@ from torch import nn
 from meshwright.distributed.experts.balance import Balance
 from meshwright.distributed.pipeline.microbatch_work import Work
 from meshwright.distributed.pipeline.scheduled_stages import ScheduledStages
-from meshwright.models.adapters.adapt import adapters_off
 from meshwright.models.objective import Batch, Objective
 from meshwright.models.token_loss import forward_arguments, forward_logits
 from meshwright.train.engine import Engine, Sums, Values
@@ -54,11 +53,7 @@ class Pipelined(Engine):
     def evaluate(self, batches: Iterable[Batch]) -> torch.Tensor:
         """See :class:`Engine`."""
         work = (Work(forward_arguments(batch), partial(self.evaluated, batch=batch)) for batch in self.prepared(batches))
-        return self.stages.evaluate(work, self.values)
-
-    def adapters_off(self) -> AbstractContextManager[None]:
-        """See :class:`Engine`."""
-        return adapters_off(self.model)
+        return self.stages.evaluate(work, self.size_of_evaluation)
 
     @torch.no_grad()
     def forwards(

@@ -77,7 +77,7 @@ def make_objective(config: RunConfig, model: "PreTrainedModel") -> Objective:
 
 def _users(part: PartConfig, model: "PreTrainedModel", run: RunFacts, kind: type[Objective]) -> Objective:
     """Return an objective of the user's, which was tried."""
-    from meshwright.objectives.call import in_part, named
+    from meshwright.objectives.call import calling
     from meshwright.objectives.function import FunctionObjective
     from meshwright.objectives.trial import try_objective
 
@@ -101,7 +101,10 @@ def _users(part: PartConfig, model: "PreTrainedModel", run: RunFacts, kind: type
             f"{WHERE}={part.use}: is {type(found).__name__ if not isinstance(found, type) else f'the class {found.__name__}'}; "
             "legal are a subclass of meshwright.Objective, and a function f(log_probs, batch) or f(logits, labels)",
         )
-    with in_part(f"objective {named(objective)}", "begin"):
+    if len(objective.weights) != len(objective.terms):
+        many = f"{len(objective.terms)} terms and {len(objective.weights)} weights"
+        raise ConfigError("part.signature", f"{WHERE}={part.use}: has {many}; each term has one")
+    with calling(objective, "begin"):
         objective.begin(model, run)
     try_objective(objective, model, run)
     return objective

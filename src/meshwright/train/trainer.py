@@ -319,7 +319,7 @@ class Trainer:
             tensors = state.without_absent(self.model, self.optimizer, tensors, stored)
         if missing := sorted(tensors.keys() - stored.keys()):
             shown = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
-            said = f"{checkpoint}: lacks {shown}; its run trained other parameters (parallel.freeze)"
+            said = f"{checkpoint}: lacks {shown}; its run trained other parameters (parallel.freeze), or with another optimizer"
             raise CheckpointError("checkpoint.model", said)
         generators = state.rng_tensors(self.rank, self.device)
         same_ranks = meta["world_size"] == dist.get_world_size() and generators.keys() <= stored.keys()

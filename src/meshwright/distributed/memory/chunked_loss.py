@@ -217,29 +217,16 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> torch.Tensor:
         wanted = [trained and needed for needed in (context.needs_input_grad[0], *context.needs_input_grad[6:])]
         total: torch.Tensor | None = None
-        gradients: list[torch.Tensor] = []
-        sums: list[torch.Tensor | None] = [None] * len(parameters)
+        gradients = _Gradients(logits_of, loss, parameters, wanted)
         for part, targets in zip(hidden.tensor_split(chunks, 1), labels.tensor_split(chunks, 1), strict=True):
             if not any(wanted):
                 value = loss(logits_of(part), targets)
             else:
-                with torch.enable_grad():
-                    part = part.detach().requires_grad_(wanted[0])
-                    value = loss(logits_of(part), targets)
-                inputs = [tensor for tensor, needed in zip((part, *parameters), wanted, strict=True) if needed]
-                if not gradients:
-                    _check_leaves(value, inputs)
-                found = iter(torch.autograd.grad(value, inputs, allow_unused=True))
-                if wanted[0]:
-                    gradients.append(next(found))
-                for index in (index for index, needed in enumerate(wanted[1:]) if needed):
-                    sums[index] = _added(sums[index], next(found))
-            value = value.detach()
+                value = gradients.add(part, targets)
             total = value if total is None else total + value
         assert total is not None
-        hidden_gradient = torch.cat(gradients, 1) if wanted[0] else None
-        context.gradients = [(hidden_gradient, hidden.dtype)]
-        context.gradients += [(value, parameter.dtype) for value, parameter in zip(sums, parameters, strict=True)]
+        context.gradients = [(gradients.of_hidden(), hidden.dtype)]
+        context.gradients += [(value, parameter.dtype) for value, parameter in zip(gradients.sums, parameters, strict=True)]
         return total
 
     @staticmethod
@@ -271,26 +258,65 @@ class _ChunkedValues(torch.autograd.Function):
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, labels, *parameters = context.saved_tensors
         wanted = [context.needs_input_grad[0], *context.needs_input_grad[5:]]
-        gradients: list[torch.Tensor] = []
-        sums: list[torch.Tensor | None] = [None] * len(parameters)
-        for part, targets, above in zip(*(t.tensor_split(context.chunks, 1) for t in (hidden, labels, gradient)), strict=True):
-            with torch.enable_grad():
-                part = part.detach().requires_grad_(wanted[0])
-                values = context.function(context.logits_of(part), targets)
-            inputs = [tensor for tensor, needed in zip((part, *parameters), wanted, strict=True) if needed]
-            if not gradients:
-                _check_leaves(values, inputs)
-            found = iter(torch.autograd.grad(values, inputs, above, allow_unused=True))
-            if wanted[0]:
-                gradients.append(next(found))
-            for index in (index for index, needed in enumerate(wanted[1:]) if needed):
-                sums[index] = _added(sums[index], next(found))
-        rounded = [None if total is None else total.to(p.dtype) for total, p in zip(sums, parameters, strict=True)]
-        return (torch.cat(gradients, 1) if wanted[0] else None, None, None, None, None, *rounded)
+        gradients = _Gradients(context.logits_of, context.function, parameters, wanted)
+        for chunk in zip(*(tensor.tensor_split(context.chunks, 1) for tensor in (hidden, labels, gradient)), strict=True):
+            gradients.add(*chunk)
+        rounded = [None if total is None else total.to(p.dtype) for total, p in zip(gradients.sums, parameters, strict=True)]
+        return (gradients.of_hidden(), None, None, None, None, *rounded)
 
 
-def _added(before: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Add a chunk's gradient to the sum of those before. A sum in bf16 would lose what bf16 cannot represent."""
-    if gradient is None or before is not None:
-        return before if gradient is None or before is None else before.add_(gradient)
-    return gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+class _Gradients:
+    """The gradients of chunks: those of hidden states one after another, those of the head's parameters added up.
+
+    Args:
+        logits_of: computes logits of hidden states.
+        function: of logits and labels.
+        parameters: of the head.
+        wanted: whether the gradient of the hidden states is needed, and that of each parameter.
+
+    Attributes:
+        sums: of each parameter, in at least fp32; ``None``: it has none.
+    """
+
+    def __init__(
+        self,
+        logits_of: Callable[[torch.Tensor], torch.Tensor],
+        function: Loss,
+        parameters: Sequence[torch.Tensor],
+        wanted: Sequence[bool],
+    ) -> None:
+        self._logits_of, self._function = logits_of, function
+        self._parameters, self._wanted = parameters, wanted
+        self._hidden: list[torch.Tensor] = []
+        self._checked = False
+        self.sums: list[torch.Tensor | None] = [None] * len(parameters)
+
+    def add(self, part: torch.Tensor, labels: torch.Tensor, above: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute the function of a chunk and its gradients, and return its values, detached.
+
+        Args:
+            part: hidden states of the chunk.
+            labels: its labels.
+            above: the gradient of the values; ``None``: 1, of a scalar.
+        """
+        with torch.enable_grad():
+            part = part.detach().requires_grad_(self._wanted[0])
+            values = self._function(self._logits_of(part), labels)
+        inputs = [tensor for tensor, needed in zip((part, *self._parameters), self._wanted, strict=True) if needed]
+        if not self._checked:
+            _check_leaves(values, inputs)
+            self._checked = True
+        found = iter(torch.autograd.grad(values, inputs, above, allow_unused=True))
+        if self._wanted[0]:
+            self._hidden.append(next(found))
+        for index in (index for index, needed in enumerate(self._wanted[1:]) if needed):
+            gradient, before = next(found), self.sums[index]
+            if gradient is not None and before is None:  # a sum in bf16 would lose what bf16 cannot represent
+                self.sums[index] = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+            elif gradient is not None:
+                before.add_(gradient)
+        return values.detach()
+
+    def of_hidden(self) -> torch.Tensor | None:
+        """Return the gradient of all hidden states; ``None``: it is not needed."""
+        return torch.cat(self._hidden, 1) if self._wanted[0] else None

@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_args, get_origin
 from pydantic_core import PydanticUndefined
 
 from meshwright.train.config import RunConfig
+from meshwright.user_code import PartConfig
 
 __all__ = ["reference"]
 
@@ -69,6 +70,8 @@ def _type(annotation: Any) -> str:
         return "null"
     if isinstance(annotation, type) and issubclass(annotation, StrEnum):
         return ", ".join(annotation)
+    if annotation is PartConfig:
+        return "part"
     if not arguments:
         return getattr(annotation, "__name__", str(annotation))
     origin = get_origin(annotation)

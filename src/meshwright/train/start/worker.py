@@ -19,7 +19,7 @@ from rich.markup import escape
 from meshwright.checkpoint.directory import read_meta
 from meshwright.data.store import TokenStore
 from meshwright.device import release_memory
-from meshwright.distributed.process_group import check_collectives, process_group
+from meshwright.distributed.process_group import check_collectives, is_communication, process_group
 from meshwright.errors import (
     ConfigError,
     DataError,
@@ -31,7 +31,6 @@ from meshwright.errors import (
     described,
 )
 from meshwright.plan.cost.activation_traffic import kinds_of_collectives
-from meshwright.ranks.hang import is_communication
 from meshwright.ranks.watch import Watch
 from meshwright.terminal import console
 from meshwright.train.config import RunConfig
