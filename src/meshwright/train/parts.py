@@ -165,9 +165,15 @@ def sequence_multiple(setup: RunSetup) -> int:
 
 
 def runner_of_plan(
-    run: RankSetup, model: nn.Module, objective: Objective, sync: GradSync | None, balance: Balance, progress: Progress
+    run: RankSetup,
+    model: nn.Module,
+    objective: Objective,
+    sync: GradSync | None,
+    balance: Balance,
+    progress: Progress,
+    prepares: bool = True,
 ) -> Runner:
-    """Build the runner: one microbatch after another, or the stages of a pipeline."""
+    """Build the runner: one microbatch after another, or the stages of a pipeline, maybe prepared for the run's sequences."""
     if sync is not None:
         sequential = Sequential(model, objective, sync, balance, progress)
         sequential.plan, sequential.mesh = run.plan, run.mesh
@@ -177,7 +183,8 @@ def runner_of_plan(
 
     assert isinstance(model, StageParts)
     stages = ScheduledStages(model, run.plan, run.mesh, run.device, progress)
-    stages.prepare(run.config.training.microbatch_size, sequence_multiple(run.setup))
+    if prepares:
+        stages.prepare(run.config.training.microbatch_size, sequence_multiple(run.setup))
     pipelined = Pipelined(stages, objective, balance)
     pipelined.plan, pipelined.mesh = run.plan, run.mesh
     return pipelined

@@ -87,6 +87,15 @@ class Trainer(StepEngine):
         self.outcomes = Outcomes(self.config, setup.paths, self._write_batch, self.recorder.say)
         self._line: tuple[int, dict[str, Any], bool] | None = None
 
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps done."""
+        return self.steps_done
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self.steps_done = number
+
     # -- the loop ----------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:

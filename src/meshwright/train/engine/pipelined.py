@@ -31,6 +31,10 @@ class Pipelined(Runner):
         self.stages, self.objective, self.balance = stages, objective, balance
         self.model = stages.parts
 
+    def prepare(self, rows: int, length: int) -> None:
+        """See :class:`Runner`."""
+        self.stages.prepare(rows, length)
+
     def forward_backward(self, batches: list[Batch], counts: torch.Tensor) -> Sums:
         """See :class:`Runner`."""
         sums = Sums()

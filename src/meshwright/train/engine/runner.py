@@ -60,6 +60,7 @@ class Runner(ABC):
         plan: the plan of the model.
         mesh: the mesh of its layout.
         balance: balance of the experts that this rank runs.
+        tell: is called with each microbatch and what the model gave for it; ``None``: nobody asks.
     """
 
     model: nn.Module
@@ -67,6 +68,15 @@ class Runner(ABC):
     balance: Balance
     plan: ShardingPlan | None = None
     mesh: ParallelMesh | None = None
+    tell: Callable[[Batch, dict[str, torch.Tensor]], None] | None = None
+
+    def prepare(self, rows: int, length: int) -> None:  # noqa: B027 - optional
+        """Make buffers for training, before its first step, where those of the plan's sequences are not made yet.
+
+        Args:
+            rows: number of sequences in a microbatch.
+            length: positions of a whole sequence.
+        """
 
     def call(self) -> Running:
         """Return what the functions that are given to an objective know."""
@@ -86,7 +96,7 @@ class Runner(ABC):
 
     def loss(self, model: nn.Module, batch: Batch, counts: torch.Tensor, sums: Sums) -> torch.Tensor:
         """Return a microbatch's share of the loss of the step, and add it, its terms and the metrics to the sums."""
-        terms, metrics = evaluate_batch(self.objective, model, batch, self.call())
+        terms, metrics = evaluate_batch(self.objective, model, batch, replace(self.call(), tell=self.tell))
         loss = self.objective.combine(terms, counts) / counts[0]
         sums.add(LOSS, loss)
         for name, term in zip(self.reported_terms, terms, strict=True) if self.reported_terms else ():

@@ -3,7 +3,7 @@
 The trainer runs on it, and the engine for a loop of one's own (:mod:`~meshwright.train.engine.own_loop`). Every rank has one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,13 +60,13 @@ class StepEngine:
         batches: makes a rank's part of a batch.
         runner: runs the microbatches.
         guard: makes steps that are not finite change nothing.
-        step: number of optimizer steps done.
+        steps_done: number of optimizer steps done.
         progress: called before each microbatch with words such as ``step 12``.
     """
 
     def __init__(self, setup: RunSetup, device: torch.device, parts: Parts = PARTS, *, resumes: bool = False) -> None:
         self.setup, self.config, self.device = setup, setup.config, device
-        self.mesh, self.rank, self.step = parts.mesh(setup, device), dist.get_rank(), 0
+        self.mesh, self.rank, self.steps_done = parts.mesh(setup, device), dist.get_rank(), 0
         self.progress: Callable[[str], None] = lambda what: None
         self._run = run = RankSetup(setup, device, self.mesh)
         self.objective, training = setup.objective, self.config.training
@@ -91,15 +91,18 @@ class StepEngine:
         torch.manual_seed(seed_of_dropout(run))
 
     def _before_microbatch(self, words: str = "") -> None:
-        self.progress(f"step {self.step + 1}{words and ', '}{words}")
+        self.progress(f"step {self.steps_done + 1}{words and ', '}{words}")
 
     # -- a step ------------------------------------------------------------------------------------------------------------
 
-    def run_microbatches(self, on_host: list[Batch]) -> Gathered:
+    def run_microbatches(
+        self, on_host: list[Batch], tell: Callable[[int, Mapping[str, torch.Tensor]], None] | None = None
+    ) -> Gathered:
         """Run forward and backward of the microbatches of a step.
 
         Args:
             on_host: this rank's part of them (:class:`RankBatches`).
+            tell: called with the number of each, and what the model gave for it, where the loss is computed.
         """
         # Tokens are counted before backward: the loss is divided by all tokens of the step, so no factor depends on the layout.
         *batches, counted = map(self.batches.to_device, (*on_host, {"counts": self.batches.counts(on_host)}))
@@ -107,7 +110,10 @@ class StepEngine:
         counts, routed = counts[:-1], counts[-1]
         self.balance.begin_step(routed)
         divisors = counts.clamp(min=1)
-        return Gathered(self.runner.forward_backward(list(self.runner.prepared(batches)), divisors), counts, divisors)
+        batches = list(self.runner.prepared(batches))
+        numbers = {id(batch): number for number, batch in enumerate(batches)}
+        self.runner.tell = None if tell is None else lambda batch, values: tell(numbers[id(batch)], values)
+        return Gathered(self.runner.forward_backward(batches, divisors), counts, divisors)
 
     def clip(self) -> torch.Tensor:
         """Clip the gradient of the whole model, and return its norm before clipping."""
@@ -126,7 +132,17 @@ class StepEngine:
         """
         set_learning_rate(self.optimizer, rate)
         norm = self.clip()
-        metrics = self.means(gathered) | {"gradient_norm": norm.to(self.device), "tokens": gathered.counts[0]}
+        return self.apply(self.means(gathered), norm, logged=logged)
+
+    def apply(self, metrics: dict[str, torch.Tensor], norm: torch.Tensor, *, logged: bool) -> dict[str, torch.Tensor]:
+        """Run the optimizer, unless the step is not finite. The gradients are used up.
+
+        Args:
+            metrics: what :meth:`means` returned.
+            norm: norm of the gradient.
+            logged: whether the metrics of the balance of experts will be read.
+        """
+        metrics = metrics | {"gradient_norm": norm.to(self.device)}
         self.guard.judge(metrics["loss"], metrics["gradient_norm"])
         self.guard.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -135,7 +151,7 @@ class StepEngine:
         )
 
     def means(self, gathered: Gathered) -> dict[str, torch.Tensor]:
-        """Return loss, terms and metrics of the objective over all ranks. Collective over data ranks."""
+        """Return loss, terms, metrics of the objective and targets over all ranks. Collective over data ranks."""
         metrics = gathered.sums.over_ranks(self.mesh)
         for term, count in zip(self.objective.terms, gathered.divisors, strict=True):
             if term in metrics:
@@ -143,7 +159,7 @@ class StepEngine:
         for name in self.objective.metric_names:
             total, count = metrics.pop(f"{name}{SUM}"), metrics.pop(f"{name}{COUNT}")
             metrics[name] = total / count.clamp(min=1)
-        return metrics
+        return {**metrics, "tokens": gathered.counts[0]}
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------
 
@@ -190,5 +206,5 @@ class StepEngine:
         else:
             # Other ranks wrote it. Each rank seeds a new random stream, which does not repeat the numbers drawn before.
             torch.manual_seed(seed_of_dropout(self._run, meta["step"]))
-        self.step = int(meta["step"])
+        self.steps_done = int(meta["step"])
         return meta
