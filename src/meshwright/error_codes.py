@@ -247,6 +247,7 @@ CODES: dict[str, tuple[str, str]] = {
     ),
     "engine.order": ("Gradients are there, or are not.", "forward_backward, then optim_step."),
     "engine.loss": ("A loss needs another plan than the engine has.", "objective= of the engine, or another loss."),
+    "engine.loop": ("A function makes no engine that can be audited.", "What the message says, and docs/own-loop.md."),
     "engine.steps": ("A schedule needs the number of steps.", "steps= of the engine."),
     "engine.data": ("How long sequences are is not known.", "sequence_length= of the engine."),
     "part.returned": ("A part of the user returned something else.", "What the message says."),

@@ -20,7 +20,16 @@ from meshwright.train.schema.parallel_config import LayoutConfig, ParallelConfig
 from meshwright.train.schema.plain_yaml import Dumper, Loader
 from meshwright.user_code import PartName, part_text
 
-__all__ = ["LayoutConfig", "OptimizerConfig", "ParallelConfig", "RunConfig", "ScheduleConfig", "checked_config", "load_config"]
+__all__ = [
+    "LayoutConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "checked_config",
+    "load_config",
+    "overridden",
+]
 
 
 class TrainingConfig(Section):
@@ -254,15 +263,24 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
         raise ConfigError("config.file", f"{path}: not readable as YAML: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError("config.file", f"{path}: must be a mapping of sections, found {type(content).__name__}")
-    problems = Problems()
     for name, field in RunConfig.model_fields.items():
         if hasattr(field.annotation, "model_fields") and content.get(name, ...) is None:
             content[name] = {}  # a section whose lines are all commented out
+    return overridden(content, overrides, f"; {path} does not have it")
+
+
+def overridden(content: dict[str, Any], overrides: Iterable[str], missing: str = "") -> RunConfig:
+    """Return the configuration that plain values mean after overrides of the form ``section.key=value``.
+
+    Raises:
+        ConfigError: all problems together.
+    """
+    problems = Problems()
     for override in overrides:
         problem = _apply(content, override)
         if problem:
             problems.append(problem)
-    return checked_config(content, problems, f"; {path} does not have it")
+    return checked_config(content, problems, missing)
 
 
 def checked_config(content: Mapping[str, Any], problems: Problems | None = None, missing: str = "") -> RunConfig:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ class OwnLoop:
     """What a loop of one's own says of its run.
 
     Attributes:
-        config: its arguments, as a configuration.
+        config: its arguments, as a configuration, with the sequences of one data rank until it is :meth:`resolved`.
         model: the model that it gives; ``None``: that of a path.
         objective: an objective, a class or a function; ``None``: what the model is made for.
         wholly: whether all sequences have the length that the configuration says.
@@ -43,6 +43,17 @@ class OwnLoop:
     model: "PreTrainedModel | None"
     objective: Any
     wholly: bool
+
+    def resolved(self, world_size: int) -> "OwnLoop":
+        """Return the same with the sequences of a step that all data ranks have together.
+
+        Raises:
+            LayoutError: the layout does not fit the number of ranks.
+        """
+        training = self.config.training
+        each = training.global_batch_size * self.config.layout.layout().resolve(world_size).size("dp")
+        together = training.model_copy(update={"global_batch_size": each})
+        return replace(self, config=self.config.model_copy(update={"training": together}))
 
     def setup(self, world_size: int) -> RunSetup:
         """Resolve the run for a number of ranks. The model that was given is not changed."""
@@ -80,7 +91,6 @@ def layout_of(layout: "str | Mapping[str, int | None] | Layout") -> dict[str, in
 def describe_loop(
     model: "PreTrainedModel | str | Path",
     layout: "str | Mapping[str, int | None] | Layout",
-    world_size: int,
     *,
     microbatches: int,
     microbatch_size: int,
@@ -94,7 +104,6 @@ def describe_loop(
     Args:
         model: a causal language model of transformers, or a directory or hub name of one.
         layout: sizes of the axes.
-        world_size: number of ranks.
         microbatches: microbatches of each data rank in a step.
         microbatch_size: sequences in one.
         sequence_length: tokens of a sequence; ``None``: unknown.
@@ -104,7 +113,6 @@ def describe_loop(
 
     Raises:
         ConfigError: all wrong arguments together; they are named by their keys in a configuration.
-        LayoutError: the layout does not fit the number of ranks.
     """
     given = model if isinstance(model, nn.Module) else None
     parallel = dict(sections.get("parallel") or {})
@@ -135,11 +143,7 @@ def describe_loop(
         "metrics": {"jsonl": False, "tensorboard": False},
         "checkpoint": {"every_minutes": None},
     }
-    config = checked_config(content)
-    ranks = config.layout.layout().resolve(world_size).size("dp")
-    batch = {"global_batch_size": microbatches * microbatch_size * ranks}
-    config = config.model_copy(update={"training": config.training.model_copy(update=batch)})
-    return OwnLoop(config, given, objective, sequence_length is not None)
+    return OwnLoop(checked_config(content), given, objective, sequence_length is not None)
 
 
 def _check_model(model: nn.Module) -> None:

@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -21,8 +21,9 @@ from meshwright.checkpoint.state import model_tensors
 from meshwright.device import release_memory
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, Refusal
 from meshwright.layout import Layout
+from meshwright.train.engine.loop_audit import tell_loop
 from meshwright.train.engine.loop_batches import OwnData
-from meshwright.train.engine.loop_setup import OwnLoop, describe_loop, fill_from
+from meshwright.train.engine.loop_setup import describe_loop, fill_from
 from meshwright.train.engine.loop_steps import LoopSteps, Loss
 from meshwright.train.engine.weights import Adapters, weights_of
 from meshwright.train.parts import PARTS, runner_of_plan
@@ -30,28 +31,7 @@ from meshwright.train.parts import PARTS, runner_of_plan
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Captured", "Engine", "capturing"]
-
-
-class Captured(BaseException):
-    """Raised instead of making an engine, with what its loop says."""
-
-    def __init__(self, loop: OwnLoop) -> None:
-        self.loop = loop
-
-
-_capturing = False
-
-
-@contextmanager
-def capturing() -> Iterator[None]:
-    """Inside, an engine is not made: :class:`Captured` is raised."""
-    global _capturing
-    _capturing = True
-    try:
-        yield
-    finally:
-        _capturing = False
+__all__ = ["Engine"]
 
 
 class Engine(LoopSteps):
@@ -125,7 +105,6 @@ class Engine(LoopSteps):
         loop = describe_loop(
             model,
             layout,
-            ranks,
             microbatches=microbatches,
             microbatch_size=microbatch_size,
             sequence_length=sequence_length,
@@ -142,8 +121,8 @@ class Engine(LoopSteps):
                 "launch": {"device": device, "timeout_minutes": timeout_minutes},
             },
         )
-        if _capturing:
-            raise Captured(loop)
+        tell_loop(loop)
+        loop = loop.resolved(ranks)
         setup = loop.setup(ranks)
         self._resources = ExitStack()
         kind = device_kind(loop.config, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), launched="RANK" in os.environ)
