@@ -185,7 +185,7 @@ CODES: dict[str, tuple[str, str]] = {
     "diffusion.output_dtype": ("The encoder's loss would be rounded.", "null, float32 or float64."),
     "diffusion.compile": ("The recomputation of an encoder layer is another graph.", "none or submodule with compile."),
     "diffusion.cache": ("A recomputation would write to the cache again.", "Leave past_key_values out."),
-    "data.source": ("What to train on is not given once, or not found.", "One of corpus, files and hub, with its own keys."),
+    "data.source": ("What to train on is not given once, or not found.", "One of corpus, files, hub, source; its own keys."),
     "data.files": ("A path or glob is no readable file.", "Files with the extensions in the message."),
     "data.unreadable": ("A file cannot be read.", "A readable file; permissions."),
     "data.empty": ("A source has no documents or no text.", "Files with text."),

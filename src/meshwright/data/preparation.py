@@ -172,6 +172,7 @@ def _write(
         unlearned=writer.unlearned,
         unread_columns=[_printable(column) for column in bad.unread],
         unread_keys=[_printable(key) for key in writer.unread_keys],
+        mapped_away=bad.mapped_away,
     )
 
 

@@ -218,6 +218,7 @@ class RunConfig(Section):
     def own_parts(self) -> list[str]:
         """A line for each part of the user, with its arguments."""
         parts = {"objective": self.training.objective, "optimizer": self.optimizer.part, "schedule": self.schedule.part}
+        parts |= {"source": self.data.source, "map": self.data.map}
         named = [(kind, part) for kind, part in parts.items() if part is not None]
         return [f"{kind}: {part_text(part)}" for kind, part in (*named, *(("sink", part) for part in self.metrics.sinks))]
 

@@ -131,8 +131,11 @@ def _checked_draft(config: RunConfig, world_size: int) -> RunSetup:
     """Check data files, extras, layout, model and plan, and return the resolved run; raise all problems as one error."""
     from importlib.util import find_spec
 
+    from meshwright.data.corpora import first_rows
+    from meshwright.data.own_rows import part_problems
+
     errors: list[MeshwrightError] = []
-    if problems := config.data.problems():
+    if problems := config.data.problems() or part_problems(config.data) or first_rows(config.data):
         errors.append(DataError(problems))
     if missing := [
         Refusal("run.extra", f"metrics.{name}={getattr(config.metrics, name)!r}: needs `pip install 'meshwright[{name}]'`")
@@ -259,7 +262,7 @@ def describe_data(config: RunConfig, store: "TokenStore") -> str:
         f"data: {number_of(index.rows, 'row')}, {number_of(index.documents, 'document')} of "
         f"{number_of(index.tokens, 'token')}, {index.eval_documents:,} held "
         f"out; {index.truncated:,} truncated, {index.dropped:,} dropped, {index.empty:,} empty, {index.bad:,} bad"
-        f"{_extras(index)}",
+        f"{f', {index.mapped_away:,} left out by data.map' if index.mapped_away else ''}{_extras(index)}",
         f"{number_of(sequences, f'{packed}sequence')} of {length:,}, {filled:.1%} full; "
         f"{number_of(steps, 'step')} of {batch:,} {'is' if steps == 1 else 'are'} {epochs:.3g} epochs",
     ]
