@@ -82,3 +82,7 @@ def no_row() -> None:
 
 def three(row: dict[str, Any]) -> int:
     return 3
+
+
+def length(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "length": len(row["text"])}

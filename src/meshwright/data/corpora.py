@@ -232,6 +232,8 @@ def _file_documents(
 def _text_file(config: DataConfig, path: Path, made: "_Documents") -> Iterator[Document]:
     if config.wants_chat and config.map is None:
         raise DataError("data.kind", f"data.kind={config.kind!r}, data.format={config.format!r}: {str(path)!r} is text")
+    if config.tensors and config.map is None:
+        raise DataError("data.tensors", f"data.tensors: {str(path)!r} is one text, and has no columns")
     made.bad.rows += 1
     try:
         text = path.read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from meshwright.data.columns import FORMATS
+from meshwright.data.columns import FORMATS, TAKEN, TensorColumn
 from meshwright.data.source_files import (
     EXTENSIONS,
     ROW_EXTENSIONS,
@@ -23,6 +23,9 @@ __all__ = ["DataConfig", "TokenizerConfig"]
 
 _ON_HUB = re.compile("hf://|buckets/")
 """The names of the hub, for datasets.load_dataset, that are longer than `owner/name`."""
+
+REFERENCE = "reference_log_probs"
+"""The column that stands for the log-probabilities of a reference."""
 
 DEFAULT_EVAL_FRACTION = 0.05
 DEFAULT_BAD_ROWS_LIMIT = 0.1
@@ -80,6 +83,12 @@ class DataConfig(BaseModel):
         "completion: answer}; role and content, from and value are keys of a message. All formats of chats but messages may "
         "have a column system; all may have tools, documents and chat_template_kwargs, and the messages of a list weight. "
         "null leaves a column out that rows need not have, as in {tools: null}.",
+    )
+    tensors: dict[str, TensorColumn] = Field(
+        default={},
+        description="Columns of numbers that reach the batch as tensors, by their name there, as in {reward: {per: document}, "
+        "teacher: {per: token, width: 64, dtype: int64}}. per: token or document; width: of a list of so many numbers each; "
+        "dtype: float32 or int64; column: its name in the row, if it is another (docs/data.md).",
     )
     text_field: str = Field(default="text", description="Field of a row that holds the text.")
     messages_field: str = Field(
@@ -153,6 +162,7 @@ class DataConfig(BaseModel):
                 "data.long_documents='split': a chat cannot be split; legal for chat: 'auto', 'truncate', 'drop', 'error'",
             )
         problems.extend(self._format_problems())
+        problems.extend(self._tensor_problems())
         if self.bad_rows == "stop" and self.bad_rows_limit != DEFAULT_BAD_ROWS_LIMIT:
             problems.add(
                 "data.bad_rows",
@@ -192,6 +202,22 @@ class DataConfig(BaseModel):
         for key, default in (("text", "text"), ("messages", "messages")):
             if key in self.columns and getattr(self, f"{key}_field") != default:
                 problems.add("data.columns", f"data.{key}_field and data.columns.{key} say the same; remove one")
+        return problems
+
+    def _tensor_problems(self) -> Problems:
+        """Return what is wrong with the columns that reach the batch."""
+        problems = Problems()
+        if self.tensors and self.corpus and self.map is None:
+            problems.add(
+                "data.tensors", f"data.tensors: corpus {self.corpus!r} has no columns; remove {', '.join(self.tensors)}"
+            )
+        for name, column in self.tensors.items():
+            if not name.isidentifier() or name in TAKEN:
+                problems.add(
+                    "data.tensors", f"data.tensors.{name}: legal is a name as in code, and none of {', '.join(sorted(TAKEN))}"
+                )
+            if name == REFERENCE and column != TensorColumn(per="token", column=column.column):
+                problems.add("data.tensors", f"data.tensors.{name}: legal is per: token, float32, without width")
         return problems
 
     @property
@@ -239,14 +265,19 @@ class DataConfig(BaseModel):
                 "data.source",
                 f"data.hub_split={self.hub_split!r}: data.files has no folder of a DatasetDict; remove one of them",
             )
+        texts = [
+            path for path in expand_files(self.files + self.eval_files) if path.suffix in TEXT_EXTENSIONS and not saved(path)
+        ]
+        if self.tensors and self.map is None:
+            for path in texts:
+                problems.add("data.tensors", f"data.tensors: {str(path)!r} is one text, and has no columns")
         if self.wants_chat and self.map is None:
-            for path in expand_files(self.files + self.eval_files):
-                if path.suffix in TEXT_EXTENSIONS and not saved(path):
-                    problems.add(
-                        "data.kind",
-                        f"data.kind={self.kind!r}, data.format={self.format!r}: {str(path)!r} is text; chats come from "
-                        f"{', '.join(ROW_EXTENSIONS)}",
-                    )
+            for path in texts:
+                problems.add(
+                    "data.kind",
+                    f"data.kind={self.kind!r}, data.format={self.format!r}: {str(path)!r} is text; chats come from "
+                    f"{', '.join(ROW_EXTENSIONS)}",
+                )
         return problems
 
 

@@ -13,6 +13,7 @@ from meshwright.data.columns import FORMATS
 from meshwright.data.data_config import DataConfig
 from meshwright.data.extras import template_arguments, weight_of
 from meshwright.data.row_files import DuplicateKeys, Row, names_of, refuse_duplicates
+from meshwright.data.row_values import Values, read_values
 from meshwright.errors import DataError, Refusal
 
 __all__ = ["SPEAKERS", "Document", "RowReader", "check_columns"]
@@ -48,6 +49,8 @@ class Document:
     """File and line, or data set and row, for messages to the user."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """For a chat: tools, documents and other arguments of the chat template."""
+    values: Values = field(default_factory=dict)
+    """Of the columns that reach the batch."""
 
 
 def check_columns(config: DataConfig, seen: dict[str, None], name: str) -> None:
@@ -89,7 +92,7 @@ class RowReader:
         self.columns = {"text": config.text_field, "messages": config.messages_field, **mapped}
         self.left_out = config.columns.keys() - mapped.keys()
         self.candidates = config.formats
-        self.seen = seen
+        self.seen, self.tensors = seen, config.tensors
         self.unread: dict[str, None] = {} if unread is None else unread
 
     def document(self, row: Row) -> Document:
@@ -104,20 +107,22 @@ class RowReader:
         layout = FORMATS[name]
         read = (key for key in layout.required + layout.optional + layout.extra if key not in self.left_out)
         used = [self._column(key) for key in read]
+        values = read_values(self.tensors, row) if self.tensors else {}
         refuse_duplicates(row)
         _check_sound([row.values.get(column) for column in used], row.source)
         if name == "text":
-            document = Document(_text(row, self._column("text")), None, row.source)
+            document = Document(_text(row, self._column("text")), None, row.source, values=values)
             self._note_unread(row, used)
             return document
         columns = {key: self._column(key) for key in layout.extra if key not in self.left_out}
         arguments = template_arguments({key: row.values.get(columns[key]) for key in columns}, columns, row.source)
         _check_sound(arguments, row.source)
-        document = Document(None, getattr(self, f"_{name}")(row), row.source, arguments)
+        document = Document(None, getattr(self, f"_{name}")(row), row.source, arguments, values)
         self._note_unread(row, used)
         return document
 
     def _note_unread(self, row: Row, used: list[str]) -> None:
+        used = used + [column.column or name for name, column in self.tensors.items()]
         if len(self.unread) < 1000:
             self.unread.update(dict.fromkeys(column for column in row.values if column not in used))
 

@@ -44,8 +44,9 @@ def fingerprint_of(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", sou
 
 
 def _optional(config: DataConfig) -> dict[str, Any]:
-    """Return what decides the contents of a store besides, if it is given: parts of the user, by name, arguments and code."""
-    return code_of_parts(config)
+    """Return what decides the contents of a store besides, if it is given: parts of the user, and columns of values."""
+    columns = {"data.tensors": {name: column.model_dump(mode="json") for name, column in config.tensors.items()}}
+    return {**code_of_parts(config), **(columns if config.tensors else {})}
 
 
 def parts_of(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", source: str, trained: str) -> dict[str, Any]:

@@ -68,9 +68,11 @@ class StoreIndex:
     """Name to size and digests, of all files but the index."""
     mapped_away: int = 0
     """Rows for which `data.map` returned nothing."""
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Name to per, width and dtype of the columns that reach the batch."""
 
 
-_OPTIONAL = {"mapped_away"}
+_OPTIONAL = {"mapped_away", "tensors"}
 """Values that are only written where there are some, so that earlier stores stay valid."""
 
 

@@ -241,9 +241,21 @@ def introduce(setup: RunSetup, config: RunConfig, store: "TokenStore") -> None:
     """Print what a run will do: the plan without its parameters, why the host waits in each step (if it does), and the data."""
     page = console()
     page.print(explain(setup.plan, parameters=False))
-    lines = (*config.own_parts, *host_lines(config, setup.plan), describe_data(config, store), describe_sharing(setup, store))
+    lines = (
+        *config.own_parts,
+        *host_lines(config, setup.plan),
+        describe_data(config, store),
+        _unread(setup),
+        describe_sharing(setup, store),
+    )
     for line in filter(None, lines):
         page.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _unread(setup: RunSetup) -> str:
+    """Name the columns that the objective does not use; empty: it uses all of them."""
+    names = [name for name in setup.config.data.tensors if name not in setup.objective.reads]
+    return f"data.tensors: objective {setup.objective.name} was not seen to read {_some(names)}" if names else ""
 
 
 def describe_data(config: RunConfig, store: "TokenStore") -> str:

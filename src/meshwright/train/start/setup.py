@@ -139,7 +139,7 @@ def make_setup(
             ConfigError(
                 "objective.reference",
                 f"objective {named(objective)} needs the log-probabilities of a reference, the model with its adapters off; "
-                "set adapter, or leave given.reference_log_probs out",
+                "set adapter, or data.tensors.reference_log_probs={per: token}, a column with them",
             )
         )
     try:
