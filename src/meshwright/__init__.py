@@ -9,6 +9,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Engine": "train.engine.own_loop",
     "GradSync": "distributed.data.grad_sync",
     "Layout": "layout",
     "MeshwrightError": "errors",

@@ -93,7 +93,7 @@ def count_both(device: torch.device, config: RunConfig, store: Path, recomputed:
         return Counts(*(after - before for before, after in zip(begin, end, strict=True)))
 
     trainer = trainer_on(device, config, store)
-    steps = [trainer.batches.microbatches(step) for step in range(STEPS + 1)]
+    steps = [trainer.microbatches(step) for step in range(STEPS + 1)]
     step = trainer.train_step
 
     def noted() -> None:

@@ -93,7 +93,7 @@ def fail_in_the_third_step(trainer: Trainer) -> None:
 
 def test_a_value_that_is_asked_for_in_the_step(tiny: Tiny, two: Workers) -> None:
     for rank in train_with(two, tiny(*RUN), ask_for_the_norm):
-        assert rank.waits == LOGGED + Counter({"train/trainer.py train_step": 3})
+        assert rank.waits == LOGGED + Counter({"train/engine/steps.py update": 3})
         assert not rank.faults
 
 

@@ -101,8 +101,8 @@ CASES = {
         behind={GRADIENTS: 2 * STEPS},
         waits={
             **LOGGED,
-            "train/guard.py step": STEPS,
-            "train/trainer.py train_step": STEPS,
+            "train/engine/guard.py step": STEPS,
+            "train/engine/steps.py update": STEPS,
             GRADIENTS: STEPS,
         },
     ),

@@ -31,12 +31,12 @@ def unit(trainer: RankTrainer) -> Any:
 
 
 def around_backward(trainer: RankTrainer, before: Callable[..., tuple[Any, Any]] | None = None) -> None:
-    inner = trainer.engine.forward_backward
+    inner = trainer.runner.forward_backward
 
     def forward_backward(batches: Any, counts: Any) -> Any:
         return inner(*before(batches, counts)) if before else inner(batches, counts)
 
-    trainer.engine.forward_backward = forward_backward  # type: ignore[method-assign]
+    trainer.runner.forward_backward = forward_backward  # type: ignore[method-assign]
 
 
 def divided_twice(trainer: RankTrainer) -> None:
@@ -298,7 +298,7 @@ def buffer_on_rank_1_in_the_end(trainer: RankTrainer) -> None:
 def buffer_off_after_step_1(trainer: RankTrainer, only: int | None = None) -> None:
     """And right again in the end."""
     buffer = next(trainer.model.buffers())
-    inner = trainer.engine.forward_backward
+    inner = trainer.runner.forward_backward
 
     def forward_backward(batches: Any, counts: Any) -> Any:
         if trainer.step == 1 and only in (None, trainer.rank):
@@ -309,7 +309,7 @@ def buffer_off_after_step_1(trainer: RankTrainer, only: int | None = None) -> No
         if trainer.step == 0 and only in (None, trainer.rank):
             buffer.mul_(2)
 
-    trainer.engine.forward_backward = forward_backward  # type: ignore[method-assign]
+    trainer.runner.forward_backward = forward_backward  # type: ignore[method-assign]
     trainer.optimizer.register_step_post_hook(after_step)
 
 
@@ -332,7 +332,7 @@ def evaluation_mode_on_rank_1(trainer: RankTrainer) -> None:
 
 def half_the_loss_from_step_2(trainer: RankTrainer) -> None:
     """Only the number that is reported."""
-    inner = trainer.engine.forward_backward
+    inner = trainer.runner.forward_backward
 
     def forward_backward(batches: Any, counts: Any) -> Any:
         sums = inner(batches, counts)
@@ -340,7 +340,7 @@ def half_the_loss_from_step_2(trainer: RankTrainer) -> None:
             sums.values["loss"] = sums.values["loss"] / 2
         return sums
 
-    trainer.engine.forward_backward = forward_backward  # type: ignore[method-assign]
+    trainer.runner.forward_backward = forward_backward  # type: ignore[method-assign]
 
 
 def gathers_again_in_step_2(trainer: RankTrainer) -> None:
@@ -597,7 +597,7 @@ def part_with(trainer: RankTrainer, stage: int) -> Any:
 
 def stages_of(trainer: RankTrainer) -> Any:
     """What runs the stages of the rank."""
-    return trainer.engine.inner.stages  # type: ignore[attr-defined]
+    return trainer.runner.inner.stages  # type: ignore[attr-defined]
 
 
 def list_of_layers_cut(trainer: RankTrainer) -> None:

@@ -18,7 +18,8 @@ from meshwright.data import packing
 from meshwright.distributed.memory import nf4
 from meshwright.models import _transformers_compat
 from meshwright.models.adapters import adapt as adapters
-from meshwright.train import engine, trainer
+from meshwright.train import trainer
+from meshwright.train.engine import runner, steps
 from tests.audit.test_plants import PLACES, case
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -112,16 +113,16 @@ def blocks_of_four_bits(patch: pytest.MonkeyPatch) -> None:
 
 def mean_of_the_loss(patch: pytest.MonkeyPatch) -> None:
     """The loss of a step is divided by one token too few: no layout, but a wrong number."""
-    own = engine.Objective.combine
+    own = runner.Objective.combine
 
     def combine(self: Any, sums: Any, counts: Any) -> Any:
         return own(self, sums, counts) * counts[0] / (counts[0] - 5)
 
-    patch.setattr(engine.Objective, "combine", combine)
+    patch.setattr(runner.Objective, "combine", combine)
 
 
 def moments_zeroed_on_resume(patch: pytest.MonkeyPatch) -> None:
-    own = trainer.storage.read
+    own = steps.storage.read
 
     def read(checkpoint: Any, tensors: Any) -> None:
         own(checkpoint, tensors)
@@ -129,7 +130,7 @@ def moments_zeroed_on_resume(patch: pytest.MonkeyPatch) -> None:
             if name.endswith("exp_avg"):
                 tensor.zero_()
 
-    patch.setattr(trainer.storage, "read", read)
+    patch.setattr(steps.storage, "read", read)
 
 
 def evaluation_of_one_rank(patch: pytest.MonkeyPatch) -> None:
@@ -137,7 +138,7 @@ def evaluation_of_one_rank(patch: pytest.MonkeyPatch) -> None:
     own = trainer.Trainer.evaluate
 
     def evaluate(self: Any) -> Any:
-        self.engine.evaluate, inner = (lambda batches: inner(batches) / dist.get_world_size()), self.engine.evaluate
+        self.runner.evaluate, inner = (lambda batches: inner(batches) / dist.get_world_size()), self.runner.evaluate
         return own(self)
 
     patch.setattr(trainer.Trainer, "evaluate", evaluate)

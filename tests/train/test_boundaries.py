@@ -11,7 +11,7 @@ from meshwright.distributed.experts.balance import Balance
 from meshwright.errors import ConfigError
 from meshwright.models.objective import NextToken
 from meshwright.train.boundaries import check_boundaries
-from meshwright.train.engine import Sequential
+from meshwright.train.engine.runner import Sequential
 from tests.harness import refuses, run_ranks
 from tests.tiny import FAMILIES, SPARSE, UNPACKED, tiny_model
 

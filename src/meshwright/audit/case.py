@@ -27,15 +27,15 @@ from meshwright.models.weights.initial_values import derive_seed
 from meshwright.plan.given.inspection import model_sizes
 from meshwright.plan.given.options import NF4
 from meshwright.train.config import LayoutConfig, ParallelConfig, RunConfig
-from meshwright.train.engine import Batch, Engine, Sums, Values
-from meshwright.train.parts import Parts, RankSetup, engine_of_plan, fill, train_loader
+from meshwright.train.engine.runner import Batch, Runner, Sums, Values
+from meshwright.train.parts import Parts, RankSetup, fill, runner_of_plan, train_loader
 from meshwright.train.start.setup import make_setup
 from meshwright.train.trainer import Trainer
 
 __all__ = [
     "AuditTrainer",
     "Case",
-    "NotingEngine",
+    "NotingRunner",
     "digest",
     "in_dtype",
     "local_part",
@@ -146,20 +146,20 @@ def silence_dropout(model: nn.Module) -> None:
                     setattr(holder, name, 0.0)
 
 
-class NotingEngine(Engine):
-    """Runs microbatches with the engine of a run, in the arithmetic of a case."""
+class NotingRunner(Runner):
+    """Runs microbatches with the runner of a run, in the arithmetic of a case."""
 
     trainer: "AuditTrainer"
 
-    def __init__(self, inner: Engine) -> None:
+    def __init__(self, inner: Runner) -> None:
         self.inner = inner
 
     def evaluate(self, batches: Iterable[Batch]) -> torch.Tensor:
-        """Return what the engine of the run returns."""
+        """Return what the runner of the run returns."""
         return self.inner.evaluate(batches)
 
     def logits(self, batch: Batch) -> torch.Tensor:
-        """Return what the engine of the run returns."""
+        """Return what the runner of the run returns."""
         return self.inner.logits(batch)
 
     def prepared(self, batches: Iterable[Batch]) -> Iterable[Batch]:
@@ -170,11 +170,11 @@ class NotingEngine(Engine):
     def forwards(
         self, batches: Iterable[Batch], values: Values, around: Callable[[], AbstractContextManager[None]]
     ) -> list[Mapping[str, torch.Tensor]]:
-        """Return what the engine of the run returns."""
+        """Return what the runner of the run returns."""
         return self.inner.forwards(batches, values, around)
 
     def clip(self, limit: float | None) -> torch.Tensor:
-        """Clip as the engine of the run does."""
+        """Clip as the runner of the run does."""
         return self.inner.clip(limit)
 
     def forward_backward(self, batches: list[Batch], counts: torch.Tensor) -> Sums:
@@ -190,7 +190,7 @@ class AuditTrainer(Trainer):
     Args:
         case: the case.
         device: the device to compute on.
-        engine: class of the engine that runs its microbatches.
+        runner: class of the runner that runs its microbatches.
         filled: is called with the model when it has its first values, before any are packed in 4 bits; ``None``: nothing is.
         resume: checkpoint to resume from; ``None``: none.
         parts: replacements for parts of an audit, by the names of the fields of :class:`~meshwright.train.parts.Parts`.
@@ -203,7 +203,7 @@ class AuditTrainer(Trainer):
         self,
         case: Case,
         device: torch.device,
-        engine: type[NotingEngine] = NotingEngine,
+        runner: type[NotingRunner] = NotingRunner,
         filled: Callable[[nn.Module], None] | None = None,
         resume: Path | None = None,
         **parts: Any,
@@ -213,8 +213,8 @@ class AuditTrainer(Trainer):
         setup = make_setup(case.config, dist.get_world_size())
         silence_dropout(setup.model)
 
-        def noting(*made: Any) -> Engine:
-            chosen = engine(engine_of_plan(*made))
+        def noting(*made: Any) -> Runner:
+            chosen = runner(runner_of_plan(*made))
             chosen.trainer = self
             return chosen
 
@@ -223,7 +223,7 @@ class AuditTrainer(Trainer):
             "mesh": lambda setup, device: _mesh(setup.layout, device.type),
             "loader": _loader,
             "fill": partial(_fill, filled=filled),
-            "engine": noting,
+            "runner": noting,
         }
         super().__init__(setup, TokenStore.open(case.store), device, resume, Parts(**{**own, **parts}))
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from meshwright.audit.case import AuditTrainer, Case, NotingEngine, in_dtype, silence_dropout
+from meshwright.audit.case import AuditTrainer, Case, NotingRunner, in_dtype, silence_dropout
 from meshwright.audit.compare import compare
 from meshwright.audit.decay import to_be_decayed
 from meshwright.audit.findings import Finding, Kind, listed
@@ -162,7 +162,7 @@ class _Ours(AuditTrainer):
         super().__init__(
             case,
             device,
-            NotingEngine,
+            NotingRunner,
             distribute=plain_model,
             sync=lambda run, model: GradSync(model),
             loader=lambda run, _: _in_order(run, whole),

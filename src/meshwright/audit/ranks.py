@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.audit.again import difference, evaluate, go_on, save_here
 from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, compare_borders, first_recorders
-from meshwright.audit.case import AuditTrainer, Case, NotingEngine, digest, modules_in_evaluation, states_by_kind
+from meshwright.audit.case import AuditTrainer, Case, NotingRunner, digest, modules_in_evaluation, states_by_kind
 from meshwright.audit.compare import Row, compare, weights_of_parts
 from meshwright.audit.counted_collectives import by_axis
 from meshwright.audit.data import whole_sequences
@@ -31,12 +31,12 @@ from meshwright.distributed.pipeline.stage_parts import models_of
 from meshwright.plan.axes.pipeline.stage_plan import elsewhere, on_stages, stages_of_rank
 from meshwright.plan.given.names import within
 from meshwright.plan.result.border_places import first_microbatch, portion_of_rank
-from meshwright.train.engine import Batch, Sums
+from meshwright.train.engine.runner import Batch, Sums
 
 __all__ = ["RankTrainer", "audit_on_rank"]
 
 
-class ComparingEngine(NotingEngine):
+class ComparingRunner(NotingRunner):
     """Runs microbatches as a run does. It counts collectives, and compares gradients in the first step."""
 
     trainer: "RankTrainer"
@@ -81,7 +81,7 @@ class RankTrainer(AuditTrainer):
         noise: dict[str, float],
         checkpoints: Path | None = None,
     ) -> None:
-        super().__init__(case, device, ComparingEngine)
+        super().__init__(case, device, ComparingRunner)
         self.folder = checkpoints
         self.reference, self.noise = reference, noise
         self.compiled = any(unit.compile for unit in self.setup.plan.units)
@@ -177,7 +177,7 @@ class RankTrainer(AuditTrainer):
         """Clip the gradient as a run does, and measure its norm again afterwards."""
         norm = super().clip()
         if self.step == 0:
-            self.result.clipped_norm = float(self.engine.clip(None))
+            self.result.clipped_norm = float(self.runner.clip(None))
         return norm
 
     # -- comparisons; all ranks take part in gathering, and rank 0 compares ---------------------------------------------------

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from meshwright.audit.again import evaluate
 from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, BorderRecorder
-from meshwright.audit.case import AuditTrainer, Case, NotingEngine, modules_in_evaluation
+from meshwright.audit.case import AuditTrainer, Case, NotingRunner, modules_in_evaluation
 from meshwright.audit.data import UnevenLoader, gathered_batches
 from meshwright.audit.decay import plain_optimizer, to_be_decayed
 from meshwright.audit.model_files import write_files
@@ -30,7 +30,7 @@ from meshwright.plan.axes.context import attention_program
 from meshwright.plan.given.inspection import model_sizes
 from meshwright.plan.result.border_places import borders
 from meshwright.plan.result.sharding_plan import ShardingPlan, UnitRow
-from meshwright.train.engine import Batch, Sums
+from meshwright.train.engine.runner import Batch, Sums
 from meshwright.train.parts import RankSetup
 
 __all__ = ["LOSS", "Reference", "ReferenceTrainer", "plain_model", "record_reference"]
@@ -110,7 +110,7 @@ class Reference:
         return [part for part in parts if part is not None] if all(part is not None for part in parts) else []
 
 
-class ReferenceEngine(NotingEngine):
+class ReferenceRunner(NotingRunner):
     """Runs one microbatch after another. In the first step, it also keeps the gradient of each microbatch separately."""
 
     trainer: "ReferenceTrainer"
@@ -172,7 +172,7 @@ class ReferenceTrainer(AuditTrainer):
         super().__init__(
             case,
             device,
-            ReferenceEngine,
+            ReferenceRunner,
             None if files is None else lambda model: write_files(model, case.config.adapter, files),
             distribute=plain_model,
             optimizer=self._plain_optimizer,

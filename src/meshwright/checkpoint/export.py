@@ -94,9 +94,9 @@ def export_checkpoint(
 
     An adapter is merged: it is added in fp32 to the weights as their files have them, and the sum is rounded once.
 
-    The directory has safetensors under the names of the hub, each tied weight once, the config and the tokenizer. This process
-    holds the whole model in memory once. The directory appears when it is complete; until then an earlier export
-    stays.
+    The directory has safetensors under the names of the hub, each tied weight once, the config, and the tokenizer if there is
+    one. This process holds the whole model in memory once. The directory appears when it is complete; until then an earlier
+    export stays.
 
     Args:
         checkpoint: a complete checkpoint of a run; it may have been copied elsewhere.
@@ -144,7 +144,8 @@ def export_checkpoint(
         )
     adapted = None if section is None else AdapterConfig.model_validate({**section, "path": None, "base": None})
     base = config if adapted is not None and config.path is not None else None
-    tokenizer = load_tokenizer(checkpoint / "tokenizer", config.trust_remote_code)
+    words = checkpoint / "tokenizer"  # a loop of one's own may have none
+    tokenizer = load_tokenizer(words, config.trust_remote_code) if words.is_dir() else None
     if not config.trust_remote_code:  # what was trained, even if model.path changed since
         config = config.model_copy(update={"path": None, "config": {**meta["model_config"], "use_cache": True}})
     source = meta.get("source", {})
@@ -170,9 +171,9 @@ def export_checkpoint(
     model.config.use_cache = True
     generation = source.get("generation_config")
     learned_chats = source.get("data", "chat") == "chat"
-    if not learned_chats and tokenizer.chat_template == DEFAULT_CHAT_TEMPLATE:
+    if tokenizer is not None and not learned_chats and tokenizer.chat_template == DEFAULT_CHAT_TEMPLATE:
         tokenizer.chat_template = None  # it came with a tokenizer that was trained here, and the model has never seen a chat
-    if generation is None and learned_chats:
+    if tokenizer is not None and generation is None and learned_chats:
         model.generation_config.eos_token_id = _ends(tokenizer, model.generation_config.eos_token_id)
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -187,7 +188,8 @@ def export_checkpoint(
                 _cast_files(temporary, str(dtype), exceptions)
         if generation is not None and not adapter:  # as it was written: transformers would refuse or drop some keys
             (temporary / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-        tokenizer.save_pretrained(temporary)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
         (temporary / MARK).write_text(f"{checkpoint.resolve()}\n")
         honour_umask(temporary)
         put_in_place(temporary, place, replaced)

@@ -17,7 +17,7 @@ from meshwright.checkpoint.directory import FORMAT, complete, read_meta
 from meshwright.checkpoint.staging import HostCopies
 from meshwright.errors import CheckpointError, Refusal, described
 
-__all__ = ["CheckpointManager", "check_same_model", "check_writable"]
+__all__ = ["CheckpointManager", "check_same_model", "check_writable", "save_checkpoint"]
 
 COSMETIC = {
     "_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "return_dict",
@@ -178,7 +178,7 @@ class CheckpointManager:
                 self._commit(temporary, content)
             except OSError as error:
                 failure = Refusal("checkpoint.unwritten", f"{temporary}: not completed: {described(error)}")
-        self._raise_everywhere(failure, temporary)
+        _raise_everywhere(failure)
         return final
 
     def _commit_when_written(self, written: Future[Any], temporary: Path, content: Mapping[str, Any]) -> Future[None]:
@@ -212,7 +212,7 @@ class CheckpointManager:
             complete.result()
         except (Exception, CheckpointException) as error:  # any error of the thread is the reason why there is no checkpoint
             failure = Refusal("checkpoint.unwritten", f"{temporary}: not written: {storage.reason(error)}")
-        self._raise_everywhere(failure, temporary)
+        _raise_everywhere(failure)
 
     def wait_for_save(self, seconds: float = 30.0) -> None:
         """After a failure, wait at most this long for a save in the background, without the other ranks; never raises."""
@@ -221,33 +221,75 @@ class CheckpointManager:
 
     def _commit(self, temporary: Path, content: Mapping[str, Any]) -> None:
         """On rank 0, make a written checkpoint complete, and remove the oldest ones."""
-        final = temporary.with_suffix("")
-        others = [temporary / "meta.json"]
-        if self.attached is not None:
-            copied = Path(shutil.copytree(self.attached, temporary / self.attached.name, dirs_exist_ok=True))
-            others += [path for path in copied.rglob("*") if path.is_file()]
-        with open(temporary / "meta.json", "w") as file:
-            json.dump(content, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        checksums.append(temporary, {path.relative_to(temporary).as_posix(): checksums.sum_of(path) for path in others})
-        if final.exists():
-            _remove(final)
-        temporary.rename(final)
-        _fsync_directory(self.directory)
+        _complete(temporary, temporary.with_suffix(""), content, self.attached)
         if self.keep is not None:
             for old in complete(self.directory)[: -self.keep]:
                 _remove(old)
 
-    def _raise_everywhere(self, failure: Refusal | None, temporary: Path) -> None:
-        """Raise on all ranks if one failed."""
-        failures = [failure]
-        if dist.is_initialized():
-            failures = [None] * dist.get_world_size()
-            dist.all_gather_object(failures, failure)
-        reported = [text for text in failures if text]
-        if reported:
-            raise CheckpointError(failure or reported[0])
+
+def save_checkpoint(path: Path, step: int, tensors: dict[str, torch.Tensor], meta: Mapping[str, Any]) -> None:
+    """Save one checkpoint at a path, where it appears when it is complete. An earlier one there is replaced. All ranks call it.
+
+    Args:
+        path: its directory.
+        step: number of optimizer steps done.
+        tensors: see :mod:`meshwright.checkpoint.state`.
+        meta: plain values to save besides the tensors.
+
+    Raises:
+        CheckpointError: on all ranks, if it could not be written, or something else is there.
+    """
+    final, speaks = path.resolve(), not dist.is_initialized() or dist.get_rank() == 0
+    temporary = final.with_name(f".{final.name}.tmp")
+    failure: Refusal | None = None
+    if speaks:
+        try:
+            if final.exists() and not (final / "meta.json").is_file():
+                said = f"{path}: is there, and is no checkpoint; choose another path"
+                raise CheckpointError("checkpoint.unwritten", said)
+            json.dumps(meta)
+            check_writable(final.parent)
+            shutil.rmtree(temporary, ignore_errors=True)
+        except CheckpointError as error:
+            failure = error.problems[0]
+        except (TypeError, ValueError) as error:
+            failure = Refusal("checkpoint.unwritten", f"{path}: state: {error}; legal are plain values, as in JSON")
+    _raise_everywhere(failure)
+    storage.write(temporary, tensors)
+    if speaks:
+        try:
+            _complete(temporary, final, {"format": FORMAT, "step": step, **meta}, None)
+        except OSError as error:
+            failure = Refusal("checkpoint.unwritten", f"{path}: not completed: {described(error)}")
+    _raise_everywhere(failure)
+
+
+def _complete(temporary: Path, final: Path, content: Mapping[str, Any], attached: Path | None) -> None:
+    """Make a written checkpoint complete, with its facts and a copy of a directory, in the place of an earlier one."""
+    others = [temporary / "meta.json"]
+    if attached is not None:
+        copied = Path(shutil.copytree(attached, temporary / attached.name, dirs_exist_ok=True))
+        others += [path for path in copied.rglob("*") if path.is_file()]
+    with open(temporary / "meta.json", "w") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    checksums.append(temporary, {path.relative_to(temporary).as_posix(): checksums.sum_of(path) for path in others})
+    if final.exists():
+        _remove(final)
+    temporary.rename(final)
+    _fsync_directory(final.parent)
+
+
+def _raise_everywhere(failure: Refusal | None) -> None:
+    """Raise on all ranks if one failed."""
+    failures = [failure]
+    if dist.is_initialized():
+        failures = [None] * dist.get_world_size()
+        dist.all_gather_object(failures, failure)
+    reported = [text for text in failures if text]
+    if reported:
+        raise CheckpointError(failure or reported[0])
 
 
 def _remove(checkpoint: Path) -> None:

@@ -1,13 +1,19 @@
 """Arguments that several commands have, and checks of their values."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-__all__ = ["ConfigArgument", "DebugOption", "OverrideArgument", "check_writable"]
+if TYPE_CHECKING:
+    from meshwright.train.config import RunConfig
 
-ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file of the run.", show_default=False)]
+__all__ = ["ConfigArgument", "DebugOption", "OverrideArgument", "check_writable", "is_loop", "load_run"]
+
+ConfigArgument = Annotated[
+    Path, typer.Argument(metavar="CONFIG", help="YAML file of the run, or my_loop.py:make_engine.", show_default=False)
+]
 OverrideArgument = Annotated[
     list[str] | None,
     typer.Argument(
@@ -17,6 +23,28 @@ OverrideArgument = Annotated[
     ),
 ]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+def is_loop(config: Path) -> bool:
+    """Whether an argument names a function of a file, as ``my_loop.py:make_engine``."""
+    return config.name.rpartition(":")[0].endswith(".py")
+
+
+def load_run(config: Path, overrides: Sequence[str], world_size: int | None = None) -> "RunConfig":
+    """Return the configuration of a YAML file, or of the engine that a function of a file makes.
+
+    Args:
+        config: the file, or ``my_loop.py:make_engine``.
+        overrides: of the form ``section.key=value``.
+        world_size: number of ranks of an engine; ``None``: the smallest that its layout takes.
+    """
+    from meshwright.train.config import load_config
+
+    if not is_loop(config):
+        return load_config(config, overrides)
+    from meshwright.train.engine.loop_audit import config_of_loop
+
+    return config_of_loop(str(config), overrides, world_size)
 
 
 def check_writable(option: str, file: Path, config: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from meshwright.cli.arguments import ConfigArgument, DebugOption, OverrideArgument, check_writable
+from meshwright.cli.arguments import ConfigArgument, DebugOption, OverrideArgument, check_writable, is_loop, load_run
 from meshwright.cli.doctor import doctor
 from meshwright.cli.generate import generate
 from meshwright.cli.plan import plan
@@ -156,15 +156,17 @@ def audit(
 ) -> None:
     """Prove a layout: the gradients of many processes against those of one, parameter by parameter.
 
+    Of a loop of your own: my_loop.py:make_engine, a function that returns its meshwright.Engine.
+
     Exit code 0: the layout computes what one process does. 1: it does not, and the last line says what is wrong.
     """
     from meshwright.audit.conduct import audit as run_audit
     from meshwright.errors import WorkerError
     from meshwright.ranks.hang import HangError
     from meshwright.terminal import console
-    from meshwright.train.config import load_config
 
-    run = load_config(config, [*(overrides or []), *([] if device is None else [f"launch.device={device}"])])
+    run = load_run(config, [*(overrides or []), *([] if device is None else [f"launch.device={device}"])], nproc)
+    drawn = drawn or is_loop(config)  # its data are its own
     if json_file is not None:
         check_writable("--json", json_file, config)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and temporary files end with this one

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshwright.cli.arguments import ConfigArgument, DebugOption, OverrideArgument, check_writable
+from meshwright.cli.arguments import ConfigArgument, DebugOption, OverrideArgument, check_writable, load_run
 
 if TYPE_CHECKING:
     from meshwright.plan.cost.hardware import Hardware
@@ -68,9 +68,7 @@ def plan(
     debug: DebugOption = False,
 ) -> None:
     """Show what every rank will hold and send. Needs no GPU and no weights; any world size."""
-    from meshwright.train.config import load_config
-
-    run = load_config(config, overrides or [])
+    run = load_run(config, overrides or [], world_size)
     if print_config:
         typer.echo(run.to_yaml(), nl=False)
         return

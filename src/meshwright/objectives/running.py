@@ -1,7 +1,7 @@
 """A call of an objective: what the functions that are given to it know, and what the model gave."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ class Running:
         asked: names of the functions that were called, and how often.
         trains: whether gradients are computed; an evaluation gathers nothing, so that it does not depend on the data ranks.
         kept: what the model gave for a batch: name to tensor.
+        tell: is called with it when the call ends; ``None``: nobody asks.
     """
 
     plan: ShardingPlan | None = None
@@ -35,6 +36,7 @@ class Running:
     asked: Counter[str] = field(default_factory=Counter)
     trains: bool = True
     kept: list[tuple[nn.Module, Batch, dict[str, torch.Tensor]]] = field(default_factory=list)
+    tell: Callable[[Batch, dict[str, torch.Tensor]], None] | None = None
 
     def of(self, model: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
         """Return what is kept of a model and a batch."""
@@ -59,6 +61,9 @@ def running(call: Running) -> Iterator[Running]:
     try:
         yield call
     finally:
+        if call.tell is not None:
+            for _, batch, values in call.kept:
+                call.tell(batch, values)
         call.kept.clear()
         _RUNNING.reset(token)
 

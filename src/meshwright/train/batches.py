@@ -1,12 +1,13 @@
 """The microbatches of this rank: its sequences, of each its part, on its device."""
 
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from meshwright.data.loader import TrainLoader
+from meshwright.data.loader import EvalLoader
 from meshwright.device import Ability, able
 from meshwright.distributed.context.sequences import share_batch
 from meshwright.files import save_tensors
@@ -16,7 +17,7 @@ from meshwright.objectives.call import calling
 from meshwright.objectives.documents import most_documents, number_documents
 from meshwright.train.parts import RankSetup
 
-__all__ = ["RankBatches"]
+__all__ = ["RankBatches", "write_batches"]
 
 
 class RankBatches:
@@ -25,11 +26,10 @@ class RankBatches:
     Args:
         run: the run on this rank.
         objective: what the model is trained to do.
-        loader: the loader of this rank's training data.
     """
 
-    def __init__(self, run: RankSetup, objective: Objective, loader: TrainLoader) -> None:
-        self.objective, self.loader, self.device, self.mesh = objective, loader, run.device, run.mesh
+    def __init__(self, run: RankSetup, objective: Objective) -> None:
+        self.objective, self.device, self.mesh = objective, run.device, run.mesh
         able(run.device.type, Ability.PINNED)  # tried now, and not in the first step
         data = run.config.data
         self.columns = most_documents(objective, data.packing, data.sequence_length)
@@ -37,11 +37,24 @@ class RankBatches:
         self.shares = run.plan.layout.size("cp") > 1
         self.cut = partial(share_batch, run.plan, run.mesh.rank("cp"))  # once: a slice of a mesh reads a tensor
 
-    def microbatches(self, step: int) -> list[Batch]:
-        """Return the microbatches of a step, on the host. They are the same in every call."""
+    def training(self, batches: list[Batch], numbers: Sequence[Sequence[int]]) -> list[Batch]:
+        """Return this rank's part of the microbatches of a step, on the host.
+
+        Args:
+            batches: whole sequences, on the host.
+            numbers: for each microbatch, the numbers of its sequences in the stream of all sequences of the run.
+        """
         with calling(self.objective, "training"):
-            whole = self.objective.training(self.loader.microbatches(step), self.loader.numbers(step))
+            whole = self.objective.training(batches, numbers)
         return [self.share(batch) for batch in whole]
+
+    def held_out(self, loader: EvalLoader, progress: Callable[[], None]) -> Iterator[Batch]:
+        """Yield this rank's part of what is held out, on the host; ``progress`` is called before each batch."""
+        for index, batch in enumerate(loader):
+            progress()
+            with calling(self.objective, "held_out"):
+                whole = self.objective.held_out(batch, loader.numbers(index))
+            yield self.share(whole)
 
     def share(self, batch: Batch) -> Batch:
         """Return this rank's part of each sequence of a batch, which is on the host; without context parallel, all of it."""
@@ -61,11 +74,11 @@ class RankBatches:
         """Return a batch on the device of this rank."""
         return move_batch(batch, self.device)
 
-    def write(self, step: int, file: Path) -> None:
-        """Write the microbatches of a step to a file, as rows of one batch."""
-        batches = self.microbatches(step)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        save_tensors({name: _stacked([batch[name] for batch in batches]) for name in batches[0]}, file)
+
+def write_batches(batches: list[Batch], file: Path) -> None:
+    """Write microbatches to a file, as rows of one batch."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_tensors({name: _stacked([batch[name] for batch in batches]) for name in batches[0]}, file)
 
 
 def _stacked(tensors: list[torch.Tensor]) -> torch.Tensor:

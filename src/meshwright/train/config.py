@@ -3,7 +3,7 @@
 It is light to import (pydantic and YAML only). Each section is one class; a field's description is its documentation.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -20,7 +20,16 @@ from meshwright.train.schema.parallel_config import LayoutConfig, ParallelConfig
 from meshwright.train.schema.plain_yaml import Dumper, Loader
 from meshwright.user_code import PartName, part_text
 
-__all__ = ["LayoutConfig", "OptimizerConfig", "ParallelConfig", "RunConfig", "ScheduleConfig", "load_config"]
+__all__ = [
+    "LayoutConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RunConfig",
+    "ScheduleConfig",
+    "checked_config",
+    "load_config",
+    "overridden",
+]
 
 
 class TrainingConfig(Section):
@@ -257,20 +266,43 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
         raise ConfigError("config.file", f"{path}: not readable as YAML: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError("config.file", f"{path}: must be a mapping of sections, found {type(content).__name__}")
-    problems = Problems()
     for name, field in RunConfig.model_fields.items():
         if hasattr(field.annotation, "model_fields") and content.get(name, ...) is None:
             content[name] = {}  # a section whose lines are all commented out
+    return overridden(content, overrides, f"; {path} does not have it")
+
+
+def overridden(content: dict[str, Any], overrides: Iterable[str], missing: str = "") -> RunConfig:
+    """Return the configuration that plain values mean after overrides of the form ``section.key=value``.
+
+    Raises:
+        ConfigError: all problems together.
+    """
+    problems = Problems()
     for override in overrides:
         problem = _apply(content, override)
         if problem:
             problems.append(problem)
+    return checked_config(content, problems, missing)
+
+
+def checked_config(content: Mapping[str, Any], problems: Problems | None = None, missing: str = "") -> RunConfig:
+    """Return the configuration that plain values mean.
+
+    Args:
+        content: section to its keys.
+        problems: what is known to be wrong already.
+        missing: end of the message about a key that is required and not there.
+
+    Raises:
+        ConfigError: all problems together.
+    """
+    problems = Problems() if problems is None else problems
     try:
         config = RunConfig.model_validate(content)
     except ValidationError as error:
         for item in error.errors():
-            where = f"; {path} does not have it" if item["type"] == "missing" else ""
-            problems.append(message(item, RunConfig).within("", where))
+            problems.append(message(item, RunConfig).within("", missing if item["type"] == "missing" else ""))
     if problems:
         raise ConfigError(problems)
     return config

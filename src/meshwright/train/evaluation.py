@@ -1,43 +1,37 @@
 """An evaluation: the loss of what is held out, its terms, and the metrics of the objective."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
-from meshwright.data.loader import EvalLoader
 from meshwright.errors import number_of
 from meshwright.objectives.call import calling
 from meshwright.train.batches import RankBatches
-from meshwright.train.engine import Batch, Engine
+from meshwright.train.engine.runner import Batch, Runner
 
 __all__ = ["evaluate", "shown"]
 
 
 @torch.no_grad()
-def evaluate(engine: Engine, batches: RankBatches, loader: EvalLoader, progress: Callable[[], None]) -> dict[str, float]:
+def evaluate(runner: Runner, batches: RankBatches, held_out: Iterable[Batch]) -> dict[str, float]:
     """Return what an evaluation measures, the same on all ranks: names with ``eval/`` to values. All ranks call it.
 
     Args:
-        engine: runs the batches.
+        runner: runs the batches.
         batches: prepares them.
-        loader: gives this rank's part of what is held out.
-        progress: called before each batch.
+        held_out: this rank's part of what is held out, on the host.
     """
     objective, mesh = batches.objective, batches.mesh
     counted = torch.zeros(len(objective.terms), dtype=torch.float64)
 
-    def held_out() -> Iterator[Batch]:
-        for index, batch in enumerate(loader):
-            progress()
-            with calling(objective, "held_out"):
-                whole = objective.held_out(batch, loader.numbers(index))
-            on_host = batches.share(whole)
+    def counting() -> Iterator[Batch]:
+        for on_host in held_out:
             with calling(objective, "counts"):
                 counted.add_(torch.tensor(objective.counts([on_host])))
             yield batches.to_device(on_host)
 
-    summed, own = engine.evaluate(held_out()), len(objective.terms)
+    summed, own = runner.evaluate(counting()), len(objective.terms)
     both = mesh.sum(torch.cat([summed, counted.to(batches.device)]))
     sums, counts = both[:own], both[-own:]
     found = {"eval/loss": float(objective.combine(sums.unbind(), counts) / counts[0].clamp(min=1))}

@@ -7,7 +7,7 @@ from typing import Any
 from meshwright.checkpoint.directory import latest
 from meshwright.errors import NonFiniteError, number_of
 from meshwright.train.config import RunConfig
-from meshwright.train.guard import is_finite
+from meshwright.train.engine.guard import is_finite
 from meshwright.train.journal import Journal
 from meshwright.train.start.run_files import Paths
 

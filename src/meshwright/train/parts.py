@@ -22,7 +22,7 @@ from meshwright.models.weights.initial_values import derive_seed
 from meshwright.plan.axes.pipeline.stage_plan import elsewhere, on_stages, stages_of_rank
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.train.config import RunConfig
-from meshwright.train.engine import Engine, Sequential
+from meshwright.train.engine.runner import Runner, Sequential
 from meshwright.train.forecast import Forecast
 from meshwright.train.optimizer import build_optimizer
 from meshwright.train.start.setup import RunSetup
@@ -36,9 +36,9 @@ __all__ = [
     "Parts",
     "RankSetup",
     "balance_of_plan",
-    "engine_of_plan",
     "eval_loader",
     "fill",
+    "runner_of_plan",
     "seed_of_dropout",
     "train_loader",
 ]
@@ -164,20 +164,27 @@ def sequence_multiple(setup: RunSetup) -> int:
     return -(-setup.config.data.sequence_length // multiple) * multiple if setup.plan.stages else multiple
 
 
-def engine_of_plan(
-    run: RankSetup, model: nn.Module, objective: Objective, sync: GradSync | None, balance: Balance, progress: Progress
-) -> Engine:
-    """Build the engine: one microbatch after another, or the stages of a pipeline."""
+def runner_of_plan(
+    run: RankSetup,
+    model: nn.Module,
+    objective: Objective,
+    sync: GradSync | None,
+    balance: Balance,
+    progress: Progress,
+    prepares: bool = True,
+) -> Runner:
+    """Build the runner: one microbatch after another, or the stages of a pipeline, maybe prepared for the run's sequences."""
     if sync is not None:
         sequential = Sequential(model, objective, sync, balance, progress)
         sequential.plan, sequential.mesh = run.plan, run.mesh
         return sequential
     from meshwright.distributed.pipeline.scheduled_stages import ScheduledStages
-    from meshwright.train.pipelined import Pipelined
+    from meshwright.train.engine.pipelined import Pipelined
 
     assert isinstance(model, StageParts)
     stages = ScheduledStages(model, run.plan, run.mesh, run.device, progress)
-    stages.prepare(run.config.training.microbatch_size, sequence_multiple(run.setup))
+    if prepares:
+        stages.prepare(run.config.training.microbatch_size, sequence_multiple(run.setup))
     pipelined = Pipelined(stages, objective, balance)
     pipelined.plan, pipelined.mesh = run.plan, run.mesh
     return pipelined
@@ -196,7 +203,7 @@ class Parts:
         optimizer: makes the optimizer of the model's parameters.
         sync: makes what decides when the model's units gather and reduce.
         loader: makes the loader of training data, from a token store.
-        engine: makes what runs microbatches.
+        runner: makes what runs microbatches.
         forecast: the command that makes the forecast that is printed beside a step; ``None``: none is made.
     """
 
@@ -206,7 +213,7 @@ class Parts:
     optimizer: Callable[[RankSetup, nn.Module], torch.optim.Optimizer] = optimizer_of_plan
     sync: Callable[[RankSetup, nn.Module], GradSync | None] = sync_of_plan
     loader: Callable[[RankSetup, TokenStore], TrainLoader] = train_loader
-    engine: Callable[[RankSetup, nn.Module, Objective, GradSync | None, Balance, Progress], Engine] = engine_of_plan
+    runner: Callable[[RankSetup, nn.Module, Objective, GradSync | None, Balance, Progress], Runner] = runner_of_plan
     forecast: Forecast | None = None
 
 

@@ -1,14 +1,16 @@
 """The objective of a run: that of its model's family with the options from the configuration, or one of the user's."""
 
+import copy
 import inspect
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from meshwright.distributed.class_names import class_name
 from meshwright.errors import ConfigError, Problems, Refusal
 from meshwright.models.families.listed import FAMILIES, family_of
 from meshwright.models.objective import Column, NextToken, Objective, RunFacts
 from meshwright.train.config import RunConfig
-from meshwright.user_code import PartConfig, check_arguments, find_part, make_part
+from meshwright.user_code import check_arguments, find_part, make_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,12 +25,13 @@ def columns_of(config: RunConfig) -> dict[str, Column]:
     return {name: Column(one.per, one.width, one.dtype) for name, one in config.data.tensors.items()}
 
 
-def make_objective(config: RunConfig, model: "PreTrainedModel") -> Objective:
+def make_objective(config: RunConfig, model: "PreTrainedModel", given: Any = None) -> Objective:
     """Return the objective of a run.
 
     Args:
         config: configuration of the run.
         model: the model, on any device.
+        given: an objective, a class or a function in place of what the configuration names; ``None``: that.
 
     Raises:
         ConfigError: the configuration names an objective that the model is not made for, sets options of another objective, or
@@ -48,8 +51,11 @@ def make_objective(config: RunConfig, model: "PreTrainedModel") -> Objective:
     )
     problems = Problems()
     own = {family.objective().name: family.objective() for family in FAMILIES}
+    if given is not None:
+        return _users(given, getattr(given, "__qualname__", type(given).__name__), {}, model, run, kind)
     if wanted is not None and wanted.use not in own:
-        return _users(wanted, model, run, kind)
+        names = sorted({kind.name, *own})
+        return _users(find_part(WHERE, wanted.use, "objectives", names), wanted.use, wanted.arguments, model, run, kind)
     if wanted is not None and wanted.use != kind.name:
         problems.add(
             "config.objective", f"{WHERE}={wanted.use}: {name} is made for {kind.name}; legal are {kind.name} and null"
@@ -61,8 +67,8 @@ def make_objective(config: RunConfig, model: "PreTrainedModel") -> Objective:
             keys = ", ".join(wanted.arguments)
             problems.add("config.part.arguments", f"{WHERE}.with: {wanted.use} has no arguments; leave {keys} out")
         else:
-            given = check_arguments(WHERE, section, wanted.arguments)
-            options = options.model_copy(update=given)  # type: ignore[union-attr]
+            checked = check_arguments(WHERE, section, wanted.arguments)
+            options = options.model_copy(update=checked)  # type: ignore[union-attr]
     for other in own.values():
         if other.section not in ("", kind.section):
             unused = getattr(config, other.section)
@@ -81,7 +87,9 @@ def make_objective(config: RunConfig, model: "PreTrainedModel") -> Objective:
     return kind.of(model, options, run)
 
 
-def _users(part: PartConfig, model: "PreTrainedModel", run: RunFacts, kind: type[Objective]) -> Objective:
+def _users(
+    found: Any, name: str, arguments: Mapping[str, Any], model: "PreTrainedModel", run: RunFacts, kind: type[Objective]
+) -> Objective:
     """Return an objective of the user's, which was tried."""
     from meshwright.objectives.call import calling
     from meshwright.objectives.function import FunctionObjective
@@ -90,26 +98,26 @@ def _users(part: PartConfig, model: "PreTrainedModel", run: RunFacts, kind: type
     if kind is not NextToken:
         raise ConfigError(
             "config.objective",
-            f"{WHERE}={part.use}: {class_name(model)} is made for {kind.name}, and is not called as a causal language model; "
+            f"{WHERE}={name}: {class_name(model)} is made for {kind.name}, and is not called as a causal language model; "
             f"legal are {kind.name} and null",
         )
-    names = sorted({kind.name, *(family.objective().name for family in FAMILIES)})
-    found = find_part(WHERE, part.use, "objectives", names)
-    if isinstance(found, type) and issubclass(found, Objective):
+    if isinstance(found, Objective):
+        objective: Objective = copy.copy(found)
+    elif isinstance(found, type) and issubclass(found, Objective):
         if missing := sorted(getattr(found, "__abstractmethods__", ())):
-            raise ConfigError("part.signature", f"{WHERE}={part.use}: lacks {_lines(missing)}")
-        objective: Objective = make_part(WHERE, part.use, found, part.arguments)
+            raise ConfigError("part.signature", f"{WHERE}={name}: lacks {_lines(missing)}")
+        objective = make_part(WHERE, name, found, arguments)
     elif inspect.isfunction(found):
-        objective = FunctionObjective(found, check_arguments(WHERE, found, part.arguments, given=2))
+        objective = FunctionObjective(found, check_arguments(WHERE, found, arguments, given=2))
     else:
         raise ConfigError(
             "part.signature",
-            f"{WHERE}={part.use}: is {type(found).__name__ if not isinstance(found, type) else f'the class {found.__name__}'}; "
+            f"{WHERE}={name}: is {type(found).__name__ if not isinstance(found, type) else f'the class {found.__name__}'}; "
             "legal are a subclass of meshwright.Objective, and a function f(log_probs, batch) or f(logits, labels)",
         )
     if len(objective.weights) != len(objective.terms):
         many = f"{len(objective.terms)} terms and {len(objective.weights)} weights"
-        raise ConfigError("part.signature", f"{WHERE}={part.use}: has {many}; each term has one")
+        raise ConfigError("part.signature", f"{WHERE}={name}: has {many}; each term has one")
     with calling(objective, "begin"):
         objective.begin(model, run)
     try_objective(objective, model, run)

@@ -1,7 +1,6 @@
 """The trainer: loop(microbatches, sync, clip, step), with evaluation and checkpoints. Every rank has one trainer."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,29 +8,25 @@ import torch
 import torch.distributed as dist
 from rich.markup import escape
 
-from meshwright.checkpoint import state, storage
 from meshwright.checkpoint.directory import read_meta
-from meshwright.checkpoint.manager import CheckpointManager, check_same_model
+from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.data.store import TokenStore
 from meshwright.device import memory_in_use
-from meshwright.distributed.data.fsdp_units import move_buffers
-from meshwright.distributed.pipeline.stage_parts import models_of
-from meshwright.errors import CheckpointError, StoppedError
-from meshwright.models.weights.initial_values import initialize_buffers
+from meshwright.errors import StoppedError
+from meshwright.models.objective import Batch
 from meshwright.plan.given.inspection import model_sizes
 from meshwright.train import evaluation
-from meshwright.train.batches import RankBatches
+from meshwright.train.batches import write_batches
 from meshwright.train.boundaries import check_boundaries
-from meshwright.train.engine import COUNT, SUM
+from meshwright.train.engine.steps import StepEngine
 from meshwright.train.forecast import Expectation
-from meshwright.train.guard import Guard
 from meshwright.train.metrics import Recorder
-from meshwright.train.optimizer import learning_rate, set_learning_rate
+from meshwright.train.optimizer import learning_rate
 from meshwright.train.outcomes import Outcomes
-from meshwright.train.parts import PARTS, Parts, RankSetup, balance_of_plan, eval_loader, seed_of_dropout
+from meshwright.train.parts import PARTS, Parts, eval_loader
 from meshwright.train.start.ending import Agreement
 from meshwright.train.start.run_files import source_facts
-from meshwright.train.start.setup import RunSetup, plain_config
+from meshwright.train.start.setup import RunSetup
 
 __all__ = ["Trainer"]
 
@@ -43,7 +38,7 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-class Trainer:
+class Trainer(StepEngine):
     """Trains the model of a run. All ranks call every method.
 
     Args:
@@ -54,12 +49,6 @@ class Trainer:
         parts: the functions that make the parts of the trainer.
 
     Attributes:
-        model: the parallelized model.
-        mesh: the mesh of the layout.
-        batches: makes the microbatches of this rank.
-        engine: runs the microbatches.
-        guard: makes steps that are not finite change nothing.
-        step: number of optimizer steps done.
         outcomes: what the host knows of the steps.
         unevaluated: whether the evaluation due after ``step`` was left out because a signal ended the run.
         progress: called before each microbatch, evaluation and save with words such as ``step 12``.
@@ -70,64 +59,42 @@ class Trainer:
     def __init__(
         self, setup: RunSetup, store: TokenStore, device: torch.device, resume: Path | None = None, parts: Parts = PARTS
     ) -> None:
-        self.setup, self.config, self.device = setup, setup.config, device
-        self.mesh = parts.mesh(setup, device)
-        run = RankSetup(setup, device, self.mesh)
-        self.rank, self._source = dist.get_rank(), source_facts(setup.paths)  # read before there is anything to lose
-        self.step = 0
+        speaks = dist.get_rank() == 0
+        self._source = source_facts(setup.paths)  # read before there is anything to lose
+        self.expectation = Expectation(setup, device, parts.forecast, speaks=speaks)  # before the model is parallelized
+        super().__init__(setup, device, parts, resumes=resume is not None)
         self.unevaluated = False
-        self.progress: Callable[[str], None] = lambda what: None
         self.agreement: Agreement | None = None
         training, data = self.config.training, self.config.data
-
-        self.objective = setup.objective
-        self.expectation = Expectation(setup, device, parts.forecast, speaks=self.rank == 0)  # before the model is parallelized
-        self.model = parts.distribute(run)
-        self.objective.attach(self.model)
-        shards_on = torch.device("cpu") if setup.plan.options.cpu_offload else device
-        if resume is None or self.config.saves_trained_only:
-            parts.fill(run, self.model, shards_on)
-        else:
-            for model in models_of(self.model):
-                initialize_buffers(model, shards_on)
-        move_buffers(self.model, device)
-        self.model.train()
-        self.optimizer = parts.optimizer(run, self.model)
-        if self.config.optimizer.use is None or resume is not None:  # the state of others may begin otherwise than with zeros
-            state.initialize_optimizer(self.optimizer)
-        self.guard = Guard(self.optimizer, device, training.max_skipped if training.on_nonfinite == "skip" else 1)
-        self.sync, self.balance = parts.sync(run, self.model), balance_of_plan(run, self.model)
-        self.loader = parts.loader(run, store)
-        self.batches = RankBatches(run, self.objective, self.loader)
-        made = (self.model, self.objective, self.sync, self.balance)
-        self.engine = parts.engine(run, *made, self._before_microbatch)
+        self.loader = parts.loader(self._run, store)
         self.steps = training.steps or self.loader.steps(training.epochs or 0)
-        self.evaluation = eval_loader(run, store)
+        self.evaluation = eval_loader(self._run, store)
         self.checkpoints = CheckpointManager(
             setup.paths.checkpoints,
             self.config.checkpoint.keep,
             self.config.checkpoint.asynchronous,
             attached=setup.paths.tokenizer,
         )
-        torch.manual_seed(seed_of_dropout(run))
         if resume is not None:
             self.load(resume)
         if data.packing == "pack":  # only now, because the check needs the weights
             dense, multiple = not model_sizes(setup.spec, setup.model).experts, setup.plan.sequence_multiple
             rows, length = training.microbatch_size, data.sequence_length
             check_boundaries(
-                self.engine.logits, setup.model, device, rows, length, exact=dense, multiple=multiple, share=self.batches.cut
+                self.runner.logits, setup.model, device, rows, length, exact=dense, multiple=multiple, share=self.batches.cut
             )
-        self.recorder = Recorder(self.config, speaks=self.rank == 0, steps=self.steps, resumed_step=self.step)
+        self.recorder = Recorder(self.config, speaks=speaks, steps=self.steps, resumed_step=self.step)
         self.outcomes = Outcomes(self.config, setup.paths, self._write_batch, self.recorder.say)
         self._line: tuple[int, dict[str, Any], bool] | None = None
 
-    def _before_microbatch(self, words: str = "") -> None:
-        self.progress(f"step {self.step + 1}{words and ', '}{words}")
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps done."""
+        return self.steps_done
 
-    def clip(self) -> torch.Tensor:
-        """Clip the gradient of the whole model, and return its norm before clipping."""
-        return self.engine.clip(self.config.training.clip_norm)
+    @step.setter
+    def step(self, number: int) -> None:
+        self.steps_done = number
 
     # -- the loop ----------------------------------------------------------------------------------------------------------
 
@@ -183,36 +150,17 @@ class Trainer:
     def train_step(self) -> None:
         """Run one optimizer step. The host does not wait for it; :meth:`metrics` returns how it went."""
         begun = time.perf_counter()
-        on_host = self.batches.microbatches(self.step)
-        # Tokens are counted before backward: the loss is divided by all tokens of the step, so no factor depends on the layout.
-        *batches, counted = map(self.batches.to_device, (*on_host, {"counts": self.batches.counts(on_host)}))
-        counts = self.mesh.sum(counted["counts"])
-        counts, routed = counts[:-1], counts[-1]
-        self.balance.begin_step(routed)
         rate = learning_rate(self.step, self.steps, self.config.optimizer.lr, self.config.schedule)
-        set_learning_rate(self.optimizer, rate)
-        sums = self.engine.forward_backward(list(self.engine.prepared(batches)), divisors := counts.clamp(min=1))
-        norm = self.clip()
-        metrics = sums.over_ranks(self.mesh)
-        for term, count in zip(self.objective.terms, divisors, strict=True):
-            if term in metrics:
-                metrics[f"{term}_loss"] = metrics.pop(term).double() / count
-        for name in self.objective.metric_names:
-            total, count = metrics.pop(f"{name}{SUM}"), metrics.pop(f"{name}{COUNT}")
-            metrics[name] = total / count.clamp(min=1)
-        metrics |= {"gradient_norm": norm.to(self.device), "tokens": counts[0]}
-        self.guard.judge(metrics["loss"], metrics["gradient_norm"])
-        self.guard.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        metrics |= self.balance.finish_step(
-            lambda loads: self.mesh.sum(self.mesh.sum(loads), "pp"),
-            unless=self.guard.flag,
-            logged=self.recorder.logs(self.step + 1),
-        )
+        gathered = self.run_microbatches(self.microbatches(self.step))
+        metrics = self.update(gathered, rate, logged=self.recorder.logs(self.step + 1))
         for line in self.balance.pop_warnings():
             self._write_line()
             self.recorder.say(f"[yellow]{escape(line)}[/yellow]")
         self.outcomes.journal.add(self.step, rate, metrics, time.perf_counter() - begun)
+
+    def microbatches(self, step: int) -> list[Batch]:
+        """Return this rank's part of the microbatches of a step, on the host. They are the same in every call."""
+        return self.batches.training(self.loader.microbatches(step), self.loader.numbers(step))
 
     def metrics(self) -> dict[str, Any]:
         """Wait for the last step, and return its metrics.
@@ -257,7 +205,7 @@ class Trainer:
         self.outcomes.read()
 
     def _write_batch(self, step: int, folder: Path) -> None:
-        self.batches.write(step, folder / f"batch-rank-{self.rank}.safetensors")
+        write_batches(self.microbatches(step), folder / f"batch-rank-{self.rank}.safetensors")
 
     def evaluate(self) -> float | None:
         """Return the mean loss in nats over the held-out targets, the same on all ranks; ``None``: nothing is held out.
@@ -270,15 +218,12 @@ class Trainer:
         if self.evaluation is None:
             return None
         words = f"the evaluation after step {self.step}"
-        values = evaluation.evaluate(self.engine, self.batches, self.evaluation, lambda: self.progress(words))
+        held_out = self.batches.held_out(self.evaluation, lambda: self.progress(words))
+        values = evaluation.evaluate(self.runner, self.batches, held_out)
         self.recorder.event(self.step, values, evaluation.shown(values, self.step, self.objective.unit))
         return values["eval/loss"]
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        saved = state.model_tensors(self.model, trained=self.config.saves_trained_only)
-        return {**saved, **state.optimizer_tensors(self.model, self.optimizer)}
 
     def save(self) -> Path:
         """Save a checkpoint with everything that resuming needs, and return its path.
@@ -288,18 +233,13 @@ class Trainer:
         """
         self.read_finished_steps()
         self.progress(f"the checkpoint of step {self.step}")
-        tensors = {**self._tensors(), **state.rng_tensors(self.rank, self.device)}
         meta = {
-            "world_size": dist.get_world_size(),
-            "layout": str(self.setup.layout),
-            "parameters": list(self.setup.stored),
+            **self.facts_to_save(),
             "unevaluated": self.unevaluated,
             "loader": self.loader.state_dict(self.step),
-            "model_config": plain_config(self.setup.model),
             "source": self._source,
-            "config": self.config.model_dump(mode="json"),
         }
-        path = self.checkpoints.save(self.step, tensors, meta)
+        path = self.checkpoints.save(self.step, self.tensors_to_save(), meta)
         self.recorder.say(
             f"checkpoint {escape(str(path))}" + (" is being written" if self.config.checkpoint.asynchronous else "")
         )
@@ -311,24 +251,5 @@ class Trainer:
         Raises:
             CheckpointError: it is a checkpoint of another model, optimizer or data; then nothing was changed.
         """
-        check_same_model(checkpoint, self.setup.stored, plain_config(self.setup.model))
-        meta, stored = read_meta(checkpoint), storage.contents(checkpoint)
-        self.loader.check_state(meta["loader"])
-        tensors = self._tensors()
-        if self.config.optimizer.use is not None:  # a parameter without a gradient so far has no state there
-            tensors = state.without_absent(self.model, self.optimizer, tensors, stored)
-        if missing := sorted(tensors.keys() - stored.keys()):
-            shown = ", ".join(missing[:8]) + (" ..." if len(missing) > 8 else "")
-            said = f"{checkpoint}: lacks {shown}; its run trained other parameters (parallel.freeze), or with another optimizer"
-            raise CheckpointError("checkpoint.model", said)
-        generators = state.rng_tensors(self.rank, self.device)
-        same_ranks = meta["world_size"] == dist.get_world_size() and generators.keys() <= stored.keys()
-        if same_ranks:
-            tensors.update(generators)
-        storage.read(checkpoint, tensors)
-        if same_ranks:
-            state.set_rng(tensors, self.rank, self.device)
-        else:
-            # Other ranks wrote it. Each rank seeds a new random stream, which does not repeat the numbers drawn before.
-            torch.manual_seed(seed_of_dropout(RankSetup(self.setup, self.device, self.mesh), meta["step"]))
-        self.step, self.unevaluated = int(meta["step"]), bool(meta.get("unevaluated", False))
+        self.loader.check_state(read_meta(checkpoint)["loader"])
+        self.unevaluated = bool(self.read(checkpoint).get("unevaluated", False))

@@ -79,7 +79,7 @@ def test_a_change_of_an_axis_expires_its_proofs_alone(monkeypatch: pytest.Monkey
         "distributed/context/attend.py": {"cp"},
         "plan/axes/tensor/choose.py": {"tp", "ep"},
         "distributed/experts/dispatch.py": {"ep"},
-        "train/pipelined.py": {"pp"},
+        "train/engine/pipelined.py": {"pp"},
         "models/adapters/adapt.py": {"adapter"},
         "models/families/nemotron_h.py": {"nemotron_h"},
         "distributed/grad_clip.py": set(before),

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.device import pinned
@@ -21,7 +22,7 @@ from meshwright.errors import ConfigError
 from meshwright.plan.axes.context import positions_of
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
-__all__ = ["Sequences", "carry_sequences_to", "context_parallel", "sequences_of", "share_batch"]
+__all__ = ["Sequences", "carry_sequences_to", "context_parallel", "join_sequences", "sequences_of", "share_batch"]
 
 _SEQUENCES = "_meshwright_sequences"
 
@@ -202,6 +203,24 @@ def share_batch(plan: ShardingPlan, rank: int, batch: Mapping[str, torch.Tensor]
     shard = {name: _cut(tensor, pieces) if tensor.shape[:2] == (rows, length) else tensor for name, tensor in whole.items()}
     vars(shard["position_ids"])[_SEQUENCES] = sequences
     return shard
+
+
+@torch.no_grad()
+def join_sequences(plan: ShardingPlan, mesh: ParallelMesh, part: torch.Tensor) -> torch.Tensor:
+    """Return values of whole sequences [batch, length, ...] from each rank's part, without gradient. All of `cp` call it."""
+    ranks = mesh["cp"].size()
+    if not plan.attentions or ranks == 1:
+        return part
+    parts = [torch.empty_like(part) for _ in range(ranks)]
+    dist.all_gather(parts, part.contiguous(), group=mesh["cp"].get_group())
+    length = part.shape[1] * ranks
+    whole = part.new_empty((part.shape[0], length, *part.shape[2:]))
+    for rank, one in enumerate(parts):
+        begin = 0
+        for piece in positions_of(length, ranks, plan.options.context_balance, rank):
+            whole[:, piece.start : piece.stop] = one[:, begin : begin + len(piece)]
+            begin += len(piece)
+    return whole
 
 
 def sequences_of(position_ids: torch.Tensor | None) -> Sequences | None:

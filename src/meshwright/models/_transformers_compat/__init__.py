@@ -83,6 +83,7 @@ def check() -> None:
             problems.add("transformers.version", f"transformers {transformers.__version__} has no PreTrainedModel.{name}")
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: F401
+        from transformers.core_model_loading import revert_weight_conversion  # noqa: F401
         from transformers.initialization import guard_torch_init_functions  # noqa: F401
         from transformers.modeling_utils import LoadStateDictConfig  # noqa: F401
     except ImportError as error:
@@ -299,6 +300,14 @@ def reading_one_by_one() -> Iterator[None]:
         os.environ.pop(name)
         if before is not None:
             os.environ[name] = before
+
+
+def names_in_files(model: "PreTrainedModel", state: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    """Return whole tensors of a model under the names and in the shapes of its files. All that belong together are given."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, torch.Tensor] = revert_weight_conversion(model, state)
+    return found
 
 
 def load_sharded(model: "PreTrainedModel", files: Sequence[str], device: "torch.device") -> LoadReport:

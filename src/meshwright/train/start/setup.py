@@ -4,7 +4,6 @@
 """
 
 import json
-import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from meshwright.layout import Layout, divisors
 from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.train.config import RunConfig
+from meshwright.train.start.limits import length_problems, vocabulary_problems
 from meshwright.train.start.run_files import Paths
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ __all__ = [
     "make_setup",
     "microbatches_per_step",
     "plain_config",
+    "spec_of_run",
     "together",
     "vocabulary_defaults",
     "with_tokenizer",
@@ -80,7 +81,13 @@ def microbatches_per_step(config: RunConfig, layout: Layout) -> int:
 
 @during("the model and its plan are built")
 def make_setup(
-    config: RunConfig, world_size: int, tokenizer: "PreTrainedTokenizerBase | None" = None, *, planning: bool = False
+    config: RunConfig,
+    world_size: int,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    *,
+    planning: bool = False,
+    described: "tuple[ParallelSpec, PreTrainedModel] | None" = None,
+    objective_given: Any = None,
 ) -> RunSetup:
     """Resolve a configuration for a world size. This starts no process and reads no weights.
 
@@ -90,6 +97,8 @@ def make_setup(
         tokenizer: gives vocabulary size and special tokens to a new model's config that leaves them out; ``None``: the
             vocabulary size comes from the configuration.
         planning: whether the model will not run here. Then the package of its flash kernel may be absent.
+        described: the model in place of that of the configuration (:func:`describe_model`); ``None``: that.
+        objective_given: an objective, a class or a function in place of that of the configuration; ``None``: that.
 
     Raises:
         MeshwrightError: all problems of layout, batch sizes, model and plan that can be found independently of each other.
@@ -104,7 +113,7 @@ def make_setup(
     from meshwright.train.optimizer import check_parts
     from meshwright.train.run_objective import make_objective
 
-    spec, model = describe_model(config, tokenizer, planning=planning)
+    spec, model = described or describe_model(config, tokenizer, planning=planning)
     problems: list[MeshwrightError] = []
     microbatches = 1
     layout, sizes = config.layout.layout(), model_sizes(spec, model)
@@ -130,7 +139,7 @@ def make_setup(
             problems.append(error)
     objective: Objective = NextToken()
     try:
-        objective = make_objective(config, model)
+        objective = make_objective(config, model, objective_given)
     except (ConfigError, PartError) as error:
         problems.append(error)
     problems.extend(map(ConfigError, layout_problems(objective, layout, config.data.packing)))
@@ -147,7 +156,7 @@ def make_setup(
         make_sinks(config)
     except (ConfigError, PartError) as error:
         problems.append(error)
-    problems.extend(_length_problems(config, model))
+    problems.extend(length_problems(config, model))
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         problems.append(
             ConfigError(
@@ -157,7 +166,7 @@ def make_setup(
             )
         )
     if tokenizer is not None:
-        problems.extend(_vocabulary_problems(config, model, len(tokenizer)))
+        problems.extend(vocabulary_problems(config, model, len(tokenizer)))
     if problems:
         raise together(problems)
     options = config.parallel.options(microbatches)
@@ -204,7 +213,7 @@ def with_tokenizer(draft: RunSetup, tokenizer: "PreTrainedTokenizerBase") -> Run
     known, unknown = (pretrained_config(config.model, vocabulary_defaults(config, some)) for some in (tokenizer, None))
     if known.to_dict() != unknown.to_dict():
         return make_setup(config, draft.layout.world_size, tokenizer)
-    if problems := _vocabulary_problems(config, draft.model, len(tokenizer)):
+    if problems := vocabulary_problems(config, draft.model, len(tokenizer)):
         raise together(problems)
     return draft
 
@@ -217,8 +226,6 @@ def describe_model(
     Raises:
         MeshwrightError: the model cannot be built, or declares too little.
     """
-    from meshwright.models.specs.registry import get_parallelization_strategy
-    from meshwright.models.specs.strategy import ParallelizationStrategy
     from meshwright.models.weights.build import build_on_meta, pretrained_config
     from meshwright.models.weights.source import refuse_untrainable
     from meshwright.user_code import import_modules
@@ -230,6 +237,18 @@ def describe_model(
     model = build_on_meta(
         config.model, hf_config, adapter=config.adapter, param_dtype=config.parallel.param_dtype, planning=planning
     )
+    return spec_of_run(config, model), model
+
+
+def spec_of_run(config: RunConfig, model: "PreTrainedModel") -> ParallelSpec:
+    """Return the spec of a model on the meta device, with what the adapters of a run add to it.
+
+    Raises:
+        MeshwrightError: the model declares too little, or cannot be trained so.
+    """
+    from meshwright.models.specs.registry import get_parallelization_strategy
+    from meshwright.models.specs.strategy import ParallelizationStrategy
+
     strategy = get_parallelization_strategy(model)
     if type(strategy).parallelize is not ParallelizationStrategy.parallelize:
         raise UnsupportedError(
@@ -249,7 +268,7 @@ def describe_model(
                     "adapter.reduce=once: stages of a pipeline reduce by themselves; with pp the legal value is unit",
                 )
             spec = replace(spec, units=(*spec.units, unit_of_adapters(model)))
-    return spec, model
+    return spec
 
 
 def _tokens(config: RunConfig, layout: Layout, model: "PreTrainedModel") -> tuple[int, int | None]:
@@ -282,56 +301,6 @@ def vocabulary_defaults(config: RunConfig, tokenizer: "PreTrainedTokenizerBase |
             "model.config.vocab_size: is required if neither tokenizer.path nor tokenizer.vocab_size is set",
         )
     return {}
-
-
-def _length_problems(config: RunConfig, model: "PreTrainedModel") -> list[MeshwrightError]:
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    length = config.data.sequence_length
-    if not isinstance(longest, int) or longest < 1 or length <= longest:  # -1: no limit
-        return []
-    where = "model.config" if config.model.config is not None else config.model.path
-    longer = _longer(config, getattr(model.config.get_text_config(), "rope_parameters", None), longest)
-    return [
-        ConfigError(
-            "data.sequence_length",
-            f"data.sequence_length={length}: {where} has max_position_embeddings={longest}; legal is 2 to {longest}{longer}",
-        )
-    ]
-
-
-def _longer(config: RunConfig, rope: dict[str, Any] | None, longest: int) -> str:
-    """Say how a model gets more positions, as the end of a message.
-
-    Args:
-        config: configuration of the run.
-        rope: how transformers computes the model's rotary positions; ``None``: it has none.
-        longest: the positions that it has.
-    """
-    length = config.data.sequence_length
-    if config.model.config is not None:
-        return f", or more with model.config.max_position_embeddings={length}"
-    if not rope:
-        return "; its positions are not rotary, and cannot be scaled"
-    if rope.get("rope_type") != "default":  # scaled already, or each kind of attention has its own
-        return "; for more, its config.json needs other max_position_embeddings and rope_parameters"
-    factor = math.ceil(length / longest)
-    scaled = {**rope, "rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": longest}
-    text = json.dumps({"max_position_embeddings": factor * longest, "rope_parameters": scaled})
-    return f"; for more, scale its rotary positions: write {text[1:-1]} into the config.json of a copy of it"
-
-
-def _vocabulary_problems(config: RunConfig, model: "PreTrainedModel", tokens: int) -> list[MeshwrightError]:
-    vocabulary = model.config.get_text_config().vocab_size
-    if tokens <= vocabulary:
-        return []
-    where = "model.config.vocab_size" if config.model.config is not None else f"the vocabulary of {config.model.path}"
-    return [
-        ConfigError(
-            "model.config.vocab_size",
-            f"{where}={vocabulary}: the tokenizer has {tokens} tokens, so ids from {vocabulary} on would have no embedding; "
-            f"legal is {tokens} or more, or another tokenizer",
-        )
-    ]
 
 
 def plain_config(model: "PreTrainedModel") -> dict[str, Any]:

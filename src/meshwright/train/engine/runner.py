@@ -1,6 +1,6 @@
-"""Engines, which run the microbatches of a step on this rank's part of the model.
+"""Runners, which run the microbatches of a step on this rank's part of the model.
 
-The trainer defines the order of a step; an engine defines the order of the forwards and backwards in it. :class:`Sequential`
+The engine defines the order of a step; a runner defines the order of the forwards and backwards in it. :class:`Sequential`
 runs one microbatch after another through one model.
 """
 
@@ -24,7 +24,7 @@ from meshwright.objectives.call import Pass, evaluate_batch, passes_before
 from meshwright.objectives.running import Running, running
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
-__all__ = ["Batch", "Engine", "Sequential", "Sums"]
+__all__ = ["Batch", "Runner", "Sequential", "Sums"]
 
 LOSS = "loss"
 """Name of the training loss among the sums."""
@@ -51,7 +51,7 @@ class Sums:
         return dict(zip(self.values, mesh.sum(torch.stack(list(self.values.values()))), strict=True))
 
 
-class Engine(ABC):
+class Runner(ABC):
     """Runs microbatches. All ranks call every method.
 
     Attributes:
@@ -60,6 +60,7 @@ class Engine(ABC):
         plan: the plan of the model.
         mesh: the mesh of its layout.
         balance: balance of the experts that this rank runs.
+        tell: is called with each microbatch and what the model gave for it; ``None``: nobody asks.
     """
 
     model: nn.Module
@@ -67,6 +68,15 @@ class Engine(ABC):
     balance: Balance
     plan: ShardingPlan | None = None
     mesh: ParallelMesh | None = None
+    tell: Callable[[Batch, dict[str, torch.Tensor]], None] | None = None
+
+    def prepare(self, rows: int, length: int) -> None:  # noqa: B027 - optional
+        """Make buffers for training, before its first step, where those of the plan's sequences are not made yet.
+
+        Args:
+            rows: number of sequences in a microbatch.
+            length: positions of a whole sequence.
+        """
 
     def call(self) -> Running:
         """Return what the functions that are given to an objective know."""
@@ -86,7 +96,7 @@ class Engine(ABC):
 
     def loss(self, model: nn.Module, batch: Batch, counts: torch.Tensor, sums: Sums) -> torch.Tensor:
         """Return a microbatch's share of the loss of the step, and add it, its terms and the metrics to the sums."""
-        terms, metrics = evaluate_batch(self.objective, model, batch, self.call())
+        terms, metrics = evaluate_batch(self.objective, model, batch, replace(self.call(), tell=self.tell))
         loss = self.objective.combine(terms, counts) / counts[0]
         sums.add(LOSS, loss)
         for name, term in zip(self.reported_terms, terms, strict=True) if self.reported_terms else ():
@@ -175,7 +185,7 @@ class Engine(ABC):
         """
 
 
-class Sequential(Engine):
+class Sequential(Runner):
     """Runs one microbatch after another through one model.
 
     Args:
@@ -192,7 +202,7 @@ class Sequential(Engine):
         self.model, self.objective, self.sync, self.balance, self.progress = model, objective, sync, balance, progress
 
     def forward_backward(self, batches: list[Batch], counts: torch.Tensor) -> Sums:
-        """See :class:`Engine`."""
+        """See :class:`Runner`."""
         sums = Sums()
         for _, batch in self.sync.microbatches(batches):
             self.progress()
@@ -204,7 +214,7 @@ class Sequential(Engine):
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> torch.Tensor:
-        """See :class:`Engine`."""
+        """See :class:`Runner`."""
         total: torch.Tensor | None = None
         with self._evaluating():
             for batch in self.prepared(batches):
@@ -217,18 +227,18 @@ class Sequential(Engine):
     def forwards(
         self, batches: Iterable[Batch], values: Values, around: Callable[[], AbstractContextManager[None]]
     ) -> list[Mapping[str, torch.Tensor]]:
-        """See :class:`Engine`."""
+        """See :class:`Runner`."""
         with self._evaluating(), around():
             return [values(self.model, batch) for batch in batches]
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> torch.Tensor:
-        """See :class:`Engine`."""
+        """See :class:`Runner`."""
         with self._evaluating():
             return forward_logits(self.model, batch)
 
     def clip(self, limit: float | None) -> torch.Tensor:
-        """See :class:`Engine`."""
+        """See :class:`Runner`."""
         return clip_grad_norm_(self.model.parameters(), limit)
 
     @contextmanager

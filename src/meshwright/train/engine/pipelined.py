@@ -1,4 +1,4 @@
-"""The engine of a pipeline: the microbatches of a step go through the stages of all ranks of `pp`."""
+"""The runner of a pipeline: the microbatches of a step go through the stages of all ranks of `pp`."""
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -13,12 +13,12 @@ from meshwright.distributed.pipeline.microbatch_work import Work
 from meshwright.distributed.pipeline.scheduled_stages import ScheduledStages
 from meshwright.models.objective import Batch, Objective
 from meshwright.models.token_loss import forward_arguments, forward_logits
-from meshwright.train.engine import Engine, Sums, Values
+from meshwright.train.engine.runner import Runner, Sums, Values
 
 __all__ = ["Pipelined"]
 
 
-class Pipelined(Engine):
+class Pipelined(Runner):
     """Runs microbatches through the stages of all ranks of `pp`.
 
     Args:
@@ -31,8 +31,12 @@ class Pipelined(Engine):
         self.stages, self.objective, self.balance = stages, objective, balance
         self.model = stages.parts
 
+    def prepare(self, rows: int, length: int) -> None:
+        """See :class:`Runner`."""
+        self.stages.prepare(rows, length)
+
     def forward_backward(self, batches: list[Batch], counts: torch.Tensor) -> Sums:
-        """See :class:`Engine`."""
+        """See :class:`Runner`."""
         sums = Sums()
 
         def work(batch: Batch) -> Work:
@@ -51,7 +55,7 @@ class Pipelined(Engine):
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> torch.Tensor:
-        """See :class:`Engine`."""
+        """See :class:`Runner`."""
         work = (Work(forward_arguments(batch), partial(self.evaluated, batch=batch)) for batch in self.prepared(batches))
         return self.stages.evaluate(work, self.size_of_evaluation)
 
@@ -59,7 +63,7 @@ class Pipelined(Engine):
     def forwards(
         self, batches: Iterable[Batch], values: Values, around: Callable[[], AbstractContextManager[None]]
     ) -> list[Mapping[str, torch.Tensor]]:
-        """See :class:`Engine`."""
+        """See :class:`Runner`."""
 
         def found(batch: Batch, model: nn.Module) -> Any:  # in evaluation, `loss` may return whatever is to be known
             return values(model, batch)
@@ -69,11 +73,11 @@ class Pipelined(Engine):
 
     @torch.no_grad()
     def logits(self, batch: Batch) -> torch.Tensor:
-        """See :class:`Engine`. Ranks without the last stage get zeros."""
+        """See :class:`Runner`. Ranks without the last stage get zeros."""
         work = Work(forward_arguments(batch), lambda model: forward_logits(model, batch))
         found = list(self.stages.forwards([work]))
         return found[0] if found else torch.zeros((*batch["input_ids"].shape, 1), device=self.stages.device)
 
     def clip(self, limit: float | None) -> torch.Tensor:
-        """See :class:`Engine`."""
+        """See :class:`Runner`."""
         return self.stages.clip(limit)

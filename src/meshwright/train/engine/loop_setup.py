@@ -1,0 +1,217 @@
+"""What a loop of one's own says of its run: its arguments as a configuration, and the model that it gives."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from meshwright.errors import ConfigError
+from meshwright.layout import Layout
+from meshwright.train.config import RunConfig, checked_config
+from meshwright.train.start.setup import RunSetup, make_setup, spec_of_run
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from meshwright.train.parts import RankSetup
+
+__all__ = ["OwnLoop", "describe_loop", "fill_from", "layout_of"]
+
+LENGTH = 4096
+"""Tokens of a sequence, of which a plan counts the activations, where nothing says how long they are."""
+
+_OF_FILES = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+"""Keys of a model's config that describe its files, and not the model."""
+
+
+@dataclass(frozen=True)
+class OwnLoop:
+    """What a loop of one's own says of its run.
+
+    Attributes:
+        config: its arguments, as a configuration, with the sequences of one data rank until it is :meth:`resolved`.
+        model: the model that it gives; ``None``: that of a path.
+        objective: an objective, a class or a function; ``None``: what the model is made for.
+        wholly: whether all sequences have the length that the configuration says.
+    """
+
+    config: RunConfig
+    model: "PreTrainedModel | None"
+    objective: Any
+    wholly: bool
+
+    def resolved(self, world_size: int) -> "OwnLoop":
+        """Return the same with the sequences of a step that all data ranks have together.
+
+        Raises:
+            LayoutError: the layout does not fit the number of ranks.
+        """
+        training = self.config.training
+        each = training.global_batch_size * self.config.layout.layout().resolve(world_size).size("dp")
+        together = training.model_copy(update={"global_batch_size": each})
+        return replace(self, config=self.config.model_copy(update={"training": together}))
+
+    def setup(self, world_size: int) -> RunSetup:
+        """Resolve the run for a number of ranks. The model that was given is not changed."""
+        described = None
+        if self.model is not None:
+            from meshwright.models.adapters.adapt import adapt
+
+            model = on_meta(self.model)
+            model.config.use_cache = False
+            if self.config.adapter is not None:
+                adapt(model, self.config.adapter, self.config.parallel.param_dtype)
+            described = (spec_of_run(self.config, model), model)
+        return make_setup(self.config, world_size, described=described, objective_given=self.objective)
+
+
+def layout_of(layout: "str | Mapping[str, int | None] | Layout") -> dict[str, int | None]:
+    """Return the sizes of axes, given as ``dp_shard=2,tp=2``, as a mapping or as a layout.
+
+    Raises:
+        ConfigError: the text is not of that form; names of axes are checked with the configuration.
+    """
+    if isinstance(layout, Layout):
+        return {item.name: getattr(layout, item.name) for item in fields(Layout)}
+    if not isinstance(layout, str):
+        return dict(layout)
+    sizes: dict[str, int | None] = {}
+    for item in filter(None, (part.strip() for part in layout.split(","))):
+        axis, equals, size = (part.strip() for part in item.partition("="))
+        if not equals or not size.lstrip("-").isdigit():
+            raise ConfigError("config.value", f"layout={layout!r}: legal are sizes of axes such as 'dp_shard=2,tp=2'")
+        sizes[axis] = None if int(size) == -1 else int(size)
+    return sizes
+
+
+def describe_loop(
+    model: "PreTrainedModel | str | Path",
+    layout: "str | Mapping[str, int | None] | Layout",
+    *,
+    microbatches: int,
+    microbatch_size: int,
+    sequence_length: int | None,
+    objective: Any,
+    training: Mapping[str, Any],
+    sections: Mapping[str, Any],
+) -> OwnLoop:
+    """Return what a loop says, as the configuration of a run.
+
+    Args:
+        model: a causal language model of transformers, or a directory or hub name of one.
+        layout: sizes of the axes.
+        microbatches: microbatches of each data rank in a step.
+        microbatch_size: sequences in one.
+        sequence_length: tokens of a sequence; ``None``: unknown.
+        objective: what the model is trained to do; ``None``: what it is made for.
+        training: further keys of the section ``training``.
+        sections: further sections.
+
+    Raises:
+        ConfigError: all wrong arguments together; they are named by their keys in a configuration.
+    """
+    given = model if isinstance(model, nn.Module) else None
+    parallel = dict(sections.get("parallel") or {})
+    if given is not None:
+        _check_model(given)
+        described: dict[str, Any] = _described(given)
+        if sections.get("adapter") is None:
+            frozen = [name for name, parameter in given.named_parameters() if not parameter.requires_grad]
+            parallel["freeze"] = [*parallel.get("freeze", ()), *frozen]
+    else:
+        described = {"path": str(model)}
+    sizes = layout_of(layout)
+    content = {
+        "output": ".",
+        "model": {**described, **dict(sections.get("model") or {})},
+        "layout": sizes,
+        "data": {"corpus": "python-stdlib", "sequence_length": sequence_length or _length(given), "packing": "pad"}
+        | dict(sections.get("data") or {}),
+        "training": {
+            "global_batch_size": microbatches * microbatch_size,
+            "microbatch_size": microbatch_size,
+            "on_nonfinite": "skip",
+            "max_skipped": None,
+            **training,
+        },
+        **{name: value for name, value in sections.items() if name not in ("model", "data") and value is not None},
+        "parallel": parallel,
+        "metrics": {"jsonl": False, "tensorboard": False},
+        "checkpoint": {"every_minutes": None},
+    }
+    return OwnLoop(checked_config(content), given, objective, sequence_length is not None)
+
+
+def _check_model(model: nn.Module) -> None:
+    config = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        raise ConfigError(
+            "engine.model",
+            f"Engine: {type(model).__name__} is no model of transformers; for a plain module, build a loop from the parts: "
+            "meshwright.parallelize, GradSync and Pipeline (README)",
+        )
+
+
+def _described(model: "PreTrainedModel") -> dict[str, Any]:
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    dtype = next((name for name in ("float64", "float32", "bfloat16") if getattr(torch, name) in dtypes), "float32")
+    config = {key: value for key, value in model.config.to_diff_dict().items() if key not in _OF_FILES}
+    kernel = getattr(model.config, "_attn_implementation", None)
+    return {"config": config, "dtype": dtype, "attn_implementation": kernel}
+
+
+def _length(model: "PreTrainedModel | None") -> int:
+    longest = None if model is None else getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(longest, LENGTH) if isinstance(longest, int) and longest > 1 else LENGTH
+
+
+def on_meta(model: "PreTrainedModel") -> "PreTrainedModel":
+    """Return a copy of a model whose parameters and buffers have no values. Tied ones stay tied."""
+    memo: dict[int, Any] = {}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            empty = torch.empty_like(parameter, device="meta")
+            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for buffer in model.buffers():
+            memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo)
+
+
+def fill_from(given: "PreTrainedModel") -> "Callable[[RankSetup, nn.Module, torch.device], None]":
+    """Return the part of a trainer that gives a model the values of another, of which each rank keeps its slices.
+
+    Args:
+        given: a model with values, the same on all ranks.
+    """
+
+    def fill(run: "RankSetup", model: nn.Module, device: torch.device) -> None:
+        from meshwright.distributed.pipeline.stage_parts import models_of
+        from meshwright.models.adapters.adapt import initialize_adapters, without_adapters
+        from meshwright.models.weights.initial_values import initialize_buffers
+        from meshwright.plan.axes.pipeline.stage_plan import elsewhere, stages_of_rank
+
+        stages, adapter = stages_of_rank(run.plan, run.mesh.rank("pp")), run.config.adapter
+        for part, stage in zip(models_of(model), stages, strict=True):
+            trained = {name for name, parameter in part.named_parameters() if parameter.requires_grad}
+            with without_adapters(part):
+                initialize_buffers(part, device)
+                _copy(given, part)
+            if adapter is not None:
+                for name, parameter in part.named_parameters():
+                    parameter.requires_grad_(name in trained)
+                initialize_adapters(part, device, run.config.training.seed, adapter.path, elsewhere(run.plan, [stage]))
+
+    return fill
+
+
+@torch.no_grad()
+def _copy(source: nn.Module, model: nn.Module) -> None:
+    from meshwright.models.weights.initial_values import keep_slice
+
+    values = dict(source.named_parameters(remove_duplicate=False)) | dict(source.named_buffers(remove_duplicate=False))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        keep_slice(tensor, values[name].to(tensor.device))
