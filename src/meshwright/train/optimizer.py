@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.device import Ability, able
-from meshwright.errors import ConfigError, PartError, PlanError
+from meshwright.errors import ConfigError, PartError, PlanError, Refusal
 from meshwright.objectives.call import in_part
 from meshwright.plan.result.sharding_plan import ParameterRow
 from meshwright.train.config import OptimizerConfig, RunConfig, ScheduleConfig
@@ -75,10 +75,12 @@ def _users(config: OptimizerConfig) -> tuple[Callable[..., torch.optim.Optimizer
     takes = inspect.signature(kind).parameters
     if "lr" not in takes:
         raise ConfigError("part.signature", f"{where}={config.use}: takes no lr, which is its second argument in torch.optim")
-    if "weight_decay" not in takes and config.weight_decay:
+    decays = {"optimizer.weight_decay": config.weight_decay}
+    decays |= {f"optimizer.groups: {one.match!r}: weight_decay": one.weight_decay or 0.0 for one in config.groups}
+    if "weight_decay" not in takes and (found := [(name, decay) for name, decay in decays.items() if decay]):
         raise ConfigError(
-            "config.value",
-            f"optimizer.weight_decay={config.weight_decay:g}: {config.use} takes no weight_decay; the legal value is 0",
+            Refusal("config.value", f"{name}={decay:g}: {config.use} takes no weight_decay; the legal value is 0")
+            for name, decay in found
         )
     return kind, check_arguments("optimizer", kind, config.arguments, given=("params", "lr", "weight_decay"))
 
