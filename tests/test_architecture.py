@@ -32,7 +32,7 @@ FLOORS = (
     {"shrink", "nemo"},
     {"moe"},
     {"audit", "trace"},
-    {"cli"},
+    {"cli", "run"},
     {"__main__"},
 )
 """A room imports itself and what lies on lower floors."""

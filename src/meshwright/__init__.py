@@ -21,6 +21,7 @@ _HOMES = {
     "ParallelSpec": "plan.given.spec",
     "ParallelizationStrategy": "models.specs.strategy",
     "Pipeline": "models.pipeline_by_hand",
+    "Run": "run",
     "ShardingPlan": "plan.result.sharding_plan",
     "SyncPolicy": "plan.given.options",
     "UnitRule": "plan.given.spec",

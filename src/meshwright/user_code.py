@@ -8,6 +8,7 @@ checked against its own pydantic model ``Options``, if it has one, or else again
 import difflib
 import hashlib
 import inspect
+import json
 import os
 import sys
 import traceback
@@ -29,6 +30,7 @@ __all__ = [
     "find_part",
     "import_modules",
     "make_part",
+    "part_of",
     "part_text",
     "raised_by",
 ]
@@ -225,6 +227,43 @@ def _problems(where: str, error: ValidationError, legal: list[str]) -> Problems:
             said = f"{item['msg'][0].lower()}{item['msg'][1:]}"
             problems.add("config.part.arguments", f"{where}.with.{key}={item['input']!r}: {said}")
     return problems
+
+
+def part_of(where: str, value: Any) -> dict[str, Any]:
+    """Return an object, a class or a function as a configuration names it.
+
+    Args:
+        where: the key of the configuration.
+        value: a class, a function, or an object that keeps its arguments as attributes of their names. A mapping or a name is
+            one already.
+
+    Raises:
+        ConfigError: it has no name that another process can import, or does not keep its arguments.
+    """
+    if isinstance(value, str):
+        return {"use": value}
+    if isinstance(value, Mapping):
+        return dict(value)
+    made = not (inspect.isroutine(value) or inspect.isclass(value))
+    kind: Any = type(value) if made else value
+    name = getattr(kind, "__qualname__", repr(kind))
+    if "<" in name or not hasattr(kind, "__module__"):
+        said = f"{where}: {name} has no name that another process can import; define it at the top of a module"
+        raise ConfigError("config.part", said)
+    arguments: dict[str, Any] = {}
+    if made:
+        known = inspect.signature(kind).parameters
+        arguments = {one: getattr(value, one) for one in known if hasattr(value, one)}
+        left = [one for one, parameter in known.items() if one not in arguments and parameter.default is parameter.empty]
+        if left := [one for one in left if known[one].kind not in (known[one].VAR_POSITIONAL, known[one].VAR_KEYWORD)]:
+            said = f"{where}: {name} does not keep its arguments {', '.join(left)} as attributes of these names"
+            raise ConfigError("config.part", said)
+        try:
+            json.dumps(arguments)
+        except (TypeError, ValueError) as error:
+            said = f"{where}: an argument of {name} is no plain value, so that no checkpoint can hold it: {error}"
+            raise ConfigError("config.part", said) from error
+    return {"use": f"{kind.__module__}:{name}", "with": arguments}
 
 
 def part_text(part: PartConfig) -> str:

@@ -104,6 +104,11 @@ class AuditReport:
             item["passed"] = fine
         return json.dumps(_finite(content), indent=1, default=str)
 
+    def _repr_html_(self) -> str:
+        from meshwright.terminal import html
+
+        return f"{html(self.explain())}<p><b>{_plain(self.verdict)}</b></p>"
+
     def explain(self) -> "Group":
         """Return the changes, the worst comparisons, the summary and the findings for rich to print; without the verdict."""
         from rich.console import Group

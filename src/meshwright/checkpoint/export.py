@@ -159,7 +159,7 @@ def export_checkpoint(
         with without_adapters(model):
             initialize_buffers(model, torch.device("cpu"))
         initialize_adapters(model, torch.device("cpu"), 0)
-    storage.read(checkpoint, model_tensors(model, trained=base is not None))
+    storage.read(checkpoint, model_tensors(model, trained=base is not None), alone=True)
     if adapted is not None and not adapter:
         merge(model)
     dtype = dtype or meta["config"].get("export_dtype")

@@ -116,8 +116,13 @@ def write_in_background(
     )
 
 
-def read(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+def read(directory: Path, tensors: dict[str, torch.Tensor], *, alone: bool = False) -> None:
     """Read into tensors, in place. Every rank reads the part that it holds. This is collective over all ranks.
+
+    Args:
+        directory: the checkpoint.
+        tensors: name to tensor.
+        alone: whether this rank alone reads, into whole tensors.
 
     Raises:
         CheckpointError: files are missing or damaged, or do not hold these tensors.
@@ -130,7 +135,7 @@ def read(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended here
             plain = _plain(tensors)
-            dcp.load(plain, storage_reader=_Reader(directory), no_dist=not dist.is_initialized())
+            dcp.load(plain, storage_reader=_Reader(directory), no_dist=alone or not dist.is_initialized())
             for name, tensor in tensors.items():
                 held_as = plain[name]
                 if held_as is not tensor and isinstance(tensor, DTensor) and isinstance(held_as, DTensor):

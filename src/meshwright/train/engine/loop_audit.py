@@ -1,7 +1,6 @@
 """A loop of one's own as a configuration, so that `audit` and `plan` take the function that makes its engine."""
 
 import importlib.util
-import inspect
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +12,7 @@ from meshwright.objectives.call import in_part
 from meshwright.train.config import RunConfig, overridden
 from meshwright.train.engine.loop_setup import OwnLoop
 from meshwright.train.start.setup import describe_model
+from meshwright.user_code import part_of
 
 __all__ = ["config_of_loop", "tell_loop"]
 
@@ -62,7 +62,7 @@ def config_of_loop(name: str, overrides: Iterable[str] = (), world_size: int | N
         _capturing = False
     content = loop.config.model_dump(mode="json")
     if loop.objective is not None:
-        content["training"]["objective"] = _name_of(loop.objective, name)
+        content["training"]["objective"] = part_of(f"{name}: objective", loop.objective)
     config = overridden(content, overrides)
     ranks = world_size or _fewest(config)
     config = OwnLoop(config, None, None, True).resolved(ranks).config
@@ -91,23 +91,6 @@ def _found(file: Path, function: str) -> Any:
     if not callable(found):
         raise ConfigError("engine.loop", f"{file}:{function}: the file has no such function")
     return found
-
-
-def _name_of(objective: Any, loop: str) -> dict[str, Any]:
-    """Return an objective as a configuration names it."""
-    made = not (inspect.isfunction(objective) or inspect.isclass(objective))
-    kind: Any = type(objective) if made else objective
-    if kind.__module__ == "__main__" or "<" in kind.__qualname__:
-        said = f"its objective {kind.__qualname__} has no name that another process can import; define it in a module"
-        raise ConfigError("engine.loop", f"{loop}: {said}")
-    arguments = {}
-    if made:
-        known = inspect.signature(kind).parameters
-        arguments = {name: vars(objective)[name] for name in known if name in vars(objective)}
-        if lost := [name for name in known if name not in arguments and known[name].default is inspect.Parameter.empty]:
-            said = f"its objective {kind.__qualname__} does not keep its arguments {', '.join(lost)} as attributes"
-            raise ConfigError("engine.loop", f"{loop}: {said}")
-    return {"use": f"{kind.__module__}:{kind.__qualname__}", "with": arguments}
 
 
 def _fewest(config: RunConfig) -> int:

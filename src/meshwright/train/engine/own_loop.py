@@ -147,6 +147,12 @@ class Engine(LoopSteps):
         if not hasattr(sys, "last_value"):  # else the process fails, and its peers may wait in a collective
             self.close()
 
+    def _repr_html_(self) -> str:
+        from meshwright.plan.show.explain import explain
+        from meshwright.terminal import html
+
+        return html(explain(self.plan))
+
     def __enter__(self) -> "Engine":
         return self
 

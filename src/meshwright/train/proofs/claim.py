@@ -22,9 +22,12 @@ import inspect
 import json
 import re
 import sys
+import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -249,9 +252,24 @@ def _foreign_code(modules: Iterable[str]) -> list[str]:
             continue
         try:
             code.append(hashlib.sha256(Path(inspect.getfile(module)).read_bytes()).hexdigest()[:16])
-        except (OSError, TypeError):  # the module has no file
-            code.append(name)
+        except (OSError, TypeError):  # the module has no file, as that of a notebook
+            code.append(f"{_PROCESS} {_digest(_sources(module))}")
     return code
+
+
+_PROCESS = uuid.uuid4().hex
+"""What has no file may be anything in another process."""
+
+
+def _sources(module: ModuleType) -> list[str]:
+    """Return the source of what a module defines, as far as it is known."""
+    own = [one for one in vars(module).values() if inspect.isclass(one) or inspect.isfunction(one)]
+    found = []
+    for one in own:
+        if one.__module__ == module.__name__:
+            with suppress(OSError, TypeError):
+                found.append(inspect.getsource(one))
+    return found
 
 
 def _digest(value: Any) -> str:
