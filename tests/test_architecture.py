@@ -44,7 +44,7 @@ BESIDE = {
 }
 """And these import a room of their own floor."""
 
-ALONE = {"data": {"errors", "files", "paths"}}
+ALONE = {"data": {"errors", "files", "paths", "user_code"}}
 """All that a room imports: what a loader yields is a function of seed, data and step, and of no layout."""
 
 FACADES = {

@@ -31,7 +31,7 @@ def test_the_sections_of_the_page_on_data_are_legal() -> None:
         "training": {"steps": 1, "global_batch_size": 1},
     }
     blocks = re.findall(r"^```yaml\n(.*?)^```$", PAGE.with_name("data.md").read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 5
     for block in blocks:
         found = {"output": "runs/x", "model": {"path": "x"}, **needed, **yaml.safe_load(block)}
         assert RunConfig.model_validate(found)

@@ -1,25 +1,41 @@
 """Code of the user: modules that a run imports, and parts that its configuration names.
 
 A *part* is named as ``module:Name``, such as ``my_parts:Focal``, or by the name that an installed package gives it (entry
-points ``meshwright.objectives``, ``.optimizers``, ``.schedules``, ``.sinks``). Its arguments are checked against its own
-pydantic model ``Options``, if it has one, or else against its signature.
+points ``meshwright.objectives``, ``.optimizers``, ``.schedules``, ``.sources``, ``.maps``, ``.sinks``). Its arguments are
+checked against its own pydantic model ``Options``, if it has one, or else against its signature.
 """
 
 import difflib
+import hashlib
 import inspect
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, create_model
 
 from meshwright.errors import ConfigError, MeshwrightError, Problems, described
 
-__all__ = ["PartConfig", "PartName", "check_arguments", "find_part", "import_modules", "make_part", "part_of", "part_text"]
+__all__ = [
+    "PartConfig",
+    "PartName",
+    "check_arguments",
+    "code_of",
+    "find_part",
+    "import_modules",
+    "make_part",
+    "part_of",
+    "part_text",
+    "raised_by",
+]
+
+_OURS = str(Path(__file__).parent)
 
 
 class PartConfig(BaseModel):
@@ -253,3 +269,19 @@ def part_of(where: str, value: Any) -> dict[str, Any]:
 def part_text(part: PartConfig) -> str:
     """Return a part in a line, as a person reads it: ``my_parts:Focal (gamma=2.0)``."""
     return part.use + (f" ({', '.join(f'{key}={value}' for key, value in part.arguments.items())})" if part.arguments else "")
+
+
+def raised_by(error: BaseException) -> str:
+    """Return what an exception of a part says, and a line for each place in the user's own code that it came through."""
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(_OURS)]
+    own = [one for one in frames if "site-packages" not in one.filename and "<frozen" not in one.filename]
+    lines = "".join(f"\n  {one.filename}:{one.lineno} in {one.name}: {one.line}" for one in own or frames[-1:])
+    return f"{described(error)}{lines}"
+
+
+def code_of(part: Any) -> str:
+    """Return a digest of the file of the module that defines a part; its name if it has none."""
+    try:
+        return hashlib.sha256(Path(inspect.getfile(part)).read_bytes()).hexdigest()[:16]
+    except (OSError, TypeError):
+        return f"{getattr(part, '__module__', '')}:{getattr(part, '__qualname__', type(part).__qualname__)}"

@@ -6,13 +6,14 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from meshwright.data.data_config import DataConfig, TokenizerConfig, expand_files
+from meshwright.data.data_config import DataConfig, TokenizerConfig
+from meshwright.data.source_files import expand_files
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({}, ["exactly one of corpus, files and hub", "none"]),
+        ({}, ["exactly one of corpus, files, hub and source", "none"]),
         ({"files": []}, ["files is an empty list"]),
         ({"files": ["a.txt"], "hub": "x/y"}, ["set here: files and hub"]),
         ({"corpus": "wikipedia"}, ["python-stdlib"]),

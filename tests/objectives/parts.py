@@ -171,3 +171,34 @@ class OtherMetrics(Objective):
     def metrics(self, model: nn.Module, batch: Batch) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         one = torch.ones(())
         return {f"rows_{len(batch['labels'])}": (one, one)}
+
+
+def weighted(log_probs: torch.Tensor, batch: Batch) -> torch.Tensor:
+    return -batch["weight"] * log_probs
+
+
+class Scored(Objective):
+    """Weights tokens by a column, documents by another, and reads what a teacher said, and a reference."""
+
+    terms = ("tokens", "documents", "teacher")
+    weights = (1.0, 0.5, 0.2)
+
+    def counts(self, batches: list[Batch]) -> list[int]:
+        labels = sum(int((batch["labels"] != IGNORE).sum()) for batch in batches)
+        return [labels, given.document_count(batches), labels]
+
+    def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+        log_probs = given.log_probs(model, batch)
+        ratio = given.per_document(log_probs - given.reference_log_probs(model, batch), batch)
+        kind = nn.functional.one_hot(batch["kind"], 2) * batch["scores"]  # [B, D, 2]
+        tokens = batch["weight"] * given.per_token(batch["scores"][..., 1], batch) * log_probs
+        documents = given.document_sum(-nn.functional.logsigmoid(0.1 * ratio) * kind.sum(-1), batch)
+        return -tokens.sum(), documents, -(batch["teacher"].sum(-1) * log_probs.exp()).sum()
+
+
+class ReadsInTraining(Objective):
+    def training(self, batches: list[Batch], numbers: Any) -> list[Batch]:
+        return [{**batch, "twice": 2 * batch["weigth"]} for batch in batches]
+
+    def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+        return (-(batch["twice"] * given.log_probs(model, batch)).sum(),)

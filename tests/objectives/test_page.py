@@ -22,7 +22,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for block in re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
         for section, keys in yaml.safe_load(block.replace("my_parts:", "parts_of_page:")).items():
             sets += [f"{section}.{key}={value if not isinstance(value, str) else repr(value)}" for key, value in keys.items()]
-    assert len(sets) == 8
+    assert len(sets) == 9
     corpus = write_corpus(tmp_path / "words.jsonl")
     numbers = tmp_path / "numbers.txt"
     sets.append(f"metrics.sinks=[{{use: 'parts_of_page:Lines', with: {{path: '{numbers}'}}}}]")

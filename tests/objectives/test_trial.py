@@ -68,7 +68,7 @@ def test_the_configuration_keeps_a_part(tmp_path: Path) -> None:
         ("CountsBatches", ConfigError, "objective.sums", "must not depend on how rows are put into batches"),
         ("Detached", ConfigError, "objective.sums", "does not depend on the model"),
         ("WrongShape", PartError, "part.returned", "legal is one scalar for each of its terms: wrong_shape"),
-        ("Raises", PartError, "part.raised", 'batch["no_such_column"]'),
+        ("Raises", ConfigError, "objective.batch", 'batch["no_such_column"]'),
         ("CannotBeMade", ConfigError, "config.part", "no such file of weights"),
         ("TwoTerms", ConfigError, "part.signature", "3 terms and 2 weights"),
         ("HoldsOut", PartError, "part.raised", "held_out: KeyError"),

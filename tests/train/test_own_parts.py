@@ -111,6 +111,12 @@ def test_schedules() -> None:
             "'momentum'",
         ),
         ({"optimizer": {"use": "torch.optim:Rprop"}}, ConfigError, "config.value", "the legal value is 0"),
+        (
+            {"optimizer": {"use": "torch.optim:Rprop", "weight_decay": 0, "groups": [{"match": "a", "weight_decay": 0.1}]}},
+            ConfigError,
+            "config.value",
+            "'a': weight_decay=0.1: torch.optim:Rprop takes no weight_decay",
+        ),
         ({"schedule": {"use": f"{HERE}negative"}}, PartError, "part.returned", "returned -1.0"),
         ({"schedule": {"use": f"{HERE}nothing"}}, ConfigError, "config.part", "no 'nothing'"),
     ],

@@ -229,7 +229,10 @@ class AuditTrainer(Trainer):
 
     def note_sequences(self, batches: list[Batch]) -> None:
         """Record which sequences this rank is fed in a step."""
-        self.sequences.append(sequence_digests(batches, self.config.data.sequence_length))
+        data = self.config.data
+        names = {name for name, column in data.tensors.items() if column.per == "document"}  # they are not per token
+        batches = [{name: tensor for name, tensor in batch.items() if name not in names} for batch in batches]
+        self.sequences.append(sequence_digests(batches, data.sequence_length))
 
 
 def _loader(run: RankSetup, store: TokenStore) -> TrainLoader:

@@ -200,8 +200,8 @@ def _store(config: RunConfig, setup: RunSetup, folder: Path, steps: int, drawn: 
     data, training = setup.config.data, setup.config.training
     if drawn:
         # A document has about two fifths of a sequence's tokens, so these last for all steps.
-        count = 4 * training.global_batch_size * steps
-        return draw_documents(vocabulary, data.sequence_length, count, training.seed, folder / "documents").directory
+        count, target = 4 * training.global_batch_size * steps, folder / "documents"
+        return draw_documents(vocabulary, data.sequence_length, count, training.seed, target, tensors=data.tensors).directory
     if problems := config.data.problems():
         raise ConfigError([*problems, Refusal("data.source", "--drawn audits with random tokens instead of the run's data")])
     return documents_of_run(config, vocabulary, data.sequence_length, folder).directory

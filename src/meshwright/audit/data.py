@@ -12,23 +12,27 @@ one of that.
 """
 
 import hashlib
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from meshwright.data.columns import TensorColumn
 from meshwright.data.loader import TrainLoader
 from meshwright.data.packing import IGNORE, Integers
 from meshwright.data.preparation import prepare, write_documents
+from meshwright.data.row_values import shape_of
 from meshwright.data.store import TokenStore
 from meshwright.data.tokenizer import build_tokenizer
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.models.objective import ROUTED
 from meshwright.objectives.documents import EXISTS
+from meshwright.objectives.invented import REFERENCE
 from meshwright.plan.axes.context import positions_of
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.train.config import RunConfig
@@ -116,7 +120,10 @@ class UnevenLoader(TrainLoader):
             ids[_places(labels)[: len(words)]] = words
             targets = labels[:-1] != IGNORE
             labels[:-1][targets] = ids[1:][targets]
-        return {**sequence, "input_ids": ids, "labels": labels}
+        columns = {name: sequence[name].copy() for name, column in self.store.tensors.items() if column.per == "token"}
+        for column in columns.values():
+            column[labels == IGNORE] = 0
+        return {**sequence, "input_ids": ids, "labels": labels, **columns}
 
     @cached_property
     def _words_by_sequence(self) -> dict[int, tuple[int, ...]]:
@@ -147,10 +154,11 @@ def whole_sequences(batch: dict[str, torch.Tensor], plan: ShardingPlan, mesh: Pa
     pieces = [positions_of(length * cp, cp, plan.options.context_balance, rank) for rank in range(cp)]
     order = torch.tensor([position for own in pieces for piece in own for position in piece])
     whole = {}
-    for name in (name for name, tensor in batch.items() if name not in (ROUTED, EXISTS) and tensor.shape == (rows, length)):
+    for name in (name for name, one in batch.items() if name not in (ROUTED, EXISTS) and one.shape[:2] == (rows, length)):
         parts = [torch.empty_like(batch[name]) for _ in range(cp)]
         dist.all_gather(parts, batch[name].contiguous(), group=mesh["cp"].get_group())
-        whole[name] = torch.empty((rows, cp * length), dtype=batch[name].dtype, device=batch[name].device)
+        shape = (rows, cp * length, *batch[name].shape[2:])
+        whole[name] = torch.empty(shape, dtype=batch[name].dtype, device=batch[name].device)
         whole[name][:, order] = torch.cat(parts, dim=1)
     return whole
 
@@ -228,30 +236,54 @@ def documents_of_run(config: RunConfig, vocabulary: int, sequence_length: int, d
     )
     source = prepare(few, tokenizer, directory / "source", config.training.seed)
     lengths = _uneven_lengths(sequence_length, config.training.seed)
-    tokens, masks = [], []
-    for begin, end in zip(source.offsets[:-1], source.offsets[1:], strict=True):
+    tokens, masks, values = [], [], []
+    for number, (begin, end) in enumerate(zip(source.offsets[:-1], source.offsets[1:], strict=True)):
         for first, last in _cuts(int(begin), int(end), lengths):
             mask = None if source.loss_mask is None else np.asarray(source.loss_mask[first:last])
             if mask is None or mask[1:].any():
                 tokens.append(np.asarray(source.tokens[first:last], dtype=np.int64) % vocabulary)
                 masks.append(mask)
+                values.append(
+                    {
+                        name: found[first:last] if source.tensors[name].per == "token" else found[number]
+                        for name, found in source.values.items()
+                    }
+                )
     return write_documents(
         directory / "documents",
         tokens,
         None if source.loss_mask is None else [mask for mask in masks if mask is not None],
         sequence_length=sequence_length,
         pad_token_id=source.index.pad_token_id % vocabulary,
+        tensors=source.tensors,
+        values=values,
     )
 
 
 def draw_documents(
-    vocabulary: int, sequence_length: int, count: int, seed: int, directory: Path, longest: int | None = None
+    vocabulary: int,
+    sequence_length: int,
+    count: int,
+    seed: int,
+    directory: Path,
+    longest: int | None = None,
+    tensors: Mapping[str, TensorColumn] | None = None,
 ) -> TokenStore:
-    """Return documents of random tokens, of different lengths; most are below ``longest``, or below a sequence."""
+    """Return documents of random tokens, of different lengths; most are below ``longest``, or below a sequence.
+
+    Columns have random values: of float32 between 0 and 1, those of a reference between -1 and 0; of int64 0 and 1.
+    """
     draw = np.random.default_rng(seed)
     lengths = _uneven_lengths(longest or sequence_length, seed)
     tokens = [draw.integers(0, vocabulary, next(lengths), dtype=np.int64) for _ in range(count)]
-    return write_documents(directory, tokens, None, sequence_length=sequence_length)
+    values = [{name: _drawn(draw, name, one, len(ids)) for name, one in (tensors or {}).items()} for ids in tokens]
+    return write_documents(directory, tokens, None, sequence_length=sequence_length, tensors=tensors, values=values)
+
+
+def _drawn(draw: np.random.Generator, name: str, column: TensorColumn, tokens: int) -> npt.NDArray[Any]:
+    shape = (*((tokens,) if column.per == "token" else ()), *shape_of(column))
+    found = draw.integers(0, 2, shape) if column.dtype == "int64" else draw.uniform(0.0, 1.0, shape)
+    return np.asarray(-found if name == REFERENCE else found)
 
 
 def _uneven_lengths(sequence_length: int, seed: int) -> Iterator[int]:

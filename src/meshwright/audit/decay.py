@@ -6,7 +6,9 @@ comes from the caller, which reads it from the config, under the key that the sp
 """
 
 import copy
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,8 +16,9 @@ from torch import nn
 from meshwright.plan.given.names import match_names
 from meshwright.plan.given.parameter_storage import names_of_parameters
 from meshwright.train.config import OptimizerConfig
+from meshwright.train.optimizer import SHARE
 
-__all__ = ["decayed_by_optimizer", "plain_optimizer", "to_be_decayed"]
+__all__ = ["decayed_by_optimizer", "plain_groups", "plain_optimizer", "to_be_decayed"]
 
 
 def to_be_decayed(model: nn.Module, experts: int, no_decay: Iterable[str], decay: Iterable[str] = ()) -> list[str]:
@@ -73,16 +76,44 @@ def _scales_each_feature(holder: nn.Module, own: str) -> bool:
     return bool(changed[:, 0].all()) and not bool(changed[:, 1:].any())
 
 
-def plain_optimizer(model: nn.Module, settings: OptimizerConfig, decayed: Iterable[str]) -> torch.optim.AdamW:
-    """Return AdamW for one process, with one group of parameters that are decayed and one of those that are not."""
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    wanted = set(decayed)
-    groups = [
-        {"params": [p for name, p in trained.items() if (name in wanted) is on], "weight_decay": on * settings.weight_decay}
-        for on in (True, False)
+def plain_groups(model: nn.Module, settings: OptimizerConfig, decayed: Collection[str]) -> list[dict[str, Any]]:
+    """Return groups of parameters for AdamW in one process: of each, its rate and its decay, read from names and words alone.
+
+    The words of a group are: the first whose pattern matches the name of a parameter, or of a module that holds it; with
+    ``lr_decay``, once for each layer above; what the model lists before its first layer is one below it.
+    """
+    names = {name: own for one, own in names_of_parameters(model).items() for name in own[:1] if one.requires_grad}
+    numbered = {name: re.match(r"(.*?)\.(\d+)\.", name) for name in (own[0] for own in names_of_parameters(model).values())}
+    layers = [(match[1], int(match[2])) for match in numbered.values() if match]
+    made: dict[tuple[float, float], list[nn.Parameter]] = {}
+    parameters = dict(model.named_parameters())
+    for name, own in names.items():
+        group = next((one for one in settings.groups if any(_held_by(one.match, alias) for alias in own)), None)
+        share, decay = 1.0, settings.weight_decay
+        if group is not None:
+            share = group.share(settings.lr)
+            decay = decay if group.weight_decay is None else group.weight_decay
+            if group.lr_decay is not None and layers:
+                place, listed = numbered[name], list(numbered)
+                early = listed.index(name) < next(at for at, other in enumerate(listed) if numbered[other])
+                stack, layer = (place[1], int(place[2])) if place else (layers[0][0], -1 if early else None)
+                top = max(number for other, number in layers if other == stack)
+                share *= group.lr_decay ** (0 if layer is None else top - layer)
+        made.setdefault((share, decay if name in decayed else 0.0), []).append(parameters[name])
+    return [
+        {"params": own, "lr": settings.lr * share, SHARE: share, "weight_decay": decay} for (share, decay), own in made.items()
     ]
-    kept = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(kept, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=settings.fused)
+
+
+def _held_by(pattern: str, name: str) -> bool:
+    parts = name.split(".")
+    return any(match_names(pattern, [".".join(parts[:end])]) for end in range(1, len(parts) + 1))
+
+
+def plain_optimizer(model: nn.Module, settings: OptimizerConfig, decayed: Collection[str]) -> torch.optim.AdamW:
+    """Return AdamW for one process, with the groups of :func:`plain_groups`."""
+    groups = plain_groups(model, settings, decayed)
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=settings.fused)
 
 
 def decayed_by_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

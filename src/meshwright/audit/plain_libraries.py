@@ -24,7 +24,7 @@ from torch import nn
 
 from meshwright.audit.case import AuditTrainer, Case, NotingRunner, in_dtype, silence_dropout
 from meshwright.audit.compare import compare
-from meshwright.audit.decay import to_be_decayed
+from meshwright.audit.decay import plain_groups, to_be_decayed
 from meshwright.audit.findings import Finding, Kind, listed
 from meshwright.audit.model_files import ADAPTER, MODEL, from_files, unwritten
 from meshwright.audit.reference import plain_model
@@ -117,6 +117,8 @@ def compare_with_plain(device: torch.device, case: Case, folder: Path) -> PlainR
         return PlainResult(f"one process cannot read the model back: {described(error)}")
     if not isinstance(ours.objective, NextToken):
         return PlainResult(f"transformers has no loss for {ours.objective.name}; both sides share Meshwright's")
+    if config.adapter is not None and config.optimizer.groups:
+        return PlainResult("peft has other names for the parameters of an adapter than the groups of the optimizer")
     ours.train_step()
     try:
         with warnings.catch_warnings(), one_bar("reading the small model"):
@@ -241,13 +243,7 @@ class _Theirs:
         silence_dropout(model)
         self.model: nn.Module = model.train()
         self.parameters = {_in_files(name): own for name, own in model.named_parameters() if own.requires_grad}
-        groups = [
-            {
-                "params": [own for name, own in model.named_parameters() if own.requires_grad and (name in decayed) is on],
-                "weight_decay": settings.weight_decay if on else 0.0,
-            }
-            for on in (True, False)
-        ]
+        groups = plain_groups(model, settings, decayed)
         self.optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
         self.limit, self.device = config.training.clip_norm, device
         self.loss = 0.0

@@ -18,7 +18,7 @@ from meshwright.audit.again import evaluate
 from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, BorderRecorder
 from meshwright.audit.case import AuditTrainer, Case, NotingRunner, modules_in_evaluation
 from meshwright.audit.data import UnevenLoader, gathered_batches
-from meshwright.audit.decay import plain_optimizer, to_be_decayed
+from meshwright.audit.decay import decayed_by_optimizer, plain_optimizer, to_be_decayed
 from meshwright.audit.model_files import write_files
 from meshwright.audit.timeline import Moment, Sketch, sketch
 from meshwright.checkpoint import state
@@ -166,7 +166,6 @@ class ReferenceTrainer(AuditTrainer):
     def __init__(self, case: Case, device: torch.device, readers: int = 0, files: Path | None = None) -> None:
         self.readers, self.files = readers, files
         self.tensors: dict[str, torch.Tensor] = {}
-        self.decayed: list[str] = []
         self.meta: dict[str, Any] = {"microbatch_losses": [], "microbatch_tokens": [], "losses": [], "norms": []}
         self.meta["sketches"] = [{}]
         super().__init__(
@@ -185,8 +184,7 @@ class ReferenceTrainer(AuditTrainer):
         """Build AdamW. Which parameters it decays is derived here once more, and not read from the plan."""
         experts = model_sizes(run.setup.spec, run.setup.model).experts or 0
         settings = run.config.optimizer
-        self.decayed = to_be_decayed(model, experts, settings.no_decay, settings.decay)
-        return plain_optimizer(model, settings, self.decayed)
+        return plain_optimizer(model, settings, to_be_decayed(model, experts, settings.no_decay, settings.decay))
 
     def note(self, batches: list[Batch]) -> None:
         """Record facts of the first step that are not results: modules in evaluation, documents, token ids that were fed."""
@@ -255,7 +253,7 @@ class ReferenceTrainer(AuditTrainer):
             self.keep(key, value)
         self.meta["sequences"] = self.sequences
         self.meta["evaluation"] = None if self.files is None else evaluate(self)
-        self.meta["decayed"] = self.decayed if self.config.optimizer.weight_decay else []
+        self.meta["decayed"] = decayed_by_optimizer(self.model, self.optimizer)
         gradients = [tensor for key, tensor in self.tensors.items() if key.startswith("gradient.")]
         self.meta["largest_gradient"] = max(float(tensor.abs().max()) for tensor in gradients if tensor.numel())
         idle = [zeros for key, tensor in self.tensors.items() if key.startswith("part.") for zeros in self._idle(key, tensor)]

@@ -144,7 +144,9 @@ def plan(
 
 def _refused_data(run: "RunConfig") -> list[str]:
     """Say which data files or folder `train` would refuse, as far as names and sizes show. A plan needs none of them."""
-    problems = run.data.problems()
+    from meshwright.data.own_rows import part_problems
+
+    problems = run.data.problems() + part_problems(run.data)
     lines = [f"{problem}; `train` would refuse it, a plan reads no data" for problem in problems[:MOST_FILES]]
     return lines + ([f"... and {len(problems) - MOST_FILES} more such files"] if len(problems) > MOST_FILES else [])
 

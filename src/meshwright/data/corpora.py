@@ -1,4 +1,4 @@
-"""The sources of documents: Python's own library, files, a data set of the hub.
+"""The sources of documents: Python's own library, files, a data set of the hub, rows by a part of the user.
 
 Every source is a stream of :class:`Document` in an order that depends only on the source. Each document has its origin, so that
 an error can name a file and a row.
@@ -14,16 +14,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.data.bad_rows import BadRows
-from meshwright.data.data_config import TEXT_EXTENSIONS, DataConfig, expand_files, saved
+from meshwright.data.data_config import DataConfig
 from meshwright.data.formats import Document, RowReader, check_columns
+from meshwright.data.own_rows import RowMap, source_rows
 from meshwright.data.row_files import Row, file_rows, library_rows, load_saved, open_file
-from meshwright.errors import DataError, Refusal
+from meshwright.data.source_files import TEXT_EXTENSIONS, expand_files, saved
+from meshwright.errors import DataError, MeshwrightError, Problems, Refusal, number_of
 from meshwright.paths import no_directory
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = ["documents", "eval_documents", "source_digests", "training_texts"]
+__all__ = ["documents", "eval_documents", "first_rows", "source_digests", "training_texts"]
+
+FIRST = 8
+"""Rows of a part of the user that are read before anything else is prepared."""
 
 # Packages that some installations lack (Linux distributions package them separately), or that are tests and tools.
 _STDLIB_SKIPPED = {"test", "tests", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "distutils", "venv"}
@@ -77,10 +82,28 @@ def training_texts(config: DataConfig, cache_dir: str | Path | None = None, bad:
                 yield message["content"]
 
 
+def first_rows(config: DataConfig) -> Problems:
+    """Return what is wrong with the first rows of `data.source`, if there is one: it is called, and they are read."""
+    problems, bad = Problems(), BadRows()
+    if config.source is None:
+        return problems
+    try:
+        found = list(_Documents(config, bad).of_rows(islice(source_rows(config, bad), FIRST)))
+    except MeshwrightError as error:
+        return Problems(error.problems)
+    name = f"data.{_source_name(config)}"
+    if not bad.rows:
+        problems.add("data.empty", f"{name}: holds no row")
+    elif bad.bad and (config.bad_rows == "stop" or not found):
+        problems.add("data.bad_rows", f"{name}: {bad.bad} of the first {number_of(bad.rows, 'row')} cannot be used")
+        problems += [Refusal("data.bad_rows", line) for line in bad.lines]
+    return problems
+
+
 def source_digests(config: DataConfig, cache_dir: str | Path | None = None) -> tuple[str, str]:
     """Return a hash of the contents of every file that is trained on, and of every file that is read.
 
-    Paths are not included: data may move between runs.
+    Paths are not included: data may move between runs. Of parts of the user their code counts, see :func:`code_of_parts`.
     """
     digest, trained = hashlib.sha256(), ""
     paths = _stdlib_files() if config.corpus else expand_files(config.files)
@@ -110,14 +133,18 @@ def _source_name(config: DataConfig) -> str:
     """Return the source as the user wrote it."""
     if config.corpus:
         return f"corpus={config.corpus!r}"
+    if config.source is not None:
+        return f"source={config.source.use}"
     return f"hub={config.hub!r}" if config.hub else f"files={config.files}"
 
 
 def _source_documents(config: DataConfig, cache_dir: str | Path | None, bad: BadRows) -> Iterator[Document]:
     if config.corpus:
-        return _stdlib_documents(bad)
+        return _stdlib_documents(config, bad)
     if config.hub is not None:
-        return _hub_documents(config, cache_dir, bad)
+        return _row_documents(config, library_rows(lambda: _load_hub(config, cache_dir), config.hub, bad), config.hub, bad)
+    if config.source is not None:
+        return _row_documents(config, source_rows(config, bad), config.source.use, bad)
     return _file_documents(config, config.files, "files", cache_dir, bad)
 
 
@@ -164,15 +191,15 @@ def _in_stdlib(name: str) -> bool:
     return name in sys.stdlib_module_names and not name.startswith("_sysconfigdata")
 
 
-def _stdlib_documents(bad: BadRows) -> Iterator[Document]:
-    root = Path(sysconfig.get_path("stdlib"))
+def _stdlib_documents(config: DataConfig, bad: BadRows) -> Iterator[Document]:
+    root, made = Path(sysconfig.get_path("stdlib")), _Documents(config, bad)
     for path in _stdlib_files():
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue  # a few codecs and examples are written in other encodings
         bad.rows += 1
-        yield Document(text, None, f"python-stdlib/{path.relative_to(root).as_posix()}")
+        yield from made.of_text(text, f"python-stdlib/{path.relative_to(root).as_posix()}")
 
 
 def _file_documents(
@@ -182,38 +209,40 @@ def _file_documents(
     if missing:
         raise DataError(Refusal("data.files", f"data.{knob}: {pattern!r} matches no file") for pattern in missing)
     broken: list[Refusal] = []
-    seen: dict[str, None] = {}
+    made = _Documents(config, bad)
     for path in expand_files(patterns):
         try:
             if saved(path):
                 rows = library_rows(lambda path=path: load_saved(path, config.hub_split), str(path), bad)  # type: ignore[misc]
-                yield from _row_documents(RowReader(config, seen, bad.unread), rows, bad)
+                yield from made.of_rows(rows)
             elif path.suffix in TEXT_EXTENSIONS:
-                yield from _text_file(config, path, bad)
+                yield from _text_file(config, path, made)
             else:
-                yield from _row_documents(RowReader(config, seen, bad.unread), file_rows(path, bad, cache_dir), bad)
+                yield from made.of_rows(file_rows(path, bad, cache_dir))
         except DataError as error:  # the other files are read too, so that one report has the problems of all
             broken.extend(error.problems)
     try:
-        check_columns(config, seen, f"{knob}={patterns}")
+        check_columns(config, made.seen, f"{knob}={patterns}")
     except DataError as error:
         broken.extend(error.problems)
     if broken:
         raise DataError([*broken, *(Refusal("data.bad_rows", line) for line in bad.lines if config.bad_rows == "stop")])
 
 
-def _text_file(config: DataConfig, path: Path, bad: BadRows) -> Iterator[Document]:
-    if config.wants_chat:
+def _text_file(config: DataConfig, path: Path, made: "_Documents") -> Iterator[Document]:
+    if config.wants_chat and config.map is None:
         raise DataError("data.kind", f"data.kind={config.kind!r}, data.format={config.format!r}: {str(path)!r} is text")
-    bad.rows += 1
+    if config.tensors and config.map is None:
+        raise DataError("data.tensors", f"data.tensors: {str(path)!r} is one text, and has no columns")
+    made.bad.rows += 1
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        bad.add(DataError("data.text", f"{path}: not UTF-8 text (byte {error.start}: {error.reason})"))
+        made.bad.add(DataError("data.text", f"{path}: not UTF-8 text (byte {error.start}: {error.reason})"))
     except OSError as error:
         raise DataError("data.unreadable", f"data: {str(path)!r} cannot be read ({error.strerror or error})") from error
     else:
-        yield Document(text, None, str(path))
+        yield from made.of_text(text, str(path))
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -245,18 +274,45 @@ def _load_hub(config: DataConfig, cache_dir: str | Path | None) -> "Dataset":
         raise DataError("data.source", f"data.hub={config.hub!r} ({asked}): {error}") from error
 
 
-def _hub_documents(config: DataConfig, cache_dir: str | Path | None, bad: BadRows) -> Iterator[Document]:
-    seen: dict[str, None] = {}
-    rows = library_rows(lambda: _load_hub(config, cache_dir), f"{config.hub}", bad)
-    yield from _row_documents(RowReader(config, seen, bad.unread), rows, bad)
-    check_columns(config, seen, f"{config.hub}")
+def _row_documents(config: DataConfig, rows: Iterator[Row], name: str, bad: BadRows) -> Iterator[Document]:
+    made = _Documents(config, bad)
+    yield from made.of_rows(rows)
+    check_columns(config, made.seen, name)
 
 
-def _row_documents(reader: RowReader, rows: Iterator[Row], bad: BadRows) -> Iterator[Document]:
-    for row in rows:
-        try:
-            document = reader.document(row)
-        except DataError as error:
-            bad.add(error)
+class _Documents:
+    """Makes documents of the rows of a source, which `data.map` may change before.
+
+    Args:
+        config: how to read the rows.
+        bad: collects the rows that give no document, and counts those that the map leaves out.
+    """
+
+    def __init__(self, config: DataConfig, bad: BadRows) -> None:
+        self.config, self.bad, self.map = config, bad, RowMap(config)
+        self.seen: dict[str, None] = {}
+
+    def of_text(self, text: str, source: str) -> Iterator[Document]:
+        """Yield the documents of a file that is one text."""
+        if self.map:
+            yield from self.of_rows(iter([Row({self.config.text_column: text}, source)]))
         else:
-            yield document
+            yield Document(text, None, source)
+
+    def of_rows(self, rows: Iterator[Row]) -> Iterator[Document]:
+        """Yield the documents of the rows of one file or data set, all of one format."""
+        reader = RowReader(self.config, self.seen, self.bad.unread)
+        for row in rows:
+            try:
+                made = self.map.rows(row)
+            except DataError as error:
+                self.bad.add(error)
+                continue
+            self.bad.mapped_away += not made
+            for one in made:
+                try:
+                    document = reader.document(one)
+                except DataError as error:
+                    self.bad.add(error)
+                else:
+                    yield document

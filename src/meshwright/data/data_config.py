@@ -1,85 +1,34 @@
 """The data to train on, as a schema. It is light to import: pydantic only, no torch, no transformers."""
 
-import glob
-import os
 import re
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from meshwright.data.columns import FORMATS
+from meshwright.data.columns import FORMATS, TAKEN, TensorColumn
+from meshwright.data.source_files import (
+    EXTENSIONS,
+    ROW_EXTENSIONS,
+    TEXT_EXTENSIONS,
+    expand_files,
+    file_problems,
+    saved,
+)
 from meshwright.errors import Problems, Refusal
 from meshwright.paths import PathText, no_directory, possible_hub_name
+from meshwright.user_code import PartName
 
-__all__ = ["EXTENSIONS", "ROW_EXTENSIONS", "TEXT_EXTENSIONS", "DataConfig", "TokenizerConfig", "expand_files", "saved"]
-
-TEXT_EXTENSIONS = (".txt", ".md", ".py")
-"""Extensions of files that are one text document each."""
-
-ROW_EXTENSIONS = (".jsonl", ".json", ".parquet")
-"""Extensions of files that have a document in every row."""
-
-EXTENSIONS = TEXT_EXTENSIONS + ROW_EXTENSIONS
+__all__ = ["DataConfig", "TokenizerConfig"]
 
 _ON_HUB = re.compile("hf://|buckets/")
 """The names of the hub, for datasets.load_dataset, that are longer than `owner/name`."""
 
+REFERENCE = "reference_log_probs"
+"""The column that stands for the log-probabilities of a reference."""
+
 DEFAULT_EVAL_FRACTION = 0.05
 DEFAULT_BAD_ROWS_LIMIT = 0.1
-
-
-def expand_files(patterns: list[str]) -> list[Path]:
-    """Return the files that patterns name: sorted within a pattern, patterns in their order, each file once.
-
-    A pattern that is itself an existing file stands for this file, not for a glob. A folder of `datasets.save_to_disk` is like
-    a file. A pattern that matches nothing adds nothing here; :meth:`DataConfig.problems` reports it.
-    """
-    files: dict[Path, None] = {}
-    for pattern in patterns:
-        expanded = os.path.expanduser(pattern)
-        names = [expanded] if os.path.isfile(expanded) else sorted(glob.glob(expanded, recursive=True))
-        files.update(dict.fromkeys(Path(name) for name in names if os.path.isfile(name) or saved(Path(name))))
-    return list(files)
-
-
-def saved(folder: Path) -> Literal["Dataset", "DatasetDict"] | None:
-    """Return what `datasets.save_to_disk` has written to a folder; ``None``: nothing."""
-    if (folder / "dataset_dict.json").is_file():
-        return "DatasetDict"
-    return "Dataset" if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file() else None
-
-
-def _file_problems(knob: str, patterns: list[str]) -> Problems:
-    """Return what is wrong with a list of files, as far as names and sizes show."""
-    problems = Problems()
-    for pattern in patterns:
-        expanded = os.path.expanduser(pattern)
-        if os.path.isdir(expanded) and not saved(Path(expanded)):
-            problems.add(
-                "data.files",
-                f"data.{knob}: {pattern!r} is a directory, and not one of save_to_disk; give files or a glob, such as "
-                f"{pattern}/*.jsonl",
-            )
-            continue
-        matches = expand_files([pattern])
-        if not matches:
-            kind = "glob matches no file" if glob.has_magic(expanded) else "no such file"
-            problems.add("data.files", f"data.{knob}: {pattern!r}: {kind} (working directory {os.getcwd()})")
-        for path in matches:
-            if folder := saved(path):
-                if folder == "DatasetDict" and knob == "eval_files":
-                    problems.add(
-                        "data.files",
-                        f"data.eval_files: {str(path)!r} has several splits; give one of them, such as {path}/test",
-                    )
-            elif path.suffix not in EXTENSIONS:
-                problems.add("data.files", f"data.{knob}: {str(path)!r}: readable extensions are {', '.join(EXTENSIONS)}")
-            elif not os.access(path, os.R_OK):
-                problems.add("data.unreadable", f"data.{knob}: {str(path)!r} cannot be read (permissions)")
-            elif path.stat().st_size == 0:
-                problems.add("data.empty", f"data.{knob}: {str(path)!r} is empty")
-    return problems
 
 
 class DataConfig(BaseModel):
@@ -107,6 +56,16 @@ class DataConfig(BaseModel):
         default=None,
         description="Split to read of the hub data set, or of a DatasetDict of save_to_disk; 'train' if not given.",
     )
+    source: PartName | None = Field(
+        default=None,
+        description="Rows by code of your own, as `module:Name` or `{use: module:Name, with: {...}}`: a function or a class "
+        "that returns an iterable or a sequence of rows, which are objects as in files, or texts (docs/data.md).",
+    )
+    map: PartName | None = Field(
+        default=None,
+        description="A function of your own that gets each row of data and eval_files before its format is read, and returns "
+        "a row, several, or None to leave it out. A file that is one text is a row with this text (docs/data.md).",
+    )
     kind: Literal["auto", "text", "chat"] = Field(
         default="auto",
         description="'text': loss on every token. 'chat': rows of messages, loss on the assistant's turns. "
@@ -124,6 +83,12 @@ class DataConfig(BaseModel):
         "completion: answer}; role and content, from and value are keys of a message. All formats of chats but messages may "
         "have a column system; all may have tools, documents and chat_template_kwargs, and the messages of a list weight. "
         "null leaves a column out that rows need not have, as in {tools: null}.",
+    )
+    tensors: dict[str, TensorColumn] = Field(
+        default={},
+        description="Columns of numbers that reach the batch as tensors, by their name there, as in {reward: {per: document}, "
+        "teacher: {per: token, width: 64, dtype: int64}}. per: token or document; width: of a list of so many numbers each; "
+        "dtype: float32 or int64; column: its name in the row, if it is another (docs/data.md).",
     )
     text_field: str = Field(default="text", description="Field of a row that holds the text.")
     messages_field: str = Field(
@@ -178,16 +143,18 @@ class DataConfig(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> "DataConfig":
         problems = Problems()
-        sources = [name for name, value in (("corpus", self.corpus), ("files", self.files), ("hub", self.hub)) if value]
+        sources = [name for name in ("corpus", "files", "hub", "source") if getattr(self, name)]
         if len(sources) != 1:
             empty = " (files is an empty list)" if "files" in self.model_fields_set and not self.files else ""
             shown = " and ".join(sources) or "none"
-            problems.add("data.source", f"data: exactly one of corpus, files and hub must be set; set here: {shown}{empty}")
+            problems.add(
+                "data.source", f"data: exactly one of corpus, files, hub and source must be set; set here: {shown}{empty}"
+            )
         folders = any(not pattern.endswith(EXTENSIONS) for pattern in self.files)  # they may be those of save_to_disk
         for name, possible in (("hub_config", False), ("hub_split", folders)):
             if getattr(self, name) is not None and self.hub is None and not possible:
                 problems.add("data.source", f"data.{name}={getattr(self, name)!r} needs data.hub")
-        if self.kind == "chat" and self.corpus:
+        if self.kind == "chat" and self.corpus and self.map is None:
             problems.add("data.kind", f"data.kind='chat': corpus {self.corpus!r} is text; legal: 'auto', 'text'")
         if self.wants_chat and self.long_documents == "split":
             problems.add(
@@ -195,6 +162,7 @@ class DataConfig(BaseModel):
                 "data.long_documents='split': a chat cannot be split; legal for chat: 'auto', 'truncate', 'drop', 'error'",
             )
         problems.extend(self._format_problems())
+        problems.extend(self._tensor_problems())
         if self.bad_rows == "stop" and self.bad_rows_limit != DEFAULT_BAD_ROWS_LIMIT:
             problems.add(
                 "data.bad_rows",
@@ -208,7 +176,7 @@ class DataConfig(BaseModel):
         """Return the contradictions between format, kind and columns."""
         problems = Problems()
         said = f"data.format={self.format!r}"
-        if self.corpus and (self.format not in ("auto", "text") or self.columns):
+        if self.corpus and self.map is None and (self.format not in ("auto", "text") or self.columns):
             problems.add(
                 "data.columns", f"{said}, data.columns={self.columns}: corpus {self.corpus!r} has no rows; remove them"
             )
@@ -236,6 +204,22 @@ class DataConfig(BaseModel):
                 problems.add("data.columns", f"data.{key}_field and data.columns.{key} say the same; remove one")
         return problems
 
+    def _tensor_problems(self) -> Problems:
+        """Return what is wrong with the columns that reach the batch."""
+        problems = Problems()
+        if self.tensors and self.corpus and self.map is None:
+            problems.add(
+                "data.tensors", f"data.tensors: corpus {self.corpus!r} has no columns; remove {', '.join(self.tensors)}"
+            )
+        for name, column in self.tensors.items():
+            if not name.isidentifier() or name in TAKEN:
+                problems.add(
+                    "data.tensors", f"data.tensors.{name}: legal is a name as in code, and none of {', '.join(sorted(TAKEN))}"
+                )
+            if name == REFERENCE and column != TensorColumn(per="token", column=column.column):
+                problems.add("data.tensors", f"data.tensors.{name}: legal is per: token, float32, without width")
+        return problems
+
     @property
     def formats(self) -> tuple[str, ...]:
         """Formats that rows may have, by format, kind and mapped columns."""
@@ -252,6 +236,11 @@ class DataConfig(BaseModel):
         return "text" not in self.formats
 
     @property
+    def text_column(self) -> str:
+        """The column of a row that holds the text."""
+        return self.columns.get("text") or self.text_field
+
+    @property
     def held_out(self) -> float:
         """Share of the documents that is held out, after defaults."""
         if self.eval_fraction is not None:
@@ -265,7 +254,7 @@ class DataConfig(BaseModel):
 
         Only names and sizes are read, so this is cheap and may run before any process is started. Empty if all is well.
         """
-        problems = Problems([*_file_problems("files", self.files), *_file_problems("eval_files", self.eval_files)])
+        problems = Problems([*file_problems("files", self.files), *file_problems("eval_files", self.eval_files)])
         if self.hub is not None and not _ON_HUB.match(self.hub):
             elsewhere = possible_hub_name(self.hub) and not Path(self.hub).is_file()  # on the hub, which is not asked
             if not elsewhere and (absent := no_directory("data.hub", self.hub, hub=False)):
@@ -276,14 +265,19 @@ class DataConfig(BaseModel):
                 "data.source",
                 f"data.hub_split={self.hub_split!r}: data.files has no folder of a DatasetDict; remove one of them",
             )
-        if self.wants_chat:
-            for path in expand_files(self.files + self.eval_files):
-                if path.suffix in TEXT_EXTENSIONS and not saved(path):
-                    problems.add(
-                        "data.kind",
-                        f"data.kind={self.kind!r}, data.format={self.format!r}: {str(path)!r} is text; chats come from "
-                        f"{', '.join(ROW_EXTENSIONS)}",
-                    )
+        texts = [
+            path for path in expand_files(self.files + self.eval_files) if path.suffix in TEXT_EXTENSIONS and not saved(path)
+        ]
+        if self.tensors and self.map is None:
+            for path in texts:
+                problems.add("data.tensors", f"data.tensors: {str(path)!r} is one text, and has no columns")
+        if self.wants_chat and self.map is None:
+            for path in texts:
+                problems.add(
+                    "data.kind",
+                    f"data.kind={self.kind!r}, data.format={self.format!r}: {str(path)!r} is text; chats come from "
+                    f"{', '.join(ROW_EXTENSIONS)}",
+                )
         return problems
 
 

@@ -5,14 +5,15 @@ Every chat becomes a list of messages with `role` and `content`; `chat.py` decid
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.data.columns import FORMATS
 from meshwright.data.data_config import DataConfig
 from meshwright.data.extras import template_arguments, weight_of
-from meshwright.data.row_files import DuplicateKeys, Row
+from meshwright.data.row_files import DuplicateKeys, Row, names_of, refuse_duplicates
+from meshwright.data.row_values import Values, read_values
 from meshwright.errors import DataError, Refusal
 
 __all__ = ["SPEAKERS", "Document", "RowReader", "check_columns"]
@@ -48,6 +49,8 @@ class Document:
     """File and line, or data set and row, for messages to the user."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """For a chat: tools, documents and other arguments of the chat template."""
+    values: Values = field(default_factory=dict)
+    """Of the columns that reach the batch."""
 
 
 def check_columns(config: DataConfig, seen: dict[str, None], name: str) -> None:
@@ -65,7 +68,7 @@ def check_columns(config: DataConfig, seen: dict[str, None], name: str) -> None:
     mapped = [(key, column) for key, column in config.columns.items() if column is not None]
     missing = [(key, column) for key, column in mapped if column not in seen and key not in within]
     if seen and missing:
-        there = f"its columns are {_names(seen)}"
+        there = f"its columns are {names_of(seen)}"
         raise DataError(
             Refusal("data.columns", f"data.columns: {name} has no column {column!a} (for {key!r}); {there}")
             for key, column in missing
@@ -89,7 +92,7 @@ class RowReader:
         self.columns = {"text": config.text_field, "messages": config.messages_field, **mapped}
         self.left_out = config.columns.keys() - mapped.keys()
         self.candidates = config.formats
-        self.seen = seen
+        self.seen, self.tensors = seen, config.tensors
         self.unread: dict[str, None] = {} if unread is None else unread
 
     def document(self, row: Row) -> Document:
@@ -104,21 +107,22 @@ class RowReader:
         layout = FORMATS[name]
         read = (key for key in layout.required + layout.optional + layout.extra if key not in self.left_out)
         used = [self._column(key) for key in read]
-        if isinstance(row.values, DuplicateKeys):
-            raise DataError("data.json", f"{row.source}: a key of the row occurs twice (keys: {_names(row.values)})")
+        values = read_values(self.tensors, row) if self.tensors else {}
+        refuse_duplicates(row)
         _check_sound([row.values.get(column) for column in used], row.source)
         if name == "text":
-            document = Document(_text(row, self._column("text")), None, row.source)
+            document = Document(_text(row, self._column("text")), None, row.source, values=values)
             self._note_unread(row, used)
             return document
         columns = {key: self._column(key) for key in layout.extra if key not in self.left_out}
         arguments = template_arguments({key: row.values.get(columns[key]) for key in columns}, columns, row.source)
         _check_sound(arguments, row.source)
-        document = Document(None, getattr(self, f"_{name}")(row), row.source, arguments)
+        document = Document(None, getattr(self, f"_{name}")(row), row.source, arguments, values)
         self._note_unread(row, used)
         return document
 
     def _note_unread(self, row: Row, used: list[str]) -> None:
+        used = used + [column.column or name for name, column in self.tensors.items()]
         if len(self.unread) < 1000:
             self.unread.update(dict.fromkeys(column for column in row.values if column not in used))
 
@@ -139,7 +143,7 @@ class RowReader:
             if matching
             else f"no fields of a format: neither {', '.join(shown)}"
         )
-        there = f"its fields are {_names(row.values)}"
+        there = f"its fields are {names_of(row.values)}"
         raise DataError("data.format", f"{row.source}: {which}; {there}; set data.format, data.kind or data.columns")
 
     # ---- chats -----------------------------------------------------------------------------------------------------------
@@ -200,7 +204,7 @@ def _message(message: dict[str, Any], role_key: str, content_key: str, weight_ke
     role = message.get(role_key)
     if not isinstance(role, str):
         wrong = f"no {role_key}" if role is None else f"a {role_key} that is {_kind(role)}, not text"
-        raise DataError("data.chat.messages", f"{where} has {wrong}; its keys are {_names(message)}")
+        raise DataError("data.chat.messages", f"{where} has {wrong}; its keys are {names_of(message)}")
     read = {role_key, content_key, weight_key, "role", "content", "weight", "train"}
     rest = {key: part for key, part in message.items() if key not in read}
     weight = {} if weight_of(message, weight_key, where) else {"weight": 0}
@@ -216,7 +220,7 @@ def _exchange(asked: str, row: Row, answer: str) -> list[dict[str, Any]]:
 def _field(row: Row, column: str, knob: str) -> Any:
     if column not in row.values:
         raise DataError(
-            "data.format", f"{row.source}: no field {column!a}; its fields are {_names(row.values)}; set data.{knob}"
+            "data.format", f"{row.source}: no field {column!a}; its fields are {names_of(row.values)}; set data.{knob}"
         )
     return row.values[column]
 
@@ -265,7 +269,7 @@ def _check_sound(value: Any, source: str) -> None:
         below: list[Any] = []
         for item in level:
             if isinstance(item, DuplicateKeys):
-                raise DataError("data.json", f"{source}: a key occurs twice in one object (keys: {_names(item)})")
+                raise DataError("data.json", f"{source}: a key occurs twice in one object (keys: {names_of(item)})")
             if isinstance(item, dict):
                 below.extend(item)
                 below.extend(item.values())
@@ -283,9 +287,3 @@ def _check_sound(value: Any, source: str) -> None:
 
 def _kind(value: Any) -> str:
     return "null" if value is None else type(value).__name__
-
-
-def _names(names: Iterable[str]) -> str:
-    """Return some names of columns or keys in printable form."""
-    shown = [name if name.isidentifier() and len(name) <= 40 else f"{name!a:.40}" for name in names]
-    return ", ".join(shown[:20]) + (f" and {len(shown) - 20} more" if len(shown) > 20 else "") if shown else "none"

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.data.data_config import DataConfig
+from meshwright.data.own_rows import code_of_parts
 from meshwright.data.sums import FileSums
 from meshwright.data.tokenizer import tokenizer_state
 
@@ -27,6 +28,8 @@ _KEYS = ("kind", "format", "columns", "text_field", "messages_field", "sequence_
 _SOURCE, _TOKENIZER, _TEMPLATE = "data.files, data.hub or data.corpus", "tokenizer", "tokenizer.chat_template"
 _DIGESTS = (_SOURCE, _TOKENIZER, _TEMPLATE)
 _HELD_OUT = "data.eval_fraction"
+_OPTIONAL = ("data.source", "data.map", "data.tensors")
+"""Parts that only a run that uses them has, so that stores and checkpoints of other runs stay what they are."""
 
 
 def fingerprint_of(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", source: str, seed: int) -> str:
@@ -37,7 +40,13 @@ def fingerprint_of(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", sou
     decides = config.model_dump(include=set(_KEYS))
     decides |= {"held_out": config.held_out, "seed": seed, "digest": source, "format": CONTENT_VERSION}
     decides["tokenizer"] = tokenizer_state(tokenizer)
-    return _hash(decides)
+    return _hash(decides | _optional(config))
+
+
+def _optional(config: DataConfig) -> dict[str, Any]:
+    """Return what decides the contents of a store besides, if it is given: parts of the user, and columns of values."""
+    columns = {"data.tensors": {name: column.model_dump(mode="json") for name, column in config.tensors.items()}}
+    return {**code_of_parts(config), **(columns if config.tensors else {})}
 
 
 def parts_of(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", source: str, trained: str) -> dict[str, Any]:
@@ -59,6 +68,7 @@ def parts_of(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", source: s
         _SOURCE: source,
         _TOKENIZER: _hash(state),
         _TEMPLATE: _hash(template),
+        **_optional(config),
     }
 
 
@@ -92,12 +102,14 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str] 
     if before.get(TRAINED) == now.get(TRAINED):
         return None
     lines = []
-    for key in (key for key in before if key != TRAINED and key in now and before[key] != now[key]):
+    differ = [key for key in before if key != TRAINED and key in now and before[key] != now[key]]
+    differ += [key for key in _OPTIONAL if (key in before) != (key in now)]
+    for key in differ:
         if key in _DIGESTS:
             lines.append(f"{key}: its content is another than that of the checkpoint")
         else:
             beside = f"; set it to {before[key]}, which is possible beside data.eval_files" if key == _HELD_OUT else ""
-            lines.append(f"{key}: {before[key]!r} in the checkpoint, {now[key]!r} now{beside}")
+            lines.append(f"{key}: {before.get(key)!r} in the checkpoint, {now.get(key)!r} now{beside}")
     return lines
 
 

@@ -66,11 +66,19 @@ class StoreIndex:
     """What decides the documents to train on, by keys of the configuration (`identity.py`)."""
     files: dict[str, FileSums] = field(default_factory=dict)
     """Name to size and digests, of all files but the index."""
+    mapped_away: int = 0
+    """Rows for which `data.map` returned nothing."""
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Name to per, width and dtype of the columns that reach the batch."""
+
+
+_OPTIONAL = {"mapped_away", "tensors"}
+"""Values that are only written where there are some, so that earlier stores stay valid."""
 
 
 def write_index(directory: Path, index: StoreIndex) -> None:
     """Write the index of a store, with its own digest."""
-    values = asdict(index)
+    values = {name: value for name, value in asdict(index).items() if value or name not in _OPTIONAL}
     content = json.dumps({**values, "digest": _digest(values)}, indent=2)
     (directory / INDEX).write_text(content + "\n", encoding="utf-8")
 
@@ -97,7 +105,7 @@ def read_index(directory: Path) -> StoreIndex:
     # An index without a digest is one of before there were digests, unless its own version says otherwise.
     if digest != _digest(values) and (digest is not None or version == FORMAT_VERSION):
         raise DamagedStoreError(f"{path} is not what was written: its SHA-256 differs")
-    if version != FORMAT_VERSION or set(values) != {column.name for column in fields(StoreIndex)}:
+    if version != FORMAT_VERSION or set(values) | _OPTIONAL != {column.name for column in fields(StoreIndex)}:
         raise DamagedStoreError(f"{directory}: token store of format {version!r}, this version reads {FORMAT_VERSION}")
     return StoreIndex(**values)
 

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from meshwright.data.identity import differences
-from meshwright.data.packing import IGNORE, Integers, SequenceDataset
+from meshwright.data.packing import IGNORE, SequenceDataset
 from meshwright.data.store import TokenStore
 from meshwright.errors import CheckpointError, ConfigError, Refusal, number_of
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["EvalLoader", "TrainLoader", "check_batch_sizes"]
 
 Batch = dict[str, "torch.Tensor"]
+Values = npt.NDArray[Any]
 
 _DECIDE = {
     "seed": "training.seed",
@@ -65,7 +67,7 @@ def _check_rank(data_rank: int, data_ranks: int) -> None:
         raise ConfigError("layout.rank", f"data_rank={data_rank}: legal are 0 to {data_ranks - 1}")
 
 
-def _collate(sequences: list[dict[str, Integers]], dataset: SequenceDataset, multiple: int) -> Batch:
+def _collate(sequences: list[dict[str, Values]], dataset: SequenceDataset, multiple: int) -> Batch:
     """Stack sequences, padded at the end to a length that is a multiple of `multiple`."""
     import torch
 
@@ -78,10 +80,12 @@ def _collate(sequences: list[dict[str, Integers]], dataset: SequenceDataset, mul
             "labels": np.full(lacking, IGNORE),
             "position_ids": np.arange(begin, begin + lacking),
         }
-        batch = {
-            key: np.concatenate([rows, np.broadcast_to(filler[key], (len(rows), lacking))], axis=1)
-            for key, rows in batch.items()
-        }
+
+        def more(key: str, rows: Values) -> Values:
+            shape = (len(rows), lacking, *rows.shape[2:])
+            return np.broadcast_to(filler.get(key, np.zeros((), rows.dtype)), shape)
+
+        batch = {key: np.concatenate([rows, more(key, rows)], axis=1) for key, rows in batch.items()}
     return {key: torch.from_numpy(rows) for key, rows in batch.items()}
 
 
@@ -138,7 +142,7 @@ class TrainLoader:
         """Return the share of this rank in a step: `accumulation` batches of [microbatch_size, sequence_length, padded].
 
         Tensors are int64 and on the CPU. Keys are input_ids, labels (shifted, -100 for positions without a target) and
-        position_ids.
+        position_ids; and the names of the store's columns [..., their width], float32 or int64.
         """
         return [
             _collate([self._sequence(number) for number in numbers], self._dataset(self.epoch(step)), self.multiple)
@@ -243,7 +247,7 @@ class TrainLoader:
             ]
         return []
 
-    def _sequence(self, number: int) -> dict[str, Integers]:
+    def _sequence(self, number: int) -> dict[str, Values]:
         epoch, local = self._locate(number)
         return self._dataset(epoch)[local]
 
@@ -318,8 +322,9 @@ class EvalLoader:
         begin = (batch * self.data_ranks + self.data_rank) * self.microbatch_size
         return range(begin, begin + self.microbatch_size)
 
-    def _sequence(self, number: int) -> dict[str, Integers]:
+    def _sequence(self, number: int) -> dict[str, Values]:
         if number < self.sequences:
             return self.dataset[number]
         filler = self.dataset[0]
-        return filler | {"labels": np.full_like(filler["labels"], IGNORE)}
+        columns = {name: np.zeros_like(filler[name]) for name in self.dataset.store.values}
+        return filler | {"labels": np.full_like(filler["labels"], IGNORE)} | columns

@@ -14,7 +14,7 @@ A sequence is computed from four numbers per row, so any sequence can be read wi
 """
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -185,16 +185,21 @@ class SequenceDataset:
         row = number if self._order is None else int(self._order[number])
         return [piece._replace(document=int(self._documents[piece.document])) for piece in self._index.pieces(row)]
 
-    def __getitem__(self, number: int) -> dict[str, Integers]:
-        """Return input_ids, labels and position_ids of a sequence: int64, `sequence_length` long.
+    def __getitem__(self, number: int) -> dict[str, npt.NDArray[Any]]:
+        """Return input_ids, labels and position_ids of a sequence: int64, `sequence_length` long; and the store's columns.
 
         Labels are already shifted: ``labels[i]`` is the token that the model should predict after ``input_ids[i]``, or IGNORE.
+        The columns [sequence_length, ...] have at i the value of the token ``labels[i]``, or of the document of
+        ``input_ids[i]``; 0 where there is no label, or no document.
         """
         store = self.store
         input_ids = np.full(self.sequence_length, store.index.pad_token_id, dtype=np.int64)
         labels = np.full(self.sequence_length, IGNORE, dtype=np.int64)
         # In a packed sequence, padding is a segment of its own. A padded document must not look packed: positions continue.
         position_ids = np.arange(self.sequence_length, dtype=np.int64)
+        columns = {
+            name: np.zeros((self.sequence_length, *found.shape[1:]), found.dtype) for name, found in store.values.items()
+        }
         at = 0
         for document, start, length in self.pieces(number):
             begin = int(store.offsets[document]) + start
@@ -206,10 +211,18 @@ class SequenceDataset:
             labels[at : at + length - 1] = targets
             if self.packing == "pack":
                 position_ids[at : at + length] = np.arange(length)
+            for name, column in columns.items():
+                if store.tensors[name].per == "document":
+                    column[at : at + length] = store.values[name][document]
+                else:
+                    column[at : at + length - 1] = store.values[name][begin + 1 : begin + length]
             at += length
         if self.packing == "pack":
             position_ids[at:] = np.arange(self.sequence_length - at)
-        return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
+        for name, column in columns.items():
+            if store.tensors[name].per == "token":
+                column[labels == IGNORE] = 0
+        return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, **columns}
 
 
 def _empty_split(store: TokenStore, split: str) -> Refusal:

@@ -1,6 +1,7 @@
 """Makes a token store of documents, or finds the one that is there."""
 
 import hashlib
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,12 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.data.bad_rows import BadRows, judge
+from meshwright.data.columns import TensorColumn
 from meshwright.data.corpora import documents, eval_documents, source_digests
 from meshwright.data.data_config import DataConfig
 from meshwright.data.formats import Document
 from meshwright.data.identity import TRAINED, fingerprint_of, parts_of, trained_digest
 from meshwright.data.index import FORMAT_VERSION, INDEX, DamagedStoreError, StoreIndex, write_index
 from meshwright.data.order import stable_hash
+from meshwright.data.row_values import Values, file_of, stored, write_values
 from meshwright.data.store import TokenStore
 from meshwright.data.sums import FileSums, SummedFile
 from meshwright.data.writer import Writer
@@ -127,7 +130,7 @@ def _write(
             f"data.long_documents='split': {first.source} is a chat, which cannot be split; "
             "legal for chat: 'auto', 'truncate', 'drop', 'error'",
         )
-    writer = Writer(directory, tokenizer, kind, policy, config.sequence_length, bad)
+    writer = Writer(directory, tokenizer, kind, policy, config.sequence_length, bad, config.tensors)
     with writer:
         writer.add_all(chain([first], stream))
         trainable, sums = len(writer.lengths), writer.sums
@@ -172,6 +175,8 @@ def _write(
         unlearned=writer.unlearned,
         unread_columns=[_printable(column) for column in bad.unread],
         unread_keys=[_printable(key) for key in writer.unread_keys],
+        mapped_away=bad.mapped_away,
+        tensors=stored(config.tensors),
     )
 
 
@@ -214,6 +219,8 @@ def write_documents(
     *,
     sequence_length: int,
     pad_token_id: int = 0,
+    tensors: Mapping[str, TensorColumn] | None = None,
+    values: Sequence[Values] = (),
 ) -> TokenStore:
     """Write a store of documents that are tokens already, all of them to train on.
 
@@ -223,19 +230,26 @@ def write_documents(
         masks: for chats, which tokens are to be learned; ``None`` for texts.
         sequence_length: length of a sequence. A longer text continues in the next one; no chat may be longer.
         pad_token_id: id of the padding at the ends of sequences.
+        tensors: the columns of the documents, if they have some.
+        values: their values, for each document.
     """
     directory.mkdir(parents=True, exist_ok=True)
     flat = np.concatenate(list(tokens)).astype(np.uint32)
     content = {"tokens.bin": flat}
     if masks is not None:
         content["loss_mask.bin"] = np.concatenate(list(masks)).astype(np.bool_)
-    sums = {}
+    columns = tensors or {}
+    files = {name: SummedFile(directory / name) for name in (*content, *map(file_of, columns))}
     for name, array in content.items():
-        with SummedFile(directory / name) as file:
-            file.write(array.tobytes())
-        sums[name] = file.sums
+        files[name].write(array.tobytes())
+    for one in values:
+        write_values(files, columns, one)
+    for file in files.values():
+        file.close()
+    sums = {name: file.sums for name, file in files.items()}
     lengths = np.array([len(ids) for ids in tokens], dtype=np.int64)
-    fingerprint = hashlib.sha256(flat.tobytes() + lengths.tobytes()).hexdigest()
+    facts = json.dumps([sums[file_of(name)] for name in columns]) if columns else ""
+    fingerprint = hashlib.sha256(flat.tobytes() + lengths.tobytes() + facts.encode()).hexdigest()
     _write_table(
         directory,
         lengths,
@@ -252,6 +266,7 @@ def write_documents(
         truncated=0,
         dropped=0,
         empty=0,
+        tensors=stored(columns),
     )
     return TokenStore.open(directory)
 

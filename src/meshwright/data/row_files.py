@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any
 from meshwright.data.bad_rows import BadRows
 from meshwright.errors import DataError
 
-__all__ = ["DuplicateKeys", "Row", "file_rows", "library_rows", "load_saved", "open_file"]
+__all__ = [
+    "DuplicateKeys",
+    "Row",
+    "file_rows",
+    "library_rows",
+    "load_saved",
+    "names_of",
+    "open_file",
+    "refuse_duplicates",
+    "without_nulls",
+]
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -42,6 +52,22 @@ class Row:
 
 class DuplicateKeys(dict[str, Any]):
     """A JSON object in which a key occurs twice. It has the last value, and it is unknown which one was meant."""
+
+
+def refuse_duplicates(row: Row) -> None:
+    """Refuse a row in which a key occurs twice.
+
+    Raises:
+        DataError: it does.
+    """
+    if isinstance(row.values, DuplicateKeys):
+        raise DataError("data.json", f"{row.source}: a key of the row occurs twice (keys: {names_of(row.values)})")
+
+
+def names_of(names: Iterable[str]) -> str:
+    """Return some names of columns or keys in printable form."""
+    shown = [name if name.isidentifier() and len(name) <= 40 else f"{name!a:.40}" for name in names]
+    return ", ".join(shown[:20]) + (f" and {len(shown) - 20} more" if len(shown) > 20 else "") if shown else "none"
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -196,7 +222,7 @@ def library_rows(load: Callable[[], Iterable[Any]], name: str, bad: BadRows, kin
     number = 0
     try:
         for number, values in enumerate(load(), start=1):
-            yield from _row({key: _without_nulls(value) for key, value in values.items()}, f"{name}, row {number}", bad)
+            yield from _row({key: without_nulls(value) for key, value in values.items()}, f"{name}, row {number}", bad)
     except DataError:
         raise
     except Exception as error:  # errors of arrow and of datasets for one cause
@@ -233,11 +259,11 @@ def load_saved(folder: Path, split: str | None) -> "Dataset":
     return found.with_format(None)  # a format of tensors is saved with the data
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """Return a value without the keys that arrow adds, as null, to make the objects of all rows alike."""
     if isinstance(value, dict):
-        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def _parquet(path: Path, bad: BadRows, cache_dir: str | Path | None) -> Iterator[Row]:

@@ -4,6 +4,7 @@ A store is a directory of its own, named after the fingerprint of everything tha
 
 - ``tokens.bin``: the ids of all documents end to end, uint16 or uint32 by the size of the vocabulary
 - ``loss_mask.bin``: for chats, one byte per token: whether the model is to learn it
+- ``column-NAME.bin``: for each column of `data.tensors`, its values of all tokens or documents end to end, float32 or int64
 - ``offsets.npy``: int64; document d is ``tokens[offsets[d]:offsets[d + 1]]``
 - ``held_out.npy``: bool; whether document d is for evaluation
 - ``index.json``: the counts of :class:`StoreIndex`, and the digests of all files
@@ -19,7 +20,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from meshwright.data.columns import TensorColumn
 from meshwright.data.index import INDEX, DamagedStoreError, StoreIndex, read_index
+from meshwright.data.row_values import open_values
 from meshwright.data.sums import damage, sizes_differ
 from meshwright.errors import DataError
 
@@ -86,6 +89,16 @@ class TokenStore:
         if self.index.kind == "text":
             return None
         return np.memmap(self.directory / "loss_mask.bin", dtype=np.bool_, mode="r")
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorColumn]:
+        """The columns that reach the batch."""
+        return {name: TensorColumn.model_validate(column) for name, column in self.index.tensors.items()}
+
+    @cached_property
+    def values(self) -> dict[str, npt.NDArray[Any]]:
+        """Their values [tokens or documents, ...], memory-mapped."""
+        return {name: open_values(self.directory, name, column) for name, column in self.tensors.items()}
 
     @cached_property
     def lengths(self) -> npt.NDArray[np.int64]:

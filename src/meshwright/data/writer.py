@@ -1,7 +1,7 @@
 """Writes documents as tokens to disk, and decides what happens to documents that are long, empty or bad."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -9,7 +9,9 @@ import numpy as np
 
 from meshwright.data.bad_rows import BadRows
 from meshwright.data.chat import check_chat_tokenizer, encode_chat, unwritten
+from meshwright.data.columns import TensorColumn
 from meshwright.data.formats import Document
+from meshwright.data.row_values import check_lengths, cut, file_of, write_values
 from meshwright.data.sums import FileSums, SummedFile
 from meshwright.errors import ConfigError, DataError, number_of
 
@@ -40,6 +42,7 @@ class Writer:
         policy: Literal["split", "truncate", "drop", "error"],
         sequence_length: int,
         bad: BadRows,
+        tensors: Mapping[str, TensorColumn],
     ) -> None:
         if kind == "chat":
             check_chat_tokenizer(tokenizer)
@@ -50,7 +53,8 @@ class Writer:
         self.tokenizer, self.policy, self.sequence_length, self.bad = tokenizer, policy, sequence_length, bad
         largest = max(tokenizer.get_vocab().values())
         self.token_dtype: Literal["uint16", "uint32"] = "uint16" if largest < 2**16 else "uint32"
-        names = ("tokens.bin", "loss_mask.bin") if kind == "chat" else ("tokens.bin",)
+        names = ["tokens.bin", *(["loss_mask.bin"] if kind == "chat" else []), *map(file_of, tensors)]
+        self.tensors = tensors
         self.files = {name: SummedFile(directory / name) for name in names}
         self.kind = kind
         self.lengths: list[int] = []
@@ -105,7 +109,7 @@ class Writer:
             self.unwritten.update(arguments)
             self.read_keys |= keys - set(unread)
         self.unlearned += sum(message["role"] == "assistant" and message.get("weight") == 0 for message in messages)
-        self._add(document.source, ids, mask)
+        self._add(document, ids, mask)
 
     @property
     def unread_keys(self) -> list[str]:
@@ -126,13 +130,18 @@ class Writer:
             if not document.text:
                 self.empty += 1
                 continue
-            self._add(document.source, ids if ids[-1:] == [eos] else [*ids, eos], None)
+            self._add(document, ids if ids[-1:] == [eos] else [*ids, eos], None)
 
-    def _add(self, source: str, ids: list[int], mask: list[bool] | None) -> None:
+    def _add(self, document: Document, ids: list[int], mask: list[bool] | None) -> None:
+        try:
+            check_lengths(self.tensors, document.values, len(ids), document.source)
+        except DataError as error:
+            self.bad.add(error)
+            return
         long = len(ids) > self.sequence_length
         if long and self.policy == "error":
             self.bad.bad += 1
-            self.longest = max(self.longest, (len(ids), source), key=lambda item: item[0])
+            self.longest = max(self.longest, (len(ids), document.source), key=lambda item: item[0])
             self.too_long.append(len(ids))
             return
         if long and self.policy != "split":
@@ -151,6 +160,7 @@ class Writer:
         self.files["tokens.bin"].write(np.array(ids, dtype=self.token_dtype).tobytes())
         if mask is not None:
             self.files["loss_mask.bin"].write(np.array(mask, dtype=np.bool_).tobytes())
+        write_values(self.files, self.tensors, cut(self.tensors, document.values, 0, len(ids)))
         self.lengths.append(len(ids))
 
     def long_line(self, rows: int) -> str:

@@ -7,7 +7,7 @@ whole optimizer step, over all ranks and microbatches; then the terms are added 
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -20,12 +20,29 @@ from meshwright.plan.given.closed_choices import ActivationCheckpointing
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ROUTED", "Batch", "NextToken", "Objective", "RunFacts"]
+__all__ = ["ROUTED", "Batch", "Column", "NextToken", "Objective", "RunFacts"]
 
 Batch = dict[str, torch.Tensor]
 
 ROUTED = "routed"
 """Key of what :meth:`Objective.routed` returned for the whole sequences, in a batch that has a part of each."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the data, which batches have by its name.
+
+    Attributes:
+        per: ``token``: [B, S, ...], beside the label that it belongs to, 0 where there is none. ``document``: [B, D, ...], as
+            from :func:`~meshwright.objectives.given.per_document`; in :meth:`Objective.training` and ``held_out`` [B, S, ...],
+            at each token the value of its document.
+        width: size of the last dimension; ``None``: there is none.
+        dtype: ``float32`` or ``int64``.
+    """
+
+    per: str
+    width: int | None = None
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
@@ -39,6 +56,7 @@ class RunFacts:
         output_dtype: dtype that the model's outputs are cast to; ``None``: no cast.
         compiled: whether layers are compiled.
         recomputed: the modes of activation checkpointing of all layers.
+        columns: the columns of the data, by their names in a batch.
     """
 
     seed: int
@@ -47,6 +65,7 @@ class RunFacts:
     output_dtype: str | None
     compiled: bool
     recomputed: Collection[ActivationCheckpointing]
+    columns: Mapping[str, Column] = field(default_factory=dict)
 
 
 class Objective(ABC):
@@ -74,7 +93,9 @@ class Objective(ABC):
         documents: whether batches say which document each token belongs to, as
             :func:`~meshwright.objectives.given.per_document` needs.
         gathers: whether it gathers values of all data ranks (:func:`~meshwright.objectives.given.gather`).
-        reference: whether batches have ``reference_log_probs`` [B, S], those of the model with its adapters off.
+        reference: whether ``reference_log_probs`` [B, S] are computed before each step, by the model with its adapters off;
+            not if they are a column of the data.
+        reads: names of the columns of the data that it reads, as it was tried.
         whole_logits: whether it needs the logits of all words on each rank of `tp`.
         without_head: whether it uses the hidden states alone, so that the output head gets no gradient, as it was tried.
         collectives: how often sums gather values, reduce their gradients, and sum over documents for a batch, as it was tried.
@@ -103,6 +124,7 @@ class Objective(ABC):
     collectives = (0, 0, 0)
     frozen: tuple[str, ...] = ()
     metric_names: tuple[str, ...] = ()
+    reads: frozenset[str] = frozenset()
     wanted: frozenset[str] = frozenset()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

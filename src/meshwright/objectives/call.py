@@ -1,23 +1,20 @@
 """Calls an objective: what it returns is checked, and what it raises is named."""
 
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright.errors import MeshwrightError, PartError, described
+from meshwright.errors import MeshwrightError, PartError
 from meshwright.models.objective import Batch, Objective
 from meshwright.objectives.given import log_probs
 from meshwright.objectives.running import Running, running
+from meshwright.user_code import raised_by
 
 __all__ = ["Pass", "calling", "evaluate_batch", "in_part", "named", "passes_before"]
-
-_OURS = str(Path(__file__).parents[1])
 
 
 def named(objective: Objective) -> str:
@@ -58,10 +55,7 @@ def in_part(part: str, hook: str) -> Iterator[None]:
     except Exception as error:
         if type(error).__module__.startswith("torch._subclasses"):
             raise  # a trace without values says itself what it cannot follow
-        frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(_OURS)]
-        own = [one for one in frames if "site-packages" not in one.filename and "<frozen" not in one.filename]
-        lines = "".join(f"\n  {one.filename}:{one.lineno} in {one.name}: {one.line}" for one in own or frames[-1:])
-        raise PartError("part.raised", f"{part}, {hook}: {described(error)}{lines}") from error
+        raise PartError("part.raised", f"{part}, {hook}: {raised_by(error)}") from error
 
 
 def evaluate_batch(

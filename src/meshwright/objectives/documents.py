@@ -1,6 +1,6 @@
 """Sums over documents, of which several may be packed into a row, and which ranks of `cp` may share."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ __all__ = [
     "most_documents",
     "number_documents",
     "per_document",
+    "per_token",
     "pooled",
 ]
 
@@ -92,16 +93,31 @@ def document_count(batches: Sequence[Batch]) -> int:
     return sum(int(((batch["document_marks"] & BEGIN) > 0).sum()) for batch in batches)
 
 
-def number_documents(batch: Mapping[str, torch.Tensor], columns: int | None = None) -> Batch:
+def per_token(values: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return for each token the value of its document [B, S, ...]; 0 outside of documents. Nothing is communicated.
+
+    Args:
+        values: [B, D, ...], such as a column of the data that has a value for each document.
+        batch: the batch; the objective has ``documents = True``.
+    """
+    call_of("per_token")
+    numbers = batch["documents"]
+    inside = (numbers >= 0).view(*numbers.shape, *(1,) * (values.ndim - 2))
+    index = numbers.clamp(min=0).long().view_as(inside).expand(*numbers.shape, *values.shape[2:])
+    return torch.where(inside, values.gather(1, index), 0)
+
+
+def number_documents(batch: Mapping[str, torch.Tensor], columns: int | None = None, spread: Iterable[str] = ()) -> Batch:
     """Return what batches say of documents, from whole sequences on the host.
 
     Args:
         batch: the sequences.
         columns: D; ``None``: the largest number of documents in a row of this batch.
+        spread: names of tensors [B, S, ...] of the batch that have at each token the value of its document.
 
     Returns:
         ``documents`` int32 [B, S], the number of a token's document in its row, -1 outside; ``document_marks`` int32 [B, S] of
-        :data:`BEGIN` and :data:`END`; ``document_exists`` bool [B, D].
+        :data:`BEGIN` and :data:`END`; ``document_exists`` bool [B, D]; of what is spread, the values of documents [B, D, ...].
     """
     labelled = batch["labels"] != IGNORE
     first = torch.ones_like(labelled)
@@ -118,7 +134,13 @@ def number_documents(batch: Mapping[str, torch.Tensor], columns: int | None = No
     marks = torch.where(inside, BEGIN * first.int() + END * (places == end.gather(1, number)).int(), 0)
     count = columns or max(1, int(documents.max()) + 1)
     exists = torch.arange(count)[None] <= documents.amax(1, keepdim=True)
-    return {"documents": documents.int(), "document_marks": marks.int(), EXISTS: exists}
+    found = {"documents": documents.int(), "document_marks": marks.int(), EXISTS: exists}
+    rows, begins = torch.nonzero((marks & BEGIN) > 0, as_tuple=True)
+    for name in spread:
+        values = batch[name]
+        found[name] = values.new_zeros(len(values), count, *values.shape[2:])
+        found[name][rows, documents[rows, begins]] = values[rows, begins]
+    return found
 
 
 def most_documents(objective: Objective, packing: str, length: int) -> int | None:

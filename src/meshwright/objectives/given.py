@@ -20,7 +20,7 @@ from meshwright.errors import UnsupportedError
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.objective import Batch
 from meshwright.models.token_loss import IGNORE, forward_arguments, forward_logits, token_entropies, token_log_probs
-from meshwright.objectives.documents import document_count, document_sum, per_document, pooled
+from meshwright.objectives.documents import document_count, document_sum, per_document, per_token, pooled
 from meshwright.objectives.running import Running, call_of
 from meshwright.plan.axes.tensor.move_kinds import Move
 
@@ -34,6 +34,7 @@ __all__ = [
     "log_probs",
     "logits",
     "per_document",
+    "per_token",
     "pooled",
     "reference_log_probs",
 ]
@@ -88,9 +89,9 @@ def _token_values(model: nn.Module, batch: Batch, name: str) -> torch.Tensor:
 
 
 def reference_log_probs(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return ``reference_log_probs`` of a batch [B, S]: those of the model with its adapters off.
+    """Return ``reference_log_probs`` of a batch [B, S]: a column of the data, or those of the model with its adapters off.
 
-    An objective that calls it has ``reference = True``; they are computed before the step, without gradient.
+    Without the column an objective that calls it has ``reference = True``; they are computed before the step, without gradient.
     """
     call_of("reference_log_probs")
     if "reference_log_probs" not in batch:

@@ -14,10 +14,11 @@ from torch import nn
 
 from meshwright.errors import ConfigError, PartError, Problems, Refusal
 from meshwright.layout import Layout
-from meshwright.models.objective import Batch, Objective, RunFacts
+from meshwright.models.objective import Batch, Column, Objective, RunFacts
 from meshwright.models.token_loss import IGNORE, forward_arguments
 from meshwright.objectives.call import calling, evaluate_batch, named, passes_before
 from meshwright.objectives.documents import EXISTS, number_documents
+from meshwright.objectives.invented import REFERENCE, invented, spread_of
 from meshwright.objectives.running import Running, running
 
 if TYPE_CHECKING:
@@ -32,6 +33,10 @@ CLOSE = 1e-4
 _DOCUMENTS = {"documents", "document_marks", EXISTS}
 
 
+class _AbsentError(KeyError):
+    """A batch does not have what an objective reads of it."""
+
+
 class _Noting(dict[str, torch.Tensor]):
     """A batch that notes which of its tensors are read."""
 
@@ -42,6 +47,9 @@ class _Noting(dict[str, torch.Tensor]):
     def __getitem__(self, key: str) -> torch.Tensor:
         self.read.add(key)
         return super().__getitem__(key)
+
+    def __missing__(self, key: str) -> torch.Tensor:
+        raise _AbsentError(key)
 
     def get(self, key: str, default: Any = None) -> Any:
         return self[key] if key in self else default  # noqa: SIM401 - this is `get`
@@ -84,25 +92,28 @@ class _StandIn(nn.Module):
 class _Trial:
     """An objective, its model, and what was noted."""
 
-    def __init__(self, objective: Objective, model: "PreTrainedModel") -> None:
+    def __init__(self, objective: Objective, model: "PreTrainedModel", columns: Mapping[str, Column]) -> None:
         self.objective, self.model, self.call, self.read = objective, _StandIn(model), Running(), set[str]()
+        self.columns = columns
         self.words = model.config.get_text_config().vocab_size
 
-    def rows(self) -> Batch:
-        """Return rows with different numbers of labels, the last with none."""
+    def rows(self) -> "_Noting":
+        """Return rows with different numbers of labels, the last with none, and the columns of the data."""
         ids = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) * 7919 % max(1, min(self.words, 10_007))
         labels = ids.roll(-1, 1)
         labels[:, -1] = IGNORE
         for row in range(ROWS):
             labels[row, : row * LENGTH // (ROWS - 1)] = IGNORE
-        return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(LENGTH).expand(ROWS, -1).contiguous()}
+        batch = {"input_ids": ids, "labels": labels, "position_ids": torch.arange(LENGTH).expand(ROWS, -1).contiguous()}
+        return _Noting({**batch, **invented(self.columns, batch)}, self.read)
 
     def prepared(self, batch: Batch) -> _Noting:
         """Return a batch as a run prepares it."""
         with calling(self.objective, "training"):
             found = self.objective.training([batch], [range(len(batch["input_ids"]))])[0]
         reference = torch.sin(batch["input_ids"].double()).masked_fill(batch["labels"] == IGNORE, 0.0)
-        made = _Noting({"reference_log_probs": reference, **number_documents(batch), **found}, self.read)
+        numbered = number_documents(dict(found), spread=spread_of(self.columns))
+        made = _Noting({REFERENCE: reference, **found, **numbered}, self.read)
         for one in passes_before(self.objective):
             if one.adapted:
                 with running(Running()), torch.no_grad():
@@ -140,9 +151,22 @@ def try_objective(objective: Objective, model: "PreTrainedModel", run: RunFacts)
 
     Raises:
         PartError: it raises something, or does not return what it should.
-        ConfigError: it is not a sum over targets.
+        ConfigError: it is not a sum over targets, or reads what a batch does not have.
     """
-    trial = _Trial(objective, model)
+    try:
+        _try(objective, model, run)
+    except PartError as error:
+        if not isinstance(error.__cause__, _AbsentError):
+            raise
+        legal = ", ".join(["input_ids", "labels", "position_ids", *run.columns, REFERENCE, *sorted(_DOCUMENTS)])
+        raise ConfigError(
+            "objective.batch",
+            f"{error}\n{error.__cause__} is not in a batch; legal are {legal}; a column of the rows comes by data.tensors",
+        ) from error
+
+
+def _try(objective: Objective, model: "PreTrainedModel", run: RunFacts) -> None:
+    trial = _Trial(objective, model, run.columns)
     whole = trial.prepared(trial.rows())
     with calling(objective, "held_out"):
         objective.held_out(trial.rows(), range(ROWS))
@@ -161,8 +185,11 @@ def try_objective(objective: Objective, model: "PreTrainedModel", run: RunFacts)
     ):
         if getattr(objective, name) is None:
             setattr(objective, name, found)
-    objective.documents |= bool(trial.read & _DOCUMENTS or asked["per_document"] or asked["document_sum"])
-    objective.reference |= "reference_log_probs" in trial.read or bool(asked["reference_log_probs"])
+    objective.reads = frozenset(trial.read & run.columns.keys())
+    objective.documents |= bool(trial.read & {*_DOCUMENTS, *spread_of(run.columns)})
+    objective.documents |= any(asked[name] for name in ("per_document", "per_token", "document_sum"))
+    objective.reference |= REFERENCE in trial.read or bool(asked[REFERENCE])
+    objective.reference &= REFERENCE not in run.columns
     objective.gathers |= "gather" in asked
     objective.whole_logits |= "logits" in asked
     objective.without_head = "hidden" in asked and not asked.keys() & {"log_probs", "entropy", "logits"}

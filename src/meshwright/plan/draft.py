@@ -22,7 +22,7 @@ from meshwright.plan.result.program import Cut
 from meshwright.plan.result.rows import AttentionRow, ExpertsRow, LossRow, ParameterRow, StageRow, TensorParallelRow, UnitRow
 from meshwright.plan.result.sharding_plan import EXPERTS, LAYER, shard_axis
 
-__all__ = ["Draft", "Found", "Stages", "TensorParallel", "Twin", "names_for"]
+__all__ = ["Draft", "Found", "Rate", "Stages", "TensorParallel", "Twin", "names_for"]
 
 T = TypeVar("T")
 
@@ -85,6 +85,19 @@ class Stages:
 
 
 @dataclass(frozen=True)
+class Rate:
+    """How a parameter is updated.
+
+    Attributes:
+        share: its learning rate, as a share of that of the optimizer.
+        weight_decay: that of its group; ``None``: that of the optimizer.
+    """
+
+    share: float = 1.0
+    weight_decay: float | None = None
+
+
+@dataclass(frozen=True)
 class Draft:
     """What is given, and below it the field of each pass. A pass sees what the passes before it found.
 
@@ -100,6 +113,7 @@ class Draft:
         unit_of: first name of each parameter to the name of the unit that has it.
         trained: first names of the parameters that have a gradient.
         decay_rules: first name of each parameter to why weight decay pulls it towards zero or does not (a field of its row).
+        rates: first name of each parameter that a group of the optimizer names to its rate and decay.
         policies: the sync policy of each unit for which options or spec choose one; those of others depend on bytes.
         modes: activation checkpointing mode of each layer.
         tensor: how the model is sliced.
@@ -121,6 +135,7 @@ class Draft:
     unit_of: Mapping[str, str] = field(default_factory=dict)
     trained: AbstractSet[str] = frozenset()
     decay_rules: Mapping[str, str] = field(default_factory=dict)
+    rates: Mapping[str, Rate] = field(default_factory=dict)
     policies: Mapping[str, SyncPolicy] = field(default_factory=dict)
     modes: Mapping[str, ActivationCheckpointing] = field(default_factory=dict)
     tensor: TensorParallel = field(default_factory=TensorParallel)

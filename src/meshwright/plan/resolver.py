@@ -37,6 +37,7 @@ from meshwright.plan.memory.loss_chunks import loss_actions, resolve_loss
 from meshwright.plan.memory.recompute import checkpointing_modes, recompute_actions
 from meshwright.plan.result.border_places import tokens_of_units
 from meshwright.plan.result.sharding_plan import ShardingPlan
+from meshwright.plan.update.rates import choose_rates
 from meshwright.plan.update.weight_decay import choose_decayed
 
 __all__ = ["resolve"]
@@ -51,6 +52,7 @@ _PASSES: tuple[tuple[tuple[str, Pass], ...], ...] = (
         ("unit_of", assign_units),
         ("trained", choose_trained),
         ("decay_rules", choose_decayed),
+        ("rates", choose_rates),
         ("policies", choose_policies),
         ("", check_prefetch),
         ("modes", checkpointing_modes),

@@ -9,7 +9,7 @@ from torch import nn
 from meshwright.errors import ConfigError
 from meshwright.plan.given.names import match_names
 
-__all__ = ["BY_MODULE", "OF_MODULES", "OF_OPTIMIZER", "Patterns", "marks_of_layers", "renumbered_patterns"]
+__all__ = ["BY_MODULE", "GROUPS", "OF_MODULES", "OF_OPTIMIZER", "Patterns", "marks_of_layers", "renumbered_patterns"]
 
 
 BY_MODULE = ("sync_units", "activation_checkpointing_layers")
@@ -18,6 +18,9 @@ BY_MODULE = ("sync_units", "activation_checkpointing_layers")
 
 OF_OPTIMIZER = ("decay", "no_decay")
 """Keys of `optimizer` that are lists of patterns of names of parameters."""
+
+GROUPS = "groups"
+"""Key that maps patterns of names of parameters, or of modules that hold them, to the number of a group of the optimizer."""
 
 OF_PARAMETERS, OF_MODULES = ("freeze", *OF_OPTIMIZER), ("exclude_units",)
 """All keys whose values are lists of patterns, of names of parameters and of modules."""
@@ -39,6 +42,9 @@ def _decided(patterns: Patterns, model: nn.Module) -> dict[str, Hashable]:
     for key in BY_MODULE:
         for pattern, choice in patterns[key].items():
             decided.update({(name, key): choice for name in match_names(pattern, modules)})
+    for pattern, number in reversed(patterns[GROUPS].items()):  # of two groups the first wins
+        names = [name for path in (pattern, f"{pattern}.**") for name in match_names(path, parameters)]
+        decided.update({(name, GROUPS): str(number) for name in names})
     choices_of: dict[str, list[tuple[str, str]]] = {}
     for (name, key), choice in sorted(decided.items()):
         choices_of.setdefault(name, []).append((key, choice))
@@ -76,7 +82,7 @@ def renumbered_patterns(
     result: dict[str, Any] = {}
     for key in (*OF_PARAMETERS, *OF_MODULES):
         result[key] = list(dict.fromkeys(new for pattern in patterns[key] for new in renumber(pattern)))
-    for key in BY_MODULE:
+    for key in (*BY_MODULE, GROUPS):
         result[key] = {new: choice for pattern, choice in patterns[key].items() for new in renumber(pattern)}
     old, new = _decided(patterns, large), _decided(result, small)
     names, former_names = _names(small), _names(large)

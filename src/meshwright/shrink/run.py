@@ -31,7 +31,15 @@ from meshwright.plan.given.options import NF4_BLOCK
 from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.memory.loss_chunks import chunks_of
 from meshwright.shrink.kinds import kinds_of, layers_of, lists_of, lost_between, second_of_ties
-from meshwright.shrink.patterns import BY_MODULE, OF_MODULES, OF_OPTIMIZER, Patterns, marks_of_layers, renumbered_patterns
+from meshwright.shrink.patterns import (
+    BY_MODULE,
+    GROUPS,
+    OF_MODULES,
+    OF_OPTIMIZER,
+    Patterns,
+    marks_of_layers,
+    renumbered_patterns,
+)
 from meshwright.shrink.small_config import ALWAYS, RULES, Change, Needs, small_config
 from meshwright.train.config import RunConfig
 from meshwright.train.run_objective import make_objective
@@ -113,9 +121,13 @@ def shrink(config: RunConfig, world_size: int | None = None) -> tuple[RunConfig,
     needs = Needs(layout.size("tp"), layout.ep, stages, length, shares_heads=shares_heads, block=block)
     patterns = {key: getattr(config.parallel, key) for key in ("freeze", *OF_MODULES, *BY_MODULE)}
     patterns |= {key: getattr(config.optimizer, key) for key in OF_OPTIMIZER}
+    groups = config.optimizer.groups
+    patterns[GROUPS] = {one.match: number for number, one in enumerate(groups)}  # a plan refuses two of one pattern
     model, renumbered = _shrink_model(source, large, large_config, spec, defaults, needs, patterns, changes)
     why = "numbers of the layers that stay"
     if optimizer_patterns := {key: renumbered.pop(key) for key in OF_OPTIMIZER if key in renumbered}:
+        found = renumbered.pop(GROUPS).items()
+        optimizer_patterns[GROUPS] = [groups[number].model_copy(update={"match": match}) for match, number in found]
         sections["optimizer"] = change("optimizer", config.optimizer, optimizer_patterns, why)
     if pipeline.cuts:
         renumbered["pipeline"] = pipeline.model_copy(update={"cuts": []})

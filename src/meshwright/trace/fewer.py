@@ -89,6 +89,7 @@ def with_fewer(setup: RunSetup, layers: int) -> RunSetup:
         freeze=tuple(row.name for row in plan.parameters if not row.trainable and stays(row.name)),
         decay=(),
         no_decay=(),
+        groups=(),
         microbatches=min(2, plan.options.microbatches),
         compile=False,
         loss_chunks=0 if plan.loss is None else plan.loss.chunks,

@@ -31,12 +31,14 @@ from meshwright.models.specs.registry import get_parallelization_strategy
 from meshwright.models.token_loss import IGNORE
 from meshwright.objectives.call import evaluate_batch, passes_before
 from meshwright.objectives.documents import most_documents, number_documents
+from meshwright.objectives.invented import invented, spread_of
 from meshwright.objectives.running import Running, running
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.trace.kernels import device_kernels, report_attention
 from meshwright.trace.live import Kind, LiveBytes
 from meshwright.trace.work import Work, WorkCounter
 from meshwright.train.optimizer import build_optimizer
+from meshwright.train.run_objective import columns_of
 from meshwright.train.start.setup import RunSetup
 
 __all__ = ["StepTrace", "run_step", "time_step", "trace_step"]
@@ -202,9 +204,10 @@ def _parallelized(setup: RunSetup, kind: str) -> tuple[ParallelMesh, list[Batch]
     mesh = build_mesh(plan.layout, kind)
     get_parallelization_strategy(model).carry_out(model, plan, mesh)
     setup.objective.attach(model)
-    if setup.objective.documents:
-        columns = most_documents(setup.objective, setup.config.data.packing, setup.config.data.sequence_length)
-        batches = [{**batch, **number_documents(batch, columns)} for batch in batches]
+    spread = spread_of(columns_of(setup.config))
+    if setup.objective.documents or spread:
+        most = most_documents(setup.objective, setup.config.data.packing, setup.config.data.sequence_length)
+        batches = [{**batch, **number_documents(batch, most, spread)} for batch in batches]
     return mesh, [share_batch(plan, mesh.rank("cp"), batch) for batch in batches]
 
 
@@ -238,7 +241,8 @@ def _batch(setup: RunSetup, index: int) -> Batch:
     positions = torch.arange(length)
     if setup.plan.options.packed:
         positions[length // 2 :] -= length // 2
-    return {"input_ids": ids, "labels": labels, "position_ids": positions.expand(rows, -1).contiguous()}
+    batch = {"input_ids": ids, "labels": labels, "position_ids": positions.expand(rows, -1).contiguous()}
+    return {**batch, **invented(columns_of(setup.config), batch)}
 
 
 def _faked(tensor: torch.Tensor, tensors: FakeTensorMode) -> torch.Tensor:

@@ -33,6 +33,7 @@ class RankBatches:
         able(run.device.type, Ability.PINNED)  # tried now, and not in the first step
         data = run.config.data
         self.columns = most_documents(objective, data.packing, data.sequence_length)
+        self.spread = [name for name, column in data.tensors.items() if column.per == "document"]
         self.shares = run.plan.layout.size("cp") > 1
         self.cut = partial(share_batch, run.plan, run.mesh.rank("cp"))  # once: a slice of a mesh reads a tensor
 
@@ -59,7 +60,8 @@ class RankBatches:
         """Return this rank's part of each sequence of a batch, which is on the host; without context parallel, all of it."""
         routed = self.objective.routed(batch) if self.shares else None
         known = {} if routed is None else {ROUTED: routed}
-        documents = number_documents(batch, self.columns) if self.objective.documents else {}
+        numbered = self.objective.documents or self.spread
+        documents = number_documents(batch, self.columns, self.spread) if numbered else {}
         return self.cut({**batch, **known, **documents})
 
     def counts(self, batches: list[Batch]) -> torch.Tensor:
@@ -82,4 +84,5 @@ def write_batches(batches: list[Batch], file: Path) -> None:
 def _stacked(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Concatenate the rows of several microbatches; shorter rows are padded with zeros at their end."""
     columns = max(tensor.shape[1] for tensor in tensors)
-    return torch.cat([nn.functional.pad(tensor, (0, columns - tensor.shape[1])) for tensor in tensors])
+    deeper = (0, 0) * (tensors[0].ndim - 2)
+    return torch.cat([nn.functional.pad(tensor, (*deeper, 0, columns - tensor.shape[1])) for tensor in tensors])

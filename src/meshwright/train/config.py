@@ -225,10 +225,13 @@ class RunConfig(Section):
 
     @property
     def own_parts(self) -> list[str]:
-        """A line for each part of the user, with its arguments."""
+        """A line for each part of the user, with its arguments, and one for the columns that reach the batch."""
         parts = {"objective": self.training.objective, "optimizer": self.optimizer.part, "schedule": self.schedule.part}
+        parts |= {"source": self.data.source, "map": self.data.map}
         named = [(kind, part) for kind, part in parts.items() if part is not None]
-        return [f"{kind}: {part_text(part)}" for kind, part in (*named, *(("sink", part) for part in self.metrics.sinks))]
+        lines = [f"{kind}: {part_text(part)}" for kind, part in (*named, *(("sink", part) for part in self.metrics.sinks))]
+        columns = [f"{name} (per {one.per}, {one.dtype})" for name, one in self.data.tensors.items()]
+        return lines + ([f"columns: {', '.join(columns)}"] if columns else [])
 
     @property
     def saves_trained_only(self) -> bool:

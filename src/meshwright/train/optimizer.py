@@ -11,19 +11,22 @@ import torch
 from torch import nn
 
 from meshwright.device import Ability, able
-from meshwright.errors import ConfigError, PartError, PlanError
+from meshwright.errors import ConfigError, PartError, PlanError, Refusal
 from meshwright.objectives.call import in_part
 from meshwright.plan.result.sharding_plan import ParameterRow
 from meshwright.train.config import OptimizerConfig, RunConfig, ScheduleConfig
 from meshwright.user_code import check_arguments, find_part
 
-__all__ = ["build_optimizer", "check_parts", "learning_rate", "set_learning_rate"]
+__all__ = ["SHARE", "build_optimizer", "check_parts", "learning_rate", "set_learning_rate"]
+
+SHARE = "share"
+"""Key of a parameter group: its learning rate, as a share of that of the configuration."""
 
 Factor = Callable[[int, int], float]
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig, rows: Iterable[ParameterRow]) -> torch.optim.Optimizer:
-    """Return the optimizer of the trained parameters of a model. The plan says which of them are decayed.
+    """Return the optimizer of the trained parameters of a model. The plan says which of them are decayed, and their rates.
 
     Args:
         model: the model, parallelized or not; its parameters have the names of the plan.
@@ -35,21 +38,25 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, rows: Iterable[Pa
         ConfigError: an optimizer of the user does not exist, or its arguments are wrong.
         PartError: it cannot be made.
     """
-    decayed = {name: row.decayed for row in rows for name in (row.name, *row.aliases)}
+    row_of = {name: row for row in rows for name in (row.name, *row.aliases)}
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if unknown := [name for name in trained if name not in decayed]:
+    if unknown := [name for name in trained if name not in row_of]:
         raise PlanError(
             "plan.model", f"the plan has no row for the trained parameter {unknown[0]!r}, so its weight decay is unknown"
         )
+    alike: dict[tuple[float, float], list[torch.Tensor]] = {}
+    for name, parameter in trained.items():
+        row = row_of[name]
+        decay = config.weight_decay if row.weight_decay is None else row.weight_decay
+        alike.setdefault((row.rate, decay if row.decayed else 0.0), []).append(parameter)
+    kinds = sorted(alike, reverse=True) or [(1.0, config.weight_decay)]  # a stage may have no trained parameter
     groups: list[dict[str, Any]] = [
-        {"params": [p for name, p in trained.items() if decayed[name]], "weight_decay": config.weight_decay},
-        {"params": [p for name, p in trained.items() if not decayed[name]], "weight_decay": 0.0},
+        {"params": alike.get(kind, []), "weight_decay": kind[1], "lr": config.lr * kind[0], SHARE: kind[0]} for kind in kinds
     ]
-    groups = [group for group in groups if group["params"]] or groups[:1]  # a stage may have no trained parameter
     if config.use is not None:
         kind, arguments = _users(config)
         if "weight_decay" not in inspect.signature(kind).parameters:
-            groups = [{"params": group["params"]} for group in groups]
+            groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
         with in_part(f"optimizer {config.use}", "__init__"):
             return kind(groups, lr=config.lr, **arguments)
     fused = config.fused
@@ -68,10 +75,12 @@ def _users(config: OptimizerConfig) -> tuple[Callable[..., torch.optim.Optimizer
     takes = inspect.signature(kind).parameters
     if "lr" not in takes:
         raise ConfigError("part.signature", f"{where}={config.use}: takes no lr, which is its second argument in torch.optim")
-    if "weight_decay" not in takes and config.weight_decay:
+    decays = {"optimizer.weight_decay": config.weight_decay}
+    decays |= {f"optimizer.groups: {one.match!r}: weight_decay": one.weight_decay or 0.0 for one in config.groups}
+    if "weight_decay" not in takes and (found := [(name, decay) for name, decay in decays.items() if decay]):
         raise ConfigError(
-            "config.value",
-            f"optimizer.weight_decay={config.weight_decay:g}: {config.use} takes no weight_decay; the legal value is 0",
+            Refusal("config.value", f"{name}={decay:g}: {config.use} takes no weight_decay; the legal value is 0")
+            for name, decay in found
         )
     return kind, check_arguments("optimizer", kind, config.arguments, given=("params", "lr", "weight_decay"))
 
@@ -158,6 +167,6 @@ def _factor(use: str, arguments: str) -> Factor:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of every parameter group."""
+    """Set the learning rate of every parameter group: its share of a rate."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get(SHARE, 1.0)

@@ -8,16 +8,21 @@ from typing import TYPE_CHECKING, Any
 from meshwright.distributed.class_names import class_name
 from meshwright.errors import ConfigError, Problems, Refusal
 from meshwright.models.families.listed import FAMILIES, family_of
-from meshwright.models.objective import NextToken, Objective, RunFacts
+from meshwright.models.objective import Column, NextToken, Objective, RunFacts
 from meshwright.train.config import RunConfig
 from meshwright.user_code import check_arguments, find_part, make_part
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["make_objective"]
+__all__ = ["columns_of", "make_objective"]
 
 WHERE = "training.objective"
+
+
+def columns_of(config: RunConfig) -> dict[str, Column]:
+    """Return the columns of the data that batches have."""
+    return {name: Column(one.per, one.width, one.dtype) for name, one in config.data.tensors.items()}
 
 
 def make_objective(config: RunConfig, model: "PreTrainedModel", given: Any = None) -> Objective:
@@ -42,6 +47,7 @@ def make_objective(config: RunConfig, model: "PreTrainedModel", given: Any = Non
         output_dtype=parallel.output_dtype,
         compiled=parallel.compile,
         recomputed={parallel.activation_checkpointing, *parallel.activation_checkpointing_layers.values()},
+        columns=columns_of(config),
     )
     problems = Problems()
     own = {family.objective().name: family.objective() for family in FAMILIES}

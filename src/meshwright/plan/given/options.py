@@ -153,6 +153,11 @@ class ParallelOptions:
     )
     decay: tuple[str, ...] = _option((), "Patterns of names of parameters that are decayed although they are no matrices.")
     no_decay: tuple[str, ...] = _option((), "Patterns of names of parameters that are not decayed although they are matrices.")
+    groups: tuple[tuple[str, float, float | None, float | None], ...] = _option(
+        (),
+        "Groups of the optimizer: a pattern of names of parameters or modules, a share of the learning rate, a factor for each "
+        "layer from the last one down, and the weight decay.",
+    )
     sharded_by: str = _option("", "Name of a function of the user that makes the units; empty: torch's 'fully_shard' does.")
     gradient_reduction: GradientReduction = _option(
         GradientReduction.SUM,
@@ -232,7 +237,7 @@ class ParallelOptions:
             name, value, choices = item.name, getattr(self, item.name), item.metadata.get("choices")
             optional = type(None) in get_args(item.type)
             if isinstance(item.default, tuple):
-                value = tuple(value)
+                value = tuple(tuple(one) if isinstance(one, list) else one for one in value)
             elif isinstance(value, Mapping) and choices:
                 value = {key: _chosen(f"{name}[{key!r}]", word, choices, problems) for key, word in value.items()}
             elif choices and not (optional and value is None):

@@ -32,7 +32,10 @@ class ParameterRow:
         tp_style: declared tensor parallel style; ``None``: replicated over ``tp``.
         decayed: whether weight decay pulls it towards zero, as it does trained matrices, but not biases and norms
             (:mod:`meshwright.plan.update.weight_decay`).
-        decay_rule: why: ``matrix``, ``decay`` (a pattern of the user). Why not: ``vector``, ``bias``, ``norm``, ``no_decay``.
+        decay_rule: why: ``matrix``, ``decay`` (a pattern of the user). Why not: ``vector``, ``bias``, ``norm``, ``no_decay``,
+            ``group`` (of the optimizer, without decay).
+        rate: its learning rate, as a share of that of the optimizer.
+        weight_decay: that of its group of the optimizer; ``None``: that of the optimizer.
     """
 
     name: str
@@ -51,6 +54,15 @@ class ParameterRow:
     decayed: bool = False
     copies: tuple[int, ...] = ()
     decay_rule: str = ""
+    rate: float = 1.0
+    weight_decay: float | None = None
+
+    @property
+    def update(self) -> str:
+        """How it is updated, in words: whether it is decayed, and where its rate is another than that of the optimizer."""
+        because = f"no ({self.decay_rule})" if self.trainable and self.decay_rule else "no"
+        decay = because if not self.decayed else "yes" if self.weight_decay is None else f"{self.weight_decay:g}"
+        return decay if self.rate == 1 or not self.trainable else f"{decay}, lr {self.rate:.3g}x"
 
     @property
     def stages(self) -> tuple[int, ...]:

@@ -314,7 +314,7 @@ def _parameters(plan: ShardingPlan, full: bool) -> Table:
             ", ".join(f"{axis}: {placement}" for axis, placement in row.placements) or "whole",
             _shape(row.local_shape),
             human_bytes(row.bytes_per_rank),
-            "yes" if row.decayed else f"no ({row.decay_rule})" if row.trainable and row.decay_rule else "no",
+            row.update,
         )
 
     for label, values in _folded(plan.parameters, cells, full):

@@ -159,6 +159,9 @@ def _choices(plan: ShardingPlan) -> dict[str, str]:
         "gradient_reduction": str(options.gradient_reduction),
         "sequence_parallel": str(options.sequence_parallel),
         "decayed": "matrices" if not options.decay and not options.no_decay else _digest(sorted(decayed)),
+        **(
+            {"groups": _digest(sorted({(generalize(row.name), row.rate) for row in plan.parameters}))} if options.groups else {}
+        ),
         "frozen": "none" if all(trainable for _, trainable in frozen) else _digest(sorted(frozen)),
         "tensor_parallel": _digest(sorted(moved)) if moved else "none",
         "units": _digest(sorted(shapes)),

@@ -72,6 +72,8 @@ def _type(annotation: Any) -> str:
         return ", ".join(annotation)
     if annotation is PartConfig:
         return "part"
+    if isinstance(annotation, type) and hasattr(annotation, "model_fields"):
+        return f"{{{', '.join(field.alias or name for name, field in annotation.model_fields.items())}}}"
     if not arguments:
         return getattr(annotation, "__name__", str(annotation))
     origin = get_origin(annotation)

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -174,10 +174,14 @@ def _hint(location: Sequence[str], legal: Sequence[str], schema: type[BaseModel]
 
 
 def _legal_keys(schema: type[BaseModel], location: Sequence[str]) -> list[str]:
-    model = schema
+    model, several = schema, False
     for part in location:
+        if several:  # the place in a list, or the name in a mapping
+            several = False
+            continue
         inner = sections(model).get(part)
         if inner is None:
             return []
+        several = get_origin(model.model_fields[part].annotation) in (list, dict)
         model = inner
     return [field.alias or name for name, field in model.model_fields.items()]

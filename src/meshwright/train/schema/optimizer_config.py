@@ -1,5 +1,6 @@
 """The sections of the configuration that say how a step changes parameters: ``optimizer`` and ``schedule``."""
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
@@ -7,7 +8,7 @@ from pydantic import ConfigDict, Field, model_validator
 from meshwright.train.schema.parallel_config import Section
 from meshwright.user_code import PartConfig
 
-__all__ = ["OptimizerConfig", "ScheduleConfig"]
+__all__ = ["OptimizerConfig", "OptimizerGroup", "ScheduleConfig"]
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -42,6 +43,32 @@ class _Replaceable(Section):
         return bool(getattr(self, key) != type(self).model_fields[key].default)
 
 
+class OptimizerGroup(Section):
+    """Another rate or decay for some parameters."""
+
+    match: str = Field(min_length=1, description="Pattern of names of parameters, or of modules that hold them.")
+    lr: float | str = "1x"
+    lr_decay: float | None = Field(default=None, gt=0, le=1)
+    weight_decay: float | None = Field(default=None, ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.model_fields_set <= {"match"}:
+            raise ValueError(f"optimizer.groups: {self.match!r} changes nothing; legal are lr, lr_decay and weight_decay")
+        try:
+            rate = self.share(1.0)
+        except ValueError:
+            rate = 0.0
+        if not 0 < rate < math.inf or (isinstance(self.lr, str) and not self.lr.endswith("x")):
+            legal = "legal are a rate above 0, and a share of optimizer.lr, as 0.1x"
+            raise ValueError(f"optimizer.groups: {self.match!r} has lr={self.lr!r}; {legal}")
+        return self
+
+    def share(self, rate: float) -> float:
+        """Return its learning rate as a share of another one."""
+        return float(self.lr.removesuffix("x")) if isinstance(self.lr, str) else self.lr / rate
+
+
 class OptimizerConfig(_Replaceable):
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), or one of your own."""
 
@@ -55,6 +82,13 @@ class OptimizerConfig(_Replaceable):
     )  # fmt: skip
     decay: list[str] = Field(default=[], description="Patterns of the names of vectors and norms that are decayed too.")
     no_decay: list[str] = Field(default=[], description="Patterns of the names of matrices that are not decayed either.")
+    groups: list[OptimizerGroup] = Field(
+        default=[],
+        description="Other rates and decays, as in [{match: '**.embed_tokens', lr: 0.1x, weight_decay: 0}]. match: a pattern "
+        "of names of parameters, or of modules that hold them; the first that matches counts. lr: a rate, or a share of "
+        "optimizer.lr, as 0.1x. lr_decay: a factor for each layer from the last one down; what is before the first layer is "
+        "one below. weight_decay: of what is decayed.",
+    )
     fused: bool | None = Field(default=None, description="One kernel for the whole update. null: wherever torch can.")
 
     @model_validator(mode="after")

@@ -131,8 +131,11 @@ def _checked_draft(config: RunConfig, world_size: int) -> RunSetup:
     """Check data files, extras, layout, model and plan, and return the resolved run; raise all problems as one error."""
     from importlib.util import find_spec
 
+    from meshwright.data.corpora import first_rows
+    from meshwright.data.own_rows import part_problems
+
     errors: list[MeshwrightError] = []
-    if problems := config.data.problems():
+    if problems := config.data.problems() or part_problems(config.data) or first_rows(config.data):
         errors.append(DataError(problems))
     if missing := [
         Refusal("run.extra", f"metrics.{name}={getattr(config.metrics, name)!r}: needs `pip install 'meshwright[{name}]'`")
@@ -238,9 +241,21 @@ def introduce(setup: RunSetup, config: RunConfig, store: "TokenStore") -> None:
     """Print what a run will do: the plan without its parameters, why the host waits in each step (if it does), and the data."""
     page = console()
     page.print(explain(setup.plan, parameters=False))
-    lines = (*config.own_parts, *host_lines(config, setup.plan), describe_data(config, store), describe_sharing(setup, store))
+    lines = (
+        *config.own_parts,
+        *host_lines(config, setup.plan),
+        describe_data(config, store),
+        _unread(setup),
+        describe_sharing(setup, store),
+    )
     for line in filter(None, lines):
         page.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _unread(setup: RunSetup) -> str:
+    """Name the columns that the objective does not use; empty: it uses all of them."""
+    names = [name for name in setup.config.data.tensors if name not in setup.objective.reads]
+    return f"data.tensors: objective {setup.objective.name} was not seen to read {_some(names)}" if names else ""
 
 
 def describe_data(config: RunConfig, store: "TokenStore") -> str:
@@ -259,7 +274,7 @@ def describe_data(config: RunConfig, store: "TokenStore") -> str:
         f"data: {number_of(index.rows, 'row')}, {number_of(index.documents, 'document')} of "
         f"{number_of(index.tokens, 'token')}, {index.eval_documents:,} held "
         f"out; {index.truncated:,} truncated, {index.dropped:,} dropped, {index.empty:,} empty, {index.bad:,} bad"
-        f"{_extras(index)}",
+        f"{f', {index.mapped_away:,} left out by data.map' if index.mapped_away else ''}{_extras(index)}",
         f"{number_of(sequences, f'{packed}sequence')} of {length:,}, {filled:.1%} full; "
         f"{number_of(steps, 'step')} of {batch:,} {'is' if steps == 1 else 'are'} {epochs:.3g} epochs",
     ]

@@ -148,7 +148,7 @@ def make_setup(
             ConfigError(
                 "objective.reference",
                 f"objective {named(objective)} needs the log-probabilities of a reference, the model with its adapters off; "
-                "set adapter, or leave given.reference_log_probs out",
+                "set adapter, or data.tensors.reference_log_probs={per: token}, a column with them",
             )
         )
     try:
@@ -171,7 +171,8 @@ def make_setup(
         raise together(problems)
     options = config.parallel.options(microbatches)
     freeze, decay = (*options.freeze, *objective.frozen), config.optimizer
-    options = replace(options, freeze=freeze, decay=tuple(decay.decay), no_decay=tuple(decay.no_decay))
+    groups = tuple((one.match, one.share(decay.lr), one.lr_decay, one.weight_decay) for one in decay.groups)
+    options = replace(options, freeze=freeze, decay=tuple(decay.decay), no_decay=tuple(decay.no_decay), groups=groups)
     tokens, experts = _tokens(config, layout, model)
     options = replace(options, tokens=tokens, experts_of_token=experts, packed=config.data.packing == "pack")
     options = replace(options, balance_loss=config.training.microbatch_size if config.moe.aux_loss else 0)

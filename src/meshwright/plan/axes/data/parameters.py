@@ -5,7 +5,7 @@ from math import ceil, prod
 
 from meshwright.errors import Problems
 from meshwright.plan.axes.tensor.styles import STYLES, canonical, tp_dim, tp_placement
-from meshwright.plan.draft import Draft, Found, names_for
+from meshwright.plan.draft import Draft, Found, Rate, names_for
 from meshwright.plan.given.inspection import ParameterFacts
 from meshwright.plan.given.names import nearest
 from meshwright.plan.given.options import NF4, NF4_BLOCK
@@ -142,6 +142,8 @@ def _row(draft: Draft, parameter: ParameterFacts, stages: tuple[int, ...], probl
         )
     compute = NF4 if parameter.dtype == NF4 else unit.param_dtype or parameter.dtype
     reduce = unit.reduce_dtype or compute
+    rate = draft.rates.get(parameter.name, Rate())
+    rule = draft.decay_rules[parameter.name]
     return ParameterRow(
         name=parameter.name,
         aliases=parameter.aliases,
@@ -156,8 +158,10 @@ def _row(draft: Draft, parameter: ParameterFacts, stages: tuple[int, ...], probl
         trainable=trainable,
         stage=stages[0],
         tp_style=style,
-        decayed=trainable and draft.decay_rules[parameter.name] in DECAYED,
-        decay_rule=draft.decay_rules[parameter.name],
+        decayed=trainable and rule in DECAYED and rate.weight_decay != 0,
+        decay_rule="group" if rule in DECAYED and rate.weight_decay == 0 else rule,
+        rate=rate.share,
+        weight_decay=rate.weight_decay,
         copies=stages[1:],
     )
 

@@ -1,0 +1,43 @@
+"""Columns of the data for batches that are made up: those of a trial, and those of which only shapes matter."""
+
+from collections.abc import Mapping
+
+import torch
+
+from meshwright.models.objective import Batch, Column
+from meshwright.models.token_loss import IGNORE
+
+__all__ = ["REFERENCE", "invented", "spread_of"]
+
+REFERENCE = "reference_log_probs"
+"""The column that stands for the log-probabilities of a reference."""
+
+
+def spread_of(columns: Mapping[str, Column]) -> list[str]:
+    """Return the names of the columns that have a value for each document."""
+    return [name for name, column in columns.items() if column.per == "document"]
+
+
+def invented(columns: Mapping[str, Column], batch: Batch) -> Batch:
+    """Return values for the columns of whole sequences, as a loader gives them: [B, S, ...].
+
+    Numbers of float32 are between 0 and 1, those of a reference between -1 and 0; numbers of int64 are 0 and 1, which are legal
+    as classes and as tokens.
+
+    Args:
+        columns: the columns.
+        batch: ``input_ids``, ``labels`` and ``position_ids``.
+    """
+    ids, labels = batch["input_ids"], batch["labels"]
+    first = torch.ones_like(labels)
+    first[:, 1:] = batch["position_ids"].diff(dim=1) != 1
+    found = {}
+    for name, column in columns.items():
+        numbers = first.cumsum(1) + 7 * torch.arange(len(ids))[:, None] if column.per == "document" else ids
+        if column.width is not None:
+            numbers = numbers[..., None] + torch.arange(column.width)
+        sign = -1 if name == REFERENCE else 1
+        values = numbers % 2 if column.dtype == "int64" else sign * (0.5 + 0.4 * torch.sin(numbers.float()))
+        absent = (labels == IGNORE) & (column.per == "token")
+        found[name] = values.masked_fill(absent if column.width is None else absent[..., None], 0)
+    return found
