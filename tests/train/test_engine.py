@@ -444,6 +444,36 @@ def test_a_loop_is_audited_and_planned(loop: Path) -> None:
 def test_a_loop_that_cannot_be_audited_is_refused(loop: Path, function: str, words: str) -> None:
     from meshwright.train.engine.loop_audit import config_of_loop
 
-    with refuses(ConfigError, "engine.loop") as caught:
+    with refuses(ConfigError, "config.part" if function == "make_unnamed" else "engine.loop") as caught:
         config_of_loop(f"{loop}:{function}")
     assert words in str(caught.value)
+
+
+def policy(log_probs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A clipped ratio, with advantages and old log-probabilities beside the labels."""
+    ratio = (log_probs - batch["old"]).exp()
+    return -torch.minimum(ratio * batch["advantage"], ratio.clamp(0.8, 1.2) * batch["advantage"])
+
+
+def policy_steps(rank: int, layout: str) -> tuple[list[float], list[float]]:
+    engine = make(layout, 2 if "dp" in layout else 4)
+    losses, ratios = [], []
+    for step in range(2):
+        batches = own(engine, step)
+        for batch, old in zip(batches, engine.log_probs(batches), strict=True):
+            batch["old"] = old
+            batch["advantage"] = torch.cos(batch["input_ids"].double())
+        result = engine.forward_backward(batches, policy, log_probs=True)
+        assert result.log_probs is not None
+        ratios += [float((new - batch["old"]).abs().max()) for new, batch in zip(result.log_probs, batches, strict=True)]
+        engine.optim_step()
+        losses.append(result.loss)
+    return losses, ratios
+
+
+def test_columns_of_a_rollout_reach_the_loss_and_the_first_ratio_is_one() -> None:
+    [(truth, _)] = run_ranks(policy_steps, 1, "")
+    for layout in ("cp=2", "dp_shard=2"):
+        for losses, ratios in run_ranks(policy_steps, 2, layout):
+            assert losses == pytest.approx(truth, rel=1e-11)
+            assert max(ratios) == 0.0

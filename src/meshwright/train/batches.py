@@ -31,9 +31,8 @@ class RankBatches:
     def __init__(self, run: RankSetup, objective: Objective) -> None:
         self.objective, self.device, self.mesh = objective, run.device, run.mesh
         able(run.device.type, Ability.PINNED)  # tried now, and not in the first step
-        data = run.config.data
-        self.columns = most_documents(objective, data.packing, data.sequence_length)
-        self.spread = [name for name, column in data.tensors.items() if column.per == "document"]
+        self.data = run.config.data
+        self.spread = [name for name, column in self.data.tensors.items() if column.per == "document"]
         self.shares = run.plan.layout.size("cp") > 1
         self.cut = partial(share_batch, run.plan, run.mesh.rank("cp"))  # once: a slice of a mesh reads a tensor
 
@@ -61,7 +60,9 @@ class RankBatches:
         routed = self.objective.routed(batch) if self.shares else None
         known = {} if routed is None else {ROUTED: routed}
         numbered = self.objective.documents or self.spread
-        documents = number_documents(batch, self.columns, self.spread) if numbered else {}
+        most = most_documents(self.objective, self.data.packing, self.data.sequence_length)
+        spread = [name for name in self.spread if name in batch]
+        documents = number_documents(batch, most, spread) if numbered else {}
         return self.cut({**batch, **known, **documents})
 
     def counts(self, batches: list[Batch]) -> torch.Tensor:

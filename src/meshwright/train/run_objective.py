@@ -3,6 +3,7 @@
 import copy
 import inspect
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from meshwright.distributed.class_names import class_name
@@ -25,13 +26,16 @@ def columns_of(config: RunConfig) -> dict[str, Column]:
     return {name: Column(one.per, one.width, one.dtype) for name, one in config.data.tensors.items()}
 
 
-def make_objective(config: RunConfig, model: "PreTrainedModel", given: Any = None) -> Objective:
+def make_objective(
+    config: RunConfig, model: "PreTrainedModel", given: Any = None, more: Mapping[str, Column] = MappingProxyType({})
+) -> Objective:
     """Return the objective of a run.
 
     Args:
         config: configuration of the run.
         model: the model, on any device.
         given: an objective, a class or a function in place of what the configuration names; ``None``: that.
+        more: columns that batches have, beside those of the configuration.
 
     Raises:
         ConfigError: the configuration names an objective that the model is not made for, sets options of another objective, or
@@ -47,7 +51,7 @@ def make_objective(config: RunConfig, model: "PreTrainedModel", given: Any = Non
         output_dtype=parallel.output_dtype,
         compiled=parallel.compile,
         recomputed={parallel.activation_checkpointing, *parallel.activation_checkpointing_layers.values()},
-        columns=columns_of(config),
+        columns={**columns_of(config), **more},
     )
     problems = Problems()
     own = {family.objective().name: family.objective() for family in FAMILIES}

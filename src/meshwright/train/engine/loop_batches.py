@@ -27,7 +27,8 @@ def completed(batch: Mapping[str, torch.Tensor], where: str, *, packed: bool) ->
     Args:
         batch: ``input_ids`` [B, S] on the host. ``labels`` [B, S]: the token that each position is to say, -100 for none;
             without them, each position says the next one of its document. ``position_ids`` [B, S] begin anew with each
-            document; without them, a row is one. ``attention_mask`` [B, S] may mask padding at the end. Others are kept.
+            document; without them, a row is one. ``attention_mask`` [B, S] may mask padding at the end. Others are [B, S] or
+            [B, S, width].
         where: what it is, for messages.
         packed: whether rows may hold several documents.
 
@@ -49,6 +50,9 @@ def completed(batch: Mapping[str, torch.Tensor], where: str, *, packed: bool) ->
                 where,
                 f"{name}: {given[name].dtype} {list(given[name].shape)}; legal are whole numbers {[rows, length]}",
             )
+    for name, tensor in given.items():
+        if tensor.shape[:2] != ids.shape or tensor.ndim > 3:
+            raise _refuse(where, f"{name}: {list(tensor.shape)}; legal are [{rows}, {length}] and [{rows}, {length}, width]")
     mask = given.pop("attention_mask", torch.ones_like(ids)) != 0
     if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
         said = "masks more than padding at the end; pad at the right, and give documents by position_ids that begin anew"

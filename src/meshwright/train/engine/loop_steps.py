@@ -9,7 +9,7 @@ import torch
 
 from meshwright.distributed.context.sequences import join_sequences
 from meshwright.errors import ConfigError, Problems
-from meshwright.models.objective import Batch, Objective
+from meshwright.models.objective import Batch, Column, Objective
 from meshwright.objectives import given
 from meshwright.objectives.call import named
 from meshwright.objectives.running import running
@@ -29,6 +29,8 @@ __all__ = ["LoopSteps", "Loss", "StepResult"]
 Loss = Objective | type[Objective] | Callable[..., torch.Tensor]
 MOST_LOSSES = 16
 """Losses that are kept, because each is tried when it is new."""
+
+_ALWAYS = ("input_ids", "labels", "position_ids")
 
 Batches = Sequence[Mapping[str, torch.Tensor]]
 
@@ -83,7 +85,7 @@ class LoopSteps(StepEngine):
         self.described = on_meta(setup.model)
         self.microbatches, self.steps, self._fixed = microbatches, steps, fixed
         self._lengths: tuple[int, int] | None = None
-        self._objectives: dict[int, tuple[Any, Objective]] = {}
+        self._objectives: dict[tuple[Any, ...], tuple[Any, Objective]] = {}
         self._metrics: dict[str, torch.Tensor] | None = None
         super().__init__(setup, device, parts)
 
@@ -139,8 +141,8 @@ class LoopSteps(StepEngine):
         """
         if self._metrics is not None:
             raise ConfigError("engine.order", "Engine.forward_backward: there are gradients already; optim_step first")
-        objective = self._use(_negative if loss is None and log_probs else loss)
         shapes, whole = self._whole(batches)
+        objective = self._use(_negative if loss is None and log_probs else loss, whole[0])
         on_host = self.batches.training(whole, self._numbers(whole))
         if log_probs and "log_probs" not in objective.wanted:
             raise ConfigError("engine.loss", f"Engine.forward_backward: {objective.name} computes no log-probabilities")
@@ -193,21 +195,23 @@ class LoopSteps(StepEngine):
             batches: the batches of this data rank.
             loss: see :meth:`step`.
         """
-        self._use(loss)
         _, whole = self._whole(list(batches), exactly=False)
+        self._use(loss, whole[0] if whole else {})
         values = evaluation.evaluate(self.runner, self.batches, (self.batches.share(batch) for batch in whole))
         return {name.removeprefix("eval/"): value for name, value in values.items()}
 
-    def _use(self, loss: Loss | None) -> Objective:
-        """Let the runner compute a loss, which is tried when it is new."""
-        known = self._objectives.get(id(loss))
+    def _use(self, loss: Loss | None, batch: Batch) -> Objective:
+        """Let the runner compute a loss, which is tried when it is new, with all that a batch has."""
+        columns = {name: _column(tensor) for name, tensor in batch.items() if name not in (*_ALWAYS, *self.batches.spread)}
+        key = (id(loss), *columns.items())
+        known = self._objectives.get(key)
         if known is None:
             objective = self.setup.objective
             if loss is not None:
-                objective = make_objective(self.config, self.described, loss)
+                objective = make_objective(self.config, self.described, loss, columns)
                 self._check(objective)
                 objective.attach(self.model)
-            known = self._objectives[id(loss)] = (loss, objective)
+            known = self._objectives[key] = (loss, objective)
             while len(self._objectives) > MOST_LOSSES:  # a loop may make a new function for each step
                 del self._objectives[next(iter(self._objectives))]
         self.objective = self.batches.objective = self.runner.objective = known[1]
@@ -282,6 +286,12 @@ class LoopSteps(StepEngine):
                 one = self.mesh.sum(one.to(dtype), "pp")
             found.append(join_sequences(self.plan, self.mesh, one)[:rows, :length])
         return found
+
+
+def _column(tensor: torch.Tensor) -> Column:
+    """Describe a tensor [B, S, ...] of a batch, as a column of the data is described."""
+    width = tensor.shape[2] if tensor.ndim > 2 else None
+    return Column("token", width, "float32" if tensor.is_floating_point() else "int64")
 
 
 def _negative(log_probs: torch.Tensor, batch: Batch) -> torch.Tensor:

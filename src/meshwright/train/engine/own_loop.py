@@ -55,6 +55,8 @@ class Engine(LoopSteps):
         sequence_length: tokens of a sequence, for the plan; with `pp` all are padded to it. ``None``: there the first step
             decides.
         packing: ``pack``: rows may hold several documents.
+        tensors: further tensors of batches that have a value for each document, as ``{"score": {"per": "document"}}``: given as
+            [B, S, ...], at each token the value of its document; a loss gets [B, D, ...].
         clip_norm: largest norm of the gradient; ``None``: no clipping.
         adapter: the section ``adapter``; ``None``: train the model.
         parallel: the section ``parallel``.
@@ -86,6 +88,7 @@ class Engine(LoopSteps):
         microbatch_size: int = 1,
         sequence_length: int | None = None,
         packing: str = "pad",
+        tensors: Mapping[str, Any] | None = None,
         clip_norm: float | None = 1.0,
         adapter: Mapping[str, Any] | None = None,
         parallel: Mapping[str, Any] | None = None,
@@ -117,7 +120,7 @@ class Engine(LoopSteps):
                 "parallel": parallel,
                 "moe": moe,
                 "imports": list(imports),
-                "data": {"packing": packing},
+                "data": {"packing": packing, "tensors": dict(tensors or {})},
                 "launch": {"device": device, "timeout_minutes": timeout_minutes},
             },
         )
