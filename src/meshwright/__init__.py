@@ -9,6 +9,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Callback": "train.callbacks.callback",
     "GradSync": "distributed.data.grad_sync",
     "Layout": "layout",
     "MeshwrightError": "errors",

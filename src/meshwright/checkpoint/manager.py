@@ -236,7 +236,9 @@ class CheckpointManager:
         temporary.rename(final)
         _fsync_directory(self.directory)
         if self.keep is not None:
-            for old in complete(self.directory)[: -self.keep]:
+            kept = set(content.get("callbacks", {}).get("kept", {}).values())  # these are kept beside the others
+            others = [path for path in complete(self.directory) if int(path.name.removeprefix("step-")) not in kept]
+            for old in others[: -self.keep]:
                 _remove(old)
 
     def _raise_everywhere(self, failure: Refusal | None, temporary: Path) -> None:

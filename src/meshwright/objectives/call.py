@@ -15,7 +15,7 @@ from meshwright.models.objective import Batch, Objective
 from meshwright.objectives.given import log_probs
 from meshwright.objectives.running import Running, running
 
-__all__ = ["Pass", "calling", "evaluate_batch", "in_part", "named", "passes_before"]
+__all__ = ["Pass", "at_step", "calling", "evaluate_batch", "in_part", "named", "passes_before"]
 
 _OURS = str(Path(__file__).parents[1])
 
@@ -62,6 +62,22 @@ def in_part(part: str, hook: str) -> Iterator[None]:
         own = [one for one in frames if "site-packages" not in one.filename and "<frozen" not in one.filename]
         lines = "".join(f"\n  {one.filename}:{one.lineno} in {one.name}: {one.line}" for one in own or frames[-1:])
         raise PartError("part.raised", f"{part}, {hook}: {described(error)}{lines}") from error
+
+
+@contextmanager
+def at_step(words: str) -> Iterator[None]:
+    """Inside, a part of the user may raise; its error then says when.
+
+    Args:
+        words: such as ``step 12``.
+
+    Raises:
+        PartError: as it was, with the words before it.
+    """
+    try:
+        yield
+    except PartError as error:
+        raise PartError([line.within(f"{words}: ") for line in error.problems]) from error
 
 
 def evaluate_batch(

@@ -15,15 +15,17 @@ __all__ = ["evaluate", "shown"]
 
 
 @torch.no_grad()
-def evaluate(engine: Engine, batches: RankBatches, loader: EvalLoader, progress: Callable[[], None]) -> dict[str, float]:
+def evaluate(engine: Engine, batches: RankBatches, loader: EvalLoader | None, progress: Callable[[], None]) -> dict[str, float]:
     """Return what an evaluation measures, the same on all ranks: names with ``eval/`` to values. All ranks call it.
 
     Args:
         engine: runs the batches.
         batches: prepares them.
-        loader: gives this rank's part of what is held out.
+        loader: gives this rank's part of what is held out; ``None``: nothing is, and nothing is measured.
         progress: called before each batch.
     """
+    if loader is None:
+        return {}
     objective, mesh = batches.objective, batches.mesh
     counted = torch.zeros(len(objective.terms), dtype=torch.float64)
 

@@ -22,6 +22,7 @@ from meshwright.plan.given.inspection import model_sizes
 from meshwright.train import evaluation
 from meshwright.train.batches import RankBatches
 from meshwright.train.boundaries import check_boundaries
+from meshwright.train.callbacks.hooks import due, in_step
 from meshwright.train.engine import COUNT, SUM
 from meshwright.train.forecast import Expectation
 from meshwright.train.guard import Guard
@@ -37,10 +38,6 @@ __all__ = ["Trainer"]
 
 PATIENCE = 5.0
 """Seconds that a run that fails waits for the metrics of the step before. The failure may be that the device does nothing."""
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
 
 
 class Trainer:
@@ -95,7 +92,8 @@ class Trainer:
         self.optimizer = parts.optimizer(run, self.model)
         if self.config.optimizer.use is None or resume is not None:  # the state of others may begin otherwise than with zeros
             state.initialize_optimizer(self.optimizer)
-        self.guard = Guard(self.optimizer, device, training.max_skipped if training.on_nonfinite == "skip" else 1)
+        most = training.max_skipped if training.on_nonfinite == "skip" else 1
+        self.guard = Guard(self.optimizer, device, most, self.config.optimizer.use)
         self.sync, self.balance = parts.sync(run, self.model), balance_of_plan(run, self.model)
         self.loader = parts.loader(run, store)
         self.batches = RankBatches(run, self.objective, self.loader)
@@ -121,6 +119,7 @@ class Trainer:
         self.recorder = Recorder(self.config, speaks=self.rank == 0, steps=self.steps, resumed_step=self.step)
         self.outcomes = Outcomes(self.config, setup.paths, self._write_batch, self.recorder.say)
         self._line: tuple[int, dict[str, Any], bool] | None = None
+        self.callbacks = parts.callbacks(self, resume)  # last: they see all of it
 
     def _before_microbatch(self, words: str = "") -> None:
         self.progress(f"step {self.step + 1}{words and ', '}{words}")
@@ -138,14 +137,16 @@ class Trainer:
             NonFiniteError: a loss or gradient norm was NaN or infinite, and the step is not skipped or too many were.
             StoppedError: the run was asked to end; there is a checkpoint of the step that was done last.
         """
-        steps, training = self.steps, self.config.training
         agreement = self.agreement or Agreement(self.config.checkpoint.every_minutes)
+        steps, training = self.callbacks.begin(agreement, self.steps), self.config.training
         try:
             if self.step == 0 or self.unevaluated:
                 self.evaluate()
+            if self.callbacks.saves:
+                self.save()
             if self.step >= steps:
-                key = "steps" if training.epochs is None else "epochs"
-                self.recorder.say(f"nothing to train: step {self.step} of {steps} is done (training.{key})")
+                why = self.callbacks.finished or f"training.{'steps' if training.epochs is None else 'epochs'}"
+                self.recorder.say(f"nothing to train: step {self.step} of {steps} is done ({why})")
             while self.step < steps:
                 self.progress(f"step {self.step + 1}")
                 with self.expectation.step():
@@ -156,12 +157,13 @@ class Trainer:
                     self._log()
                 else:
                     self.recorder.advance(self.step)
-                decision, last = agreement.after(self.step), self.step == steps
+                decision = agreement.after(self.step)
+                last = self.step == (steps := self.callbacks.last_step(steps, decision.finish))
                 ends = bool(decision.end) and not last  # after the last step the run ends anyway, with its evaluation
-                self.unevaluated = last or _due(self.step, training.eval_every)
+                self.unevaluated = last or due(self.step, training.eval_every)
                 if self.unevaluated and not ends:
                     self.evaluate()
-                if last or decision.save or ends or _due(self.step, self.config.checkpoint.every):
+                if last or decision.save or ends or due(self.step, self.config.checkpoint.every) or self.callbacks.saves:
                     path = self.save()
                     agreement.saved()
                 if ends:
@@ -171,7 +173,9 @@ class Trainer:
                     where = f"after step {self.step} of {steps}, with the complete checkpoint {path}"
                     raise StoppedError("run.stopped", f"{decision.end}: ended {where}; {how} goes on from it")
             self.checkpoints.finish()
-        except BaseException:
+            self.callbacks.on_end()
+        except BaseException as error:
+            self.callbacks.failed(error)
             self.checkpoints.wait_for_save()
             if self.outcomes.journal.arrives_within(PATIENCE):
                 self._write_line()
@@ -180,9 +184,11 @@ class Trainer:
             self.expectation.close()
             self.recorder.close()
 
+    @in_step("step {}", 1)
     def train_step(self) -> None:
         """Run one optimizer step. The host does not wait for it; :meth:`metrics` returns how it went."""
         begun = time.perf_counter()
+        self.callbacks.on_step_start()
         on_host = self.batches.microbatches(self.step)
         # Tokens are counted before backward: the loss is divided by all tokens of the step, so no factor depends on the layout.
         *batches, counted = map(self.batches.to_device, (*on_host, {"counts": self.batches.counts(on_host)}))
@@ -192,6 +198,7 @@ class Trainer:
         rate = learning_rate(self.step, self.steps, self.config.optimizer.lr, self.config.schedule)
         set_learning_rate(self.optimizer, rate)
         sums = self.engine.forward_backward(list(self.engine.prepared(batches)), divisors := counts.clamp(min=1))
+        self.callbacks.on_gradients()
         norm = self.clip()
         metrics = sums.over_ranks(self.mesh)
         for term, count in zip(self.objective.terms, divisors, strict=True):
@@ -212,6 +219,7 @@ class Trainer:
         for line in self.balance.pop_warnings():
             self._write_line()
             self.recorder.say(f"[yellow]{escape(line)}[/yellow]")
+        self.callbacks.on_step(metrics)
         self.outcomes.journal.add(self.step, rate, metrics, time.perf_counter() - begun)
 
     def metrics(self) -> dict[str, Any]:
@@ -259,6 +267,7 @@ class Trainer:
     def _write_batch(self, step: int, folder: Path) -> None:
         self.batches.write(step, folder / f"batch-rank-{self.rank}.safetensors")
 
+    @in_step("the evaluation after step {}")
     def evaluate(self) -> float | None:
         """Return the mean loss in nats over the held-out targets, the same on all ranks; ``None``: nothing is held out.
 
@@ -267,12 +276,16 @@ class Trainer:
         """
         self.read_finished_steps()
         self.unevaluated = False
-        if self.evaluation is None:
+        if not (values := self.measure()):
             return None
-        words = f"the evaluation after step {self.step}"
-        values = evaluation.evaluate(self.engine, self.batches, self.evaluation, lambda: self.progress(words))
+        self.callbacks.on_evaluation(values)
         self.recorder.event(self.step, values, evaluation.shown(values, self.step, self.objective.unit))
         return values["eval/loss"]
+
+    def measure(self) -> dict[str, float]:
+        """Return the values of an evaluation of the model as it is; none if nothing is held out."""
+        words = f"the evaluation after step {self.step}"
+        return evaluation.evaluate(self.engine, self.batches, self.evaluation, lambda: self.progress(words))
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------
 
@@ -280,6 +293,7 @@ class Trainer:
         saved = state.model_tensors(self.model, trained=self.config.saves_trained_only)
         return {**saved, **state.optimizer_tensors(self.model, self.optimizer)}
 
+    @in_step("the checkpoint of step {}")
     def save(self) -> Path:
         """Save a checkpoint with everything that resuming needs, and return its path.
 
@@ -288,8 +302,9 @@ class Trainer:
         """
         self.read_finished_steps()
         self.progress(f"the checkpoint of step {self.step}")
-        tensors = {**self._tensors(), **state.rng_tensors(self.rank, self.device)}
+        tensors = {**self._tensors(), **self.callbacks.tensors(), **state.rng_tensors(self.rank, self.device)}
         meta = {
+            "callbacks": self.callbacks.values(),
             "world_size": dist.get_world_size(),
             "layout": str(self.setup.layout),
             "parameters": list(self.setup.stored),
@@ -303,6 +318,7 @@ class Trainer:
         self.recorder.say(
             f"checkpoint {escape(str(path))}" + (" is being written" if self.config.checkpoint.asynchronous else "")
         )
+        self.callbacks.on_save(path)
         return path
 
     def load(self, checkpoint: Path) -> None:

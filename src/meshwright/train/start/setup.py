@@ -100,9 +100,9 @@ def make_setup(
     from meshwright.objectives.trial import layout_problems
     from meshwright.plan.given.inspection import model_sizes
     from meshwright.plan.resolver import resolve
-    from meshwright.train.metrics import make_sinks
-    from meshwright.train.optimizer import check_parts
+    from meshwright.train.callbacks.make_callbacks import problems_with_plan
     from meshwright.train.run_objective import make_objective
+    from meshwright.train.start.part_checks import problems_of_parts
 
     spec, model = describe_model(config, tokenizer, planning=planning)
     problems: list[MeshwrightError] = []
@@ -142,11 +142,7 @@ def make_setup(
                 "set adapter, or leave given.reference_log_probs out",
             )
         )
-    try:
-        check_parts(config, config.training.steps or 100)
-        make_sinks(config)
-    except (ConfigError, PartError) as error:
-        problems.append(error)
+    problems.extend(problems_of_parts(config))
     problems.extend(_length_problems(config, model))
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         problems.append(
@@ -187,6 +183,7 @@ def make_setup(
         bias_update_rate=config.moe.bias_update_rate or 0.0,
         uncounted=objective.uncounted,
     )
+    refused.extend(problems_with_plan(config, plan))
     if refused:
         raise ConfigError(refused)
     return RunSetup(config, layout, model, spec, plan, objective)
