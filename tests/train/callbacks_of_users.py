@@ -30,7 +30,8 @@ class Notes(Callback):
 
     def on_gradients(self, run: TrainingRun) -> None:
         for name, parameter in run.model.named_parameters():
-            self.sums[name].add_(parameter.grad)
+            if parameter.grad is not None:
+                self.sums[name].add_(parameter.grad)
         self.note(run, "on_gradients")
 
     def on_step(self, run: TrainingRun) -> None:

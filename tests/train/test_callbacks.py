@@ -13,7 +13,7 @@ from meshwright.checkpoint.directory import latest, read_meta
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.errors import ConfigError, PartError
 from meshwright.train.callbacks.callback_state import states
-from meshwright.train.callbacks.make_callbacks import make_callbacks
+from meshwright.train.callbacks.make_callbacks import check_callbacks, make_callbacks
 from meshwright.train.config import RunConfig
 from meshwright.train.start.resume import changes
 from meshwright.train.start.setup import make_setup
@@ -156,8 +156,9 @@ def test_what_is_wrong_is_said_together_before_anything_starts(tiny: Tiny) -> No
     ],
 )
 def test_a_callback_that_does_not_fit_the_run_is_refused(tiny: Tiny, overrides: tuple[str, ...], words: str) -> None:
+    config = tiny(*overrides)
     with refuses(ConfigError, "config.callback") as caught:
-        make_setup(tiny(*overrides), 2)
+        check_callbacks(config, make_setup(config, 2).plan)
     assert words in str(caught.value)
 
 

@@ -32,8 +32,10 @@ def continued(trainer: Any, prompts: list[str], tokens: int, *, raw: bool) -> li
     known = trainer.setup.model.generation_config.eos_token_id
     texts: list[list[int]] = []
     stops: list[set[int]] = []
+    before: list[str] = []
     for prompt in prompts:
         asked, inputs = encoded(tokenizer, prompt, raw=raw)
+        before.append("\n" if asked else "")
         found = ends(tokenizer, known) if asked else known
         stops.append(set([found] if isinstance(found, int) else found or ()))
         texts.append(inputs["input_ids"][0].tolist())
@@ -50,7 +52,8 @@ def continued(trainer: Any, prompts: list[str], tokens: int, *, raw: bool) -> li
                     live -= {row} if token in stops[row] else set()
             if not live:
                 break
-    return [tokenizer.decode(text[start:], skip_special_tokens=True) for text, start in zip(texts, begun, strict=True)]
+    after = [tokenizer.decode(text[start:], skip_special_tokens=True) for text, start in zip(texts, begun, strict=True)]
+    return [one + other for one, other in zip(before, after, strict=True)]
 
 
 def _next_tokens(trainer: Any, texts: list[list[int]], rows: int, longest: int) -> list[int]:

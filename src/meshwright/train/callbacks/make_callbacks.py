@@ -13,7 +13,7 @@ from meshwright.train.callbacks.callback import HOOKS, Callback
 from meshwright.train.config import RunConfig
 from meshwright.user_code import PartConfig, find_part, make_part
 
-__all__ = ["Named", "make_callbacks", "problems_with_plan"]
+__all__ = ["OWN", "Named", "check_callbacks", "make_callbacks"]
 
 Named = list[tuple[str, Callback]]
 """Callbacks with their names, in the order in which they are called."""
@@ -99,10 +99,16 @@ def _made(where: str, part: PartConfig) -> Callback:
     return make_part(where, part.use, kind, part.arguments)
 
 
-def problems_with_plan(config: RunConfig, plan: ShardingPlan) -> list[Refusal]:
-    """Return what callbacks say is wrong with them in a run, see :meth:`Callback.check`."""
+def check_callbacks(config: RunConfig, plan: ShardingPlan) -> None:
+    """Ask callbacks what is wrong with them in a run, see :meth:`Callback.check`.
+
+    Raises:
+        ConfigError: what they say.
+        PartError: one raises something.
+    """
     found = []
     for name, callback in make_callbacks(config):
         with in_part(f"callback {name}", "check"):
             found += [Refusal("config.callback", f"callback {name}: {line}") for line in callback.check(config, plan)]
-    return found
+    if found:
+        raise ConfigError(found)

@@ -25,7 +25,7 @@ from meshwright.plan.result.sharding_plan import bytes_of, itemsize
 from meshwright.plan.show.explain import explain
 from meshwright.terminal import console
 from meshwright.train.callbacks.exports import directories
-from meshwright.train.callbacks.make_callbacks import make_callbacks
+from meshwright.train.callbacks.make_callbacks import check_callbacks, make_callbacks
 from meshwright.train.callbacks.moving_average import MovingAverage
 from meshwright.train.config import RunConfig
 from meshwright.train.host import host_lines
@@ -154,6 +154,7 @@ def _checked_draft(config: RunConfig, world_size: int) -> RunSetup:
     draft = None
     try:
         draft = make_setup(config, world_size)
+        check_callbacks(config, draft.plan)
     except MeshwrightError as error:
         errors.append(error)
     if draft is None or errors:

@@ -100,7 +100,6 @@ def make_setup(
     from meshwright.objectives.trial import layout_problems
     from meshwright.plan.given.inspection import model_sizes
     from meshwright.plan.resolver import resolve
-    from meshwright.train.callbacks.make_callbacks import problems_with_plan
     from meshwright.train.run_objective import make_objective
     from meshwright.train.start.part_checks import problems_of_parts
 
@@ -183,7 +182,6 @@ def make_setup(
         bias_update_rate=config.moe.bias_update_rate or 0.0,
         uncounted=objective.uncounted,
     )
-    refused.extend(problems_with_plan(config, plan))
     if refused:
         raise ConfigError(refused)
     return RunSetup(config, layout, model, spec, plan, objective)
