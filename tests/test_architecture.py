@@ -32,7 +32,7 @@ FLOORS = (
     {"shrink", "nemo"},
     {"moe"},
     {"audit", "trace"},
-    {"cli", "run"},
+    {"cli", "from_python"},
     {"__main__"},
 )
 """A room imports itself and what lies on lower floors."""

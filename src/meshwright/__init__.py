@@ -9,6 +9,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Callback": "train.callbacks.callback",
     "Engine": "train.engine.own_loop",
     "GradSync": "distributed.data.grad_sync",
     "Layout": "layout",
@@ -21,7 +22,7 @@ _HOMES = {
     "ParallelSpec": "plan.given.spec",
     "ParallelizationStrategy": "models.specs.strategy",
     "Pipeline": "models.pipeline_by_hand",
-    "Run": "run",
+    "Run": "from_python",
     "ShardingPlan": "plan.result.sharding_plan",
     "SyncPolicy": "plan.given.options",
     "UnitRule": "plan.given.spec",

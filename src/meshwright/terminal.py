@@ -25,7 +25,9 @@ def console(file: TextIO | None = None, *, quiet: bool = False, soft_wrap: bool 
     """
     file = sys.stdout if file is None else file
     limited = file.isatty() or os.environ.get("COLUMNS", "").isdigit()
-    return Console(file=file, width=None if limited else ANY_WIDTH, quiet=quiet, soft_wrap=soft_wrap)
+    # No emoji: the name of a part, my_parts:Notes, may have the code of one.
+    width = None if limited else ANY_WIDTH
+    return Console(file=file, width=width, quiet=quiet, soft_wrap=soft_wrap, emoji=False)
 
 
 def html(shown: RenderableType) -> str:

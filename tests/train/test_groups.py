@@ -161,7 +161,7 @@ def test_groups_are_audited(auditor: Auditor, folder: Path, label: str) -> None:
 
 
 def forget(trainer: Any) -> None:
-    for group in trainer.engine.optimizer.param_groups if hasattr(trainer, "engine") else trainer.optimizer.param_groups:
+    for group in trainer.optimizer.param_groups:
         group[SHARE] = 1.0
 
 

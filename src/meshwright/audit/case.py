@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from meshwright.audit.callback_notes import NotingCallbacks
 from meshwright.audit.data import UnevenLoader, sequence_digests, unlabelled_microbatch, words_to_feed
 from meshwright.audit.precision import KeepFloat64
 from meshwright.checkpoint.state import optimizer_tensors
@@ -224,6 +225,7 @@ class AuditTrainer(Trainer):
             "loader": _loader,
             "fill": partial(_fill, filled=filled),
             "runner": noting,
+            "callbacks": NotingCallbacks,
         }
         super().__init__(setup, TokenStore.open(case.store), device, resume, Parts(**{**own, **parts}))
 

@@ -55,6 +55,9 @@ def checks_of(
         yield Check("experts without a token in a microbatch", compared, "", True)
     yield _border_check(reference, ranks, not {Kind.FORWARD, Kind.BACKWARD} & wrong)
     yield Check("no random numbers drawn, modules in training mode", "", "", not {Kind.RANDOM, Kind.MODE} & wrong)
+    if first.callbacks.names:
+        names = ", ".join(first.callbacks.names)
+        yield Check("callbacks leave parameters and random numbers alone", names, "", Kind.CALLBACK not in wrong)
     yield Check("nothing lost", "parameters and buffers", "", Kind.LOST not in wrong)
     shown = []
     for axis, counts in next(iter(first.counts), {}).items():

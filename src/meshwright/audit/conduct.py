@@ -32,7 +32,7 @@ from meshwright.ranks.pool import Pool
 from meshwright.shrink.run import MAX_PROCESSES, shrink
 from meshwright.shrink.settle import copy_policies
 from meshwright.shrink.small_config import Change
-from meshwright.train.config import CheckpointConfig, LaunchConfig, MetricsConfig, RunConfig, SampleConfig, ScheduleConfig
+from meshwright.train.config import MetricsConfig, RunConfig, ScheduleConfig
 from meshwright.train.proofs.claim import claim_of, model_digest
 from meshwright.train.proofs.records import Record, record
 from meshwright.train.proofs.shipped_cells import today
@@ -165,11 +165,11 @@ def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple
             "training": config.training.model_copy(
                 update={"steps": steps, "epochs": None, "eval_every": 0, "on_nonfinite": "skip"}
             ),
-            "checkpoint": CheckpointConfig(),
             "metrics": MetricsConfig(jsonl=False, tensorboard=False),
-            "launch": LaunchConfig(),
-            "export": False,
-            "sample": SampleConfig(),
+            **{
+                name: RunConfig.model_fields[name].get_default()
+                for name in ("checkpoint", "launch", "export", "sample", "profile")
+            },
         }
     )
     reasons = {

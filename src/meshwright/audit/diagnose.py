@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from meshwright.audit.callback_notes import callback_findings
 from meshwright.audit.compare import Row
 from meshwright.audit.counted_collectives import wrong_counts
 from meshwright.audit.data import unlike
@@ -27,6 +28,7 @@ def diagnose(plan: ShardingPlan, reference: Reference, ranks: Sequence[RankResul
     """Return what is wrong, causes first and without their consequences; empty if the layout computes what one process does."""
     rows = [row for result in ranks for row in result.rows]
     findings = [
+        *_callbacks(reference, rows, ranks, tolerances),
         *_values(plan, rows, ranks),
         *_data(plan.layout, reference, ranks),
         *_random(ranks),
@@ -60,6 +62,15 @@ def _with_stage(plan: ShardingPlan, finding: Finding) -> Finding:
         return finding
     words = f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
     return replace(finding, message=f"{finding.message} ({words})")
+
+
+def _callbacks(
+    reference: Reference, rows: Sequence[Row], ranks: Sequence[RankResult], tolerances: Tolerances
+) -> Iterator[Finding]:
+    """Yield what callbacks do. The gradients that they change are compared where those before were right."""
+    right = tolerances.dtype == "float64" and all(row.passed for row in rows if row.what == "gradient")
+    allowed = tolerances.steps * TOLERANCES[tolerances.dtype] if right else None
+    yield from callback_findings(reference.callbacks, [result.callbacks for result in ranks], allowed)
 
 
 # -- before the gradient -----------------------------------------------------------------------------------------------------
@@ -206,7 +217,7 @@ def _norms(reference: Reference, ranks: Sequence[RankResult], rows: Sequence[Row
     right = all(row.passed for row in rows if row.what == "gradient")
     compared = [(0, "after clipping", [result.clipped_norm for result in ranks], reference.clipped_norm)]
     # If the ranks round differently from one process, the first step's norm is compared with that of the gathered gradients.
-    own = tolerances.rounded()
+    own = tolerances.rounded() and not reference.callbacks
     for step, truth in enumerate(
         [math.hypot(*(result.gathered_norm for result in ranks)), *reference.norms[1:]] if own else reference.norms
     ):

@@ -15,6 +15,9 @@ class Kind(StrEnum):
     PLAIN = "plain"
     """One process of Meshwright computes something else than plain transformers, peft and torch, whatever the layout."""
 
+    CALLBACK = "callback"
+    """A callback moves parameters, draws random numbers, or changes gradients differently on layouts."""
+
     VALUES = "values"
     """The initial parameters of the ranks are not those of one process, or not the same on all ranks."""
 
@@ -80,6 +83,7 @@ _AT_THE_END = (Kind.LATER, Kind.EVALUATION, Kind.RESUMED)
 _AFTER_GRADIENTS = (Kind.REPLICAS, Kind.NORM, Kind.STATE, *_AT_THE_END)
 _ALL_NUMBERS = (Kind.FORWARD, Kind.BACKWARD, Kind.UNREDUCED, Kind.GRADIENT, Kind.LOSS, *_AFTER_GRADIENTS)
 CONSEQUENCES = {
+    Kind.CALLBACK: (Kind.VALUES, Kind.FROZEN, Kind.DECAY, *_ALL_NUMBERS),
     Kind.VALUES: _ALL_NUMBERS,
     Kind.DATA: _ALL_NUMBERS,
     Kind.RANDOM: _ALL_NUMBERS,

@@ -108,7 +108,11 @@ def compare_with_plain(device: torch.device, case: Case, folder: Path) -> PlainR
     if why := unwritten(folder):
         return PlainResult(why)
     config = in_dtype(case.config, "float64", store="float64")
-    changed = {"moe": MoEConfig(), "training": config.training.model_copy(update={"microbatch_size": 1, "steps": 1})}
+    changed = {
+        "moe": MoEConfig(),
+        "callbacks": [],
+        "training": config.training.model_copy(update={"microbatch_size": 1, "steps": 1}),
+    }
     case = from_files(Case(config.model_copy(update=changed), case.store, 1).on_one_process(), folder)
     documents = _documents(case.store, case.config.data.sequence_length)
     try:

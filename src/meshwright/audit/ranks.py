@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.audit.again import difference, evaluate, go_on, save_here
 from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, compare_borders, first_recorders
+from meshwright.audit.callback_notes import notes_of
 from meshwright.audit.case import AuditTrainer, Case, NotingRunner, digest, modules_in_evaluation, states_by_kind
 from meshwright.audit.compare import Row, compare, weights_of_parts
 from meshwright.audit.counted_collectives import by_axis
@@ -85,7 +86,7 @@ class RankTrainer(AuditTrainer):
         self.folder = checkpoints
         self.reference, self.noise = reference, noise
         self.compiled = any(unit.compile for unit in self.setup.plan.units)
-        self.result = RankResult(self.rank)
+        self.result = RankResult(self.rank, callbacks=notes_of(self))
         stages = stages_of_rank(self.setup.plan, self.mesh.rank("pp"))
         self.plan, self.elsewhere = on_stages(self.setup.plan, stages), elsewhere(self.setup.plan, stages)
         self.copies = {row.name for row in self.plan.parameters if row.copies and row.stage not in stages}

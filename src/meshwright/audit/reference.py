@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 
 from meshwright.audit.again import evaluate
 from meshwright.audit.borders import MOST_BYTES_OF_BORDERS, BorderRecorder
+from meshwright.audit.callback_notes import notes_of
 from meshwright.audit.case import AuditTrainer, Case, NotingRunner, modules_in_evaluation
 from meshwright.audit.data import UnevenLoader, gathered_batches
 from meshwright.audit.decay import decayed_by_optimizer, plain_optimizer, to_be_decayed
@@ -66,6 +67,7 @@ class Reference:
         evaluation: loss of an evaluation after the steps; ``None``: there was none.
         sketches: for each step, moment to name to the sketch of a trained parameter. The first step has no gradients: their
             tensors are kept.
+        callbacks: the gradients that callbacks changed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -89,6 +91,7 @@ class Reference:
         self.borders_left_out: int = meta["borders_left_out"]
         self.evaluation: float | None = meta["evaluation"]
         self.sketches: list[dict[str, dict[str, Sketch]]] = meta["sketches"]
+        self.callbacks: list[tuple[int, str, dict[str, Sketch]]] = meta["callbacks"]
         self._file = safe_open(folder / "reference.safetensors", framework="pt")
         self._names = set(self._file.keys())
 
@@ -252,6 +255,7 @@ class ReferenceTrainer(AuditTrainer):
         for key, value in state.optimizer_tensors(self.model, self.optimizer).items():
             self.keep(key, value)
         self.meta["sequences"] = self.sequences
+        self.meta["callbacks"] = notes_of(self).gradients
         self.meta["evaluation"] = None if self.files is None else evaluate(self)
         self.meta["decayed"] = decayed_by_optimizer(self.model, self.optimizer)
         gradients = [tensor for key, tensor in self.tensors.items() if key.startswith("gradient.")]

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from meshwright.audit.borders import BorderRow
+from meshwright.audit.callback_notes import CallbackNotes
 from meshwright.audit.compare import Row
 from meshwright.audit.timeline import Divergence
 from meshwright.plan.result.sharding_plan import ParameterRow
@@ -43,6 +44,7 @@ class RankResult:
         evaluation: loss of an evaluation after the steps; ``None``: there was none.
         resumed: name of each tensor of a checkpoint to how far it is, on this rank, from where a new trainer ends that goes on
             from a checkpoint after the first step; ``loss`` to how far its losses are. Empty if that was not tried.
+        callbacks: what the callbacks did.
         seconds: duration of the steps, with the comparisons.
     """
 
@@ -68,6 +70,7 @@ class RankResult:
     divergences: list[Divergence] = field(default_factory=list)
     evaluation: float | None = None
     resumed: dict[str, float] = field(default_factory=dict)
+    callbacks: CallbackNotes = field(default_factory=CallbackNotes)
     seconds: float = 0.0
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from meshwright.checkpoint import storage
 from meshwright.checkpoint.directory import damage, read_meta
 from meshwright.checkpoint.manager import check_base, check_writable
+from meshwright.checkpoint.prompts import encoded, ends
 from meshwright.device import claim, default_kind
 from meshwright.errors import CheckpointError, ModelError, Refusal, described
 from meshwright.files import honour_umask, put_in_place, save_tensors
@@ -88,7 +89,13 @@ def needed_paths(config: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def export_checkpoint(
-    checkpoint: Path, directory: Path, dtype: str | None = None, *, adapter: bool = False, overwrite: bool = False
+    checkpoint: Path,
+    directory: Path,
+    dtype: str | None = None,
+    *,
+    adapter: bool = False,
+    average: str = "",
+    overwrite: bool = False,
 ) -> None:
     """Write a checkpoint as a directory that ``from_pretrained`` of transformers loads.
 
@@ -105,6 +112,7 @@ def export_checkpoint(
             that the run began with, for each tensor its own if there were several; for a new model, the dtype of the stored
             parameters.
         adapter: write the adapter alone, as a directory that peft loads.
+        average: name of a callback whose moving averages are written, in place of what was trained: ``ema``.
         overwrite: replace an earlier export. Other files are never replaced.
 
     Raises:
@@ -160,6 +168,8 @@ def export_checkpoint(
             initialize_buffers(model, torch.device("cpu"))
         initialize_adapters(model, torch.device("cpu"), 0)
     storage.read(checkpoint, model_tensors(model, trained=base is not None), alone=True)
+    if average:
+        _read_average(checkpoint, model, average)
     if adapted is not None and not adapter:
         merge(model)
     dtype = dtype or meta["config"].get("export_dtype")
@@ -174,7 +184,7 @@ def export_checkpoint(
     if tokenizer is not None and not learned_chats and tokenizer.chat_template == DEFAULT_CHAT_TEMPLATE:
         tokenizer.chat_template = None  # it came with a tokenizer that was trained here, and the model has never seen a chat
     if tokenizer is not None and generation is None and learned_chats:
-        model.generation_config.eos_token_id = _ends(tokenizer, model.generation_config.eos_token_id)
+        model.generation_config.eos_token_id = ends(tokenizer, model.generation_config.eos_token_id)
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         if adapter:
@@ -197,6 +207,27 @@ def export_checkpoint(
         raise CheckpointError("export.unwritten", f"{directory}: not written: {described(error)}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _read_average(checkpoint: Path, model: Any, name: str) -> None:
+    """Give the trained parameters of a model their moving averages, each rounded once."""
+    import torch
+
+    prefix = f"callback.{name}."
+    stored = {key: shape for key, (shape, _) in storage.contents(checkpoint).items() if key.startswith(prefix)}
+    if not stored:
+        raise CheckpointError(
+            "export.ema", f"{checkpoint}: has no moving average {name!r}; its run had no such callback (callbacks: [ema])"
+        )
+    kind = {
+        key: torch.float64 if dtype == "float64" else torch.float32 for key, (_, dtype) in storage.contents(checkpoint).items()
+    }
+    averages = {key: torch.empty(shape, dtype=kind[key]) for key, shape in stored.items()}
+    storage.read(checkpoint, averages)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for key, value in averages.items():
+            parameters[key.removeprefix(prefix)].copy_(value)
 
 
 def _cast_files(folder: Path, dtype: str, exceptions: Mapping[str, str]) -> None:
@@ -224,20 +255,6 @@ def _cast_files(folder: Path, dtype: str, exceptions: Mapping[str, str]) -> None
         content["metadata"]["total_size"] = total
         index.write_text(json.dumps(content, indent=2) + "\n")
     config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": dtype}, indent=2) + "\n")
-
-
-def _ends(tokenizer: Any, known: int | list[int] | None) -> int | list[int] | None:
-    """Return the token ids that end a text, or a turn of the assistant as the chat template writes it."""
-    ids = [known] if isinstance(known, int) else list(known or ())
-    if tokenizer.chat_template:
-        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        try:
-            written = tokenizer.apply_chat_template(chat, tokenize=False).rstrip()
-        except Exception:  # templates are programs of others; if one refuses this chat, nothing is known
-            written = ""
-        last = [number for token, number in tokenizer.added_tokens_encoder.items() if written.endswith(token)]
-        ids += [number for number in last if number not in ids]
-    return ids[0] if len(ids) == 1 else ids or None
 
 
 def generate(
@@ -310,27 +327,13 @@ def generate(
         model = with_adapter(model, adapter)
     device = claim(default_kind(), 0)
     model.to(device).eval()
-    asked = bool(tokenizer.chat_template) and not raw
-    inputs = _asked(tokenizer, prompt) if asked else tokenizer(prompt, return_tensors="pt", add_special_tokens=True)
+    asked, inputs = encoded(tokenizer, prompt, raw=raw)
     before = "\n" if asked else ""
-    if inputs["input_ids"].shape[1] == 0:
-        raise ModelError("generate.prompt", "the prompt has no tokens")
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     tokens = inputs["input_ids"].shape[1] + max_new_tokens
     if warn is not None and isinstance(longest, int) and 0 < longest < tokens:
         warn(f"up to {tokens} tokens, beyond the {longest} positions of the model: what it says there may make no sense")
     if asked:
-        model.generation_config.eos_token_id = _ends(tokenizer, model.generation_config.eos_token_id)
+        model.generation_config.eos_token_id = ends(tokenizer, model.generation_config.eos_token_id)
     sampling = Sampling(max_new_tokens, temperature, top_p, seed, steps, show)
     return before + family.generate(model, tokenizer, inputs.to(device), sampling)
-
-
-def _asked(tokenizer: Any, prompt: str) -> Any:
-    """Return the token ids and the mask of a chat in which a user has said the prompt, and the assistant is to answer."""
-    turn = [{"role": "user", "content": prompt}]
-    try:
-        return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    except Exception as error:  # a template is a program of others
-        raise ModelError(
-            "generate.prompt", f"the chat template refuses the prompt ({described(error)}); raw does without it"
-        ) from error

@@ -223,7 +223,9 @@ class CheckpointManager:
         """On rank 0, make a written checkpoint complete, and remove the oldest ones."""
         _complete(temporary, temporary.with_suffix(""), content, self.attached)
         if self.keep is not None:
-            for old in complete(self.directory)[: -self.keep]:
+            kept = set(content.get("callbacks", {}).get("kept", {}).values())  # these are kept beside the others
+            others = [path for path in complete(self.directory) if int(path.name.removeprefix("step-")) not in kept]
+            for old in others[: -self.keep]:
                 _remove(old)
 
 

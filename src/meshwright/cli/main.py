@@ -232,6 +232,7 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter/--merged", help="Of an adapter: itself, for peft; or merged into its model.")
     ] = False,
+    ema: Annotated[bool, typer.Option("--ema", help="The moving average of the run (callbacks: [ema]).")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export in the directory.")] = False,
     debug: DebugOption = False,
 ) -> None:
@@ -251,7 +252,7 @@ def export(
         raise CheckpointError(
             "checkpoint.incomplete", f"{checkpoint}: neither a complete checkpoint nor a run that has one{instead}"
         )
-    export_checkpoint(newest, directory, dtype, adapter=adapter, overwrite=overwrite)
+    export_checkpoint(newest, directory, dtype, adapter=adapter, average="ema" if ema else "", overwrite=overwrite)
     typer.echo(f"{newest} -> {directory}")
 
 

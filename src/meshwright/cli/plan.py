@@ -96,10 +96,12 @@ def plan(
 
         raise ConfigError("cli.exclusive", f"--expert-load={load:g}: is for forecasts; add --gpu")
     from meshwright.plan.cost.hardware import load_hardware
+    from meshwright.train.callbacks.make_callbacks import check_callbacks
 
     hardware = load_hardware(gpu) if gpu is not None else None  # a wrong name is refused before any work
     setup = make_setup(run, world_size or planned_processes(run), planning=True)
     sharding_plan = setup.plan
+    check_callbacks(run, sharding_plan)
     if against is not None:
         differences = [str(item) for item in _plan_in(against).diff(sharding_plan)]
         typer.echo("\n".join(differences) or "no difference")

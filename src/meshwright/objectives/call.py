@@ -14,7 +14,7 @@ from meshwright.objectives.given import log_probs
 from meshwright.objectives.running import Running, running
 from meshwright.user_code import raised_by
 
-__all__ = ["Pass", "calling", "evaluate_batch", "in_part", "named", "passes_before"]
+__all__ = ["Pass", "at_step", "calling", "evaluate_batch", "in_part", "named", "passes_before"]
 
 
 def named(objective: Objective) -> str:
@@ -56,6 +56,22 @@ def in_part(part: str, hook: str) -> Iterator[None]:
         if type(error).__module__.startswith("torch._subclasses"):
             raise  # a trace without values says itself what it cannot follow
         raise PartError("part.raised", f"{part}, {hook}: {raised_by(error)}") from error
+
+
+@contextmanager
+def at_step(words: str) -> Iterator[None]:
+    """Inside, a part of the user may raise; its error then says when.
+
+    Args:
+        words: such as ``step 12``.
+
+    Raises:
+        PartError: as it was, with the words before it.
+    """
+    try:
+        yield
+    except PartError as error:
+        raise PartError([line.within(f"{words}: ") for line in error.problems]) from error
 
 
 def evaluate_batch(

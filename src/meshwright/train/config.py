@@ -95,6 +95,24 @@ class MoEConfig(Section):
     )
 
 
+class BestConfig(Section):
+    """Which evaluation is the best."""
+
+    metric: str = Field(default="eval/loss", description="Name of a value of evaluations, as in metrics.jsonl.")
+    mode: Literal["min", "max"] = Field(default="min", description="Whether less is better, or more.")
+
+
+class ProfileConfig(Section):
+    """A trace of some steps, by torch's profiler: profile/ of the output directory, a file for each rank."""
+
+    step: int = Field(ge=1, description="The first step of the trace.")
+    steps: int = Field(default=1, ge=1, description="Number of steps.")
+    ranks: list[int] = Field(default=[0], min_length=1, description="Ranks that are traced.")
+    memory: bool = Field(
+        default=True, description="Also write a snapshot of the memory, where torch records the history of a device's memory."
+    )
+
+
 class CheckpointConfig(Section):
     """Saving and resuming. The last step is always saved, and the one at which SIGTERM, SIGINT or SIGUSR1 ends the run."""
 
@@ -103,6 +121,11 @@ class CheckpointConfig(Section):
         default=30.0, gt=0, description="Minutes between checkpoints, whatever saved the one before; null: none by the clock."
     )
     keep: int | None = Field(default=2, ge=1, description="Complete checkpoints to keep; null: all.")
+    best: BestConfig | None = Field(
+        default=None,
+        description="`{metric: eval/loss, mode: min}`: a checkpoint is saved after each evaluation that is the best so far; "
+        "`keep` does not remove the last of these. With export: true it becomes export-best/. null: none.",
+    )
     asynchronous: bool = Field(default=False, description="Write in the background while training goes on.")
     resume: PathText = Field(
         default="auto", description="'auto': from the newest complete checkpoint of the output directory, if there is one; "
@@ -149,9 +172,15 @@ class LaunchConfig(Section):
 
 
 class SampleConfig(Section):
-    """What the exported model is asked at the end."""
+    """What the model is asked: the exported one at the end, and the one that trains between steps."""
 
-    prompts: list[str] = Field(default=[], description="Prompts to continue after training.")
+    prompts: list[str] = Field(default=[], description="Prompts to continue.")
+    every: int = Field(
+        default=0,
+        ge=0,
+        description="Steps between samples of the model that trains, each token the most likely one; 0: only of the exported "
+        "model, at the end.",
+    )
     max_new_tokens: int = Field(default=48, ge=1, description="Tokens of each continuation.")
     raw: bool = Field(
         default=False,
@@ -178,6 +207,12 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="The optimizer.")
     schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="Learning rate over the steps.")
     training: TrainingConfig = Field(description="The loop.")
+    callbacks: list[PartName] = Field(
+        default=[],
+        description="What is called at fixed points of the run, in this order: `ema`, `early_stopping`, `freeze`, or callbacks "
+        "of your own, as `module:Name` or `{use: module:Name, with: {...}}` (docs/own-parts.md).",
+    )
+    profile: ProfileConfig | None = Field(default=None, description="A trace of some steps; null: none.")
     diffusion: DiffusionConfig = Field(default=DiffusionConfig(), description="Block diffusion.")
     moe: MoEConfig = Field(default=MoEConfig(), description="Balance of experts.")
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Saving and resuming.")
@@ -201,10 +236,13 @@ class RunConfig(Section):
                 "config.together",
                 f"training.eval_every={self.training.eval_every}: nothing is held out (data.eval_fraction, eval_files)",
             )
-        if self.sample.prompts and not self.export:
-            problems.add(
-                "config.together", "sample.prompts: the prompts are for the exported model; set export: true, or leave them out"
+        if self.sample.prompts and not self.export and not self.sample.every:
+            words = (
+                "sample.prompts: the prompts are for the exported model; set export: true or sample.every, or leave them out"
             )
+            problems.add("config.together", words)
+        if self.sample.every and not self.sample.prompts:
+            problems.add("config.together", f"sample.every={self.sample.every}: there is nothing to sample; set sample.prompts")
         if problems:
             raise ValueError(Refusal(problems[0].code, "; ".join(problems)))
         return self
@@ -229,9 +267,10 @@ class RunConfig(Section):
         parts = {"objective": self.training.objective, "optimizer": self.optimizer.part, "schedule": self.schedule.part}
         parts |= {"source": self.data.source, "map": self.data.map}
         named = [(kind, part) for kind, part in parts.items() if part is not None]
-        lines = [f"{kind}: {part_text(part)}" for kind, part in (*named, *(("sink", part) for part in self.metrics.sinks))]
+        listed = (("callback", self.callbacks), ("sink", self.metrics.sinks))
+        named += [(kind, part) for kind, parts in listed for part in parts]
         columns = [f"{name} (per {one.per}, {one.dtype})" for name, one in self.data.tensors.items()]
-        return lines + ([f"columns: {', '.join(columns)}"] if columns else [])
+        return [f"{kind}: {part_text(part)}" for kind, part in named] + ([f"columns: {', '.join(columns)}"] if columns else [])
 
     @property
     def saves_trained_only(self) -> bool:

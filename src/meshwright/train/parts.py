@@ -21,6 +21,7 @@ from meshwright.models.weights.build import materialize
 from meshwright.models.weights.initial_values import derive_seed
 from meshwright.plan.axes.pipeline.stage_plan import elsewhere, on_stages, stages_of_rank
 from meshwright.plan.result.sharding_plan import ShardingPlan
+from meshwright.train.callbacks.hooks import Callbacks
 from meshwright.train.config import RunConfig
 from meshwright.train.engine.runner import Runner, Sequential
 from meshwright.train.forecast import Forecast
@@ -204,6 +205,7 @@ class Parts:
         sync: makes what decides when the model's units gather and reduce.
         loader: makes the loader of training data, from a token store.
         runner: makes what runs microbatches.
+        callbacks: makes what calls the callbacks of the trainer that it is given, and the checkpoint to resume from.
         forecast: the command that makes the forecast that is printed beside a step; ``None``: none is made.
     """
 
@@ -214,6 +216,7 @@ class Parts:
     sync: Callable[[RankSetup, nn.Module], GradSync | None] = sync_of_plan
     loader: Callable[[RankSetup, TokenStore], TrainLoader] = train_loader
     runner: Callable[[RankSetup, nn.Module, Objective, GradSync | None, Balance, Progress], Runner] = runner_of_plan
+    callbacks: Callable[..., Callbacks] = Callbacks
     forecast: Forecast | None = None
 
 

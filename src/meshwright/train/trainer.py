@@ -1,6 +1,7 @@
 """The trainer: loop(microbatches, sync, clip, step), with evaluation and checkpoints. Every rank has one trainer."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,6 @@ import torch
 import torch.distributed as dist
 from rich.markup import escape
 
-from meshwright.checkpoint.directory import read_meta
 from meshwright.checkpoint.manager import CheckpointManager
 from meshwright.data.store import TokenStore
 from meshwright.device import memory_in_use
@@ -18,6 +18,7 @@ from meshwright.plan.given.inspection import model_sizes
 from meshwright.train import evaluation
 from meshwright.train.batches import write_batches
 from meshwright.train.boundaries import check_boundaries
+from meshwright.train.callbacks.hooks import due, in_step
 from meshwright.train.engine.steps import StepEngine
 from meshwright.train.forecast import Expectation
 from meshwright.train.metrics import Recorder
@@ -32,10 +33,6 @@ __all__ = ["Trainer"]
 
 PATIENCE = 5.0
 """Seconds that a run that fails waits for the metrics of the step before. The failure may be that the device does nothing."""
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
 
 
 class Trainer(StepEngine):
@@ -86,6 +83,7 @@ class Trainer(StepEngine):
         self.recorder = Recorder(self.config, speaks=speaks, steps=self.steps, resumed_step=self.step)
         self.outcomes = Outcomes(self.config, setup.paths, self._write_batch, self.recorder.say)
         self._line: tuple[int, dict[str, Any], bool] | None = None
+        self.callbacks = parts.callbacks(self, resume)  # last: they see all of it
 
     @property
     def step(self) -> int:
@@ -105,14 +103,16 @@ class Trainer(StepEngine):
             NonFiniteError: a loss or gradient norm was NaN or infinite, and the step is not skipped or too many were.
             StoppedError: the run was asked to end; there is a checkpoint of the step that was done last.
         """
-        steps, training = self.steps, self.config.training
         agreement = self.agreement or Agreement(self.config.checkpoint.every_minutes)
+        steps, training = self.callbacks.begin(agreement, self.steps), self.config.training
         try:
             if self.step == 0 or self.unevaluated:
                 self.evaluate()
+            if self.callbacks.saves:
+                self.save()
             if self.step >= steps:
-                key = "steps" if training.epochs is None else "epochs"
-                self.recorder.say(f"nothing to train: step {self.step} of {steps} is done (training.{key})")
+                why = self.callbacks.finished or f"training.{'steps' if training.epochs is None else 'epochs'}"
+                self.recorder.say(f"nothing to train: step {self.step} of {steps} is done ({why})")
             while self.step < steps:
                 self.progress(f"step {self.step + 1}")
                 with self.expectation.step():
@@ -123,12 +123,13 @@ class Trainer(StepEngine):
                     self._log()
                 else:
                     self.recorder.advance(self.step)
-                decision, last = agreement.after(self.step), self.step == steps
+                decision = agreement.after(self.step)
+                last = self.step == (steps := self.callbacks.last_step(steps, decision.finish))
                 ends = bool(decision.end) and not last  # after the last step the run ends anyway, with its evaluation
-                self.unevaluated = last or _due(self.step, training.eval_every)
+                self.unevaluated = last or due(self.step, training.eval_every)
                 if self.unevaluated and not ends:
                     self.evaluate()
-                if last or decision.save or ends or _due(self.step, self.config.checkpoint.every):
+                if last or decision.save or ends or due(self.step, self.config.checkpoint.every) or self.callbacks.saves:
                     path = self.save()
                     agreement.saved()
                 if ends:
@@ -138,7 +139,9 @@ class Trainer(StepEngine):
                     where = f"after step {self.step} of {steps}, with the complete checkpoint {path}"
                     raise StoppedError("run.stopped", f"{decision.end}: ended {where}; {how} goes on from it")
             self.checkpoints.finish()
-        except BaseException:
+            self.callbacks.on_end()
+        except BaseException as error:
+            self.callbacks.failed(error)
             self.checkpoints.wait_for_save()
             if self.outcomes.journal.arrives_within(PATIENCE):
                 self._write_line()
@@ -147,15 +150,19 @@ class Trainer(StepEngine):
             self.expectation.close()
             self.recorder.close()
 
+    @in_step("step {}", 1)
     def train_step(self) -> None:
         """Run one optimizer step. The host does not wait for it; :meth:`metrics` returns how it went."""
         begun = time.perf_counter()
+        self.callbacks.on_step_start()
         rate = learning_rate(self.step, self.steps, self.config.optimizer.lr, self.config.schedule)
         gathered = self.run_microbatches(self.microbatches(self.step))
+        self.callbacks.on_gradients()
         metrics = self.update(gathered, rate, logged=self.recorder.logs(self.step + 1))
         for line in self.balance.pop_warnings():
             self._write_line()
             self.recorder.say(f"[yellow]{escape(line)}[/yellow]")
+        self.callbacks.on_step(metrics)
         self.outcomes.journal.add(self.step, rate, metrics, time.perf_counter() - begun)
 
     def microbatches(self, step: int) -> list[Batch]:
@@ -207,6 +214,7 @@ class Trainer(StepEngine):
     def _write_batch(self, step: int, folder: Path) -> None:
         write_batches(self.microbatches(step), folder / f"batch-rank-{self.rank}.safetensors")
 
+    @in_step("the evaluation after step {}")
     def evaluate(self) -> float | None:
         """Return the mean loss in nats over the held-out targets, the same on all ranks; ``None``: nothing is held out.
 
@@ -215,16 +223,23 @@ class Trainer(StepEngine):
         """
         self.read_finished_steps()
         self.unevaluated = False
-        if self.evaluation is None:
+        if not (values := self.measure()):
             return None
-        words = f"the evaluation after step {self.step}"
-        held_out = self.batches.held_out(self.evaluation, lambda: self.progress(words))
-        values = evaluation.evaluate(self.runner, self.batches, held_out)
+        self.callbacks.on_evaluation(values)
         self.recorder.event(self.step, values, evaluation.shown(values, self.step, self.objective.unit))
         return values["eval/loss"]
 
+    def measure(self) -> dict[str, float]:
+        """Return the values of an evaluation of the model as it is; none if nothing is held out."""
+        if self.evaluation is None:
+            return {}
+        words = f"the evaluation after step {self.step}"
+        held_out = self.batches.held_out(self.evaluation, lambda: self.progress(words))
+        return evaluation.evaluate(self.runner, self.batches, held_out)
+
     # -- checkpoints -------------------------------------------------------------------------------------------------------
 
+    @in_step("the checkpoint of step {}")
     def save(self) -> Path:
         """Save a checkpoint with everything that resuming needs, and return its path.
 
@@ -234,15 +249,17 @@ class Trainer(StepEngine):
         self.read_finished_steps()
         self.progress(f"the checkpoint of step {self.step}")
         meta = {
+            "callbacks": self.callbacks.values(),
             **self.facts_to_save(),
             "unevaluated": self.unevaluated,
             "loader": self.loader.state_dict(self.step),
             "source": self._source,
         }
-        path = self.checkpoints.save(self.step, self.tensors_to_save(), meta)
+        path = self.checkpoints.save(self.step, {**self.tensors_to_save(), **self.callbacks.tensors()}, meta)
         self.recorder.say(
             f"checkpoint {escape(str(path))}" + (" is being written" if self.config.checkpoint.asynchronous else "")
         )
+        self.callbacks.on_save(path)
         return path
 
     def load(self, checkpoint: Path) -> None:
@@ -251,5 +268,8 @@ class Trainer(StepEngine):
         Raises:
             CheckpointError: it is a checkpoint of another model, optimizer or data; then nothing was changed.
         """
-        self.loader.check_state(read_meta(checkpoint)["loader"])
         self.unevaluated = bool(self.read(checkpoint).get("unevaluated", False))
+
+    def check_facts(self, facts: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint of other data, or of another order of them."""
+        self.loader.check_state(facts["loader"])

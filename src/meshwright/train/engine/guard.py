@@ -5,8 +5,11 @@ scaler), and leaves parameters, moments and step counts unchanged if it is 1. Th
 """
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+
+from meshwright.objectives.call import in_part
 
 __all__ = ["Guard", "is_finite"]
 
@@ -26,13 +29,16 @@ class Guard:
         optimizer: the optimizer whose steps are skipped.
         device: device of losses and norms.
         most: number of bad steps in a row after which every later step changes nothing either; ``None``: no limit.
+        part: name of an optimizer of the user, for what it raises; ``None``: it is ours.
 
     Attributes:
         flag: fp32 scalar on the device; 1 if the step that was judged last changes nothing, otherwise 0.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device, most: int | None) -> None:
-        self._optimizer, self._most = optimizer, most
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, device: torch.device, most: int | None, part: str | None = None
+    ) -> None:
+        self._optimizer, self._most, self._part = optimizer, most, part
         self._fused = all(group.get("fused") for group in optimizer.param_groups)
         self._homes = {parameter.device for group in optimizer.param_groups for parameter in group["params"]}
         self.flag = torch.zeros((), device=device)
@@ -57,12 +63,17 @@ class Guard:
         """Run the step of the optimizer, unless the flag is set."""
         if not self._fused:
             if not self.flag.item():
-                self._optimizer.step()
+                with self._named():
+                    self._optimizer.step()
             return
         # CPU kernels, for parameters on the host, do not wait for a copy of the flag that is under way, so the host waits.
         offloaded = self.flag.device.type != "cpu" and torch.device("cpu") in self._homes
         self._optimizer.found_inf = self.flag.cpu() if offloaded else self.flag  # type: ignore[attr-defined]
         try:
-            self._optimizer.step()
+            with self._named():
+                self._optimizer.step()
         finally:
             del self._optimizer.found_inf  # type: ignore[attr-defined]
+
+    def _named(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._part is None else in_part(f"optimizer {self._part}", "step")

@@ -83,7 +83,8 @@ class StepEngine:
         self.optimizer = parts.optimizer(run, self.model)
         if self.config.optimizer.use is None or resumes:  # the state of others may begin otherwise than with zeros
             state.initialize_optimizer(self.optimizer)
-        self.guard = Guard(self.optimizer, device, training.max_skipped if training.on_nonfinite == "skip" else 1)
+        most = training.max_skipped if training.on_nonfinite == "skip" else 1
+        self.guard = Guard(self.optimizer, device, most, self.config.optimizer.use)
         self.sync, self.balance = parts.sync(run, self.model), balance_of_plan(run, self.model)
         self.batches = RankBatches(run, self.objective)
         made = (self.model, self.objective, self.sync, self.balance)
@@ -181,6 +182,9 @@ class StepEngine:
             "config": self.config.model_dump(mode="json"),
         }
 
+    def check_facts(self, facts: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint by what it holds besides its tensors, before anything is read."""
+
     def read(self, checkpoint: Path) -> dict[str, Any]:
         """Read a checkpoint of the same model, written on this or another layout, continue after its step, return its facts.
 
@@ -189,6 +193,7 @@ class StepEngine:
         """
         check_same_model(checkpoint, self.setup.stored, plain_config(self.setup.model))
         meta, stored = read_meta(checkpoint), storage.contents(checkpoint)
+        self.check_facts(meta)
         tensors = self._tensors()
         if self.config.optimizer.use is not None:  # a parameter without a gradient so far has no state there
             tensors = state.without_absent(self.model, self.optimizer, tensors, stored)

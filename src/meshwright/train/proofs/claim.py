@@ -38,6 +38,7 @@ from meshwright.plan.given.inspection import model_sizes
 from meshwright.plan.given.names import generalize, holder_of
 from meshwright.plan.given.spec import ParallelSpec
 from meshwright.plan.result.sharding_plan import ShardingPlan
+from meshwright.train.callbacks.make_callbacks import OWN
 from meshwright.train.proofs.own_code import code_digest
 from meshwright.train.start.setup import RunSetup
 
@@ -90,6 +91,9 @@ def claim_of(setup: RunSetup) -> Claim:
     plan, moe = setup.plan, setup.config.moe
     balance = [name for name, value in (("loss", moe.aux_loss), ("bias", moe.bias_update_rate)) if value]
     choices = {**_choices(plan), "balance": "+".join(balance) or "none", "objective": _objective(setup)}
+    if theirs := [part for part in setup.config.callbacks if part.use not in OWN]:
+        code = _foreign_code(sorted({part.use.partition(":")[0] for part in theirs if ":" in part.use}))
+        choices["callbacks"] = _digest([[[part.use, part.arguments] for part in theirs], code])
     axes, strategy = axes_above_1(plan.layout), type(get_parallelization_strategy(setup.model))
     has = {"experts": bool(setup.spec.experts), "adapter": setup.config.adapter is not None}
     concerns = {*axes, *(name for name, there in has.items() if there)}

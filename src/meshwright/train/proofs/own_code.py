@@ -19,7 +19,9 @@ _COUNTS = ("layout.py", "data/loader.py", "data/order.py", "data/packing.py", "d
 
 _DOES_NOT_COUNT = (
     "plan/cost/", "plan/show/", "train/proofs/", "train/schema/", "train/start/", "train/config.py", "train/forecast.py",
-    "train/journal.py", "models/weights/bars.py", "distributed/comm_counter.py", "distributed/fsdp2.py",
+    "train/journal.py", "train/callbacks/early_stopping.py", "train/callbacks/best_checkpoint.py",
+    "train/callbacks/samples.py", "train/callbacks/continuation.py", "train/callbacks/profiles.py",
+    "models/weights/bars.py", "distributed/comm_counter.py", "distributed/fsdp2.py",
     "distributed/parallelizer.py", "models/pipeline_by_hand.py",
 )  # fmt: skip
 """Of these, beginnings of the paths of files that only print, price, start or check, or that a run of `train` does not use."""

@@ -78,10 +78,12 @@ class Decision:
     Attributes:
         save: whether a checkpoint is due.
         end: why the run ends here, with a checkpoint; empty: it goes on.
+        finish: why the run is done here, as after its last step; empty: it goes on.
     """
 
     save: bool = False
     end: str = ""
+    finish: str = ""
 
 
 class Agreement:
@@ -111,7 +113,18 @@ class Agreement:
             reason: printed in the last line of the run, such as ``SIGTERM``.
         """
         with suppress(RuntimeError):  # if the store is gone, the run ends anyway, and sooner
-            self._wishes.set("end", reason)
+            self._wishes.set("end", f"end {reason}")
+
+    def ask_to_finish(self, step: int, reason: str) -> None:
+        """Ask for the run to be done, as after its last step. Any rank may call it, in its main thread.
+
+        If rank 0 calls it, the step is the same in every run: rank 0 decides about the next step after it has asked.
+
+        Args:
+            step: the step that was done last, or is under way.
+            reason: for people.
+        """
+        self._store.set("end", f"finish {step} {reason}")
 
     def saved(self) -> None:
         """Restart the clock, because a checkpoint was saved."""
@@ -131,21 +144,30 @@ class Agreement:
                 time.sleep(POLL)
         if self._store.check([str(step)]):
             word, _, reason = self._store.get(str(step)).decode().partition(" ")
-            decision = Decision(save=word == "save", end=reason)
-        if self._rank0 and not decision.end:
+            decision = Decision(word == "save", **({} if word == "save" else {word: reason}))
+        if self._rank0 and not (decision.end or decision.finish):
             self._decide(step + 1)
         return decision
 
     def _decide(self, step: int) -> None:
         word = ""
         if self._store.check(["end"]):
-            word = f"end {self._store.get('end').decode()}"
+            word = _due_at(self._store.get("end").decode(), step)
         elif self._seconds is not None and time.monotonic() - self._saved > self._seconds:
             word = "save"
         if word:
             self._store.set(str(step), word)
         self._store.set(DECIDED, str(step))  # after the decision, which whoever reads this will find
         self._decided = step
+
+
+def _due_at(wish: str, step: int) -> str:
+    """Return the word about a step that a wish leads to; none if a rank that is ahead asked after it."""
+    kind, _, rest = wish.partition(" ")
+    if kind == "end":
+        return wish
+    asked, _, reason = rest.partition(" ")
+    return f"finish {reason}" if int(asked) < step else ""
 
 
 class SignalThread:

@@ -24,6 +24,9 @@ from meshwright.plan.given.options import NF4
 from meshwright.plan.result.sharding_plan import bytes_of, itemsize
 from meshwright.plan.show.explain import explain
 from meshwright.terminal import console
+from meshwright.train.callbacks.exports import directories
+from meshwright.train.callbacks.make_callbacks import check_callbacks, make_callbacks
+from meshwright.train.callbacks.moving_average import MovingAverage
 from meshwright.train.config import RunConfig
 from meshwright.train.host import host_lines
 from meshwright.train.start.resume import checkpoint_to_resume, pass_over_damaged
@@ -75,9 +78,8 @@ def prepare_run(
     if paths.config.exists() and not paths.source.exists() and latest(paths.checkpoints) is None:
         words = "is not of a run, and the run would write its own in its place; rename it, or choose another output"
         raise ConfigError("run.output", f"output={config.output}: {paths.config} {words}")
-    if config.export:
-        # At the end, the export takes the place of that of an earlier part of the run.
-        check_target(paths.export, overwrite=True, needed=needed_paths(config.model_dump()))
+    for directory in directories(config):  # at the end, an export takes the place of that of an earlier part of the run
+        check_target(directory, overwrite=True, needed=needed_paths(config.model_dump()))
     pass_over_damaged(config, warn)
     resume = checkpoint_to_resume(config)
     # If the run is given in epochs, its steps are known only after the data are read; until then count a single checkpoint.
@@ -155,6 +157,7 @@ def _checked_draft(config: RunConfig, world_size: int) -> RunSetup:
     draft = None
     try:
         draft = make_setup(config, world_size)
+        check_callbacks(config, draft.plan)
     except MeshwrightError as error:
         errors.append(error)
     if draft is None or errors:
@@ -328,7 +331,11 @@ def _checkpoint_bytes(setup: RunSetup, config: RunConfig, resume: Path | None, s
         steps: number of optimizer steps in all; ``None``: not known yet, and at least one.
     """
     kept = [row for row in setup.plan.parameters if row.name in setup.stored]
-    stored = [bytes_of(row.numel, row.dtype) * (3 if row.trainable else 1) for row in kept]
+    averages = sum(isinstance(callback, MovingAverage) for _, callback in make_callbacks(config))
+    stored = [
+        bytes_of(row.numel, row.dtype) * (3 if row.trainable else 1) + averages * (4 * row.numel if row.trainable else 0)
+        for row in kept
+    ]
     done = read_meta(resume)["step"] if resume is not None else 0
     left = 1 if steps is None else max(0, steps - done)
     every, minutes, keep = config.checkpoint.every, config.checkpoint.every_minutes, config.checkpoint.keep
@@ -338,6 +345,7 @@ def _checkpoint_bytes(setup: RunSetup, config: RunConfig, resume: Path | None, s
     if config.checkpoint.keep is not None:
         there = len(complete(Paths(config.directory).checkpoints))
         saves = min(saves, config.checkpoint.keep + 1 - min(there, config.checkpoint.keep))
+    saves += config.checkpoint.best is not None and left > 0
     whole = config.parallel.param_dtype or config.model.dtype  # of what is stored in 4 bits, before it was packed
     exported = sum(row.numel * itemsize(whole if row.dtype == NF4 else row.dtype) for row in setup.plan.parameters)
-    return sum(stored) * saves + (exported if config.export else 0)
+    return sum(stored) * saves + exported * len(directories(config))

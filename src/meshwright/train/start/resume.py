@@ -139,7 +139,11 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     Returns:
         A line for each such key, such as ``optimizer.lr: 0.0003 in the checkpoint, 0.0001 now``.
     """
-    changed = []
+    changed = [
+        f"{key}: {before[key]} in the checkpoint, {now[key]} now"
+        for key in ("callbacks",)
+        if key in before and key in now and before[key] != now[key]
+    ]
     for section, keys in _DECIDE_UPDATES.items():
         saved, current = before.get(section) or {}, now.get(section) or {}
         for key in keys or sorted(saved.keys() & current.keys()):  # a key that only one of two versions has cannot be compared
@@ -154,6 +158,7 @@ _DECIDE_UPDATES: dict[str, tuple[str, ...]] = {
     "training": ("objective", "steps", "epochs", "global_batch_size", "clip_norm"),
     "parallel": ("freeze", "param_dtype", "reduce_dtype"),
     "data": ("eval_files",),
+    "checkpoint": ("best",),
     "moe": ("aux_loss", "bias_update_rate"),
 }
 """Section to the keys in it that decide how a step changes the parameters, or what is evaluated; no keys: all keys."""

@@ -109,9 +109,8 @@ def make_setup(
     from meshwright.objectives.trial import layout_problems
     from meshwright.plan.given.inspection import model_sizes
     from meshwright.plan.resolver import resolve
-    from meshwright.train.metrics import make_sinks
-    from meshwright.train.optimizer import check_parts
     from meshwright.train.run_objective import make_objective
+    from meshwright.train.start.part_checks import problems_of_parts
 
     spec, model = described or describe_model(config, tokenizer, planning=planning)
     problems: list[MeshwrightError] = []
@@ -151,11 +150,7 @@ def make_setup(
                 "set adapter, or data.tensors.reference_log_probs={per: token}, a column with them",
             )
         )
-    try:
-        check_parts(config, config.training.steps or 100)
-        make_sinks(config)
-    except (ConfigError, PartError) as error:
-        problems.append(error)
+    problems.extend(problems_of_parts(config))
     problems.extend(length_problems(config, model))
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         problems.append(

@@ -244,17 +244,24 @@ def _reads(mark: Path, written: str) -> bool:
 
 
 def finish_run(config: RunConfig) -> None:
-    """Export the last checkpoint and sample from it, if the configuration asks for it. On one rank, without a process group."""
+    """Export the last checkpoint, and what callbacks have kept, and sample from it, if the configuration asks for it.
+
+    On one rank, without a process group.
+    """
     from meshwright.checkpoint.directory import latest
     from meshwright.checkpoint.export import export_checkpoint, generate
+    from meshwright.train.callbacks.exports import exports
 
     paths = Paths(config.directory)
     page = console()
     newest = latest(paths.checkpoints)
+    for one in exports(config, newest) if newest is not None else ():
+        export_checkpoint(
+            one.checkpoint, one.directory, average=one.average, overwrite=True
+        )  # of this run: nothing else is replaced
+        page.print(f"exported {one.directory}", highlight=False, markup=False)
     if not config.export or newest is None:
         return
-    export_checkpoint(newest, paths.export, overwrite=True)  # of this run: nothing else is replaced
-    page.print(f"exported {paths.export}", highlight=False, markup=False)
     for prompt in config.sample.prompts:
         text = generate(
             paths.export,

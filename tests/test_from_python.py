@@ -81,7 +81,7 @@ def test_a_run_is_planned_audited_trained_and_read(config: Path) -> None:
     model = run.model()
     assert isinstance(model, LlamaForCausalLM)
     kept = json.loads((Path(run.config.output) / "checkpoints" / "step-00000002" / "meta.json").read_text())
-    assert kept["config"]["training"]["objective"] == {"use": "tests.test_run:Focal", "with": {"gamma": 1.5}}
+    assert kept["config"]["training"]["objective"] == {"use": "tests.test_from_python:Focal", "with": {"gamma": 1.5}}
 
 
 def test_a_mapping_is_a_configuration_too(config: Path) -> None:
