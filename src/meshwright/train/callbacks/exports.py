@@ -31,7 +31,7 @@ class Export:
 
 def directories(config: RunConfig) -> list[Path]:
     """Return the directories that :func:`exports` names."""
-    return [export.directory for export in _exports(config, Path(), {})]
+    return [export.directory for export in _exports(config, Path("newest"), {})]
 
 
 def exports(config: RunConfig, newest: Path) -> list[Export]:
