@@ -72,7 +72,7 @@ def test_a_run_is_planned_audited_trained_and_read(config: Path) -> None:
     assert page.tags["table"] >= 5
     assert "model.layers.*.self_attn.q_proj" in page.words
     assert "fits into NVIDIA H100" in re.sub(r"\s+", " ", page.words)
-    assert "self_attn.q_proj" in str(view)
+    assert "Plan: LlamaForCausalLM, 2 ranks (tp=2)" in str(view)
     report = run.audit(2, steps=1)
     assert report.passed
     assert "PASS" in Counts(report._repr_html_()).words

@@ -19,7 +19,7 @@ class Table(MetricSink):
         self.path = path
 
     def open(self, config: Mapping[str, Any], step: int) -> None:
-        self.file = open(self.path, "a" if step else "w", newline="")
+        self.file = open(self.path, "a" if step else "w", newline="")  # noqa: SIM115 - closed with the sink
         self.rows = csv.writer(self.file)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

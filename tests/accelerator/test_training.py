@@ -96,6 +96,12 @@ CASES = {
     "lora": Case(("adapter={rank: 4, alpha: 8, path: 'WEIGHTS/adapter'}",)),
     "lora, nf4": Case(("adapter={rank: 4, alpha: 8, base: nf4, path: 'WEIGHTS/adapter'}",), "wide"),
     "diffusion": Case(("data.packing=pad",), "diffusion"),
+    "callbacks": Case(
+        (
+            "callbacks=[{use: ema, with: {decay: 0.5, evaluate: true}}, 'tests.train.callbacks_of_users:Logs', "
+            "{use: freeze, with: {match: ['**.norm.weight'], until: 1}}]",
+        )
+    ),
     "offload": Case(
         ("parallel.cpu_offload=true",),
         behind={GRADIENTS: 2 * STEPS},

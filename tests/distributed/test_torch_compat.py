@@ -26,10 +26,11 @@ OURS = {
 DOCUMENTED = {
     "Module", "OpOverload", "Parameter", "PrefixStore", "ProcessGroup", "ProcessGroupGloo", "ScriptObject", "Store", "Tensor",
     "Variable", "__init__", "__version__", "_C", "_ops", "all_gather_into_tensor", "autograd", "data", "detach",
-    "device", "dim", "get_device_module", "get_group", "get_process_group_ranks", "get_world_size", "grad",
+    "device", "dim", "get_group", "get_process_group_ranks", "get_world_size", "grad",
     "is_gloo_available", "is_grad_enabled",
     "is_initialized", "mesh", "ndim", "placements", "queue_callback", "reduce_scatter_tensor", "register_forward_hook",
     "register_forward_pre_hook", "remove", "requires_grad", "get_rank", "group_name",
+    "get_device_module", "memory",
     "empty_like", "from_local", "step", "new_group", "numel", "to_local", "untyped_storage", "zeros_like", "tags",
 }  # fmt: skip
 """Public names of torch, and the ways to modules that hold private ones."""

@@ -21,7 +21,8 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sets = []
     for block in re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL):
         for section, keys in yaml.safe_load(block.replace("my_parts:", "parts_of_page:")).items():
-            sets += [f"{section}.{key}={value if not isinstance(value, str) else repr(value)}" for key, value in keys.items()]
+            flat = {section: keys} if isinstance(keys, list) else {f"{section}.{key}": value for key, value in keys.items()}
+            sets += [f"{key}={value if not isinstance(value, str) else repr(value)}" for key, value in flat.items()]
     assert len(sets) == 9
     corpus = write_corpus(tmp_path / "words.jsonl")
     numbers = tmp_path / "numbers.txt"
@@ -29,6 +30,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_run(tmp_path, corpus, *sets, "training.steps=3")
     assert train(config, 2)[-1] < losses(config)[0]
     assert f"3 loss {losses(config)[-1]}" in numbers.read_text().splitlines()
+    assert [row["spikes"] for row in rows(config) if "loss" in row] == [0, 0, 0]
     other = tiny_run(
         tmp_path, corpus, "training.objective=parts_of_page:Confident", "training.steps=2", f"output={tmp_path}/other"
     )

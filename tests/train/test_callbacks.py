@@ -102,7 +102,7 @@ def test_a_difference_is_said_as_others_are() -> None:
     ("hook", "when"),
     [
         ("on_evaluation", "the evaluation after step 2: "),
-        ("on_step", "step 2: "),
+        pytest.param("on_step", "step 2: ", marks=pytest.mark.thorough),
         pytest.param("on_gradients", "step 2: ", marks=pytest.mark.thorough),
     ],
 )

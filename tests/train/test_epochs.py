@@ -12,7 +12,8 @@ from meshwright.data.loader import TrainLoader
 from meshwright.data.packing import SequenceDataset
 from meshwright.errors import ConfigError
 from meshwright.train.config import RunConfig, load_config
-from meshwright.train.start.prepare import describe_data, prepare_run
+from meshwright.train.start.data_lines import describe_data
+from meshwright.train.start.prepare import prepare_run
 from tests.data.conftest import write_store
 from tests.train.runs import losses, rows, train
 

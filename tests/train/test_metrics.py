@@ -10,7 +10,8 @@ from meshwright.data.loader import TrainLoader
 from meshwright.errors import CheckpointError
 from meshwright.train.config import RunConfig
 from meshwright.train.metrics import Jsonl, kept_id
-from meshwright.train.start.prepare import describe_data, prepare_run
+from meshwright.train.start.data_lines import describe_data
+from meshwright.train.start.prepare import prepare_run
 from meshwright.train.start.run_files import Paths, source_facts
 from tests.harness import refuses
 from tests.train.runs import losses, rows, train

@@ -32,7 +32,7 @@ from meshwright.ranks.pool import Pool
 from meshwright.shrink.run import MAX_PROCESSES, shrink
 from meshwright.shrink.settle import copy_policies
 from meshwright.shrink.small_config import Change
-from meshwright.train.config import MetricsConfig, RunConfig, ScheduleConfig
+from meshwright.train.config import RunConfig, ScheduleConfig
 from meshwright.train.proofs.claim import claim_of, model_digest
 from meshwright.train.proofs.records import Record, record
 from meshwright.train.proofs.shipped_cells import today
@@ -41,6 +41,7 @@ from meshwright.train.start.setup import RunSetup, describe_model, make_setup
 
 __all__ = ["Auditor", "audit"]
 
+QUIET = {"jsonl": False, "tensorboard": False, "wandb": None, "mlflow": None, "sinks": []}
 LEAST_RATE = 1e-3
 """Smallest learning rate of an audit: a step has to be visible in the parameters."""
 
@@ -165,7 +166,7 @@ def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple
             "training": config.training.model_copy(
                 update={"steps": steps, "epochs": None, "eval_every": 0, "on_nonfinite": "skip"}
             ),
-            "metrics": MetricsConfig(jsonl=False, tensorboard=False),
+            "metrics": config.metrics.model_copy(update=QUIET),
             **{
                 name: RunConfig.model_fields[name].get_default()
                 for name in ("checkpoint", "launch", "export", "sample", "profile")

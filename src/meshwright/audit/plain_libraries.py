@@ -41,8 +41,8 @@ from meshwright.models.weights.bars import one_bar
 from meshwright.plan.axes.tensor.styles import canonical
 from meshwright.plan.given.inspection import model_sizes
 from meshwright.plan.given.options import NF4
-from meshwright.train.config import MoEConfig
 from meshwright.train.parts import RankSetup
+from meshwright.train.schema.run_sections import MoEConfig
 
 __all__ = ["PlainResult", "PlainRow", "compare_with_plain", "finding_of"]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from meshwright.checkpoint import storage
 from meshwright.errors import CheckpointError, PartError
 from meshwright.objectives.call import in_part
-from meshwright.train.callbacks.callback import Callback
+from meshwright.train.callbacks.callback import Callback, overrides
 
 __all__ = ["PREFIX", "read_states", "states"]
 
@@ -63,7 +63,7 @@ def read_states(named: Iterable[tuple[str, Callback]], checkpoint: Path, saved: 
         saved: name of each callback in it to its values.
 
     Returns:
-        A line for each callback that was not there before, or is gone.
+        A line for each callback with a state that was not there before, or is gone.
 
     Raises:
         CheckpointError: a callback has tensors that the checkpoint lacks.
@@ -78,8 +78,16 @@ def read_states(named: Iterable[tuple[str, Callback]], checkpoint: Path, saved: 
             "checkpoint.callback", f"{checkpoint}: lacks {shown}; its run had another model, or this callback another state"
         )
     due = [name for name in stored if any(name.startswith(f"{PREFIX}{of}.") for of in own)]
-    lines = [f"callback {name} was not in the checkpoint: it starts fresh" for name, _ in named if name not in saved]
-    lines += [f"callback {name} of the checkpoint is gone; its state is left" for name in saved if name not in dict(named)]
+    lines = [
+        f"callback {name} was not in the checkpoint: it starts fresh"
+        for name, callback in named
+        if name not in saved and overrides(callback, "state_dict")
+    ]
+    lines += [
+        f"callback {name} of the checkpoint is gone; its state is left"
+        for name, values in saved.items()
+        if name not in dict(named) and (values or any(key.startswith(f"{PREFIX}{name}.") for key in stored))
+    ]
     if due:  # the same on all ranks, which may have other parameters
         storage.read(checkpoint, tensors)
         asked: list[list[str]] = [[*tensors]] * (dist.get_world_size() if dist.is_initialized() else 1)

@@ -20,7 +20,7 @@ class Export:
 
     Attributes:
         directory: the directory.
-        checkpoint: the checkpoint that it is made of.
+        checkpoint: the checkpoint that it is made of; it may not be there, if the run began from one of another directory.
         average: name of the callback whose averages take the place of the parameters; empty: the parameters.
     """
 
@@ -31,13 +31,13 @@ class Export:
 
 def directories(config: RunConfig) -> list[Path]:
     """Return the directories that :func:`exports` names."""
-    return [export.directory for export in _exports(config, Path(), {})]
+    return [export.directory for export in _exports(config, Path("newest"), {})]
 
 
 def exports(config: RunConfig, newest: Path) -> list[Export]:
     """Return what a run exports, of its newest checkpoint or of one that a callback keeps."""
     kept = {name: newest.with_name(f"step-{step:08d}") for name, step in read_meta(newest)["callbacks"]["kept"].items()}
-    return [export for export in _exports(config, newest, kept) if export.checkpoint.is_dir()]
+    return [*_exports(config, newest, kept)]
 
 
 def _exports(config: RunConfig, newest: Path, kept: dict[str, Path]) -> Iterator[Export]:
@@ -49,4 +49,4 @@ def _exports(config: RunConfig, newest: Path, kept: dict[str, Path]) -> Iterator
         if isinstance(callback, MovingAverage) and callback.export:
             yield Export(beside, newest, name)
         if isinstance(callback, BestCheckpoint) and config.export:
-            yield Export(beside, kept.get(name, newest))
+            yield Export(beside, kept.get(name, newest.with_name("no evaluation")))

@@ -96,7 +96,7 @@ class Callbacks:
         device = metrics["loss"].device
         for name, value in self.run.logged.items():
             tensor = value if isinstance(value, torch.Tensor) else torch.full((), value, dtype=torch.float64, device=device)
-            metrics[name] = tensor.detach().to(device).reshape(())
+            metrics[name] = tensor.to(device).reshape(())
         self.run.logged = {}
 
     # -- between steps -----------------------------------------------------------------------------------------------------

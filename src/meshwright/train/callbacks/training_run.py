@@ -130,7 +130,7 @@ class TrainingRun:
     def log(self, name: str, value: torch.Tensor | float) -> None:
         """Add a number to the metrics of this step or, in ``on_evaluation``, to those of the evaluation.
 
-        It is written with the others (``training.log_every``). Rank 0 writes its own.
+        It is written with the others (``training.log_every``). All ranks log it, so that all know it.
 
         Args:
             name: the name, such as ``my/number``.
@@ -139,7 +139,7 @@ class TrainingRun:
         taken = self.evaluation if self.measures else {**self.metrics, **self.logged}
         if name in taken:
             raise ValueError(f"log: {name} is a metric already; its names are {', '.join(taken)}")
-        self.logged[name] = value
+        self.logged[name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
 
     def evaluate(self) -> dict[str, float]:
         """Return the values of an evaluation of the model as it is; none if nothing is held out. All ranks call it."""

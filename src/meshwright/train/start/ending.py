@@ -144,7 +144,8 @@ class Agreement:
                 time.sleep(POLL)
         if self._store.check([str(step)]):
             word, _, reason = self._store.get(str(step)).decode().partition(" ")
-            decision = Decision(word == "save", **({} if word == "save" else {word: reason}))
+            ends, finishes = (reason if word == one else "" for one in ("end", "finish"))
+            decision = Decision(save=word == "save", end=ends, finish=finishes)
         if self._rank0 and not (decision.end or decision.finish):
             self._decide(step + 1)
         return decision

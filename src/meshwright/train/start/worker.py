@@ -256,9 +256,11 @@ def finish_run(config: RunConfig) -> None:
     page = console()
     newest = latest(paths.checkpoints)
     for one in exports(config, newest) if newest is not None else ():
-        export_checkpoint(
-            one.checkpoint, one.directory, average=one.average, overwrite=True
-        )  # of this run: nothing else is replaced
+        if not one.checkpoint.is_dir():
+            warn(f"{one.directory} is not written: {one.checkpoint.name} was the best, and is not in {paths.checkpoints}")
+            continue
+        # Exports of this run: nothing else is replaced.
+        export_checkpoint(one.checkpoint, one.directory, average=one.average, overwrite=True)
         page.print(f"exported {one.directory}", highlight=False, markup=False)
     if not config.export or newest is None:
         return
