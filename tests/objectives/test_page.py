@@ -23,7 +23,7 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for section, keys in yaml.safe_load(block.replace("my_parts:", "parts_of_page:")).items():
             flat = {section: keys} if isinstance(keys, list) else {f"{section}.{key}": value for key, value in keys.items()}
             sets += [f"{key}={value if not isinstance(value, str) else repr(value)}" for key, value in flat.items()]
-    assert len(sets) == 9
+    assert len(sets) == 10
     corpus = write_corpus(tmp_path / "words.jsonl")
     numbers = tmp_path / "numbers.txt"
     sets.append(f"metrics.sinks=[{{use: 'parts_of_page:Lines', with: {{path: '{numbers}'}}}}]")

@@ -41,7 +41,6 @@ from meshwright.train.start.setup import RunSetup, describe_model, make_setup
 
 __all__ = ["Auditor", "audit"]
 
-QUIET = {"jsonl": False, "tensorboard": False, "wandb": None, "mlflow": None, "sinks": []}
 LEAST_RATE = 1e-3
 """Smallest learning rate of an audit: a step has to be visible in the parameters."""
 
@@ -166,7 +165,7 @@ def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple
             "training": config.training.model_copy(
                 update={"steps": steps, "epochs": None, "eval_every": 0, "on_nonfinite": "skip"}
             ),
-            "metrics": config.metrics.model_copy(update=QUIET),
+            "metrics": type(config.metrics)(jsonl=False, tensorboard=False),
             **{
                 name: RunConfig.model_fields[name].get_default()
                 for name in ("checkpoint", "launch", "export", "sample", "profile")
