@@ -22,9 +22,9 @@ def steps(folder: Path, name: str, code: str, ranks: int) -> list[float]:
     """Run a program on some ranks, and return the losses that it prints."""
     (folder / name).write_text(code)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), name]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     found = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert found.returncode == 0, found.stderr[-2000:]
+    assert found.returncode == 0, found.stderr
     told = re.findall(r"step (\d+)  loss (\d+\.\d{4})", found.stdout)
     assert [int(step) for step, _ in told] == list(range(1, len(told) + 1))
     return [float(loss) for _, loss in told]
