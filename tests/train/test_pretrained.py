@@ -18,7 +18,7 @@ from meshwright.data.packing import IGNORE
 from meshwright.errors import ConfigError, ModelError
 from meshwright.models.token_loss import count_tokens, forward_logits, token_loss_sum
 from meshwright.train.config import RunConfig
-from meshwright.train.start.prepare import _loader, load_run_tokenizer, prepare_run
+from meshwright.train.start.data_lines import load_run_tokenizer, plain_loader, prepare_run
 from tests.harness import RankError, run_ranks
 from tests.tiny import tiny_model
 from tests.train.runs import losses, train, train_on_rank, trainer_on_rank
@@ -45,7 +45,7 @@ def overrides(directory: Path) -> tuple[str, ...]:
 
 def first_loss(model: PreTrainedModel, config: RunConfig, store: object) -> float:
     """The loss of the plain model on the sequences of the first step."""
-    batches = _loader(config, store).microbatches(0)
+    batches = plain_loader(config, store).microbatches(0)
     with torch.no_grad():
         total = sum(float(token_loss_sum(forward_logits(model.eval(), batch), batch["labels"])) for batch in batches)
     assert any((batch["labels"] == IGNORE).any() for batch in batches)  # uneven numbers of tokens
