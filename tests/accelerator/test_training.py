@@ -108,7 +108,7 @@ CASES = {
         waits={
             **LOGGED,
             "train/engine/guard.py step": STEPS,
-            "train/engine/steps.py update": STEPS,
+            "train/engine/steps.py apply": STEPS,
             GRADIENTS: STEPS,
         },
     ),

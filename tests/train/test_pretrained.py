@@ -18,7 +18,8 @@ from meshwright.data.packing import IGNORE
 from meshwright.errors import ConfigError, ModelError
 from meshwright.models.token_loss import count_tokens, forward_logits, token_loss_sum
 from meshwright.train.config import RunConfig
-from meshwright.train.start.data_lines import load_run_tokenizer, plain_loader, prepare_run
+from meshwright.train.start.data_lines import plain_loader
+from meshwright.train.start.prepare import load_run_tokenizer, prepare_run
 from tests.harness import RankError, run_ranks
 from tests.tiny import tiny_model
 from tests.train.runs import losses, train, train_on_rank, trainer_on_rank
