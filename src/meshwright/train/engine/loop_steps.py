@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -77,6 +78,7 @@ class LoopSteps(StepEngine):
 
     Attributes:
         described: the whole model on the meta device, with its adapters.
+        lent: while another program uses the device: entries of the optimizer's state, by name, that are to come back to it.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class LoopSteps(StepEngine):
         self._lengths: tuple[int, int] | None = None
         self._objectives: dict[tuple[Any, ...], tuple[Any, Objective]] = {}
         self._metrics: dict[str, torch.Tensor] | None = None
+        self.lent: list[tuple[dict[str, Any], str]] | None = None
         super().__init__(setup, device, parts)
 
     @property
@@ -167,6 +170,7 @@ class LoopSteps(StepEngine):
         """
         if self._metrics is None:
             raise ConfigError("engine.order", "Engine.optim_step: there are no gradients; forward_backward first")
+        self._check_there()
         set_learning_rate(self.optimizer, self.rate if lr is None else lr)
         metrics = self.apply(self._metrics, self.clip(), logged=False)
         self._metrics = None
@@ -196,14 +200,17 @@ class LoopSteps(StepEngine):
             loss: see :meth:`step`.
         """
         _, whole = self._whole(list(batches), exactly=False)
-        self._use(loss, whole[0] if whole else {})
+        if not whole:
+            raise ConfigError("engine.batch", "Engine.evaluate: 0 batches; each data rank has as many, and at least one")
+        self._use(loss, whole[0])
         values = evaluation.evaluate(self.runner, self.batches, (self.batches.share(batch) for batch in whole))
         return {name.removeprefix("eval/"): value for name, value in values.items()}
 
     def _use(self, loss: Loss | None, batch: Batch) -> Objective:
         """Let the runner compute a loss, which is tried when it is new, with all that a batch has."""
         columns = {name: _column(tensor) for name, tensor in batch.items() if name not in (*_ALWAYS, *self.batches.spread)}
-        key = (id(loss), *columns.items())
+        own = loss if isinstance(loss, MethodType) else id(loss)  # `self.loss` is another object each time it is read
+        key = (own, *columns.items())
         known = self._objectives.get(key)
         if known is None:
             objective = self.setup.objective
@@ -238,6 +245,7 @@ class LoopSteps(StepEngine):
 
     def _whole(self, batches: Batches, *, exactly: bool = True) -> tuple[list[tuple[int, ...]], list[Batch]]:
         """Return the shapes of some batches, and the batches: completed, as many as on all ranks, padded for the layout."""
+        self._check_there()
         packed, multiple = self.config.data.packing == "pack", self.plan.sequence_multiple
         found = [completed(batch, f"batch {number}", packed=packed) for number, batch in enumerate(batches)]
         shapes = [tuple(batch["input_ids"].shape) for batch in found]
@@ -257,6 +265,10 @@ class LoopSteps(StepEngine):
                 )
             whole.append(padded(batch, max(rows, has), max(length, -(-was // multiple) * multiple), packed=packed))
         return shapes, whole
+
+    def _check_there(self) -> None:
+        if self.lent is not None:
+            raise ConfigError("engine.order", "Engine: the model is on the host; onload first")
 
     def _prepare_stages(self, batches: list[Batch], multiple: int) -> None:
         """Decide the shape that goes through the stages: that of the engine's arguments, or that of the first step."""
