@@ -543,3 +543,39 @@ def export_nowhere(rank: int, folder: Path) -> str:
 def test_an_export_that_cannot_be_written_is_said_on_all_ranks(tmp_path: Path) -> None:
     first, second = run_ranks(export_nowhere, 2, tmp_path)
     assert first == second
+
+
+def uneven(rank: int, layout: str) -> tuple[float, list[torch.Tensor]]:
+    """More batches than in a step, on one rank fewer than on the other."""
+    engine = make(layout, 1)
+    mine = rows(0)[:1] if layout and engine.data_rank else rows(0)[1:] if layout else [*rows(0)[1:], rows(0)[0]]
+    loss, values = engine.evaluate(mine)["loss"], engine.log_probs(mine)
+    with refuses(ConfigError, "engine.batch"):  # on all ranks
+        engine.evaluate([] if engine.data_rank == engine.data_ranks - 1 else mine)
+    return loss, values
+
+
+def test_ranks_may_evaluate_different_numbers_of_batches() -> None:
+    [(truth, values)] = run_ranks(uneven, 1, "")
+    (loss, first), (other, second) = run_ranks(uneven, 2, "dp_shard=2")
+    assert loss == other == pytest.approx(truth, rel=1e-12)
+    for found, expected in zip((*first, *second), values, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+def of_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+
+
+def whole_logits(rank: int) -> float:
+    engine = make("tp=2")
+    with refuses(ConfigError, "engine.loss") as caught:
+        engine.step(rows(0), of_logits)
+    assert "objective=" in str(caught.value)
+    return make("tp=2", objective=of_logits).step(rows(0)).loss
+
+
+def test_a_loss_that_needs_another_plan_is_given_to_the_engine() -> None:
+    first, second = run_ranks(whole_logits, 2)
+    assert first == second
+    assert 4 < first < 5  # of 96 words, at random
