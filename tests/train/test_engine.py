@@ -1,10 +1,14 @@
 """The engine for a loop of one's own: on each layout what one process computes, in steps, halves, weights and files."""
 
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -379,6 +383,7 @@ def test_missing_batches_are_filled_and_steps_that_are_not_finite_change_nothing
 
 LOOP = """
 import sys
+import weakref
 import torch
 import meshwright as mw
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -477,3 +482,100 @@ def test_columns_of_a_rollout_reach_the_loss_and_the_first_ratio_is_one() -> Non
         for losses, ratios in run_ranks(policy_steps, 2, layout):
             assert losses == pytest.approx(truth, rel=1e-11)
             assert max(ratios) == 0.0
+
+
+# -- mistakes and ways of others -----------------------------------------------------------------------------------------------
+
+
+class Weighed:
+    """A trainer of somebody's, whose loss is a method."""
+
+    def loss(self, log_probs: torch.Tensor, batch: dict[str, torch.Tensor], weight: float = 2.0) -> torch.Tensor:
+        return -weight * log_probs
+
+
+def bound_losses(rank: int) -> tuple[list[float], int]:
+    engine, weighed = make(), Weighed()
+    losses = (weighed.loss, weighed.loss, partial(weighed.loss, weight=4.0))
+    found = [engine.evaluate(rows(0), loss)["loss"] for loss in losses]
+    return found, len(engine._objectives)
+
+
+def test_a_loss_is_a_method_or_has_bound_arguments() -> None:
+    [((first, again, double), kept)] = run_ranks(bound_losses, 1)
+    assert first == again == pytest.approx(double / 2)
+    assert kept == 2  # a method is tried once, although `weighed.loss` is another object each time
+
+
+def lent(rank: int) -> tuple[list[float], bool]:
+    """The optimizer's counters are where they were, the engine says that its model is away, and it is freed."""
+    engine = make()
+    losses = [engine.step(rows(0)).loss]
+    homes = {name: value.device for state in engine.optimizer.state.values() for name, value in state.items()}
+    engine.offload()
+    with refuses(ConfigError, "engine.order"):
+        engine.step(rows(0))
+    engine.onload()
+    assert homes == {name: value.device for state in engine.optimizer.state.values() for name, value in state.items()}
+    losses.append(engine.step(rows(0)).loss)
+    with refuses(ConfigError, "engine.batch"):
+        engine.evaluate([])
+    kept = weakref.ref(engine)
+    del engine
+    gc.collect()
+    return losses, kept() is None
+
+
+def test_a_lent_engine_says_so_and_one_that_is_dropped_is_freed() -> None:
+    [(losses, freed)] = run_ranks(lent, 1)
+    assert losses[1] < losses[0]
+    assert freed
+
+
+def export_nowhere(rank: int, folder: Path) -> str:
+    engine = make("tp=2")
+    full = patch("meshwright.checkpoint.export.export_checkpoint", side_effect=OSError(28, "No space left on device"))
+    with full, refuses(CheckpointError, "checkpoint.unwritten") as caught:
+        engine.export(folder / "out")
+    return str(caught.value)
+
+
+def test_an_export_that_cannot_be_written_is_said_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks(export_nowhere, 2, tmp_path)
+    assert first == second
+
+
+def uneven(rank: int, layout: str) -> tuple[float, list[torch.Tensor]]:
+    """More batches than in a step, on one rank fewer than on the other."""
+    engine = make(layout, 1)
+    mine = rows(0)[:1] if layout and engine.data_rank else rows(0)[1:] if layout else [*rows(0)[1:], rows(0)[0]]
+    loss, values = engine.evaluate(mine)["loss"], engine.log_probs(mine)
+    with refuses(ConfigError, "engine.batch"):  # on all ranks
+        engine.evaluate([] if engine.data_rank == engine.data_ranks - 1 else mine)
+    return loss, values
+
+
+def test_ranks_may_evaluate_different_numbers_of_batches() -> None:
+    [(truth, values)] = run_ranks(uneven, 1, "")
+    (loss, first), (other, second) = run_ranks(uneven, 2, "dp_shard=2")
+    assert loss == other == pytest.approx(truth, rel=1e-12)
+    for found, expected in zip((*first, *second), values, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+def of_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+
+
+def whole_logits(rank: int) -> float:
+    engine = make("tp=2")
+    with refuses(ConfigError, "engine.loss") as caught:
+        engine.step(rows(0), of_logits)
+    assert "objective=" in str(caught.value)
+    return make("tp=2", objective=of_logits).step(rows(0)).loss
+
+
+def test_a_loss_that_needs_another_plan_is_given_to_the_engine() -> None:
+    first, second = run_ranks(whole_logits, 2)
+    assert first == second
+    assert 4 < first < 5  # of 96 words, at random

@@ -20,7 +20,8 @@ class FunctionObjective(Objective):
     """A loss that is the mean of a function over the valid labels of the optimizer step.
 
     Args:
-        function: ``f(log_probs, batch, ...)`` or ``f(logits, labels, ...)``; it returns the loss of each token [B, S].
+        function: ``f(log_probs, batch, ...)`` or ``f(logits, labels, ...)``, also as a method or with arguments bound by
+            ``functools.partial``; it returns the loss of each token [B, S].
         arguments: its further arguments.
 
     Raises:
@@ -28,7 +29,7 @@ class FunctionObjective(Objective):
     """
 
     def __init__(self, function: Callable[..., torch.Tensor], arguments: Mapping[str, Any]) -> None:
-        self.kind = inspect.unwrap(function)
+        self.kind = inspect.unwrap(function.func if isinstance(function, partial) else function)
         self.name = getattr(self.kind, "__name__", "function")
         self.purpose, self.terms = self.name.replace("_", " "), (self.name,)
         self.function = partial(function, **arguments)

@@ -3,6 +3,7 @@
 import copy
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +112,7 @@ def _users(
         if missing := sorted(getattr(found, "__abstractmethods__", ())):
             raise ConfigError("part.signature", f"{WHERE}={name}: lacks {_lines(missing)}")
         objective = make_part(WHERE, name, found, arguments)
-    elif inspect.isfunction(found):
+    elif inspect.isfunction(found) or inspect.ismethod(found) or isinstance(found, partial):
         objective = FunctionObjective(found, check_arguments(WHERE, found, arguments, given=2))
     else:
         raise ConfigError(

@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from meshwright.distributed.context.sequences import join_sequences
 from meshwright.errors import ConfigError, Problems
@@ -77,6 +79,7 @@ class LoopSteps(StepEngine):
 
     Attributes:
         described: the whole model on the meta device, with its adapters.
+        lent: while another program uses the device: entries of the optimizer's state, by name, that are to come back to it.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class LoopSteps(StepEngine):
         self._lengths: tuple[int, int] | None = None
         self._objectives: dict[tuple[Any, ...], tuple[Any, Objective]] = {}
         self._metrics: dict[str, torch.Tensor] | None = None
+        self.lent: list[tuple[dict[str, Any], str]] | None = None
         super().__init__(setup, device, parts)
 
     @property
@@ -167,6 +171,7 @@ class LoopSteps(StepEngine):
         """
         if self._metrics is None:
             raise ConfigError("engine.order", "Engine.optim_step: there are no gradients; forward_backward first")
+        self._check_there()
         set_learning_rate(self.optimizer, self.rate if lr is None else lr)
         metrics = self.apply(self._metrics, self.clip(), logged=False)
         self._metrics = None
@@ -177,8 +182,11 @@ class LoopSteps(StepEngine):
         """Return the log-probabilities of the labels of each batch [B, S], 0 where there is none, on all ranks that share it.
 
         In evaluation mode, without gradient.
+
+        Args:
+            batches: the batches of this data rank, any number of at least 1.
         """
-        shapes, whole = self._whole(batches)
+        shapes, whole = self._whole(batches, exactly=False)
         on_device = [self.batches.to_device(self.batches.share(batch)) for batch in whole]
 
         def values(model: torch.nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
@@ -189,21 +197,22 @@ class LoopSteps(StepEngine):
         return self._joined([one["log_probs"] for one in found if one], whole, shapes)
 
     def evaluate(self, batches: Iterable[Mapping[str, torch.Tensor]], loss: Loss | None = None) -> dict[str, float]:
-        """Return ``loss``, its terms and metrics over some batches of each data rank, as many on each. No gradient.
+        """Return ``loss``, its terms and metrics over some batches of each data rank. No gradient.
 
         Args:
-            batches: the batches of this data rank.
+            batches: the batches of this data rank, any number of at least 1.
             loss: see :meth:`step`.
         """
         _, whole = self._whole(list(batches), exactly=False)
-        self._use(loss, whole[0] if whole else {})
+        self._use(loss, whole[0])
         values = evaluation.evaluate(self.runner, self.batches, (self.batches.share(batch) for batch in whole))
         return {name.removeprefix("eval/"): value for name, value in values.items()}
 
     def _use(self, loss: Loss | None, batch: Batch) -> Objective:
         """Let the runner compute a loss, which is tried when it is new, with all that a batch has."""
         columns = {name: _column(tensor) for name, tensor in batch.items() if name not in (*_ALWAYS, *self.batches.spread)}
-        key = (id(loss), *columns.items())
+        own = loss if isinstance(loss, MethodType) else id(loss)  # `self.loss` is another object each time it is read
+        key = (own, *columns.items())
         known = self._objectives.get(key)
         if known is None:
             objective = self.setup.objective
@@ -221,7 +230,7 @@ class LoopSteps(StepEngine):
         """Refuse a loss that needs another plan."""
         plan, made = self.plan, self.setup.objective
         problems = Problems(layout_problems(objective, self.setup.layout, self.config.data.packing))
-        sliced = bool(plan.options.loss_parallel) and self.setup.layout.size("tp") > 1
+        sliced = plan.options.loss_parallel is not False and self.setup.layout.size("tp") > 1
         needs = {
             "the logits of all words": objective.whole_logits and sliced,
             "a loss that is not computed in chunks": not objective.chunks and plan.loss is not None,
@@ -238,10 +247,11 @@ class LoopSteps(StepEngine):
 
     def _whole(self, batches: Batches, *, exactly: bool = True) -> tuple[list[tuple[int, ...]], list[Batch]]:
         """Return the shapes of some batches, and the batches: completed, as many as on all ranks, padded for the layout."""
+        self._check_there()
         packed, multiple = self.config.data.packing == "pack", self.plan.sequence_multiple
         found = [completed(batch, f"batch {number}", packed=packed) for number, batch in enumerate(batches)]
         shapes = [tuple(batch["input_ids"].shape) for batch in found]
-        found = as_many(found, self.microbatches) if exactly else found
+        found = as_many(found, self.microbatches if exactly else self._most(len(found)))
         staged = bool(self.plan.stages) and exactly
         if staged and self._lengths is None:
             self._prepare_stages(found, multiple)
@@ -257,6 +267,20 @@ class LoopSteps(StepEngine):
                 )
             whole.append(padded(batch, max(rows, has), max(length, -(-was // multiple) * multiple), packed=packed))
         return shapes, whole
+
+    def _most(self, own: int) -> int:
+        """Return the largest number of batches of a data rank, so that others fill up, and all run as many collectives."""
+        numbers = torch.tensor([own, -own], device=self.device)
+        if self.data_ranks > 1:
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.mesh["dp"].get_group())
+        most, least = (abs(number) for number in numbers.tolist())
+        if least == 0:
+            raise ConfigError("engine.batch", "Engine: 0 batches on a data rank; legal is any number of at least 1")
+        return most
+
+    def _check_there(self) -> None:
+        if self.lent is not None:
+            raise ConfigError("engine.order", "Engine: the model is on the host; onload first")
 
     def _prepare_stages(self, batches: list[Batch], multiple: int) -> None:
         """Decide the shape that goes through the stages: that of the engine's arguments, or that of the first step."""

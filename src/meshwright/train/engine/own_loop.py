@@ -19,7 +19,7 @@ from meshwright.checkpoint.directory import damage
 from meshwright.checkpoint.manager import save_checkpoint
 from meshwright.checkpoint.state import model_tensors
 from meshwright.device import release_memory
-from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, Refusal
+from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, Refusal, described
 from meshwright.layout import Layout
 from meshwright.train.engine.loop_audit import tell_loop
 from meshwright.train.engine.loop_batches import OwnData
@@ -140,15 +140,11 @@ class Engine(LoopSteps):
         if given is not None and not any(parameter.is_meta for parameter in given.parameters()):
             parts = replace(parts, fill=fill_from(given))
         super().__init__(setup, own, parts, microbatches=microbatches, steps=steps, fixed=loop.wholly)
-        atexit.register(self._close_at_exit)
+        atexit.register(_close_at_exit, self._resources)  # not the engine, which would be kept until then
 
     def close(self) -> None:
         """End the process group, if the engine started it."""
         self._resources.close()
-
-    def _close_at_exit(self) -> None:
-        if not hasattr(sys, "last_value"):  # else the process fails, and its peers may wait in a collective
-            self.close()
 
     def _repr_html_(self) -> str:
         from meshwright.plan.show.explain import explain
@@ -250,6 +246,8 @@ class Engine(LoopSteps):
                 export_checkpoint(temporary, target, adapter=adapter, overwrite=overwrite)
             except MeshwrightError as error:
                 failure = [error.problems]
+            except Exception as error:  # the others wait for how it ended
+                failure = [[Refusal("checkpoint.unwritten", f"{directory}: cannot be written: {described(error)}")]]
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
         dist.broadcast_object_list(failure, src=0)
@@ -267,19 +265,31 @@ class Engine(LoopSteps):
         return facts(files) | ({} if self.config.adapter is None else {"base": fingerprint(files)})
 
     def offload(self) -> None:
-        """Move model, gradients and optimizer state to the host, so that another program can use the device."""
-        self._move(torch.device("cpu"))
+        """Move model, gradients and optimizer state to the host, so that another program can use the device.
+
+        Until :meth:`onload`, the engine runs no steps.
+        """
+        if self.plan.options.cpu_offload or self.lent is not None:
+            return
+        self.lent = []
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.device == self.device:  # counters of steps may be on the host
+                    state[name] = value.to("cpu")
+                    self.lent.append((state, name))
+        self.model.to("cpu")
+        release_memory(self.device)
 
     def onload(self) -> None:
         """Move them back to the device."""
-        self._move(self.device)
-
-    def _move(self, device: torch.device) -> None:
-        if self.plan.options.cpu_offload:
+        if self.lent is None:
             return
-        self.model.to(device)
-        for state in self.optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor):
-                    state[name] = value.to(device)
-        release_memory(self.device)
+        self.model.to(self.device)
+        for state, name in self.lent:
+            state[name] = state[name].to(self.device)
+        self.lent = None
+
+
+def _close_at_exit(resources: ExitStack) -> None:
+    if not hasattr(sys, "last_value"):  # else the process fails, and its peers may wait in a collective
+        resources.close()
