@@ -224,7 +224,14 @@ def exported(rank: int, layout: str, options: dict[str, Any], folder: Path) -> d
     return numbers(dict(engine.weights()))
 
 
-@pytest.mark.parametrize("options", [{}, {"adapter": {"rank": 4}}, {"experts": True}], ids=["whole", "adapter", "experts"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.thorough, id="whole"),
+        pytest.param({"adapter": {"rank": 4}}, id="adapter"),
+        pytest.param({"experts": True}, id="experts"),
+    ],
+)
 def test_weights_are_those_of_an_export(tmp_path: Path, options: dict[str, Any]) -> None:
     layout = "ep=2" if "experts" in options else "tp=2"
     weights, others = run_ranks(exported, 2, layout, options, tmp_path / "out")
@@ -252,7 +259,7 @@ def shared(rank: int, layout: str, packing: str, begin: int) -> list[list[list[i
     return steps
 
 
-@pytest.mark.parametrize("packing", ["pack", "pad"])
+@pytest.mark.parametrize("packing", ["pack", pytest.param("pad", marks=pytest.mark.thorough)])
 def test_each_step_has_the_same_sequences_on_each_layout(packing: str) -> None:
     [alone] = run_ranks(shared, 1, "", packing, 0)
     first, second = run_ranks(shared, 2, "dp_shard=2", packing, 1)
@@ -426,6 +433,7 @@ def loop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.thorough
 def test_a_loop_learns_under_torchrun(loop: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", loop.name]
     done = subprocess.run(command, cwd=loop.parent, capture_output=True, text=True, timeout=180)

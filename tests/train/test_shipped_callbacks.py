@@ -175,7 +175,10 @@ def _sampled(rank: int, config: RunConfig, store: Path) -> list[str]:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["cp 2", "pp 2", "tp 2", "shard 2", "pp 2 x shard 2"])
+@pytest.mark.parametrize(
+    "name",
+    ["cp 2", "pp 2", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("tp 2", "shard 2", "pp 2 x shard 2"))],
+)
 def test_a_model_that_trains_continues_prompts_as_its_export_does(tiny: Tiny, tmp_path: Path, name: str) -> None:
     saved(tmp_path / "model")
     ranks, layout = LAYOUTS[name]
