@@ -587,3 +587,21 @@ def test_a_loss_that_needs_another_plan_is_given_to_the_engine() -> None:
     first, second = run_ranks(whole_logits, 2)
     assert first == second
     assert 4 < first < 5  # of 96 words, at random
+
+
+def exported_of_4_bits(rank: int, folder: Path) -> dict[str, torch.Tensor]:
+    given = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("llama", **{**SIZES, "hidden_size": 64, "intermediate_size": 64})
+    )
+    engine = mw.Engine(given, adapter={"rank": 4, "base": "nf4"}, parallel={"param_dtype": "float32"})
+    engine.step([{"input_ids": IDS}])
+    engine.export(folder / "out")
+    return numbers(dict(engine.weights()))
+
+
+def test_an_instance_whose_weights_have_4_bits_is_exported(tmp_path: Path) -> None:
+    [weights] = run_ranks(exported_of_4_bits, 1, tmp_path)
+    files = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(weights) == set(files)
+    for name, tensor in files.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-6)

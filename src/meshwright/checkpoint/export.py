@@ -121,7 +121,7 @@ def export_checkpoint(
     """
     import torch
 
-    from meshwright.checkpoint.state import model_tensors
+    from meshwright.checkpoint.state import read_model
     from meshwright.data.tokenizer import DEFAULT_CHAT_TEMPLATE, load_tokenizer
     from meshwright.models.adapters.adapt import initialize_adapters, merge, without_adapters
     from meshwright.models.adapters.adapter_files import write_adapter
@@ -167,7 +167,7 @@ def export_checkpoint(
         with without_adapters(model):
             initialize_buffers(model, torch.device("cpu"))
         initialize_adapters(model, torch.device("cpu"), 0)
-    storage.read(checkpoint, model_tensors(model, trained=base is not None), alone=True)
+    read_model(checkpoint, model, trained=base is not None)
     if average:
         _read_average(checkpoint, model, average)
     if adapted is not None and not adapter:

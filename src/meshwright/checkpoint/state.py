@@ -5,13 +5,24 @@ each element once, and each rank reads the elements that it needs.
 """
 
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import nn
 
+from meshwright.checkpoint import storage
 from meshwright.device import rng_state, set_rng_state
+from meshwright.distributed.memory.nf4 import dequantize, is_packed
 
-__all__ = ["initialize_optimizer", "model_tensors", "optimizer_tensors", "rng_tensors", "set_rng", "without_absent"]
+__all__ = [
+    "initialize_optimizer",
+    "model_tensors",
+    "optimizer_tensors",
+    "read_model",
+    "rng_tensors",
+    "set_rng",
+    "without_absent",
+]
 
 
 def model_tensors(model: nn.Module, *, trained: bool = False) -> dict[str, torch.Tensor]:
@@ -27,6 +38,25 @@ def model_tensors(model: nn.Module, *, trained: bool = False) -> dict[str, torch
     persistent = model.state_dict().keys()
     tensors.update((f"model.{name}", buffer) for name, buffer in model.named_buffers() if name in persistent)
     return tensors
+
+
+def read_model(checkpoint: Path, model: nn.Module, *, trained: bool = False) -> None:
+    """Read a whole model in this process alone. A matrix that was trained from 4 bits becomes numbers again.
+
+    Args:
+        checkpoint: directory of the checkpoint.
+        model: a model with values, whose matrices have no 4 bits.
+        trained: only the parameters that are trained.
+    """
+    tensors, stored = model_tensors(model, trained=trained), storage.contents(checkpoint)
+    packed = {
+        name: torch.empty(stored[name][0], dtype=torch.uint8)
+        for name, tensor in tensors.items()
+        if not is_packed(tensor) and stored.get(name, ((), ""))[1] == "uint8"
+    }
+    storage.read(checkpoint, tensors | packed, alone=True)
+    for name, tensor in packed.items():
+        tensors[name].copy_(dequantize(tensor, tensors[name].dtype))
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
