@@ -21,6 +21,7 @@ from meshwright.checkpoint.state import model_tensors
 from meshwright.device import release_memory
 from meshwright.errors import CheckpointError, ConfigError, MeshwrightError, Refusal, described
 from meshwright.layout import Layout
+from meshwright.terminal import console
 from meshwright.train.engine.loop_audit import tell_loop
 from meshwright.train.engine.loop_batches import OwnData
 from meshwright.train.engine.loop_setup import describe_loop, fill_from
@@ -99,7 +100,7 @@ class Engine(LoopSteps):
         timeout_minutes: float = 10.0,
     ) -> None:
         from meshwright.distributed.process_group import adopt_slurm, process_group
-        from meshwright.train.start.processes import device_kind
+        from meshwright.train.start.processes import adapted, device_kind
 
         if schedule is not None and steps is None:
             raise ConfigError("engine.steps", "Engine: a schedule needs the number of steps in all; give steps=")
@@ -125,10 +126,13 @@ class Engine(LoopSteps):
             },
         )
         tell_loop(loop)
-        loop = loop.resolved(ranks)
+        kind = device_kind(loop.config, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), launched="RANK" in os.environ)
+        config, lines = adapted(loop.config, kind)
+        for line in lines if os.environ.get("RANK", "0") == "0" else ():
+            console().print(line, highlight=False, markup=False)
+        loop = replace(loop, config=config).resolved(ranks)
         setup = loop.setup(ranks)
         self._resources = ExitStack()
-        kind = device_kind(loop.config, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), launched="RANK" in os.environ)
         if dist.is_initialized():
             from meshwright.device import claim
 
