@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from meshwright.distributed.class_names import class_name
 from meshwright.errors import ConfigError, Problems, Refusal
+from meshwright.models.added_modules import ADDED, add_modules, module_problems, without_added
 from meshwright.models.families.listed import FAMILIES, family_of
 from meshwright.models.objective import Column, NextToken, Objective, RunFacts
 from meshwright.train.config import RunConfig
@@ -16,7 +19,9 @@ from meshwright.user_code import check_arguments, find_part, make_part
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["columns_of", "make_objective"]
+    from meshwright.plan.given.spec import ParallelSpec
+
+__all__ = ["columns_of", "describe_run", "make_objective"]
 
 WHERE = "training.objective"
 
@@ -124,8 +129,30 @@ def _users(
         raise ConfigError("part.signature", f"{WHERE}={name}: has {many}; each term has one")
     with calling(objective, "begin"):
         objective.begin(model, run)
+    with calling(objective, "modules"), torch.device("meta"):
+        added = objective.modules(model)
+    if problems := module_problems(added):
+        raise ConfigError([line.within(f"{WHERE}={name}: ") for line in problems])
+    objective.added = dict(added)
+    if objective.added:
+        with without_added(model):
+            if hasattr(model, ADDED):
+                raise ConfigError("objective.modules", f"{WHERE}={name}: {class_name(model)} has a part {ADDED!r} of its own")
     try_objective(objective, model, run)
     return objective
+
+
+def describe_run(config: RunConfig) -> "tuple[ParallelSpec, PreTrainedModel]":
+    """Return the spec of a run's model, and the model on the meta device, with what its objective adds.
+
+    Raises:
+        MeshwrightError: the model cannot be built, or declares too little; or the objective is refused.
+    """
+    from meshwright.train.start.setup import describe_model
+
+    spec, model = describe_model(config)
+    objective = make_objective(config, model)
+    return add_modules(spec, model, objective.added, objective.module_runs), model
 
 
 def _lines(missing: list[str]) -> str:

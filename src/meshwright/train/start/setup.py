@@ -104,6 +104,7 @@ def make_setup(
         MeshwrightError: all problems of layout, batch sizes, model and plan that can be found independently of each other.
     """
     from meshwright.distributed.experts.balance import refusals
+    from meshwright.models.added_modules import add_modules
     from meshwright.models.objective import NextToken
     from meshwright.objectives.call import named
     from meshwright.objectives.trial import layout_problems
@@ -185,6 +186,7 @@ def make_setup(
     options = replace(options, objective_gathers=gathers, objective_reductions=reductions, objective_sums=sums)
     if objective.without_head:
         spec = replace(spec, uses_all_parameters=False)
+    spec = add_modules(spec, model, objective.added, objective.module_runs)
     plan = resolve(spec, model, layout, options)
     refused = refusals(
         plan,

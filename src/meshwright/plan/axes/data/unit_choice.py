@@ -29,7 +29,7 @@ def choose_units(draft: Draft) -> Found[dict[str, UnitRow]]:
         claim(row, rule)
     for pattern in spec.fp32:
         for name in names_for(problems, "fp32", pattern, draft.model.modules, "module"):
-            if options.param_dtype in (None, "float32", "float64"):
+            if not _is_low(options.param_dtype):
                 continue  # no parameter is cast to a lower precision: no unit needed
             if name not in units:
                 claim(_row(draft, name, "fp32"), f"fp32 pattern {pattern!r}")
@@ -75,6 +75,17 @@ def choose_units(draft: Draft) -> Found[dict[str, UnitRow]]:
     return Found(units, problems, remarks)
 
 
+def _stored(draft: Draft, name: str) -> str:
+    """Return the dtype in which a module that computes in fp32 stores its parameters: fp64 in a model of fp64."""
+    first = next(iter(draft.model.parameters_inside(name)))
+    return draft.model.parameter_of[f"{name}.{first}"].dtype
+
+
+def _is_low(dtype: str | None) -> bool:
+    """Whether parameters are cast to a dtype below fp32 for compute."""
+    return dtype not in (None, "float32", "float64")
+
+
 def _row(draft: Draft, name: str, kind: str, *, reshard: bool = True) -> UnitRow:
     """Return the row of a unit; an option wins over ``reshard``."""
     options = draft.options
@@ -110,6 +121,8 @@ def _declared(draft: Draft, problems: Problems) -> Iterator[tuple[UnitRow, str]]
         for name in names:
             row = _row(draft, name, "unit", reshard=rule.reshard_after_forward is not False)
             part_of = names[0] if rule.together and name != names[0] else ""
+            if rule.fp32 and (draft.options.param_dtype is None or _is_low(draft.options.param_dtype)):
+                row = replace(row, param_dtype=_stored(draft, name))
             yield replace(row, together=rule.together, part_of=part_of), f"units pattern {rule.pattern!r}"
         if rule.together and draft.layout.size("pp") > 1:
             problems.add(
