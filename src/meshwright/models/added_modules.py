@@ -88,7 +88,7 @@ def add_modules(
     traces = None if spec.traces is None else spec.traces(_bare(model))
     model._modules[ADDED] = added
     names = [name for name, module in added.items() if any(True for _ in module.parameters())]
-    rules = tuple(UnitRule(f"{ADDED}.{name}", reshard_after_forward=False, fp32=True) for name in names)
+    rules = tuple(UnitRule(f"{ADDED}.{name}", reshard_after_forward=False, added=True) for name in names)
     found = {f"{ADDED}.{name}": runs.get(name, (1, 1)) for name in names}
     parameters = tuple(f"{ADDED}.{name}" for name, _ in added.named_parameters())
     known = None if traces is None else _WithAdded(traces, found, parameters)
