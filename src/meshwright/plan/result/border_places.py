@@ -47,8 +47,8 @@ def borders(plan: ShardingPlan, model: nn.Module) -> tuple[str, ...]:
     """Return the names of the modules whose borders an audit records, in model order.
 
     These are units, layers and their direct children, regions of tensor parallel, mixtures and their routers; and, outside of
-    the layers, every module without children: embeddings, the last norm, the head. What an objective added is called with values
-    of any shape, and is left out.
+    the layers, every module without children: embeddings, the last norm, the head. What an objective added is left out: it is
+    called with values of any shape.
     """
     layers = set(plan.layers)
     wanted = layers | {unit.name for unit in plan.units}
