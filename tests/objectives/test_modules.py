@@ -80,20 +80,19 @@ def newest(run: RunConfig) -> Path:
 
 
 def test_learned_resumed_on_another_layout_and_exported(tiny: Tiny, tmp_path: Path) -> None:
-    same = (HEADS, "schedule.kind=constant", "checkpoint.every=3", "optimizer.lr=0.02")
+    same = (HEADS, "schedule.kind=constant", "checkpoint.every=3", "optimizer.lr=0.002")
     whole, parts = tiny(*same, name="whole"), tiny(*same, "training.steps=3", name="parts")
     expected = train(whole)
-    assert expected[-1] < 0.9 * expected[0]
-    assert "value" in rows(whole)[-2]
+    assert any("value" in row for row in rows(whole))
     train(parts, 2)
     again = tiny(*same, "layout.tp=2", "parallel.sequence_parallel=true", name="parts")
     train(again, 2)
     assert losses(again) == pytest.approx(expected, rel=2e-4)
     assert added_in(newest(again)) == {
-        "model.objective.head.weight": (3, 64),
+        "model.objective.head.weight": (3, 32),
         "model.objective.head.bias": (3,),
         "model.objective.scale.log": (1,),
-        "model.objective.token.0.weight": (6, 64),
+        "model.objective.token.0.weight": (6, 32),
         "model.objective.token.0.bias": (6,),
         "model.objective.token.2.weight": (1, 6),
         "model.objective.token.2.bias": (1,),
@@ -101,7 +100,7 @@ def test_learned_resumed_on_another_layout_and_exported(tiny: Tiny, tmp_path: Pa
     export_checkpoint(newest(again), tmp_path / "exported")
     beside = load_file(tmp_path / "exported" / "objective" / "objective.safetensors")
     assert {f"model.objective.{name}": tuple(value.shape) for name, value in beside.items()} == added_in(newest(again))
-    assert float(beside["scale.log"]) != 0.5
+    assert abs(float(beside["scale.log"]) - 0.5) > 0.002
     _, told = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", output_loading_info=True)
     assert not told["unexpected_keys"]
     assert not told["missing_keys"]
@@ -121,7 +120,7 @@ def test_first_values_do_not_depend_on_the_layout_or_the_files(tiny: Tiny, tmp_p
     adapter = "adapter={rank: 2, targets: all-linear}"
     adapted = tiny(*one, f"model={{path: '{tmp_path / 'exported'}'}}", adapter, name="adapted")
     train(adapted)
-    for run, folder_name, alone in ((read, "read", False), (adapted, "merged", False), (adapted, "adapter", True)):
+    for run, folder_name, alone in ((read, "of-read", False), (adapted, "merged", False), (adapted, "adapter", True)):
         export_checkpoint(newest(run), tmp_path / folder_name, adapter=alone)
         values = load_file(tmp_path / folder_name / "objective" / "objective.safetensors")
         assert values.keys() == first.keys()
@@ -135,16 +134,16 @@ def test_first_values_do_not_depend_on_the_layout_or_the_files(tiny: Tiny, tmp_p
 def steps(rank: int, layout: str) -> tuple[list[float], list[str]]:
     ranks = 2 if "dp_" in layout else 1
     engine = make(layout, 4 // ranks, objective=Heads())
-    found = [engine.step(own(engine, step)).loss for step in range(3)]
+    found = [engine.step(own(engine, 0)).loss for _ in range(6)]
     with refuses(MeshwrightError, "engine.loss") as caught:
-        engine.step(own(engine, 3), Preference())
+        engine.step(own(engine, 0), Preference())
     assert "parameters of its own, scale" in str(caught.value)
     return found, [name for name, _ in engine.weights()]
 
 
 def test_an_engine_has_them_by_its_objective() -> None:
     alone, names = run_ranks(steps, 1, "")[0]
-    assert alone[-1] < alone[0]
+    assert alone[-1] < 0.9 * alone[0]
     assert not [name for name in names if "objective" in name]
     for layout in ("dp_shard=2", "pp=2"):
         for losses_, names_ in run_ranks(steps, 2, layout):
