@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from meshwright.audit.conduct import audit
 from meshwright.checkpoint.directory import latest
 from meshwright.checkpoint.export import export_checkpoint
 from meshwright.checkpoint.storage import contents
@@ -64,6 +65,15 @@ def test_beside_adapters(auditor: Any, folder: Path, label: str) -> None:
 @pytest.mark.parametrize("schedule", [schedule for schedule in PipelineSchedule if schedule.single or schedule.splits])
 def test_schedules(auditor: Any, folder: Path, schedule: PipelineSchedule) -> None:
     audited(auditor, folder, "pp 2", "Heads", pipeline={"schedule": schedule, "stages_per_rank": None})
+
+
+def test_a_whole_audit(tmp_path: Path) -> None:
+    """The model of the ranks is read from files, which do not have them; and the verdict is that of the run's model."""
+    run = config(tmp_path, "Heads", "layout.tp=2", "data.packing=pad", "parallel.freeze=['objective.token.0.*']")
+    report = audit(run, nproc=2, drawn=True)
+    assert report.passed, report.verdict
+    assert report.worst_gradient < 1e-12
+    assert {"objective.scale.log", "objective.head.weight"} <= {row.name for row in report.rows}
 
 
 # -- a run --------------------------------------------------------------------------------------------------------------------
