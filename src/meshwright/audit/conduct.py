@@ -36,9 +36,8 @@ from meshwright.train.config import RunConfig, ScheduleConfig
 from meshwright.train.proofs.claim import claim_of, model_digest
 from meshwright.train.proofs.records import Record, record
 from meshwright.train.proofs.shipped_cells import today
-from meshwright.train.run_objective import describe_run
 from meshwright.train.start.processes import adapted, device_kind
-from meshwright.train.start.setup import RunSetup, make_setup
+from meshwright.train.start.setup import RunSetup, describe_run, make_setup
 
 __all__ = ["Auditor", "audit"]
 

@@ -16,8 +16,7 @@ from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.shrink.small_config import Change
 from meshwright.train.config import RunConfig
 from meshwright.train.proofs.claim import axes_above_1
-from meshwright.train.run_objective import describe_run
-from meshwright.train.start.setup import RunSetup
+from meshwright.train.start.setup import RunSetup, describe_run
 
 __all__ = ["copy_policies"]
 

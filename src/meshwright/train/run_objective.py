@@ -10,7 +10,7 @@ import torch
 
 from meshwright.distributed.class_names import class_name
 from meshwright.errors import ConfigError, Problems, Refusal
-from meshwright.models.added_modules import ADDED, add_modules, module_problems, without_added
+from meshwright.models.added_modules import ADDED, module_problems, without_added
 from meshwright.models.families.listed import FAMILIES, family_of
 from meshwright.models.objective import Column, NextToken, Objective, RunFacts
 from meshwright.train.config import RunConfig
@@ -19,9 +19,7 @@ from meshwright.user_code import check_arguments, find_part, make_part
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from meshwright.plan.given.spec import ParallelSpec
-
-__all__ = ["columns_of", "describe_run", "make_objective"]
+__all__ = ["columns_of", "make_objective"]
 
 WHERE = "training.objective"
 
@@ -140,19 +138,6 @@ def _users(
                 raise ConfigError("objective.modules", f"{WHERE}={name}: {class_name(model)} has a part {ADDED!r} of its own")
     try_objective(objective, model, run)
     return objective
-
-
-def describe_run(config: RunConfig) -> "tuple[ParallelSpec, PreTrainedModel]":
-    """Return the spec of a run's model, and the model on the meta device, with what its objective adds.
-
-    Raises:
-        MeshwrightError: the model cannot be built, or declares too little; or the objective is refused.
-    """
-    from meshwright.train.start.setup import describe_model
-
-    spec, model = describe_model(config)
-    objective = make_objective(config, model)
-    return add_modules(spec, model, objective.added, objective.module_runs), model
 
 
 def _lines(missing: list[str]) -> str:

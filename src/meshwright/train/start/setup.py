@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "RunSetup",
     "describe_model",
+    "describe_run",
     "make_setup",
     "microbatches_per_step",
     "plain_config",
@@ -236,6 +237,20 @@ def describe_model(
         config.model, hf_config, adapter=config.adapter, param_dtype=config.parallel.param_dtype, planning=planning
     )
     return spec_of_run(config, model), model
+
+
+def describe_run(config: RunConfig) -> "tuple[ParallelSpec, PreTrainedModel]":
+    """Return the spec of a run's model, and the model on the meta device, with what its objective adds.
+
+    Raises:
+        MeshwrightError: the model cannot be built, or declares too little; or the objective is refused.
+    """
+    from meshwright.models.added_modules import add_modules
+    from meshwright.train.run_objective import make_objective
+
+    spec, model = describe_model(config)
+    objective = make_objective(config, model)
+    return add_modules(spec, model, objective.added, objective.module_runs), model
 
 
 def spec_of_run(config: RunConfig, model: "PreTrainedModel") -> ParallelSpec:
