@@ -235,6 +235,7 @@ CODES: dict[str, tuple[str, str]] = {
     "objective.logits": ("An objective asks for logits that are sliced.", "whole_logits = True in its class."),
     "objective.hidden": ("A model does not give its last hidden state.", "A model whose output head is known."),
     "objective.documents": ("An objective asks for documents that batches do not name.", "documents = True in its class."),
+    "objective.modules": ("Modules that an objective adds to the model are not as they must be.", "What the message says."),
     "objective.batch": ("An objective reads what a batch does not have.", "The names in the message; data.tensors."),
     "objective.reference": ("There are no log-probabilities of a reference.", "An adapter, or a column reference_log_probs."),
     "part.raised": ("A part of the user raised an exception.", "The lines in the message."),

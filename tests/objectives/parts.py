@@ -56,6 +56,65 @@ class Vectors(Objective):
         return (given.document_sum(near.log(), batch),)
 
 
+class Scale(nn.Module):
+    """A learned temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = nn.Parameter(torch.empty(1))
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.log, 0.5)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values * self.log.exp()
+
+
+class Heads(Objective):
+    """A head on documents with a temperature, and one on tokens; the temperature is called first, and the head twice."""
+
+    terms = ("documents", "tokens")
+    weights = (1.0, 0.3)
+
+    def counts(self, batches: list[Batch]) -> list[int]:
+        return [given.document_count(batches), sum(int((batch["labels"] != IGNORE).sum()) for batch in batches)]
+
+    def modules(self, model: Any) -> dict[str, nn.Module]:
+        width = model.config.get_text_config().hidden_size
+        token = nn.Sequential(nn.Linear(width, 6), nn.Tanh(), nn.Linear(6, 1))
+        return {"head": nn.Linear(width, 3), "scale": Scale(), "token": token}
+
+    def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+        scale = given.module(model, "scale")(torch.ones(1, device=batch["labels"].device))
+        hidden, head = given.hidden(model, batch), given.module(model, "head")
+        scores = scale * (head(given.pooled(hidden, batch)) + 0.5 * head(given.pooled(hidden, batch, "last")))
+        kind = given.per_document(batch["input_ids"], batch) % 3
+        documents = given.document_sum(-scores.log_softmax(-1).gather(-1, kind[..., None])[..., 0], batch)
+        values = given.module(model, "token")(hidden)[..., 0] - given.per_token(scores[..., 0], batch).tanh()
+        return documents, ((values - 1) ** 2 * (batch["labels"] != IGNORE)).sum()
+
+    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        values = given.module(model, "token")(given.hidden(model, batch))[..., 0] * (batch["labels"] != IGNORE)
+        return {"value": (values.sum(), (batch["labels"] != IGNORE).sum())}
+
+
+class Preference(Objective):
+    """The loss of tokens, and scores of documents with a learned temperature: one call of the model, so it may be in chunks."""
+
+    terms = ("tokens", "documents")
+
+    def counts(self, batches: list[Batch]) -> list[int]:
+        return [sum(int((batch["labels"] != IGNORE).sum()) for batch in batches), given.document_count(batches)]
+
+    def modules(self, model: Any) -> dict[str, nn.Module]:
+        return {"scale": Scale()}
+
+    def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+        log_probs = given.log_probs(model, batch)
+        scores = given.module(model, "scale")(0.1 * given.per_document(log_probs, batch))
+        return -log_probs.sum(), given.document_sum(-nn.functional.logsigmoid(scores), batch)
+
+
 class Before(Objective):
     """Weights tokens by what the model said of them before the step, and against a reference."""
 

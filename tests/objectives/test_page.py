@@ -8,6 +8,7 @@ import yaml
 
 from meshwright.audit.conduct import audit
 from meshwright.train.config import load_config
+from meshwright.train.start.setup import make_setup
 from tests.train.runs import losses, rows, tiny_run, train, write_corpus
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +38,11 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(other, 2)
     assert {"documents_loss", "entropy"} <= rows(other)[1].keys()
     assert "eval/entropy" in rows(other)[0]
+    rewards = tiny_run(
+        tmp_path, corpus, "training.objective=parts_of_page:Rewards", "data.tensors={reward: {per: document}}", "layout.tp=2"
+    )
+    names = {row.name for row in make_setup(rewards, 2).plan.parameters}
+    assert {"objective.head.weight", "objective.head.bias", "objective.temperature.log"} <= names
 
 
 @pytest.mark.parametrize(

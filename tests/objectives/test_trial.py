@@ -31,9 +31,9 @@ def test_what_an_objective_needs_is_found(tmp_path: Path) -> None:
     tokens = tried(tmp_path, "Tokens")
     assert all((tokens.pipelines, tokens.chunks, tokens.shares, tokens.packs, tokens.documents))
     assert (tokens.wanted, tokens.metric_names) == ({"log_probs", "entropy"}, ("entropy",))
-    assert (tokens.collectives, tokens.whole_logits, tokens.gathers) == ((0, 0, 1), False, False)
+    assert (tokens.collectives, tokens.whole_logits, tokens.gathers) == ((0, 0, 2), False, False)
     vectors = tried(tmp_path, "Vectors")
-    assert (vectors.gathers, vectors.collectives, vectors.without_head) == (True, (1, 1, 2 + 1), True)
+    assert (vectors.gathers, vectors.collectives, vectors.without_head) == (True, (1, 1, 2 + 1 + 2), True)
     assert tried(tmp_path, "smooth").whole_logits
     assert tried(tmp_path, "Copies").documents
     twice = tried(tmp_path, "CallsTwice", "data.packing=pad")

@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +24,10 @@ from meshwright.data.store import TokenStore
 from meshwright.distributed.memory.nf4 import dequantize, is_packed, quantize
 from meshwright.distributed.mesh import ParallelMesh, build_mesh
 from meshwright.layout import Layout
+from meshwright.models.added_modules import ADDED
 from meshwright.models.weights.initial_values import derive_seed
 from meshwright.plan.given.inspection import model_sizes
+from meshwright.plan.given.names import inside
 from meshwright.plan.given.options import NF4
 from meshwright.train.config import LayoutConfig, ParallelConfig, RunConfig
 from meshwright.train.engine.runner import Batch, Runner, Sums, Values
@@ -257,8 +259,8 @@ def _fill(run: RankSetup, model: nn.Module, device: torch.device, filled: Callab
     """
     fill(run, model, device)
     packed = {row.name for row in run.plan.parameters if row.dtype == NF4}
-    if run.config.model.path is None:
-        _jitter(model, run.config.training.seed, packed)
+    read = run.config.model.path is not None
+    _jitter(model, run.config.training.seed, packed, [ADDED] if read else [""])
     if filled is not None and run.config.model.path is None:
         filled(model)
     _round(model, packed)
@@ -270,13 +272,13 @@ def _mesh(layout: Layout, device_type: str) -> ParallelMesh:
 
 
 @torch.no_grad()
-def _jitter(model: nn.Module, seed: int, packed: Container[str]) -> None:
-    """Add noise to each parameter, but those that will be in 4 bits (``packed``).
+def _jitter(model: nn.Module, seed: int, packed: Container[str], modules: Collection[str]) -> None:
+    """Add noise to each parameter inside of some modules, but those that will be in 4 bits (``packed``).
 
     The noise is generated for the whole parameter, from a random stream of its own, so it does not depend on the layout.
     """
     for name, parameter in model.named_parameters():
-        if name in packed:
+        if name in packed or not any(inside(name, module) for module in modules):
             continue
         generator = torch.Generator().manual_seed(derive_seed(seed, "jitter", name))
         noise = (JITTER * torch.randn(parameter.shape, generator=generator)).to(parameter.device, parameter.dtype)

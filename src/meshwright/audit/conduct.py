@@ -37,7 +37,7 @@ from meshwright.train.proofs.claim import claim_of, model_digest
 from meshwright.train.proofs.records import Record, record
 from meshwright.train.proofs.shipped_cells import today
 from meshwright.train.start.processes import adapted, device_kind
-from meshwright.train.start.setup import RunSetup, describe_model, make_setup
+from meshwright.train.start.setup import RunSetup, describe_run, make_setup
 
 __all__ = ["Auditor", "audit"]
 
@@ -112,8 +112,8 @@ def _keep(config: RunConfig, setup: RunSetup, report: AuditReport, say: Callable
     The comparison of structures ignores key/value heads: where ranks share them, the small model may have one while the run's
     model has several.
     """
-    spec, model = describe_model(config)
-    large, small = (model_digest(*of, config.imports, with_heads=False) for of in ((spec, model), (setup.spec, setup.model)))
+    of = describe_run(config)
+    large, small = (model_digest(*one, config.imports, with_heads=False) for one in (of, (setup.spec, setup.model)))
     if large != small:
         say("the verdict was not recorded: the audit's small model differs in structure from the run's; audit that with --full")
         return
@@ -130,7 +130,7 @@ def _keep(config: RunConfig, setup: RunSetup, report: AuditReport, say: Callable
         seconds=report.seconds,
         code=report.claim.code,
     )
-    record(replace(report.claim, model=model_digest(spec, model, config.imports)), entry, say)
+    record(replace(report.claim, model=model_digest(*of, config.imports)), entry, say)
 
 
 def _fewest(config: RunConfig) -> int:

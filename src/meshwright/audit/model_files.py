@@ -13,6 +13,7 @@ from meshwright.audit.case import Case
 from meshwright.errors import described
 from meshwright.models.adapters.adapt import without_adapters
 from meshwright.models.adapters.adapter_files import write_adapter
+from meshwright.models.added_modules import without_added
 from meshwright.models.model_config import AdapterConfig
 from meshwright.models.weights.bars import one_bar
 
@@ -29,11 +30,12 @@ def write_files(model: nn.Module, adapter: AdapterConfig | None, folder: Path) -
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with one_bar("writing the small model"), without_adapters(model) if adapter is not None else nullcontext():
+        with without_added(model), one_bar("writing the small model"), without_adapters(model) if adapter else nullcontext():
             model.save_pretrained(folder / MODEL)  # type: ignore[operator]
         if adapter is not None:
             (folder / ADAPTER).mkdir(exist_ok=True)
-            write_adapter(model, adapter, str(folder / MODEL), folder / ADAPTER)
+            with without_added(model):
+                write_adapter(model, adapter, str(folder / MODEL), folder / ADAPTER)
     except Exception as error:  # whatever transformers raises: the ranks then make their values as before
         (folder / _WHY).write_text(f"transformers cannot write the small model: {described(error)}")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint import storage
+from meshwright.checkpoint.beside_model import read_average, write_added
 from meshwright.checkpoint.directory import damage, read_meta
 from meshwright.checkpoint.manager import check_base, check_writable
 from meshwright.checkpoint.prompts import encoded, ends
@@ -102,7 +103,8 @@ def export_checkpoint(
     An adapter is merged: it is added in fp32 to the weights as their files have them, and the sum is rounded once.
 
     The directory has safetensors under the names of the hub, each tied weight once, the config, and the tokenizer if there is
-    one. This process holds the whole model in memory once. The directory appears when it is complete; until then an earlier
+    one; what an objective added to the model is in ``objective/objective.safetensors``. This process holds the whole model in
+    memory once. The directory appears when it is complete; until then an earlier
     export stays.
 
     Args:
@@ -169,7 +171,7 @@ def export_checkpoint(
         initialize_adapters(model, torch.device("cpu"), 0)
     read_model(checkpoint, model, trained=base is not None)
     if average:
-        _read_average(checkpoint, model, average)
+        read_average(checkpoint, model, average)
     if adapted is not None and not adapter:
         merge(model)
     dtype = dtype or meta["config"].get("export_dtype")
@@ -200,6 +202,7 @@ def export_checkpoint(
             (temporary / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
+        write_added(checkpoint, temporary, average)
         (temporary / MARK).write_text(f"{checkpoint.resolve()}\n")
         honour_umask(temporary)
         put_in_place(temporary, place, replaced)
@@ -207,27 +210,6 @@ def export_checkpoint(
         raise CheckpointError("export.unwritten", f"{directory}: not written: {described(error)}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _read_average(checkpoint: Path, model: Any, name: str) -> None:
-    """Give the trained parameters of a model their moving averages, each rounded once."""
-    import torch
-
-    prefix = f"callback.{name}."
-    stored = {key: shape for key, (shape, _) in storage.contents(checkpoint).items() if key.startswith(prefix)}
-    if not stored:
-        raise CheckpointError(
-            "export.ema", f"{checkpoint}: has no moving average {name!r}; its run had no such callback (callbacks: [ema])"
-        )
-    kind = {
-        key: torch.float64 if dtype == "float64" else torch.float32 for key, (_, dtype) in storage.contents(checkpoint).items()
-    }
-    averages = {key: torch.empty(shape, dtype=kind[key]) for key, shape in stored.items()}
-    storage.read(checkpoint, averages)
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for key, value in averages.items():
-            parameters[key.removeprefix(prefix)].copy_(value)
 
 
 def _cast_files(folder: Path, dtype: str, exceptions: Mapping[str, str]) -> None:

@@ -8,6 +8,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -102,6 +103,8 @@ class Objective(ABC):
         frozen: patterns of parameters that are not trained, in addition to those of ``parallel.freeze``.
         metric_names: names of what :meth:`metrics` returns, as it was tried.
         wanted: names of values of tokens that one forward computes, as they were asked for when it was tried.
+        added: what :meth:`modules` returned.
+        module_runs: how often each of these is called for a batch, and how often of these with gradient, as it was tried.
     """
 
     name: str
@@ -126,6 +129,8 @@ class Objective(ABC):
     metric_names: tuple[str, ...] = ()
     reads: frozenset[str] = frozenset()
     wanted: frozenset[str] = frozenset()
+    added: Mapping[str, nn.Module] = MappingProxyType({})
+    module_runs: Mapping[str, tuple[int, int]] = MappingProxyType({})
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Give what a subclass leaves out its default."""
@@ -161,6 +166,18 @@ class Objective(ABC):
 
     def begin(self, model: "PreTrainedModel", run: RunFacts) -> None:  # noqa: B027 - optional
         """Read what is needed of a run and of its model, which is on any device, before anything else is called."""
+
+    def modules(self, model: "PreTrainedModel") -> Mapping[str, nn.Module]:
+        """Return modules that are added to the model, such as a head, by name; none by default.
+
+        It is called once, after :meth:`begin`, and what it makes is on the meta device. Each module with parameters of its own
+        has ``reset_parameters``, which gives them their first values; no parameter is a scalar, and there are no buffers.
+        :func:`~meshwright.objectives.given.module` returns them where they are called.
+
+        Args:
+            model: the model of the run, on the meta device; its config has sizes.
+        """
+        return {}
 
     def attach(self, model: nn.Module) -> None:  # noqa: B027 - optional
         """Prepare a parallelized model for :meth:`sums`."""

@@ -49,21 +49,28 @@ def per_document(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     inside = (numbers >= 0).view(*numbers.shape, *(1,) * (values.ndim - 2))
     index = numbers.clamp(min=0).long().view_as(inside).expand_as(values)
     found = values.new_zeros(shape).scatter_add(1, index, torch.where(inside, values, 0))
-    return _SumOverRanks.apply(found, call.mesh["cp"].get_group()) if call.mesh is not None and call.size("cp") > 1 else found
+    if call.mesh is not None and call.size("cp") > 1:
+        return _SumOverRanks.apply(found, call.mesh["cp"].get_group())
+    if found.requires_grad:
+        found.register_hook(lambda gradient: call.asked.update(["per_document's gradient"]))
+    return found
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sums over ranks that all compute the same with the sum: each has the whole gradient already."""
+    """Sums over ranks. What each computes with the sum has a gradient of its own, and all of these are added."""
 
     @staticmethod
     def forward(context: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        context.group = group
         total = values.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=context.group)
+        return total, None
 
 
 def document_sum(values: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -74,15 +81,19 @@ def document_sum(values: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 
 class _CountOnce(torch.autograd.Function):
-    """A number that several ranks have: it is kept on one, and 0 on the others. The gradient is that of the number on all."""
+    """A number that several ranks have: it is kept on one, and 0 on the others. So is its gradient.
+
+    What lies between a sum over ranks and this, such as a head, gets its gradient on one of them.
+    """
 
     @staticmethod
     def forward(context: Any, value: torch.Tensor, here: bool) -> torch.Tensor:
+        context.here = here
         return value.clone() if here else torch.zeros_like(value)
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
+        return gradient if context.here else torch.zeros_like(gradient), None
 
 
 def document_count(batches: Sequence[Batch]) -> int:

@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshwright.distributed import _torch_compat
 from meshwright.distributed.memory.chunked_loss import VALUES, DeferredLogits, chunks_its_loss, deferring
 from meshwright.distributed.tensor.moves import gather as join_slices
 from meshwright.errors import UnsupportedError
 from meshwright.models import _transformers_compat as compat
+from meshwright.models.added_modules import added_modules
 from meshwright.models.objective import Batch
 from meshwright.models.token_loss import IGNORE, forward_arguments, forward_logits, token_entropies, token_log_probs
 from meshwright.objectives.documents import document_count, document_sum, per_document, per_token, pooled
@@ -33,6 +35,7 @@ __all__ = [
     "hidden",
     "log_probs",
     "logits",
+    "module",
     "per_document",
     "per_token",
     "pooled",
@@ -146,6 +149,24 @@ def _whole(states: torch.Tensor, call: Running, head: str, length: int) -> torch
     if not sliced or call.mesh is None:
         return states
     return join_slices(states, 1, length, call.mesh["tp"].get_group())  # all ranks compute the same with it
+
+
+# -- what an objective adds ---------------------------------------------------------------------------------------------------
+
+
+def module(model: nn.Module, name: str) -> nn.Module:
+    """Return a module that the objective added to the model (:meth:`~meshwright.objectives.Objective.modules`).
+
+    Call it, and do not read its parameters: they are sharded, and whole while it computes. It takes whole values, such as those
+    of the functions here, and computes in at least fp32.
+    """
+    call_of("module")
+    added = added_modules(model)
+    if added is None or name not in added:
+        names = ", ".join(added) if added is not None and len(added) else "none"
+        raise UnsupportedError("objective.modules", f"given.module: {name!r} is not added by the objective; added are: {names}")
+    _torch_compat.set_up(model)
+    return added[name]
 
 
 # -- other data ranks ---------------------------------------------------------------------------------------------------------

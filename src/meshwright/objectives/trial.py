@@ -5,6 +5,8 @@ that they add up over rows, over parts of a sequence and over documents, that co
 What an objective calls is noted, so that the run gives it that and no more.
 """
 
+import copy
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -14,8 +16,10 @@ from torch import nn
 
 from meshwright.errors import ConfigError, PartError, Problems, Refusal
 from meshwright.layout import Layout
+from meshwright.models.added_modules import ADDED, added_modules
 from meshwright.models.objective import Batch, Column, Objective, RunFacts
 from meshwright.models.token_loss import IGNORE, forward_arguments
+from meshwright.models.weights.initial_values import initialize
 from meshwright.objectives.call import calling, evaluate_batch, named, passes_before
 from meshwright.objectives.documents import EXISTS, number_documents
 from meshwright.objectives.invented import REFERENCE, invented, spread_of
@@ -89,12 +93,24 @@ class _StandIn(nn.Module):
         return SimpleNamespace(logits=self.lm_head(hidden))
 
 
+def _with_values(objective: Objective) -> nn.ModuleDict:
+    """Return copies of the modules that an objective adds, with their first values, in fp64."""
+    added = nn.ModuleDict(copy.deepcopy(dict(objective.added))).to("meta", torch.float64)
+    with calling(objective, "reset_parameters of its modules"):
+        initialize(added, torch.device("cpu"), 0)
+    return added
+
+
 class _Trial:
     """An objective, its model, and what was noted."""
 
     def __init__(self, objective: Objective, model: "PreTrainedModel", columns: Mapping[str, Column]) -> None:
         self.objective, self.model, self.call, self.read = objective, _StandIn(model), Running(), set[str]()
-        self.columns = columns
+        self.columns, self.runs = columns, Counter[tuple[str, bool]]()
+        if objective.added:
+            self.model.add_module(ADDED, added := _with_values(objective))
+            for name, module in added.items():
+                module.register_forward_hook(lambda *_, name=name: self.runs.update([(name, torch.is_grad_enabled())]))
         self.words = model.config.get_text_config().vocab_size
 
     def rows(self) -> "_Noting":
@@ -170,7 +186,10 @@ def _try(objective: Objective, model: "PreTrainedModel", run: RunFacts) -> None:
     whole = trial.prepared(trial.rows())
     with calling(objective, "held_out"):
         objective.held_out(trial.rows(), range(ROWS))
+    trial.runs.clear()
     sums = trial.sums(whole)
+    runs = trial.runs.copy()
+    objective.module_runs = {name: (runs[name, True] + runs[name, False], runs[name, True]) for name in objective.added}
     if sums.requires_grad:
         with calling(objective, "the backward of sums"):
             sums.sum().backward(retain_graph=True)
@@ -194,8 +213,9 @@ def _try(objective: Objective, model: "PreTrainedModel", run: RunFacts) -> None:
     objective.whole_logits |= "logits" in asked
     objective.without_head = "hidden" in asked and not asked.keys() & {"log_probs", "entropy", "logits"}
     objective.wanted = frozenset(asked.keys() & {"log_probs", "entropy"})
-    objective.collectives = (asked["gather"], asked["gather's gradient"], asked["per_document"])
-    problems = Problems()
+    sums_over_ranks = asked["per_document"] + asked["per_document's gradient"]
+    objective.collectives = (asked["gather"], asked["gather's gradient"], sums_over_ranks)
+    problems = _unused(trial) if sums.requires_grad else Problems()
     _compare(trial, whole, sums, counts, problems)
     if not problems and objective.shares is None:
         objective.shares = not _parts_differ(trial, whole, sums)
@@ -203,6 +223,24 @@ def _try(objective: Objective, model: "PreTrainedModel", run: RunFacts) -> None:
         objective.packs = not _documents_differ(trial)
     if problems:
         raise ConfigError(problems)
+
+
+def _unused(trial: _Trial) -> Problems:
+    """Return which of the added modules have no part in the loss, or have it without being called."""
+    problems, objective = Problems(), trial.objective
+    for name, module in (added_modules(trial.model) or nn.ModuleDict()).items():
+        used = {own for own, parameter in module.named_parameters(prefix=name) if parameter.grad is not None}
+        if used and not objective.module_runs[name][1]:
+            problems.add(
+                "objective.modules",
+                f"{trial.part}: reads {min(used)} without calling its module; legal is given.module(model, {name!r})(...)",
+            )
+        problems += [
+            Refusal("objective.modules", f"{trial.part}: its loss does not depend on {own}, which its modules() adds")
+            for own, parameter in module.named_parameters(prefix=name)
+            if own not in used and parameter.requires_grad
+        ]
+    return problems
 
 
 def _compare(trial: _Trial, whole: _Noting, sums: torch.Tensor, counts: list[int], problems: Problems) -> None:

@@ -16,7 +16,7 @@ from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.shrink.small_config import Change
 from meshwright.train.config import RunConfig
 from meshwright.train.proofs.claim import axes_above_1
-from meshwright.train.start.setup import RunSetup, describe_model
+from meshwright.train.start.setup import RunSetup, describe_run
 
 __all__ = ["copy_policies"]
 
@@ -61,7 +61,7 @@ def _large_plan(config: RunConfig, setup: RunSetup) -> ShardingPlan | None:
     The world size is ``launch.nproc`` if it is set and gives these axes; otherwise the smallest multiple, of the product of the
     configured sizes, that gives them.
     """
-    spec, model = describe_model(config)
+    spec, model = describe_run(config)
     layout, sizes = config.layout.layout(), model_sizes(spec, model)
     least = prod(size for axis in AXES if (size := getattr(layout, axis)) not in (None, -1))
     options = config.parallel.options(setup.plan.options.microbatches)

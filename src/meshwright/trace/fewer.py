@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from meshwright.layout import Layout
+from meshwright.models.added_modules import add_modules
 from meshwright.models.specs.registry import get_parallelization_strategy
 from meshwright.models.weights.build import build_on_meta
 from meshwright.plan.given.closed_choices import PipelineSchedule
@@ -16,7 +17,6 @@ from meshwright.plan.given.names import inside
 from meshwright.plan.resolver import resolve
 from meshwright.plan.result.sharding_plan import ROOT, ShardingPlan
 from meshwright.shrink.kinds import with_layers
-from meshwright.train.run_objective import make_objective
 from meshwright.train.start.setup import RunSetup
 
 if TYPE_CHECKING:
@@ -103,8 +103,9 @@ def with_fewer(setup: RunSetup, layers: int) -> RunSetup:
         run.model, _config(setup, layers), adapter=run.adapter, param_dtype=run.parallel.param_dtype, planning=True
     )
     spec = get_parallelization_strategy(model).spec(model, setup.config.parallel.param_dtype)
+    spec = add_modules(spec, model, setup.objective.added, setup.objective.module_runs)
     small = resolve(spec, model, layout, options)
-    return RunSetup(setup.config, layout, model, spec, small, make_objective(setup.config, model))
+    return RunSetup(setup.config, layout, model, spec, small, setup.objective)
 
 
 def _config(setup: RunSetup, layers: int) -> "PretrainedConfig":

@@ -15,6 +15,7 @@ from meshwright.distributed.data.grad_sync import GradSync
 from meshwright.distributed.experts.balance import Balance
 from meshwright.distributed.mesh import ParallelMesh, build_mesh
 from meshwright.distributed.pipeline.stage_parts import StageParts, make_parts, models_of
+from meshwright.models.added_modules import initialize_added, without_added
 from meshwright.models.objective import Objective
 from meshwright.models.specs.registry import get_parallelization_strategy
 from meshwright.models.weights.build import materialize
@@ -89,7 +90,9 @@ def fill(run: RankSetup, model: nn.Module, device: torch.device) -> None:
     config, stages = run.config, stages_of_rank(run.plan, run.mesh.rank("pp"))
     for part, stage in zip(models_of(model), stages, strict=True):
         others = elsewhere(run.plan, [stage])
-        materialize(part, config.model, device, config.training.seed, run.plan.layers, others, config.adapter)
+        with without_added(part):
+            materialize(part, config.model, device, config.training.seed, run.plan.layers, others, config.adapter)
+        initialize_added(part, device, config.training.seed)
 
 
 def optimizer_of_plan(run: RankSetup, model: nn.Module) -> torch.optim.Optimizer:

@@ -7,8 +7,11 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from meshwright.distributed.class_names import class_name
 from meshwright.errors import ConfigError, Problems, Refusal
+from meshwright.models.added_modules import ADDED, module_problems, without_added
 from meshwright.models.families.listed import FAMILIES, family_of
 from meshwright.models.objective import Column, NextToken, Objective, RunFacts
 from meshwright.train.config import RunConfig
@@ -125,6 +128,15 @@ def _users(
         raise ConfigError("part.signature", f"{WHERE}={name}: has {many}; each term has one")
     with calling(objective, "begin"):
         objective.begin(model, run)
+    with calling(objective, "modules"), torch.device("meta"):
+        added = objective.modules(model)
+    if problems := module_problems(added):
+        raise ConfigError([line.within(f"{WHERE}={name}: ") for line in problems])
+    objective.added = dict(added)
+    if objective.added:
+        with without_added(model):
+            if hasattr(model, ADDED):
+                raise ConfigError("objective.modules", f"{WHERE}={name}: {class_name(model)} has a part {ADDED!r} of its own")
     try_objective(objective, model, run)
     return objective
 

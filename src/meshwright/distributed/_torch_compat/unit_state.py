@@ -43,6 +43,7 @@ __all__ = [
     "reduce_at_the_end",
     "replicate_module",
     "reshards_after_forward",
+    "set_up",
     "share_shards",
 ]
 
@@ -91,6 +92,13 @@ def is_unsharded(module: nn.Module | FSDPModule) -> bool:
 def is_set_up(module: nn.Module | FSDPModule) -> bool:
     """Whether a unit, or its root, ran forward once. Before that a unit does not know its root and its streams."""
     return fsdp_state(module)._is_root is not None
+
+
+def set_up(root: nn.Module) -> None:
+    """Let all units know their root, if it is one, before a unit inside it runs without it."""
+    state = fsdp_state(root)
+    if state is not None and state._is_root is None:
+        state._lazy_init()
 
 
 def finish_prefetch(module: nn.Module | FSDPModule) -> None:

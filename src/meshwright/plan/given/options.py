@@ -112,7 +112,7 @@ class ParallelOptions:
     )
     objective_gathers: int = _option(0, "How often the objective gathers values of all data ranks in a microbatch.")
     objective_reductions: int = _option(0, "How often it sums the gradients of such values over data ranks.")
-    objective_sums: int = _option(0, "How often the objective sums over documents that ranks of 'cp' share, in a microbatch.")
+    objective_sums: int = _option(0, "How often it sums over documents, or their gradients, over 'cp' in a microbatch.")
     prefetch_forward: int | None = _option(
         None,
         "How many layers ahead all-gathers are started in forward; each holds one layer more. null: FSDP2's own way, which "

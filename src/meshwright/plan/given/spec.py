@@ -33,6 +33,8 @@ class UnitRule:
     Args:
         pattern: pattern of module names; each match is a unit of its own.
         together: all matches are one unit instead, which is gathered and reduced once for all of them.
+        added: whether an objective added the matches to the model and calls them itself, with values of any shape. They compute
+            in the dtype in which they are stored, which is at least fp32.
         reshard_after_forward: whether to free the gathered parameters after forward; ``None``: yes.
         sync: sync policy of the unit, which says when its gradients are reduced; ``None``: that of the options.
     """
@@ -41,6 +43,7 @@ class UnitRule:
     reshard_after_forward: bool | None = None
     sync: SyncPolicy | None = None
     together: bool = False
+    added: bool = False
 
 
 class Scores(StrEnum):

@@ -16,7 +16,7 @@ from meshwright.layout import AXES
 from meshwright.plan.axes.context import positions_of
 from meshwright.plan.axes.tensor.move_kinds import Move
 from meshwright.plan.given.names import holder_of, inside, within
-from meshwright.plan.result.sharding_plan import ShardingPlan, UnitRow
+from meshwright.plan.result.sharding_plan import ADDED, ShardingPlan, UnitRow
 
 __all__ = ["Portion", "Side", "borders", "first_microbatch", "portion_of_rank", "tokens_of_units"]
 
@@ -47,16 +47,20 @@ def borders(plan: ShardingPlan, model: nn.Module) -> tuple[str, ...]:
     """Return the names of the modules whose borders an audit records, in model order.
 
     These are units, layers and their direct children, regions of tensor parallel, mixtures and their routers; and, outside of
-    the layers, every module without children: embeddings, the last norm, the head.
+    the layers, every module without children: embeddings, the last norm, the head. What an objective added is left out: it is
+    called with values of any shape.
     """
     layers = set(plan.layers)
     wanted = layers | {unit.name for unit in plan.units}
     wanted |= {row.module for row in plan.tensor_parallel if row.style == "region"}
     wanted |= {name for row in plan.experts for name in (row.module, row.router)}
+    added = [unit.name for unit in plan.units if unit.kind == ADDED]
     names = []
     for name, module in model.named_modules():
         parent, inner = holder_of(name), any(inside(name, layer) for layer in layers)
         leaf = not inner and next(module.children(), None) is None
+        if within(name, added):
+            continue
         if name and (name in wanted or parent in layers or leaf) and not isinstance(module, nn.ModuleList | nn.ModuleDict):
             names.append(name)
     return tuple(names)
@@ -72,6 +76,8 @@ def tokens_of_units(plan: ShardingPlan) -> tuple[UnitRow, ...]:
     def tokens(unit: UnitRow) -> str:
         if unit.name in mixtures:
             return "routed over ep"
+        if unit.kind == ADDED:
+            return "as the objective calls it"
         at_input = portion_of_rank(plan, unit.name, Side.INPUT, first, 1, length)
         part = at_input is not None and sum(map(len, at_input.positions)) < length // cp
         axes = [axis for axis, shared in (("cp", cp > 1), ("tp", part)) if shared]

@@ -90,7 +90,8 @@ class UnitRow:
 
     Attributes:
         name: module name; that of the root is the empty string.
-        kind: ``root``, ``layer``, ``experts``, ``unit`` (declared) or ``fp32`` (computes in fp32).
+        kind: ``root``, ``layer``, ``experts``, ``unit`` (declared), ``fp32`` (computes in fp32) or ``added`` (by the
+            objective, which calls it).
         parameters: names of its parameters.
         reshard_after_forward: whether its gathered parameters are freed after forward.
         param_dtype: dtype of compute. ``None``: the stored dtype.

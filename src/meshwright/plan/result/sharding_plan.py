@@ -40,6 +40,9 @@ LAYER = "layer"
 EXPERTS = "experts"
 """Kind of the units that are mixtures of experts."""
 
+ADDED = "added"
+"""Kind of the units that an objective added to the model, and calls."""
+
 
 @dataclass(frozen=True)
 class ShardingPlan:

@@ -235,6 +235,7 @@ class LoopSteps(StepEngine):
             "the logits of all words": objective.whole_logits and sliced,
             "a loss that is not computed in chunks": not objective.chunks and plan.loss is not None,
             "parameters to be frozen": bool(set(objective.frozen) - set(made.frozen)),
+            f"parameters of its own, {', '.join(objective.added)}": bool(objective.added),
             "a model whose head has no gradient": objective.without_head and not made.without_head,
         }
         if wanted := [what for what, needed in needs.items() if needed]:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.distributed.memory.nf4 import dequantize, is_packed
 from meshwright.distributed.mesh import ParallelMesh, whole_tensor
 from meshwright.models._transformers_compat import names_in_files
+from meshwright.models.added_modules import without_added
 from meshwright.plan.given.names import within
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
@@ -28,6 +29,8 @@ def weights_of(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield whole weights by their names in files. Collective over all ranks, which get the same in the same order.
 
+    What an objective added to the model is in no file of its own, and is left out.
+
     Args:
         model: the parallelized model, or the stages of this rank.
         described: the whole model on the meta device, with its adapters.
@@ -43,7 +46,8 @@ def weights_of(
             whole = _whole(held, [entry.name], plan, mesh, described)[entry.name]
             yield entry.key, entry.to_files(whole).clone()
         return
-    kept = described.state_dict(keep_vars=True)
+    with without_added(described):
+        kept = described.state_dict(keep_vars=True)
     firsts = {id(tensor): name for name, tensor in reversed(kept.items())}
     names = [name for name, tensor in kept.items() if firsts[id(tensor)] == name]  # a tied one by its first name
     layers = [layer for layer in plan.layers if not any(within(layer, [other]) for other in plan.layers if other != layer)]

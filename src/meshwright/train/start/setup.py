@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "RunSetup",
     "describe_model",
+    "describe_run",
     "make_setup",
     "microbatches_per_step",
     "plain_config",
@@ -104,6 +105,7 @@ def make_setup(
         MeshwrightError: all problems of layout, batch sizes, model and plan that can be found independently of each other.
     """
     from meshwright.distributed.experts.balance import refusals
+    from meshwright.models.added_modules import add_modules
     from meshwright.models.objective import NextToken
     from meshwright.objectives.call import named
     from meshwright.objectives.trial import layout_problems
@@ -185,6 +187,7 @@ def make_setup(
     options = replace(options, objective_gathers=gathers, objective_reductions=reductions, objective_sums=sums)
     if objective.without_head:
         spec = replace(spec, uses_all_parameters=False)
+    spec = add_modules(spec, model, objective.added, objective.module_runs)
     plan = resolve(spec, model, layout, options)
     refused = refusals(
         plan,
@@ -234,6 +237,20 @@ def describe_model(
         config.model, hf_config, adapter=config.adapter, param_dtype=config.parallel.param_dtype, planning=planning
     )
     return spec_of_run(config, model), model
+
+
+def describe_run(config: RunConfig) -> "tuple[ParallelSpec, PreTrainedModel]":
+    """Return the spec of a run's model, and the model on the meta device, with what its objective adds.
+
+    Raises:
+        MeshwrightError: the model cannot be built, or declares too little; or the objective is refused.
+    """
+    from meshwright.models.added_modules import add_modules
+    from meshwright.train.run_objective import make_objective
+
+    spec, model = describe_model(config)
+    objective = make_objective(config, model)
+    return add_modules(spec, model, objective.added, objective.module_runs), model
 
 
 def spec_of_run(config: RunConfig, model: "PreTrainedModel") -> ParallelSpec:

@@ -7,7 +7,7 @@ from meshwright.errors import Problems, Refusal
 from meshwright.plan.draft import Draft, Found, names_for
 from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.plan.given.names import last_of_each_container, match_names, nearest, within
-from meshwright.plan.result.sharding_plan import EXPERTS, LAYER, ROOT, UnitRow
+from meshwright.plan.result.sharding_plan import ADDED, EXPERTS, LAYER, ROOT, UnitRow
 
 __all__ = ["choose_policies", "choose_units"]
 
@@ -75,6 +75,12 @@ def choose_units(draft: Draft) -> Found[dict[str, UnitRow]]:
     return Found(units, problems, remarks)
 
 
+def _stored(draft: Draft, name: str) -> str:
+    """Return the dtype in which a module stores its parameters."""
+    first = next(iter(draft.model.parameters_inside(name)))
+    return draft.model.parameter_of[f"{name}.{first}"].dtype
+
+
 def _row(draft: Draft, name: str, kind: str, *, reshard: bool = True) -> UnitRow:
     """Return the row of a unit; an option wins over ``reshard``."""
     options = draft.options
@@ -110,6 +116,8 @@ def _declared(draft: Draft, problems: Problems) -> Iterator[tuple[UnitRow, str]]
         for name in names:
             row = _row(draft, name, "unit", reshard=rule.reshard_after_forward is not False)
             part_of = names[0] if rule.together and name != names[0] else ""
+            if rule.added:
+                row = replace(row, kind=ADDED, param_dtype=_stored(draft, name))
             yield replace(row, together=rule.together, part_of=part_of), f"units pattern {rule.pattern!r}"
         if rule.together and draft.layout.size("pp") > 1:
             problems.add(
@@ -138,6 +146,11 @@ def _excluded(draft: Draft, units: dict[str, UnitRow]) -> tuple[set[str], Proble
                 problems.add(
                     "fsdp.exclude_units", f"exclude_units: {name!r} is a mixture, which is a unit of its own with ep > 1"
                 )
+            if left[name].kind == ADDED:
+                problems.add(
+                    "fsdp.exclude_units", f"exclude_units: {name!r} is called by the objective, so it must be a unit of its own"
+                )
+                continue
             if left[name].part_of or any(unit.part_of == name for unit in left.values()):
                 problems.add(
                     "fsdp.exclude_units",
