@@ -150,7 +150,7 @@ def learns(layout: str, options: dict[str, Any]) -> None:
     assert not [name for name in names if "objective" in name]
     for losses_, norm_, names_ in run_ranks(steps, 4 if layout.startswith("pp=2,") else 2, layout, options):
         assert norm_ == pytest.approx(norm, rel=1e-12)
-        assert losses_[:2] == pytest.approx(alone[:2], rel=1e-12)
+        assert losses_[:2] == pytest.approx(alone[:2], rel=1e-10)
         assert losses_ == pytest.approx(alone, rel=1e-7)  # Adam enlarges the rounding of small gradients
         assert names_ == names
 
