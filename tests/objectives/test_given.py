@@ -23,13 +23,23 @@ LORA = {"rank": 2, "targets": "all-linear"}
 
 
 def compare(
-    auditor: Auditor, folder: Path, place: Place, name: str, family: str = "llama", chunks: bool = True, **options: Any
+    auditor: Auditor,
+    folder: Path,
+    place: Place,
+    name: str,
+    family: str = "llama",
+    chunks: bool = True,
+    layers: int | None = None,
+    **options: Any,
 ) -> None:
     variant = Variant(SyncPolicy.REDUCE_EACH, "float64", 2, False, False)
     case = family_case(family, place, variant, folder, loss_chunks=3 if chunks else 0, **options)
     objective = PartConfig(use=f"tests.objectives.parts:{name}")
-    training = case.config.training.model_copy(update={"objective": objective})
-    report = auditor.audit(replace(case, config=case.config.model_copy(update={"training": training})), place.world_size)
+    training, model = case.config.training.model_copy(update={"objective": objective}), case.config.model
+    if layers is not None:
+        model = model.model_copy(update={"config": {**(model.config or {}), "num_hidden_layers": layers}})
+    changed = case.config.model_copy(update={"training": training, "model": model})
+    report = auditor.audit(replace(case, config=changed), place.world_size)
     assert report.passed, report.verdict
     assert report.worst_gradient < 1e-12
 
@@ -68,7 +78,7 @@ def test_products(auditor: Auditor, folder: Path, label: str, name: str) -> None
 @pytest.mark.parametrize("schedule", [schedule for schedule in PipelineSchedule if schedule.single or schedule.splits])
 def test_schedules(auditor: Auditor, folder: Path, schedule: PipelineSchedule) -> None:
     pipeline = {"schedule": schedule, "stages_per_rank": None}
-    compare(auditor, folder, PLACES["pp 2"], "Tokens", chunks=False, pipeline=pipeline)
+    compare(auditor, folder, PLACES["pp 2"], "Tokens", chunks=False, layers=4, pipeline=pipeline)
 
 
 # -- alone --------------------------------------------------------------------------------------------------------------------

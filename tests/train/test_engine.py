@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import meshwright as mw
@@ -114,6 +115,9 @@ def work(rank: int, layout: str, options: dict[str, Any]) -> dict[str, Any]:
     updated = engine.optim_step(lr=5e-3)
     asked = engine.log_probs(own(engine, 1))
     evaluation = engine.evaluate(own(engine, 2), focal)
+    held = dict(engine.weights(whole=False))
+    assert held.keys() == dict(engine.model.named_parameters()).keys()
+    assert ("dp_shard" not in layout and "tp" not in layout) or any(isinstance(tensor, DTensor) for tensor in held.values())
     return {
         "numbers": {
             "loss": torch.tensor([first.loss, second.loss], dtype=torch.float64),

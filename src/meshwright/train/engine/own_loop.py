@@ -193,12 +193,16 @@ class Engine(LoopSteps):
         }
         return OwnData(dataset, options, epochs, lambda: self.steps_done)
 
-    def weights(self, *, adapters: Adapters = "merged") -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and whole value of each weight, layer by layer; the same on all ranks. Names are those of its files.
+    def weights(self, *, adapters: Adapters = "merged", whole: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and value of each weight, layer by layer, in one order on all ranks.
 
         Args:
             adapters: ``merged``: added to the weights; ``apart``: the adapters alone, as in files of peft.
+            whole: whole values, the same on all ranks, by the names of the model's files. Otherwise the parameters that this
+                rank holds as they are, DTensors where they are sharded, by their names in the model; nothing is sent.
         """
+        if not whole:
+            return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
         return weights_of(self.model, self.described, self.plan, self.mesh, adapters)
 
     def save(self, path: str | Path, state: Mapping[str, Any] | None = None) -> None:
