@@ -447,7 +447,7 @@ def test_a_loop_learns_under_torchrun(loop: Path) -> None:
 
 
 def test_a_loop_is_audited_and_planned(loop: Path) -> None:
-    command = [sys.executable, "-m", "meshwright", "audit", "my_loop.py:make_engine", "--steps", "2"]
+    command = [sys.executable, "-m", "meshwright", "audit", "my_loop.py:make_engine", "--steps", "1", "--nproc", "2"]
     done = subprocess.run(command, cwd=loop.parent, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.splitlines()[-1].startswith("PASS: LlamaForCausalLM")
