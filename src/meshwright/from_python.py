@@ -1,5 +1,6 @@
 """A run from Python, for a script or a notebook: planned, audited and trained as by the commands."""
 
+import copy
 import json
 import os
 import tempfile
@@ -100,7 +101,7 @@ class Run:
     ) -> None:
         lines = [f"{key}={_text(value)}" for key, value in overrides.items()] if isinstance(overrides, Mapping) else overrides
         own = dict(config) if isinstance(config, Mapping) else None
-        found = overridden(json.loads(json.dumps(own)), lines) if own is not None else load_config(str(config), lines)
+        found = overridden(copy.deepcopy(own), lines) if own is not None else load_config(str(config), lines)
         content = found.model_dump(mode="json")
         if objective is not None:
             content["training"]["objective"] = part_of("objective", objective)
@@ -110,7 +111,6 @@ class Run:
         if source is not None:
             content["data"]["source"] = part_of("source", source)
         self.config: RunConfig = overridden(content, ())
-        self._file = None if own is not None else str(config)
 
     def plan(self, world_size: int | None = None, *, gpu: str | None = None) -> PlanView:
         """Return what every rank will hold and send, as ``meshwright plan``.

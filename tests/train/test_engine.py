@@ -115,7 +115,7 @@ def work(rank: int, layout: str, options: dict[str, Any]) -> dict[str, Any]:
     updated = engine.optim_step(lr=5e-3)
     asked = engine.log_probs(own(engine, 1))
     evaluation = engine.evaluate(own(engine, 2), focal)
-    held = dict(engine.weights(whole=False))
+    held = dict(engine.shards())
     assert held.keys() == dict(engine.model.named_parameters()).keys()
     assert ("dp_shard" not in layout and "tp" not in layout) or any(isinstance(tensor, DTensor) for tensor in held.values())
     return {
@@ -317,6 +317,10 @@ def no_row(engine: mw.Engine) -> None:
     engine.share([[1, 2, 3], "text"])
 
 
+def unread_key(engine: mw.Engine) -> None:
+    engine.share([{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}])
+
+
 def unfinished(engine: mw.Engine) -> None:
     engine.load("/nonexistent")
 
@@ -331,6 +335,7 @@ REFUSALS: dict[Callable[[mw.Engine], None], tuple[type[Any], str, str]] = {
     nothing_to_update: (ConfigError, "engine.order", "forward_backward first"),
     mean_of_means: (ConfigError, "objective.sums", "is not a sum over targets"),
     no_row: (DataError, "data.row", "row 1"),
+    unread_key: (DataError, "data.row", "row 0: has labels, which nothing reads"),
     unfinished: (CheckpointError, "checkpoint.damaged", "/nonexistent"),
 }
 

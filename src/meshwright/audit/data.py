@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 
 from meshwright.data.columns import TensorColumn
 from meshwright.data.loader import TrainLoader
@@ -29,11 +28,11 @@ from meshwright.data.preparation import prepare, write_documents
 from meshwright.data.row_values import shape_of
 from meshwright.data.store import TokenStore
 from meshwright.data.tokenizer import build_tokenizer
+from meshwright.distributed.context.sequences import join_sequences
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.models.objective import ROUTED
 from meshwright.objectives.documents import EXISTS
 from meshwright.objectives.invented import REFERENCE
-from meshwright.plan.axes.context import positions_of
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.train.config import RunConfig
 
@@ -147,20 +146,14 @@ def _places(labels: Integers) -> npt.NDArray[np.intp]:
 
 def whole_sequences(batch: dict[str, torch.Tensor], plan: ShardingPlan, mesh: ParallelMesh) -> dict[str, torch.Tensor]:
     """Return what the ranks of `cp` were fed of a batch together, in the order of the sequences. All of them call this."""
-    cp = plan.layout.size("cp")
-    if cp == 1:
+    if plan.layout.size("cp") == 1:
         return batch
     rows, length = batch["input_ids"].shape
-    pieces = [positions_of(length * cp, cp, plan.options.context_balance, rank) for rank in range(cp)]
-    order = torch.tensor([position for own in pieces for piece in own for position in piece])
-    whole = {}
-    for name in (name for name, one in batch.items() if name not in (ROUTED, EXISTS) and one.shape[:2] == (rows, length)):
-        parts = [torch.empty_like(batch[name]) for _ in range(cp)]
-        dist.all_gather(parts, batch[name].contiguous(), group=mesh["cp"].get_group())
-        shape = (rows, cp * length, *batch[name].shape[2:])
-        whole[name] = torch.empty(shape, dtype=batch[name].dtype, device=batch[name].device)
-        whole[name][:, order] = torch.cat(parts, dim=1)
-    return whole
+    return {
+        name: join_sequences(plan, mesh, one)
+        for name, one in batch.items()
+        if name not in (ROUTED, EXISTS) and one.shape[:2] == (rows, length)
+    }
 
 
 def gathered_batches(batches: list[dict[str, torch.Tensor]], ranks: int) -> list[dict[str, torch.Tensor]]:

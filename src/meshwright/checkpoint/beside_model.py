@@ -45,7 +45,7 @@ def read_average(checkpoint: Path, model: Any, name: str) -> None:
         key: torch.float64 if dtype == "float64" else torch.float32 for key, (_, dtype) in storage.contents(checkpoint).items()
     }
     averages = {key: torch.empty(shape, dtype=kind[key]) for key, shape in stored.items()}
-    storage.read(checkpoint, averages)
+    storage.read(checkpoint, averages, alone=True)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for key, value in averages.items():

@@ -15,7 +15,9 @@ from meshwright.models.moved_batch import move_batch
 from meshwright.models.objective import ROUTED, Batch, Objective
 from meshwright.objectives.call import calling
 from meshwright.objectives.documents import most_documents, number_documents
+from meshwright.objectives.invented import spread_of
 from meshwright.train.parts import RankSetup
+from meshwright.train.run_objective import columns_of
 
 __all__ = ["RankBatches", "write_batches"]
 
@@ -32,7 +34,7 @@ class RankBatches:
         self.objective, self.device, self.mesh = objective, run.device, run.mesh
         able(run.device.type, Ability.PINNED)  # tried now, and not in the first step
         self.data = run.config.data
-        self.spread = [name for name, column in self.data.tensors.items() if column.per == "document"]
+        self.spread = spread_of(columns_of(run.config))
         self.shares = run.plan.layout.size("cp") > 1
         self.cut = partial(share_batch, run.plan, run.mesh.rank("cp"))  # once: a slice of a mesh reads a tensor
 

@@ -152,6 +152,9 @@ class OwnData:
 
 def _row(row: Any, number: int) -> tuple[Any, Any]:
     content = row if isinstance(row, Mapping) else {"input_ids": row}
+    if further := sorted(content.keys() - {"input_ids", "loss_mask"}):
+        said = f"has {', '.join(further)}, which nothing reads; legal are input_ids and loss_mask"
+        raise DataError("data.row", f"Engine.share: row {number}: {said}")
     try:
         ids = np.asarray(content["input_ids"])
         mask = None if content.get("loss_mask") is None else np.asarray(content["loss_mask"]).astype(np.bool_)

@@ -36,13 +36,13 @@ class OwnLoop:
         config: its arguments, as a configuration, with the sequences of one data rank until it is :meth:`resolved`.
         model: the model that it gives; ``None``: that of a path.
         objective: an objective, a class or a function; ``None``: what the model is made for.
-        wholly: whether all sequences have the length that the configuration says.
+        fixed: whether all sequences have the length that the configuration says.
     """
 
     config: RunConfig
     model: "PreTrainedModel | None"
     objective: Any
-    wholly: bool
+    fixed: bool
 
     def resolved(self, world_size: int) -> "OwnLoop":
         """Return the same with the sequences of a step that all data ranks have together.
@@ -127,7 +127,7 @@ def describe_loop(
     sizes = layout_of(layout)
     content = {
         "output": ".",
-        "model": {**described, **dict(sections.get("model") or {})},
+        "model": described,
         "layout": sizes,
         "data": {"corpus": "python-stdlib", "sequence_length": sequence_length or _length(given), "packing": "pad"}
         | dict(sections.get("data") or {}),
@@ -138,7 +138,7 @@ def describe_loop(
             "max_skipped": None,
             **training,
         },
-        **{name: value for name, value in sections.items() if name not in ("model", "data") and value is not None},
+        **{name: value for name, value in sections.items() if name != "data" and value is not None},
         "parallel": parallel,
         "metrics": {"jsonl": False, "tensorboard": False},
         "checkpoint": {"every_minutes": None},

@@ -155,7 +155,11 @@ class LoopSteps(StepEngine):
         def tell(number: int, values: Mapping[str, torch.Tensor]) -> None:
             told[number] = values["log_probs"].detach()
 
-        gathered = self.run_microbatches(on_host, tell if log_probs else None)
+        try:
+            gathered = self.run_microbatches(on_host, tell if log_probs else None)
+        except BaseException:  # a loop that goes on must not add to a part of a step
+            self.optimizer.zero_grad(set_to_none=True)
+            raise
         self._metrics = self.means(gathered)
         found = self._joined([told[number] for number in sorted(told)], whole, shapes) if log_probs else None
         return StepResult(dict(self._metrics), found)

@@ -52,7 +52,8 @@ class Engine(LoopSteps):
         objective: what the model is trained to do where a step has no loss of its own; an objective, a class, or a function
             ``f(log_probs, batch)`` or ``f(logits, labels)``. ``None``: predict the next token.
         microbatches: largest number of batches of a step on each data rank.
-        microbatch_size: sequences in a batch, of which a plan counts activations; larger and smaller ones run too.
+        microbatch_size: sequences in a batch, of which a plan counts activations; smaller ones run too, and larger
+            ones unless stages were made for ``sequence_length``.
         sequence_length: tokens of a sequence, for the plan; with `pp` all are padded to it. ``None``: there the first step
             decides.
         packing: ``pack``: rows may hold several documents.
@@ -139,11 +140,11 @@ class Engine(LoopSteps):
             own = claim(kind, int(os.environ.get("LOCAL_RANK", 0)))
         else:
             own = self._resources.enter_context(process_group(timedelta(minutes=timeout_minutes), kind))
-        parts = replace(PARTS, runner=partial(runner_of_plan, prepares=loop.wholly))
+        parts = replace(PARTS, runner=partial(runner_of_plan, prepares=loop.fixed))
         given = loop.model
         if given is not None and not any(parameter.is_meta for parameter in given.parameters()):
             parts = replace(parts, fill=fill_from(given))
-        super().__init__(setup, own, parts, microbatches=microbatches, steps=steps, fixed=loop.wholly)
+        super().__init__(setup, own, parts, microbatches=microbatches, steps=steps, fixed=loop.fixed)
         atexit.register(_close_at_exit, self._resources)  # not the engine, which would be kept until then
 
     def close(self) -> None:
@@ -193,16 +194,19 @@ class Engine(LoopSteps):
         }
         return OwnData(dataset, options, epochs, lambda: self.steps_done)
 
-    def weights(self, *, adapters: Adapters = "merged", whole: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and value of each weight, layer by layer, in one order on all ranks.
+    def shards(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name in the model and value of each parameter that this rank holds: DTensors where it is sharded.
+
+        Nothing is sent.
+        """
+        return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
+
+    def weights(self, *, adapters: Adapters = "merged") -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and whole value of each weight, layer by layer; the same on all ranks. Names are those of its files.
 
         Args:
             adapters: ``merged``: added to the weights; ``apart``: the adapters alone, as in files of peft.
-            whole: whole values, the same on all ranks, by the names of the model's files. Otherwise the parameters that this
-                rank holds as they are, DTensors where they are sharded, by their names in the model; nothing is sent.
         """
-        if not whole:
-            return ((name, parameter.detach()) for name, parameter in self.model.named_parameters())
         return weights_of(self.model, self.described, self.plan, self.mesh, adapters)
 
     def save(self, path: str | Path, state: Mapping[str, Any] | None = None) -> None:
