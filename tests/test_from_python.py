@@ -84,6 +84,53 @@ def test_a_run_is_planned_audited_trained_and_read(config: Path) -> None:
     assert kept["config"]["training"]["objective"] == {"use": "tests.test_from_python:Focal", "with": {"gamma": 1.5}}
 
 
+class Last(mw.Callback):
+    """Writes the step that was the last."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_end(self, run: Any) -> None:
+        Path(self.path).write_text(str(run.step))
+
+
+class Numbers(mw.MetricSink):
+    """Writes the losses."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def open(self, config: Any, step: int) -> None:
+        pass
+
+    def write(self, step: int, values: Any) -> None:
+        if "loss" in values:
+            Path(self.path).write_text(f"{values['loss']}")
+
+    def close(self) -> None:
+        pass
+
+
+def texts() -> list[dict[str, str]]:
+    return [{"text": f"row {number} of {number % 7} words, {'more ' * (number % 5)}"} for number in range(60)]
+
+
+def test_callbacks_sinks_and_rows_are_objects_too(tmp_path: Path) -> None:
+    content = mw.Run(write_config(tmp_path, write_corpus(tmp_path / "corpus.jsonl"))).config.model_dump(mode="json")
+    content["data"]["files"] = []
+    last, numbers = tmp_path / "last", tmp_path / "numbers"
+    run = mw.Run(
+        content,
+        {"training.steps": 2},
+        source=texts,
+        callbacks=[Last(str(last))],
+        sinks=[Numbers(str(numbers))],
+    )
+    lines = run.train(nproc=1)
+    assert last.read_text() == "2"
+    assert float(numbers.read_text()) == next(line["loss"] for line in reversed(lines) if "loss" in line)
+
+
 def test_a_mapping_is_a_configuration_too(config: Path) -> None:
     content = mw.Run(config).config.model_dump(mode="json")
     assert mw.Run(content, ["optimizer.lr=0.5"]).config.optimizer.lr == 0.5

@@ -167,6 +167,18 @@ class Layout:
             raise LayoutError(problems)
         return resolved
 
+    def fewest(self, least: int = 1) -> int | None:
+        """Return the smallest number of ranks, at least ``least``, that the layout resolves for; ``None``: it fits none."""
+        each = prod(size for axis in AXES if (size := getattr(self, axis)) not in (None, -1))
+        begin = -(-least // each) if each > 0 else 1
+        for factor in range(begin, begin + self.ep):  # `ep` divides one of so many multiples
+            try:
+                self.resolve(each * factor)
+            except LayoutError:
+                continue
+            return each * factor
+        return None
+
     def _illegal_values(self) -> Problems:
         problems = Problems()
         for field in fields(self):

@@ -471,6 +471,27 @@ def test_a_loop_that_cannot_be_audited_is_refused(loop: Path, function: str, wor
     assert words in str(caught.value)
 
 
+def failing_once(rank: int) -> tuple[float, float]:
+    """The norm of a step after one whose loss raises in its second microbatch, and that of a new engine."""
+    engine, seen = make(), []
+
+    def fails(log_probs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        seen.append(batch)
+        if batch["input_ids"].shape == (2, LENGTHS[1]):
+            raise ValueError("planted")
+        return -log_probs
+
+    with pytest.raises(mw.MeshwrightError, match="planted"):
+        engine.step(rows(0), fails)
+    assert len(seen) > 1
+    return engine.step(rows(0)).gradient_norm, make().step(rows(0)).gradient_norm
+
+
+def test_a_step_that_failed_leaves_no_gradient() -> None:
+    [(after, new)] = run_ranks(failing_once, 1)
+    assert after == new
+
+
 def policy(log_probs: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """A clipped ratio, with advantages and old log-probabilities beside the labels."""
     ratio = (log_probs - batch["old"]).exp()

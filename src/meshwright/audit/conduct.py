@@ -26,7 +26,7 @@ from meshwright.audit.report import AuditReport, row_checks
 from meshwright.audit.result import RankResult
 from meshwright.audit.tolerance import TOLERANCES, Tolerances, comparable_steps
 from meshwright.device import Ability, able
-from meshwright.errors import ConfigError, LayoutError, MeshwrightError, Refusal, described
+from meshwright.errors import ConfigError, MeshwrightError, Refusal, described
 from meshwright.plan.given.inspection import model_sizes
 from meshwright.ranks.pool import Pool
 from meshwright.shrink.run import MAX_PROCESSES, shrink
@@ -135,13 +135,8 @@ def _keep(config: RunConfig, setup: RunSetup, report: AuditReport, say: Callable
 
 def _fewest(config: RunConfig) -> int:
     """Return the smallest number of processes, at least 2, for which the layout of a run resolves."""
-    for count in range(2, MAX_PROCESSES + 1):
-        try:
-            config.layout.layout().resolve(count)
-        except LayoutError:
-            continue
-        return count
-    return 2  # its refusal says what is legal
+    count = config.layout.layout().fewest(2)
+    return 2 if count is None or count > MAX_PROCESSES else count  # the refusal of 2 says what is legal
 
 
 def make_ready(config: RunConfig, dtype: str, steps: int, folder: Path) -> tuple[RunConfig, tuple[Change, ...]]:

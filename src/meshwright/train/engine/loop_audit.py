@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.distributed.class_names import class_name
-from meshwright.errors import ConfigError, LayoutError
+from meshwright.errors import ConfigError
 from meshwright.objectives.call import in_part
 from meshwright.train.config import RunConfig, overridden
 from meshwright.train.engine.loop_setup import OwnLoop
@@ -15,8 +15,6 @@ from meshwright.train.start.setup import describe_model
 from meshwright.user_code import part_of
 
 __all__ = ["config_of_loop", "tell_loop"]
-
-MOST_RANKS = 2**20
 
 
 class _CapturedError(BaseException):
@@ -64,7 +62,7 @@ def config_of_loop(name: str, overrides: Iterable[str] = (), world_size: int | N
     if loop.objective is not None:
         content["training"]["objective"] = part_of(f"{name}: objective", loop.objective)
     config = overridden(content, overrides)
-    ranks = world_size or _fewest(config)
+    ranks = world_size or config.layout.layout().fewest() or 1  # the refusal of 1 says what is legal
     config = OwnLoop(config, None, None, True).resolved(ranks).config
     if loop.model is not None:
         built = class_name(describe_model(config, planning=True)[1])
@@ -91,15 +89,3 @@ def _found(file: Path, function: str) -> Any:
     if not callable(found):
         raise ConfigError("engine.loop", f"{file}:{function}: the file has no such function")
     return found
-
-
-def _fewest(config: RunConfig) -> int:
-    count = 1
-    while count <= MOST_RANKS:
-        try:
-            config.layout.layout().resolve(count)
-        except LayoutError:
-            count += 1
-            continue
-        return count
-    raise ConfigError("engine.loop", f"layout: fits no number of ranks up to {MOST_RANKS:,}")
