@@ -80,7 +80,7 @@ class Run:
         objective: a class, a function, or an object that keeps its arguments as attributes; ``None``: as in the configuration.
         callbacks: further callbacks, likewise.
         sinks: further sinks of metrics, likewise.
-        source: what to train on: a function or class that gives rows, likewise.
+        source: what to train on, in place of that of the configuration: a function or class that gives rows, likewise.
 
     Attributes:
         config: the whole configuration.
@@ -99,17 +99,20 @@ class Run:
         sinks: Iterable[Any] = (),
         source: Any = None,
     ) -> None:
-        lines = [f"{key}={_text(value)}" for key, value in overrides.items()] if isinstance(overrides, Mapping) else overrides
-        own = dict(config) if isinstance(config, Mapping) else None
-        found = overridden(copy.deepcopy(own), lines) if own is not None else load_config(str(config), lines)
-        content = found.model_dump(mode="json")
+        given = overrides.items() if isinstance(overrides, Mapping) else ()
+        lines = [f"{key}={_text(value)}" for key, value in given] or list(overrides)
         if objective is not None:
-            content["training"]["objective"] = part_of("objective", objective)
-        if callbacks := list(callbacks):
-            content["callbacks"] = [*content["callbacks"], *(part_of("callbacks", one) for one in callbacks)]
-        content["metrics"]["sinks"] = [*content["metrics"]["sinks"], *(part_of("sinks", one) for one in sinks)]
-        if source is not None:
-            content["data"]["source"] = part_of("source", source)
+            lines.append(f"training.objective={_text(part_of('objective', objective))}")
+        if source is not None:  # in place of that of the configuration
+            lines += ["data.corpus=null", "data.files=[]", "data.hub=null"]
+            lines.append(f"data.source={_text(part_of('source', source))}")
+        if isinstance(config, Mapping):
+            found = overridden(copy.deepcopy(dict(config)), lines)
+        else:
+            found = load_config(str(config), lines)
+        content = found.model_dump(mode="json")
+        content["callbacks"] += [part_of("callbacks", one) for one in callbacks]
+        content["metrics"]["sinks"] += [part_of("sinks", one) for one in sinks]
         self.config: RunConfig = overridden(content, ())
 
     def plan(self, world_size: int | None = None, *, gpu: str | None = None) -> PlanView:
