@@ -1,5 +1,6 @@
 """Runs a function on several gloo ranks, forked from this process, so that four ranks start in half a second; and refusals."""
 
+import faulthandler
 import os
 import pickle
 import tempfile
@@ -21,6 +22,9 @@ from meshwright.errors import MeshwrightError
 
 TIMEOUT = timedelta(seconds=20)
 """Of every collective: a rank that failed makes its peers fail, not hang."""
+
+LIMIT = 120
+"""Seconds for all ranks of a call. One that is stuck writes before where each of its threads is."""
 
 
 class RankError(AssertionError):
@@ -49,13 +53,14 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, group: 
         for process in ranks:
             process.start()
         for process in ranks:
-            process.join(timeout=120)
+            process.join(timeout=LIMIT)
         outcomes = []
         for rank, process in enumerate(ranks):
             if process.is_alive():
                 process.kill()
             path = Path(folder, f"result-{rank}")
-            found = pickle.loads(path.read_bytes()) if path.exists() else (False, f"exit code {process.exitcode}")
+            stuck = Path(folder, f"stuck-{rank}").read_text() if Path(folder, f"stuck-{rank}").exists() else ""
+            found = pickle.loads(path.read_bytes()) if path.exists() else (False, f"exit code {process.exitcode}\n{stuck}")
             outcomes.append(found)
         failed = [f"rank {rank}:\n{value}" for rank, (good, value) in enumerate(outcomes) if not good]
         if failed:
@@ -64,6 +69,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, group: 
 
 
 def _rank(function: Callable[..., Any], rank: int, world_size: int, folder: Path, args: tuple[Any, ...], group: bool) -> None:
+    stuck = open(folder / f"stuck-{rank}", "w")  # noqa: SIM115 - open as long as the rank runs
+    faulthandler.dump_traceback_later(LIMIT - 15, file=stuck)
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     try:

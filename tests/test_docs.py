@@ -12,8 +12,8 @@ import pytest
 import yaml
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.data.columns import FORMATS
-from meshwright.data.formats import SPEAKERS
+from meshwright.data.rows.columns import FORMATS
+from meshwright.data.rows.formats import SPEAKERS
 from meshwright.train.config import RunConfig, load_config
 from meshwright.user_code import import_modules
 from tests.cli.conftest import meshwright, start, warm

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from meshwright.plan.given.options import PipelineSchedule
 from meshwright.plan.axes.pipeline.replay import Phase, order_of, replay
+from meshwright.plan.given.options import PipelineSchedule
 from meshwright.plan.show.pipeline_picture import drawing
 
 HERE = Path(__file__).parent

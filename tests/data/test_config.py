@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from meshwright.data.data_config import DataConfig, TokenizerConfig
-from meshwright.data.source_files import expand_files
+from meshwright.data.rows.source_files import expand_files
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from meshwright.data import sums
-from meshwright.data.corpora import documents, eval_documents, training_texts
 from meshwright.data.data_config import DataConfig
 from meshwright.data.index import FORMAT_VERSION, write_index
 from meshwright.data.preparation import prepare
+from meshwright.data.rows.corpora import documents, eval_documents, training_texts
 from meshwright.data.store import TokenStore
 from meshwright.errors import ConfigError, DataError
 from tests.harness import refuses

@@ -10,7 +10,7 @@ import torch
 from maintain.cells import Place, Variant, family_case
 from meshwright.audit.conduct import Auditor
 from meshwright.audit.data import draw_documents
-from meshwright.data.columns import TensorColumn
+from meshwright.data.rows.columns import TensorColumn
 from meshwright.errors import ConfigError
 from meshwright.objectives import given
 from meshwright.objectives.documents import number_documents

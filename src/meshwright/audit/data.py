@@ -21,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from meshwright.data.columns import TensorColumn
 from meshwright.data.loader import TrainLoader
 from meshwright.data.packing import IGNORE, Integers
 from meshwright.data.preparation import prepare, write_documents
-from meshwright.data.row_values import shape_of
+from meshwright.data.rows.columns import TensorColumn
+from meshwright.data.rows.row_values import shape_of
 from meshwright.data.store import TokenStore
 from meshwright.data.tokenizer import build_tokenizer
 from meshwright.distributed.context.sequences import join_sequences

@@ -146,7 +146,7 @@ def plan(
 
 def _refused_data(run: "RunConfig") -> list[str]:
     """Say which data files or folder `train` would refuse, as far as names and sizes show. A plan needs none of them."""
-    from meshwright.data.own_rows import part_problems
+    from meshwright.data.rows.own_rows import part_problems
 
     problems = run.data.problems() + part_problems(run.data)
     lines = [f"{problem}; `train` would refuse it, a plan reads no data" for problem in problems[:MOST_FILES]]

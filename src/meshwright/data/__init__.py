@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.data.chat import encode_chat
-    from meshwright.data.corpora import documents, eval_documents, training_texts
     from meshwright.data.data_config import DataConfig, TokenizerConfig
-    from meshwright.data.formats import Document
     from meshwright.data.index import StoreIndex
     from meshwright.data.loader import EvalLoader, TrainLoader, check_batch_sizes
     from meshwright.data.packing import IGNORE, SequenceDataset
     from meshwright.data.preparation import prepare
+    from meshwright.data.rows.corpora import documents, eval_documents, training_texts
+    from meshwright.data.rows.formats import Document
     from meshwright.data.store import TokenStore
     from meshwright.data.tokenizer import build_tokenizer, load_tokenizer, train_tokenizer
 
@@ -42,8 +42,8 @@ __all__ = [
 _FILES = {
     "chat": ("encode_chat",),
     "data_config": ("DataConfig", "TokenizerConfig"),
-    "corpora": ("documents", "eval_documents", "training_texts"),
-    "formats": ("Document",),
+    "rows.corpora": ("documents", "eval_documents", "training_texts"),
+    "rows.formats": ("Document",),
     "loader": ("EvalLoader", "TrainLoader", "check_batch_sizes"),
     "packing": ("IGNORE", "SequenceDataset"),
     "index": ("StoreIndex",),

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from meshwright.data.columns import FORMATS, TAKEN, TensorColumn
-from meshwright.data.source_files import (
+from meshwright.data.rows.columns import FORMATS, TAKEN, TensorColumn
+from meshwright.data.rows.source_files import (
     EXTENSIONS,
     ROW_EXTENSIONS,
     TEXT_EXTENSIONS,

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.data.data_config import DataConfig
-from meshwright.data.own_rows import code_of_parts
+from meshwright.data.rows.own_rows import code_of_parts
 from meshwright.data.sums import FileSums
 from meshwright.data.tokenizer import tokenizer_state
 

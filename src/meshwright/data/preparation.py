@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.data.bad_rows import BadRows, judge
-from meshwright.data.columns import TensorColumn
-from meshwright.data.corpora import documents, eval_documents, source_digests
 from meshwright.data.data_config import DataConfig
-from meshwright.data.formats import Document
 from meshwright.data.identity import TRAINED, fingerprint_of, parts_of, trained_digest
 from meshwright.data.index import FORMAT_VERSION, INDEX, DamagedStoreError, StoreIndex, write_index
 from meshwright.data.order import stable_hash
-from meshwright.data.row_values import Values, file_of, stored, write_values
+from meshwright.data.rows.bad_rows import BadRows, judge
+from meshwright.data.rows.columns import TensorColumn
+from meshwright.data.rows.corpora import documents, eval_documents, source_digests
+from meshwright.data.rows.formats import Document
+from meshwright.data.rows.row_values import Values, file_of, stored, write_values
 from meshwright.data.store import TokenStore
 from meshwright.data.sums import FileSums, SummedFile
 from meshwright.data.writer import Writer

@@ -20,9 +20,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.data.columns import TensorColumn
 from meshwright.data.index import INDEX, DamagedStoreError, StoreIndex, read_index
-from meshwright.data.row_values import open_values
+from meshwright.data.rows.columns import TensorColumn
+from meshwright.data.rows.row_values import open_values
 from meshwright.data.sums import damage, sizes_differ
 from meshwright.errors import DataError
 

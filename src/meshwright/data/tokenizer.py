@@ -164,8 +164,8 @@ def build_tokenizer(
             "tokenizer: the model has none; set tokenizer.path (a directory or hub name) or "
             "tokenizer.vocab_size (to train one on the corpus)",
         )
-    from meshwright.data.bad_rows import BadRows
-    from meshwright.data.corpora import training_texts
+    from meshwright.data.rows.bad_rows import BadRows
+    from meshwright.data.rows.corpora import training_texts
 
     bad = BadRows()  # judged when the tokens are stored, together with chats that no template accepts
     texts = training_texts(data, cache_dir, bad)

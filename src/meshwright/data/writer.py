@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
-from meshwright.data.bad_rows import BadRows
 from meshwright.data.chat import check_chat_tokenizer, encode_chat, unwritten
-from meshwright.data.columns import TensorColumn
-from meshwright.data.formats import Document
-from meshwright.data.row_values import check_lengths, cut, file_of, write_values
+from meshwright.data.rows.bad_rows import BadRows
+from meshwright.data.rows.columns import TensorColumn
+from meshwright.data.rows.formats import Document
+from meshwright.data.rows.row_values import check_lengths, cut, file_of, write_values
 from meshwright.data.sums import FileSums, SummedFile
 from meshwright.errors import ConfigError, DataError, number_of
 

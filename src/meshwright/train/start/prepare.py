@@ -128,8 +128,8 @@ def _checked_draft(config: RunConfig, world_size: int) -> RunSetup:
     """Check data files, extras, layout, model and plan, and return the resolved run; raise all problems as one error."""
     from importlib.util import find_spec
 
-    from meshwright.data.corpora import first_rows
-    from meshwright.data.own_rows import part_problems
+    from meshwright.data.rows.corpora import first_rows
+    from meshwright.data.rows.own_rows import part_problems
 
     errors: list[MeshwrightError] = []
     if problems := config.data.problems() or part_problems(config.data) or first_rows(config.data):

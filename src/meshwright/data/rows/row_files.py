@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.data.bad_rows import BadRows
+from meshwright.data.rows.bad_rows import BadRows
 from meshwright.errors import DataError
 
 __all__ = [

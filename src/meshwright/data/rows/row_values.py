@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from meshwright.data.columns import TensorColumn
-from meshwright.data.row_files import Row, names_of
+from meshwright.data.rows.columns import TensorColumn
+from meshwright.data.rows.row_files import Row, names_of
 from meshwright.data.sums import SummedFile
 from meshwright.errors import DataError, number_of
 

@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 import yaml
 
-from meshwright.data.corpora import documents, first_rows
 from meshwright.data.data_config import DataConfig
 from meshwright.data.identity import TRAINED
-from meshwright.data.own_rows import part_problems
 from meshwright.data.preparation import prepare
+from meshwright.data.rows.corpora import documents, first_rows
+from meshwright.data.rows.own_rows import part_problems
 from meshwright.data.store import TokenStore
 from meshwright.errors import ConfigError, DataError
+from tests.data.conftest import sentences
 from tests.harness import refuses
-
-from .conftest import sentences
 
 HERE = "tests.data.parts:"
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"

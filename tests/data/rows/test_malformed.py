@@ -10,14 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.corpora import documents
 from meshwright.data.data_config import DataConfig, TokenizerConfig
 from meshwright.data.preparation import prepare
+from meshwright.data.rows.corpora import documents
 from meshwright.data.store import StoreIndex
 from meshwright.data.tokenizer import build_tokenizer
 from meshwright.errors import DataError, MeshwrightError
-
-from .conftest import sentences
+from tests.data.conftest import sentences
 
 CHAT = {"messages": [{"role": "user", "content": "quick fox?"}, {"role": "assistant", "content": "brown"}]}
 SHAREGPT = {"conversations": [{"from": "human", "value": "quick"}, {"from": "gpt", "value": "fox"}]}

@@ -5,10 +5,10 @@ import re
 
 import pytest
 
-from meshwright.data.bad_rows import EXAMPLES, KINDS, BadRows
-from meshwright.data.corpora import documents
 from meshwright.data.data_config import DataConfig
 from meshwright.data.preparation import prepare
+from meshwright.data.rows.bad_rows import EXAMPLES, KINDS, BadRows
+from meshwright.data.rows.corpora import documents
 from meshwright.errors import DataError
 from tests.harness import refuses
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.data.columns import FORMATS
 from meshwright.data.data_config import DataConfig
-from meshwright.data.extras import template_arguments, weight_of
-from meshwright.data.row_files import DuplicateKeys, Row, names_of, refuse_duplicates
-from meshwright.data.row_values import Values, read_values
+from meshwright.data.rows.columns import FORMATS
+from meshwright.data.rows.extras import template_arguments, weight_of
+from meshwright.data.rows.row_files import DuplicateKeys, Row, names_of, refuse_duplicates
+from meshwright.data.rows.row_values import Values, read_values
 from meshwright.errors import DataError, Refusal
 
 __all__ = ["SPEAKERS", "Document", "RowReader", "check_columns"]

@@ -13,9 +13,8 @@ from meshwright.data.packing import IGNORE, SequenceDataset
 from meshwright.data.preparation import prepare
 from meshwright.data.store import TokenStore
 from meshwright.errors import CheckpointError, DataError
+from tests.data.conftest import sentences
 from tests.harness import refuses
-
-from .conftest import sentences
 
 TENSORS = {
     "weight": {"per": "token"},

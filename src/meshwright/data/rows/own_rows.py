@@ -4,9 +4,9 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from meshwright.data.bad_rows import BadRows
 from meshwright.data.data_config import DataConfig
-from meshwright.data.row_files import Row, refuse_duplicates, without_nulls
+from meshwright.data.rows.bad_rows import BadRows
+from meshwright.data.rows.row_files import Row, refuse_duplicates, without_nulls
 from meshwright.errors import ConfigError, DataError, Problems
 from meshwright.user_code import PartConfig, check_arguments, code_of, find_part, raised_by
 

@@ -5,9 +5,9 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from meshwright.data.corpora import documents
 from meshwright.data.data_config import DataConfig
 from meshwright.data.preparation import prepare
+from meshwright.data.rows.corpora import documents
 from meshwright.data.tokenizer import DEFAULT_CHAT_TEMPLATE
 from meshwright.errors import DataError
 

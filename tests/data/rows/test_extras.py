@@ -8,13 +8,13 @@ import re
 import pytest
 
 from meshwright.data.chat import encode_chat
-from meshwright.data.columns import EXTRAS
-from meshwright.data.corpora import documents
 from meshwright.data.data_config import DataConfig
-from meshwright.data.extras import template_arguments
-from meshwright.data.formats import RowReader
 from meshwright.data.preparation import prepare
-from meshwright.data.row_files import Row
+from meshwright.data.rows.columns import EXTRAS
+from meshwright.data.rows.corpora import documents
+from meshwright.data.rows.extras import template_arguments
+from meshwright.data.rows.formats import RowReader
+from meshwright.data.rows.row_files import Row
 from meshwright.data.tokenizer import DEFAULT_CHAT_TEMPLATE
 from meshwright.errors import DataError
 

@@ -13,12 +13,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.data.bad_rows import BadRows
 from meshwright.data.data_config import DataConfig
-from meshwright.data.formats import Document, RowReader, check_columns
-from meshwright.data.own_rows import RowMap, source_rows
-from meshwright.data.row_files import Row, file_rows, library_rows, load_saved, open_file
-from meshwright.data.source_files import TEXT_EXTENSIONS, expand_files, saved
+from meshwright.data.rows.bad_rows import BadRows
+from meshwright.data.rows.formats import Document, RowReader, check_columns
+from meshwright.data.rows.own_rows import RowMap, source_rows
+from meshwright.data.rows.row_files import Row, file_rows, library_rows, load_saved, open_file
+from meshwright.data.rows.source_files import TEXT_EXTENSIONS, expand_files, saved
 from meshwright.errors import DataError, MeshwrightError, Problems, Refusal, number_of
 from meshwright.paths import no_directory
 
