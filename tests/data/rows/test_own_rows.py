@@ -20,7 +20,7 @@ from tests.data.conftest import sentences
 from tests.harness import refuses
 
 HERE = "tests.data.parts:"
-PAGE = Path(__file__).parents[2] / "docs" / "data.md"
+PAGE = Path(__file__).parents[3] / "docs" / "data.md"
 
 
 def config(source: str | dict[str, Any] | None = None, **changes: Any) -> DataConfig:
