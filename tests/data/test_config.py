@@ -6,8 +6,9 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from meshwright.data.data_config import DataConfig, TokenizerConfig
+from meshwright.data.data_config import DataConfig
 from meshwright.data.rows.source_files import expand_files
+from meshwright.data.tokenizer_config import TokenizerConfig
 
 
 @pytest.mark.parametrize(

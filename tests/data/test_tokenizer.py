@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.data_config import DataConfig, TokenizerConfig
+from meshwright.data.data_config import DataConfig
 from meshwright.data.tokenizer import build_tokenizer, load_tokenizer, tokenizer_state, train_tokenizer
+from meshwright.data.tokenizer_config import TokenizerConfig
 from meshwright.errors import ConfigError, DataError
 from tests.harness import refuses
 

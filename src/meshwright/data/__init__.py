@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from meshwright.data.chat import encode_chat
-    from meshwright.data.data_config import DataConfig, TokenizerConfig
+    from meshwright.data.data_config import DataConfig
     from meshwright.data.index import StoreIndex
     from meshwright.data.loader import EvalLoader, TrainLoader, check_batch_sizes
     from meshwright.data.packing import IGNORE, SequenceDataset
     from meshwright.data.preparation import prepare
     from meshwright.data.rows.corpora import documents, eval_documents, training_texts
-    from meshwright.data.rows.formats import Document
+    from meshwright.data.rows.document import Document
     from meshwright.data.store import TokenStore
     from meshwright.data.tokenizer import build_tokenizer, load_tokenizer, train_tokenizer
+    from meshwright.data.tokenizer_config import TokenizerConfig
 
 __all__ = [
     "IGNORE",
@@ -41,9 +42,10 @@ __all__ = [
 
 _FILES = {
     "chat": ("encode_chat",),
-    "data_config": ("DataConfig", "TokenizerConfig"),
+    "data_config": ("DataConfig",),
+    "tokenizer_config": ("TokenizerConfig",),
     "rows.corpora": ("documents", "eval_documents", "training_texts"),
-    "rows.formats": ("Document",),
+    "rows.document": ("Document",),
     "loader": ("EvalLoader", "TrainLoader", "check_batch_sizes"),
     "packing": ("IGNORE", "SequenceDataset"),
     "index": ("StoreIndex",),

@@ -1,12 +1,13 @@
 """The data to train on, as a schema. It is light to import: pydantic only, no torch, no transformers."""
 
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
-from meshwright.data.rows.columns import FORMATS, TAKEN, TensorColumn
+from meshwright.data.rows.columns import FORMATS, PLAIN, TAKEN, TensorColumn
 from meshwright.data.rows.source_files import (
     EXTENSIONS,
     ROW_EXTENSIONS,
@@ -19,7 +20,7 @@ from meshwright.errors import Problems, Refusal
 from meshwright.paths import PathText, no_directory, possible_hub_name
 from meshwright.user_code import PartName
 
-__all__ = ["DataConfig", "TokenizerConfig"]
+__all__ = ["DataConfig"]
 
 _ON_HUB = re.compile("hf://|buckets/")
 """The names of the hub, for datasets.load_dataset, that are longer than `owner/name`."""
@@ -71,11 +72,14 @@ class DataConfig(BaseModel):
         description="'text': loss on every token. 'chat': rows of messages, loss on the assistant's turns. "
         "'auto': by the format.",
     )
-    format: Literal["auto", "text", "messages", "sharegpt", "alpaca", "prompt_completion"] = Field(
+    format: Literal[
+        "auto", "text", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "unpaired_preference"
+    ] = Field(
         default="auto",
         description="What the rows are: 'text'; or chats as 'messages' (role, content), 'sharegpt' (conversations of from and "
-        "value), 'alpaca' (instruction, input, output) or 'prompt_completion'. 'auto': the one whose columns the first row of "
-        "a file has.",
+        "value), 'alpaca' (instruction, input, output) or 'prompt_completion'; or what an objective reads: 'preference' "
+        "(prompt, chosen, rejected), 'unpaired_preference' (prompt, completion, label). 'auto': of those that the objective "
+        "reads, the one whose columns the first row of a file has.",
     )
     columns: dict[str, str | None] = Field(
         default={},
@@ -140,6 +144,26 @@ class DataConfig(BaseModel):
         "False keeps the order of the source.",
     )
 
+    _read: tuple[str, ...] | None = PrivateAttr(None)
+    _unpairs: bool = PrivateAttr(False)
+
+    def read_as(self, objective: str, formats: Sequence[str], *, unpairs: bool) -> Problems:
+        """Say which formats the objective reads, and whether it learns answers by themselves. Return what is wrong."""
+        self._read, self._unpairs, problems = tuple(formats), unpairs, Problems()
+        if self.format not in ("auto", *formats):
+            problems.add(
+                "data.format",
+                f"data.format={self.format!r}: objective {objective} reads {', '.join(formats)}; legal is one of them",
+            )
+        elif not self.formats:
+            shown = f"data.kind={self.kind!r}, data.columns={self.columns}"
+            problems.add("data.format", f"{shown}: no format of objective {objective} is so; it reads {', '.join(formats)}")
+        if self.pairs and self.corpus and self.map is None:
+            problems.add("data.format", f"data.corpus={self.corpus!r}: has no pairs, which objective {objective} reads")
+        for name in self.tensors.keys() & {key for one in self.formats for key in FORMATS[one].values}:
+            problems.add("data.tensors", f"data.tensors.{name}: the format has this column itself; leave it out")
+        return problems
+
     @model_validator(mode="after")
     def _check(self) -> "DataConfig":
         problems = Problems()
@@ -174,7 +198,7 @@ class DataConfig(BaseModel):
 
     def _format_problems(self) -> Problems:
         """Return the contradictions between format, kind and columns."""
-        problems = Problems()
+        problems, possible = Problems(), self._possible(FORMATS)
         said = f"data.format={self.format!r}"
         if self.corpus and self.map is None and (self.format not in ("auto", "text") or self.columns):
             problems.add(
@@ -184,7 +208,7 @@ class DataConfig(BaseModel):
             problems.add(
                 "data.kind", f"{said} and data.kind={self.kind!r} exclude each other; format says the kind: remove data.kind"
             )
-        elif not self.formats:
+        elif not possible:
             names = FORMATS if self.format == "auto" else (self.format,)
             legal = [f"{', '.join(FORMATS[name].names)} ({name})" for name in names]
             problems.add(
@@ -192,9 +216,9 @@ class DataConfig(BaseModel):
                 f"data.columns: no format has all of {', '.join(self.columns)}; legal together: {'; '.join(legal)}",
             )
         left_out = [key for key, column in self.columns.items() if column is None]
-        dispensable = dict.fromkeys(key for name in self.formats for key in FORMATS[name].dispensable)
-        for key in left_out if self.formats else ():
-            if not all(key in FORMATS[name].dispensable for name in self.formats):
+        dispensable = dict.fromkeys(key for name in possible for key in FORMATS[name].dispensable)
+        for key in left_out if possible else ():
+            if not all(key in FORMATS[name].dispensable for name in possible):
                 problems.add(
                     "data.columns",
                     f"data.columns.{key}=null: rows need it; legal to leave out: {', '.join(dispensable) or 'none'}",
@@ -222,13 +246,36 @@ class DataConfig(BaseModel):
 
     @property
     def formats(self) -> tuple[str, ...]:
-        """Formats that rows may have, by format, kind and mapped columns."""
-        names = tuple(FORMATS) if self.format == "auto" else (self.format,)
+        """Formats that rows may have, by objective, format, kind and mapped columns."""
+        return self._possible(PLAIN if self._read is None else self._read)
+
+    def _possible(self, formats: Iterable[str]) -> tuple[str, ...]:
+        names = formats if self.format == "auto" else (self.format,)
         return tuple(
             name
             for name in names
             if set(self.columns) <= set(FORMATS[name].names) and self.kind in ("auto", "text" if name == "text" else "chat")
         )
+
+    @property
+    def pairs(self) -> bool:
+        """Whether each row is two documents, which stay together."""
+        return any(FORMATS[name].pairs for name in self.formats)
+
+    @property
+    def packed(self) -> bool:
+        """Whether several documents share a sequence."""
+        return self.packing == "pack" or self.pairs
+
+    @property
+    def unpairs(self) -> bool:
+        """Whether each answer of a pair is learned by itself, beside an answer of another row."""
+        return self._unpairs
+
+    @property
+    def values(self) -> dict[str, TensorColumn]:
+        """The columns that reach the batch: those of the formats, and `tensors`."""
+        return {**{name: one for key in self.formats for name, one in FORMATS[key].values.items()}, **self.tensors}
 
     @property
     def wants_chat(self) -> bool:
@@ -279,32 +326,3 @@ class DataConfig(BaseModel):
                     f"{', '.join(ROW_EXTENSIONS)}",
                 )
         return problems
-
-
-class TokenizerConfig(BaseModel):
-    """Which tokenizer, or how large a one to train."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    path: PathText | None = Field(
-        default=None,
-        description="Directory or hub name of a tokenizer. Not given: the model's own, if it has one, otherwise one "
-        "is trained.",
-    )
-    vocab_size: int | None = Field(
-        default=None,
-        ge=261,
-        description="Train a byte-level BPE with this many tokens on the corpus. At least 261 (bytes, special tokens).",
-    )
-    chat_template: str | None = Field(
-        default=None, description="Jinja template for chats, or a file that holds one. It replaces the tokenizer's own."
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> "TokenizerConfig":
-        if self.path is not None and self.vocab_size is not None:
-            raise ValueError(
-                f"tokenizer.path={self.path!r} and tokenizer.vocab_size={self.vocab_size} exclude each other: "
-                "vocab_size trains a new tokenizer; remove one"
-            )
-        return self

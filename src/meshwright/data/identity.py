@@ -28,7 +28,8 @@ _KEYS = ("kind", "format", "columns", "text_field", "messages_field", "sequence_
 _SOURCE, _TOKENIZER, _TEMPLATE = "data.files, data.hub or data.corpus", "tokenizer", "tokenizer.chat_template"
 _DIGESTS = (_SOURCE, _TOKENIZER, _TEMPLATE)
 _HELD_OUT = "data.eval_fraction"
-_OPTIONAL = ("data.source", "data.map", "data.tensors")
+_UNPAIRS = "training.objective with answers by themselves"
+_OPTIONAL = ("data.source", "data.map", "data.tensors", _UNPAIRS)
 """Parts that only a run that uses them has, so that stores and checkpoints of other runs stay what they are."""
 
 
@@ -45,8 +46,10 @@ def fingerprint_of(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", sou
 
 def _optional(config: DataConfig) -> dict[str, Any]:
     """Return what decides the contents of a store besides, if it is given: parts of the user, and columns of values."""
-    columns = {"data.tensors": {name: column.model_dump(mode="json") for name, column in config.tensors.items()}}
-    return {**code_of_parts(config), **(columns if config.tensors else {})}
+    columns = {"data.tensors": {name: column.model_dump(mode="json") for name, column in config.values.items()}}
+    read_as = {"data.format": list(config.formats)} if config.pairs else {}
+    unpaired = {_UNPAIRS: True} if config.unpairs else {}
+    return {**code_of_parts(config), **(columns if config.values else {}), **read_as, **unpaired}
 
 
 def parts_of(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", source: str, trained: str) -> dict[str, Any]:

@@ -68,11 +68,15 @@ class StoreIndex:
     """Name to size and digests, of all files but the index."""
     mapped_away: int = 0
     """Rows for which `data.map` returned nothing."""
+    alike: int = 0
+    """Pairs that are left out because both answers are the same."""
+    pairs: bool = False
+    """Whether each document is two: the tokens of the second follow those of the first."""
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Name to per, width and dtype of the columns that reach the batch."""
 
 
-_OPTIONAL = {"mapped_away", "tensors"}
+_OPTIONAL = {"mapped_away", "tensors", "alike", "pairs"}
 """Values that are only written where there are some, so that earlier stores stay valid."""
 
 

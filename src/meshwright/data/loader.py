@@ -74,7 +74,7 @@ def _collate(sequences: list[dict[str, Values]], dataset: SequenceDataset, multi
     batch = {key: np.stack([sequence[key] for sequence in sequences]) for key in sequences[0]}
     if lacking := -dataset.sequence_length % multiple:
         # As within a sequence: in a packed one, padding is a segment of its own; otherwise positions continue.
-        begin = 0 if dataset.packing == "pack" else dataset.sequence_length
+        begin = 0 if dataset.packing == "pack" or dataset.store.index.pairs else dataset.sequence_length
         filler = {
             "input_ids": np.full(lacking, dataset.store.index.pad_token_id),
             "labels": np.full(lacking, IGNORE),

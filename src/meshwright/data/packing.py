@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from meshwright.data.order import stable_permutation
+from meshwright.data.rows.columns import MEMBER
 from meshwright.data.store import TokenStore
 from meshwright.errors import DataError, Refusal
 
@@ -189,6 +190,7 @@ class SequenceDataset:
         """Return input_ids, labels and position_ids of a sequence: int64, `sequence_length` long; and the store's columns.
 
         Labels are already shifted: ``labels[i]`` is the token that the model should predict after ``input_ids[i]``, or IGNORE.
+        The two members of a pair are documents of their own: positions begin again, and no label crosses. ``member`` is 1 or 2.
         The columns [sequence_length, ...] have at i the value of the token ``labels[i]``, or of the document of
         ``input_ids[i]``; 0 where there is no label, or no document.
         """
@@ -200,6 +202,7 @@ class SequenceDataset:
         columns = {
             name: np.zeros((self.sequence_length, *found.shape[1:]), found.dtype) for name, found in store.values.items()
         }
+        member = np.zeros(self.sequence_length, dtype=np.int64)
         at = 0
         for document, start, length in self.pieces(number):
             begin = int(store.offsets[document]) + start
@@ -211,18 +214,24 @@ class SequenceDataset:
             labels[at : at + length - 1] = targets
             if self.packing == "pack":
                 position_ids[at : at + length] = np.arange(length)
+            if store.seconds is not None:
+                first = int(store.seconds[document])
+                position_ids[at + first : at + length] = np.arange(length - first)
+                labels[at + first - 1] = IGNORE
+                member[at : at + length] = np.where(np.arange(length) < first, 1, 2)
             for name, column in columns.items():
                 if store.tensors[name].per == "document":
                     column[at : at + length] = store.values[name][document]
                 else:
                     column[at : at + length - 1] = store.values[name][begin + 1 : begin + length]
             at += length
-        if self.packing == "pack":
+        if self.packing == "pack" or store.seconds is not None:
             position_ids[at:] = np.arange(self.sequence_length - at)
         for name, column in columns.items():
             if store.tensors[name].per == "token":
                 column[labels == IGNORE] = 0
-        return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, **columns}
+        pairs = {} if store.seconds is None else {MEMBER: member}
+        return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids, **columns, **pairs}
 
 
 def _empty_split(store: TokenStore, split: str) -> Refusal:

@@ -19,9 +19,9 @@ from meshwright.data.order import stable_hash
 from meshwright.data.rows.bad_rows import BadRows, judge
 from meshwright.data.rows.columns import TensorColumn
 from meshwright.data.rows.corpora import documents, eval_documents, source_digests
-from meshwright.data.rows.formats import Document
+from meshwright.data.rows.document import Document
 from meshwright.data.rows.row_values import Values, file_of, stored, write_values
-from meshwright.data.store import TokenStore
+from meshwright.data.store import SECONDS, TokenStore
 from meshwright.data.sums import FileSums, SummedFile
 from meshwright.data.writer import Writer
 from meshwright.errors import ConfigError, DataError, Refusal
@@ -130,7 +130,7 @@ def _write(
             f"data.long_documents='split': {first.source} is a chat, which cannot be split; "
             "legal for chat: 'auto', 'truncate', 'drop', 'error'",
         )
-    writer = Writer(directory, tokenizer, kind, policy, config.sequence_length, bad, config.tensors)
+    writer = Writer(directory, tokenizer, kind, policy, config.sequence_length, bad, config.values, pairs=config.pairs)
     with writer:
         writer.add_all(chain([first], stream))
         trainable, sums = len(writer.lengths), writer.sums
@@ -149,11 +149,14 @@ def _write(
             f"sequence_length={config.sequence_length}, {writer.empty} with nothing to learn, {bad.bad} bad rows",
         )
     lengths, padding = np.array(writer.lengths, dtype=np.int64), _pad_token_id(tokenizer)
-    trained = trained_digest(sums, lengths[:trainable], held_out[:trainable], padding)
+    seconds = np.array(writer.seconds, dtype=np.int64) if config.pairs else None
+    paired = () if seconds is None else (seconds[:trainable],)
+    trained = trained_digest(sums, np.concatenate([lengths[:trainable], *paired]), held_out[:trainable], padding)
     _write_table(
         directory,
         lengths,
         held_out,
+        seconds,
         writer.sums,
         parts=parts_of(config, tokenizer, source, trained),
         fingerprint=fingerprint,
@@ -176,7 +179,9 @@ def _write(
         unread_columns=[_printable(column) for column in bad.unread],
         unread_keys=[_printable(key) for key in writer.unread_keys],
         mapped_away=bad.mapped_away,
-        tensors=stored(config.tensors),
+        tensors=stored(config.values),
+        alike=bad.alike,
+        pairs=config.pairs,
     )
 
 
@@ -188,13 +193,15 @@ def _write_table(
     directory: Path,
     lengths: npt.NDArray[np.int64],
     held_out: npt.NDArray[np.bool_],
+    seconds: npt.NDArray[np.int64] | None,
     written: Mapping[str, FileSums],
     **facts: Any,
 ) -> None:
     """Write what makes tokens on disk a store: where each document begins, which ones are held out, and the index."""
     sums = dict(written)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    for name, array in (("offsets.npy", offsets), ("held_out.npy", held_out)):
+    arrays: dict[str, npt.NDArray[Any]] = {"offsets.npy": offsets, "held_out.npy": held_out}
+    for name, array in (arrays | ({} if seconds is None else {SECONDS: seconds})).items():
         with SummedFile(directory / name) as file:
             np.save(file, array)
         sums[name] = file.sums
@@ -221,6 +228,7 @@ def write_documents(
     pad_token_id: int = 0,
     tensors: Mapping[str, TensorColumn] | None = None,
     values: Sequence[Values] = (),
+    seconds: Sequence[int] | None = None,
 ) -> TokenStore:
     """Write a store of documents that are tokens already, all of them to train on.
 
@@ -232,6 +240,7 @@ def write_documents(
         pad_token_id: id of the padding at the ends of sequences.
         tensors: the columns of the documents, if they have some.
         values: their values, for each document.
+        seconds: of pairs, how many tokens of each belong to the first of its two documents. Each needs a label.
     """
     directory.mkdir(parents=True, exist_ok=True)
     flat = np.concatenate(list(tokens)).astype(np.uint32)
@@ -254,11 +263,12 @@ def write_documents(
         directory,
         lengths,
         np.zeros(len(lengths), dtype=np.bool_),
+        None if seconds is None else np.array(seconds, dtype=np.int64),
         sums,
         parts={TRAINED: fingerprint},
         fingerprint=fingerprint,
         kind="text" if masks is None else "chat",
-        long_documents="split" if masks is None else "error",
+        long_documents="split" if masks is None and seconds is None else "error",
         sequence_length=sequence_length,
         token_dtype="uint32",
         pad_token_id=pad_token_id,
@@ -267,6 +277,7 @@ def write_documents(
         dropped=0,
         empty=0,
         tensors=stored(columns),
+        pairs=seconds is not None,
     )
     return TokenStore.open(directory)
 

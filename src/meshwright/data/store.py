@@ -7,6 +7,7 @@ A store is a directory of its own, named after the fingerprint of everything tha
 - ``column-NAME.bin``: for each column of `data.tensors`, its values of all tokens or documents end to end, float32 or int64
 - ``offsets.npy``: int64; document d is ``tokens[offsets[d]:offsets[d + 1]]``
 - ``held_out.npy``: bool; whether document d is for evaluation
+- ``seconds.npy``: for pairs, int64; how many tokens of document d are those of its first member
 - ``index.json``: the counts of :class:`StoreIndex`, and the digests of all files
 
 It is written under a temporary name and renamed when complete, so it is either whole or absent. What happens to its files
@@ -26,7 +27,9 @@ from meshwright.data.rows.row_values import open_values
 from meshwright.data.sums import damage, sizes_differ
 from meshwright.errors import DataError
 
-__all__ = ["StoreIndex", "TokenStore"]
+__all__ = ["SECONDS", "StoreIndex", "TokenStore"]
+
+SECONDS = "seconds.npy"
 
 
 class TokenStore:
@@ -43,6 +46,11 @@ class TokenStore:
         self.held_out: npt.NDArray[np.bool_] = _array(path, np.dtype(np.bool_), index.documents)
         if self.held_out.sum() != index.eval_documents:
             raise DamagedStoreError(f"{path} is damaged: it does not mark {index.eval_documents:,} documents")
+        self.seconds: npt.NDArray[np.int64] | None = None
+        if index.pairs:
+            self.seconds = _array(directory / SECONDS, np.dtype(np.int64), index.documents)
+            if (self.seconds < 1).any() or (self.seconds >= self.lengths).any():
+                raise DamagedStoreError(f"{directory / SECONDS} is damaged: a document has no second member")
 
     @classmethod
     def open(cls, directory: str | Path) -> "TokenStore":

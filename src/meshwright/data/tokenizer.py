@@ -11,7 +11,8 @@ from meshwright.paths import no_directory
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-    from meshwright.data.data_config import DataConfig, TokenizerConfig
+    from meshwright.data.data_config import DataConfig
+from meshwright.data.tokenizer_config import TokenizerConfig
 
 __all__ = ["DEFAULT_CHAT_TEMPLATE", "build_tokenizer", "load_tokenizer", "train_tokenizer"]
 

@@ -1,7 +1,7 @@
 """Writes documents as tokens to disk, and decides what happens to documents that are long, empty or bad."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -10,7 +10,7 @@ import numpy as np
 from meshwright.data.chat import check_chat_tokenizer, encode_chat, unwritten
 from meshwright.data.rows.bad_rows import BadRows
 from meshwright.data.rows.columns import TensorColumn
-from meshwright.data.rows.formats import Document
+from meshwright.data.rows.document import Document
 from meshwright.data.rows.row_values import check_lengths, cut, file_of, write_values
 from meshwright.data.sums import FileSums, SummedFile
 from meshwright.errors import ConfigError, DataError, number_of
@@ -43,6 +43,8 @@ class Writer:
         sequence_length: int,
         bad: BadRows,
         tensors: Mapping[str, TensorColumn],
+        *,
+        pairs: bool = False,
     ) -> None:
         if kind == "chat":
             check_chat_tokenizer(tokenizer)
@@ -58,6 +60,7 @@ class Writer:
         self.files = {name: SummedFile(directory / name) for name in names}
         self.kind = kind
         self.lengths: list[int] = []
+        self.pairs, self.seconds = pairs, list[int]()  # tokens of the first of two
         self.too_long: list[int] = []  # tokens of each document that the policy refuses
         self.longest = (0, "")
         self.given: Counter[str] = Counter()  # chats with an argument of the template, such as tools
@@ -95,8 +98,9 @@ class Writer:
         self._add_texts(batch)
 
     def _add_chat(self, document: Document, messages: list[dict[str, Any]]) -> None:
+        members = [messages] if document.second is None else [messages, document.second]
         try:
-            ids, mask = encode_chat(self.tokenizer, messages, document.source, document.arguments)
+            found = [encode_chat(self.tokenizer, one, document.source, document.arguments) for one in members]
         except DataError as error:
             self.bad.add(error)
             return
@@ -109,7 +113,10 @@ class Writer:
             self.unwritten.update(arguments)
             self.read_keys |= keys - set(unread)
         self.unlearned += sum(message["role"] == "assistant" and message.get("weight") == 0 for message in messages)
-        self._add(document, ids, mask)
+        if document.second is None:
+            self._add(document, *found[0])
+        else:
+            self._add_pair(document, found)
 
     @property
     def unread_keys(self) -> list[str]:
@@ -132,7 +139,30 @@ class Writer:
                 continue
             self._add(document, ids if ids[-1:] == [eos] else [*ids, eos], None)
 
-    def _add(self, document: Document, ids: list[int], mask: list[bool] | None) -> None:
+    def _add_pair(self, document: Document, members: list[tuple[list[int], list[bool]]]) -> None:
+        """Append the tokens of a pair. If it is too long, both members are cut, or it is left out."""
+        first, second = (len(ids) for ids, _ in members)
+        room = self.sequence_length
+        begin = min(first, max(room - second, room // 2))
+        kept = (begin, min(second, room - begin))
+        shown = [any(mask[1:count]) for (_, mask), count in zip(members, kept, strict=True)]
+        ids = [token for tokens, _ in members for token in tokens]
+        mask = [mark and place > 0 for _, marks in members for place, mark in enumerate(marks)]
+        places = [*range(kept[0]), *range(first, first + kept[1])]
+        self._add(document, ids, mask, places if all(shown) else [], kept[0])
+
+    def _add(
+        self, document: Document, ids: list[int], mask: list[bool] | None, places: Sequence[int] | None = None, second: int = 0
+    ) -> None:
+        """Append the tokens of a document.
+
+        Args:
+            document: the document.
+            ids: its tokens.
+            mask: which are learned; ``None``: all.
+            places: which tokens are kept if it is too long and is cut; ``None``: the first; none: nothing to learn is left.
+            second: of a pair, how many of its tokens are those of the first member.
+        """
         try:
             check_lengths(self.tensors, document.values, len(ids), document.source)
         except DataError as error:
@@ -144,24 +174,26 @@ class Writer:
             self.longest = max(self.longest, (len(ids), document.source), key=lambda item: item[0])
             self.too_long.append(len(ids))
             return
+        places = range(min(len(ids), self.sequence_length)) if places is None else places
         if long and self.policy != "split":
-            kept = mask[: self.sequence_length] if mask else None
             # The first token is no target.
-            if self.policy == "drop" or (kept is not None and not any(kept[1:])):
+            if self.policy == "drop" or not places or (mask is not None and not any(mask[place] for place in places[1:])):
                 self.dropped += 1
                 return
             self.truncated += 1
-            ids, mask = ids[: self.sequence_length], kept
         elif long:
             self.split += 1
-        if len(ids) < 2 or (mask is not None and not any(mask[1:])):
+            places = range(len(ids))
+        if len(places) < 2 or (mask is not None and not any(mask[place] for place in places[1:])):
             self.empty += 1
             return
-        self.files["tokens.bin"].write(np.array(ids, dtype=self.token_dtype).tobytes())
+        kept = np.asarray(places)
+        self.files["tokens.bin"].write(np.array(ids, dtype=self.token_dtype)[kept].tobytes())
         if mask is not None:
-            self.files["loss_mask.bin"].write(np.array(mask, dtype=np.bool_).tobytes())
-        write_values(self.files, self.tensors, cut(self.tensors, document.values, 0, len(ids)))
-        self.lengths.append(len(ids))
+            self.files["loss_mask.bin"].write(np.array(mask, dtype=np.bool_)[kept].tobytes())
+        write_values(self.files, self.tensors, cut(self.tensors, document.values, kept))
+        self.lengths.append(len(kept))
+        self.seconds.append(second)
 
     def long_line(self, rows: int) -> str:
         """Return how many documents the policy refuses, and what would keep them; empty if there are none.

@@ -58,6 +58,7 @@ class RunFacts:
         compiled: whether layers are compiled.
         recomputed: the modes of activation checkpointing of all layers.
         columns: the columns of the data, by their names in a batch.
+        adapter: whether an adapter is trained.
     """
 
     seed: int
@@ -67,6 +68,7 @@ class RunFacts:
     compiled: bool
     recomputed: Collection[ActivationCheckpointing]
     columns: Mapping[str, Column] = field(default_factory=dict)
+    adapter: bool = False
 
 
 class Objective(ABC):
@@ -81,7 +83,7 @@ class Objective(ABC):
         section: section of the configuration that has its options; empty: it has none.
         terms: names of the terms of the loss; by default one, with the name of the objective.
         weights: weights of the terms; by default all are 1.
-        unit: what the first term is divided by, for a line about an evaluation: ``token`` or ``document``.
+        unit: what the first term is divided by, for a line about an evaluation: ``token``, ``document`` or ``pair``.
         perplexity: whether the exponential of the loss is a perplexity.
         uncounted: why :meth:`routed` does not say which tokens count, as a message if a balance loss is asked for; empty: it
             does.
@@ -208,6 +210,15 @@ class Objective(ABC):
         """Return what is added to a batch of training: values of the model as it is before the step, without gradient.
 
         It is called for each microbatch, in evaluation mode. If it is overridden, each step has one more forward.
+        """
+        return {}
+
+    def baselines(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Return means over the whole step that :meth:`sums` needs: name to a sum over this batch, and to its count.
+
+        It is called for each microbatch before the step, after :meth:`before`, in evaluation mode and without gradient. They
+        are added over microbatches and data ranks, and each batch has the mean [] by its name. If it is overridden, each step
+        has one more forward.
         """
         return {}
 

@@ -1,6 +1,6 @@
 """Calls an objective: what it returns is checked, and what it raises is named."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -124,10 +124,29 @@ class Pass:
     Attributes:
         values: computes them for a batch.
         adapted: whether adapters are on.
+        means: whether they are sums and counts [2], of which the batches get the means over the whole step.
     """
 
     values: Callable[[nn.Module, Batch], Mapping[str, torch.Tensor]]
-    adapted: bool
+    adapted: bool = True
+    means: bool = False
+
+    def add(
+        self, batches: Sequence[Batch], found: Sequence[Mapping[str, torch.Tensor]], over_ranks: Callable[[torch.Tensor], Any]
+    ) -> None:
+        """Add values to the batches of a step.
+
+        Args:
+            batches: the microbatches of this rank.
+            found: the values of each; none where another rank computes the loss.
+            over_ranks: returns a sum over the data ranks.
+        """
+        if self.means and found:
+            sums = over_ranks(torch.stack([torch.stack(list(values.values())) for values in found]).sum(0))
+            means = dict(zip(found[0], sums[:, 0] / sums[:, 1].clamp(min=1), strict=True))
+            found = [means] * len(batches)
+        for batch, more in zip(batches, found, strict=False):
+            batch.update(more)
 
 
 def passes_before(objective: Objective) -> list[Pass]:
@@ -141,7 +160,16 @@ def passes_before(objective: Objective) -> list[Pass]:
             with calling(objective, "before"):
                 return objective.before(model, batch)
 
-        found.append(Pass(before, adapted=True))
+        found.append(Pass(before))
+    if type(objective).baselines is not Objective.baselines:
+
+        def baselines(model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
+            with calling(objective, "baselines"):
+                measured = objective.baselines(model, batch)
+            device = batch["input_ids"].device
+            return {name: torch.stack([_number(one, device) for one in pair]) for name, pair in measured.items()}
+
+        found.append(Pass(baselines, means=True))
     return found
 
 

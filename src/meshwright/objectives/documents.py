@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.data.rows.columns import MEMBER
 from meshwright.errors import UnsupportedError
 from meshwright.models.objective import Batch, Objective
 from meshwright.models.token_loss import IGNORE
@@ -17,11 +18,14 @@ __all__ = [
     "EXISTS",
     "document_count",
     "document_sum",
+    "first_of_pairs",
     "most_documents",
     "number_documents",
+    "pair_count",
     "per_document",
     "per_token",
     "pooled",
+    "second_of_pairs",
 ]
 
 EXISTS = "document_exists"
@@ -104,6 +108,39 @@ def document_count(batches: Sequence[Batch]) -> int:
     return sum(int(((batch["document_marks"] & BEGIN) > 0).sum()) for batch in batches)
 
 
+def first_of_pairs(batch: Batch) -> torch.Tensor:
+    """Return which documents are the first of a pair that is whole, bool [B, D]: the next document is its second.
+
+    Args:
+        batch: the batch; its data have pairs.
+    """
+    call_of("first_of_pairs")
+    return _first_of_pairs(batch)
+
+
+def _first_of_pairs(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    first = (batch[MEMBER] == 1) & batch[EXISTS]
+    return first & second_of_pairs((batch[MEMBER] == 2) & batch[EXISTS])
+
+
+def second_of_pairs(values: torch.Tensor) -> torch.Tensor:
+    """Return for each document the value of the next one, [B, D, ...]; 0 for the last of a row."""
+    return torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
+
+
+def pair_count(batches: Sequence[Batch]) -> int:
+    """Return the number of whole pairs in some batches, on the host, for :meth:`~meshwright.objectives.Objective.counts`.
+
+    Of a pair that ranks of `cp` share, the rank with its first token counts it.
+    """
+    total = 0
+    for batch in batches:
+        numbers, first = batch["documents"], _first_of_pairs(batch)
+        begins = (batch["document_marks"] & BEGIN) > 0
+        total += int((begins & first.gather(1, numbers.clamp(min=0).long())).sum())
+    return total
+
+
 def per_token(values: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Return for each token the value of its document [B, S, ...]; 0 outside of documents. Nothing is communicated.
 
@@ -164,7 +201,7 @@ def most_documents(objective: Objective, packing: str, length: int) -> int | Non
     """
     if not objective.gathers:
         return None
-    return 1 if packing == "pad" else max(1, length // 2)
+    return (2 if MEMBER in objective.reads else 1) if packing == "pad" else max(1, length // 2)
 
 
 def pooled(states: torch.Tensor, batch: Batch, how: str = "mean") -> torch.Tensor:

@@ -22,7 +22,16 @@ from meshwright.models import _transformers_compat as compat
 from meshwright.models.added_modules import added_modules
 from meshwright.models.objective import Batch
 from meshwright.models.token_loss import IGNORE, forward_arguments, forward_logits, token_entropies, token_log_probs
-from meshwright.objectives.documents import document_count, document_sum, per_document, per_token, pooled
+from meshwright.objectives.documents import (
+    document_count,
+    document_sum,
+    first_of_pairs,
+    pair_count,
+    per_document,
+    per_token,
+    pooled,
+    second_of_pairs,
+)
 from meshwright.objectives.running import Running, call_of
 from meshwright.plan.axes.tensor.move_kinds import Move
 
@@ -31,15 +40,18 @@ __all__ = [
     "document_count",
     "document_sum",
     "entropy",
+    "first_of_pairs",
     "gather",
     "hidden",
     "log_probs",
     "logits",
     "module",
+    "pair_count",
     "per_document",
     "per_token",
     "pooled",
     "reference_log_probs",
+    "second_of_pairs",
 ]
 
 _VALUES = {"log_probs": token_log_probs, "entropy": token_entropies}

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
+from meshwright.data.rows.columns import MEMBER
 from meshwright.models.objective import Batch, Column
 from meshwright.models.token_loss import IGNORE
 
@@ -22,7 +23,7 @@ def invented(columns: Mapping[str, Column], batch: Batch) -> Batch:
     """Return values for the columns of whole sequences, as a loader gives them: [B, S, ...].
 
     Numbers of float32 are between 0 and 1, those of a reference between -1 and 0; numbers of int64 are 0 and 1, which are legal
-    as classes and as tokens.
+    as classes and as tokens. Documents are members of pairs, one after the other.
 
     Args:
         columns: the columns.
@@ -36,6 +37,9 @@ def invented(columns: Mapping[str, Column], batch: Batch) -> Batch:
         numbers = first.cumsum(1) + 7 * torch.arange(len(ids))[:, None] if column.per == "document" else ids
         if column.width is not None:
             numbers = numbers[..., None] + torch.arange(column.width)
+        if name == MEMBER:
+            found[name] = (first.cumsum(1) - 1) % 2 + 1
+            continue
         sign = -1 if name == REFERENCE else 1
         values = numbers % 2 if column.dtype == "int64" else sign * (0.5 + 0.4 * torch.sin(numbers.float()))
         absent = (labels == IGNORE) & (column.per == "token")

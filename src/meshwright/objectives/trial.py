@@ -7,15 +7,15 @@ What an objective calls is noted, so that the run gives it that and no more.
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from meshwright.data.rows.columns import MEMBER
 from meshwright.errors import ConfigError, PartError, Problems, Refusal
-from meshwright.layout import Layout
 from meshwright.models.added_modules import ADDED, added_modules
 from meshwright.models.objective import Batch, Column, Objective, RunFacts
 from meshwright.models.token_loss import IGNORE, forward_arguments
@@ -28,7 +28,7 @@ from meshwright.objectives.running import Running, running
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["layout_problems", "try_objective"]
+__all__ = ["try_objective"]
 
 ROWS, LENGTH = 4, 12
 CLOSE = 1e-4
@@ -120,7 +120,11 @@ class _Trial:
         labels[:, -1] = IGNORE
         for row in range(ROWS):
             labels[row, : row * LENGTH // (ROWS - 1)] = IGNORE
-        batch = {"input_ids": ids, "labels": labels, "position_ids": torch.arange(LENGTH).expand(ROWS, -1).contiguous()}
+        positions = torch.arange(LENGTH).expand(ROWS, -1).contiguous()
+        if MEMBER in self.columns:  # each row is a pair
+            positions[:, LENGTH // 2 :] -= LENGTH // 2
+            labels[:, LENGTH // 2 - 1] = IGNORE
+        batch = {"input_ids": ids, "labels": labels, "position_ids": positions}
         return _Noting({**batch, **invented(self.columns, batch)}, self.read)
 
     def prepared(self, batch: Batch) -> _Noting:
@@ -133,7 +137,7 @@ class _Trial:
         for one in passes_before(self.objective):
             if one.adapted:
                 with running(Running()), torch.no_grad():
-                    made.update(one.values(self.model, made))
+                    one.add([made], [one.values(self.model, made)], lambda sums: sums)
                 self.model.calls.clear()
         return made
 
@@ -303,10 +307,13 @@ def _documents_differ(trial: _Trial) -> bool:
 def _part(batch: dict[str, torch.Tensor], rows: slice, places: slice = slice(None)) -> Any:
     """Return some rows of a batch, and of those some places."""
     shape = tuple(dict.__getitem__(batch, "input_ids").shape)
-    cut = {
-        name: tensor[rows, places] if tuple(tensor.shape[:2]) == shape else tensor[rows] if len(tensor) == shape[0] else tensor
-        for name, tensor in batch.items()
-    }
+
+    def some(tensor: torch.Tensor) -> torch.Tensor:
+        if tuple(tensor.shape[:2]) == shape:
+            return tensor[rows, places]
+        return tensor[rows] if tensor.ndim and len(tensor) == shape[0] else tensor
+
+    cut = {name: some(tensor) for name, tensor in batch.items()}
     return _Noting(cut, batch.read) if isinstance(batch, _Noting) else cut
 
 
@@ -317,31 +324,3 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _numbers(sums: torch.Tensor) -> str:
     return ", ".join(f"{value:.5g}" for value in sums.tolist())
-
-
-def layout_problems(objective: Objective, layout: Layout, packing: str) -> Iterator[Refusal]:
-    """Yield why a run cannot have an objective: the key and its value, and what is legal.
-
-    Args:
-        objective: the objective; one of the user's was tried.
-        layout: the layout, with sizes that may not be known yet.
-        packing: ``data.packing``.
-    """
-    name = named(objective)
-    if layout.pp not in (None, -1, 1) and not objective.pipelines:
-        yield Refusal(
-            "pp.objective",
-            f"layout.pp={layout.pp}: objective {name} does not call the model once a batch, as stages need; legal is 1",
-        )
-    if layout.cp not in (None, -1, 1) and not objective.shares:
-        yield Refusal(
-            "objective.layout",
-            f"layout.cp={layout.cp}: objective {name} gives other sums for the halves of a sequence than for the whole, so "
-            "ranks cannot share one; the legal value is 1, or sums over documents (given.per_document)",
-        )
-    if packing == "pack" and not objective.packs:
-        yield Refusal(
-            "objective.layout",
-            f"data.packing=pack: objective {name} gives other sums for two documents in one sequence than in two; the legal "
-            "value is pad",
-        )

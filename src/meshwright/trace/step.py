@@ -183,16 +183,16 @@ class _Step:
 
     def _prepared(self, begin: Callable[[str], None]) -> list[Batch]:
         """Return the batches with what the objective needs of the model before the step, as the engine of a run does."""
-        batches, model = self.batches, self.setup.model
+        batches, model = [dict(batch) for batch in self.batches], self.setup.model
         for one in passes_before(self.setup.objective):
             around = nullcontext() if one.adapted else adapters_off(model)
             with self.sync.forward_only(), torch.no_grad(), around:
-                made = []
+                found = []
                 for batch in batches:
                     begin(FORWARD)
                     with running(self._call()):
-                        made.append({**batch, **one.values(model, batch)})
-                batches = made
+                        found.append(one.values(model, batch))
+                one.add(batches, found, self.mesh.sum)
         return batches
 
 

@@ -10,12 +10,14 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from meshwright.data.data_config import DataConfig, TokenizerConfig
+from meshwright.data.data_config import DataConfig
+from meshwright.data.tokenizer_config import TokenizerConfig
 from meshwright.errors import ConfigError, Problems, Refusal
 from meshwright.models.model_config import AdapterConfig, DiffusionConfig, ModelConfig
 from meshwright.paths import PathText, nearby
 from meshwright.train.schema.config_problems import message
 from meshwright.train.schema.optimizer_config import OptimizerConfig, ScheduleConfig
+from meshwright.train.schema.our_objectives import objective_of
 from meshwright.train.schema.parallel_config import LayoutConfig, ParallelConfig, Section
 from meshwright.train.schema.plain_yaml import Dumper, Loader
 from meshwright.train.schema.run_sections import (
@@ -45,8 +47,9 @@ class TrainingConfig(Section):
 
     objective: PartName | None = Field(
         default=None,
-        description="What the model learns: `next_token`, `block_diffusion`, or an objective of your own as `module:Name` or "
-        "`{use: module:Name, with: {...}}` (docs/own-parts.md). null: what it is made for.",
+        description="What the model learns: `next_token`, `block_diffusion`, `preference` (docs/objectives.md), or an "
+        "objective of your own as `module:Name` (docs/own-parts.md); with arguments as `{use: ..., with: {...}}`. null: what "
+        "it is made for.",
     )
     steps: int | None = Field(default=None, ge=1, description="Optimizer steps in all. Required, or epochs.")
     epochs: float | None = Field(
@@ -122,7 +125,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        problems = Problems()
+        name, formats, unpairs = objective_of(self.training.objective, self.data.format)
+        problems = self.data.read_as(name, formats, unpairs=unpairs)
         if self.training.steps is not None and (problem := self.warmup_problem(self.training.steps)):
             problems.append(problem)
         if self.training.eval_every and not self.data.held_out and not self.data.eval_files:
@@ -163,7 +167,7 @@ class RunConfig(Section):
         named = [(kind, part) for kind, part in parts.items() if part is not None]
         listed = (("callback", self.callbacks), ("sink", self.metrics.sinks))
         named += [(kind, part) for kind, parts in listed for part in parts]
-        columns = [f"{name} (per {one.per}, {one.dtype})" for name, one in self.data.tensors.items()]
+        columns = [f"{name} (per {one.per}, {one.dtype})" for name, one in self.data.values.items()]
         return [f"{kind}: {part_text(part)}" for kind, part in named] + ([f"columns: {', '.join(columns)}"] if columns else [])
 
     @property

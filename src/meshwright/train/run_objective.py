@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from meshwright.data.rows.columns import MEMBER
 from meshwright.distributed.class_names import class_name
 from meshwright.errors import ConfigError, Problems, Refusal
 from meshwright.models.added_modules import ADDED, module_problems, without_added
 from meshwright.models.families.listed import FAMILIES, family_of
 from meshwright.models.objective import Column, NextToken, Objective, RunFacts
 from meshwright.train.config import RunConfig
+from meshwright.train.schema.our_objectives import OURS
 from meshwright.user_code import check_arguments, find_part, make_part
 
 if TYPE_CHECKING:
@@ -27,7 +29,8 @@ WHERE = "training.objective"
 
 def columns_of(config: RunConfig) -> dict[str, Column]:
     """Return the columns of the data that batches have."""
-    return {name: Column(one.per, one.width, one.dtype) for name, one in config.data.tensors.items()}
+    pairs = {MEMBER: Column("document", dtype="int64")} if config.data.pairs else {}
+    return {name: Column(one.per, one.width, one.dtype) for name, one in config.data.values.items()} | pairs
 
 
 def make_objective(
@@ -56,14 +59,16 @@ def make_objective(
         compiled=parallel.compile,
         recomputed={parallel.activation_checkpointing, *parallel.activation_checkpointing_layers.values()},
         columns={**columns_of(config), **more},
+        adapter=config.adapter is not None,
     )
     problems = Problems()
     own = {family.objective().name: family.objective() for family in FAMILIES}
     if given is not None:
         return _users(given, getattr(given, "__qualname__", type(given).__name__), {}, model, run, kind)
     if wanted is not None and wanted.use not in own:
-        names = sorted({kind.name, *own})
-        return _users(find_part(WHERE, wanted.use, "objectives", names), wanted.use, wanted.arguments, model, run, kind)
+        names, ours = sorted({kind.name, *own, *OURS}), OURS.get(wanted.use)
+        path = ours.part(wanted.arguments) if ours else wanted.use
+        return _users(find_part(WHERE, path, "objectives", names), wanted.use, wanted.arguments, model, run, kind)
     if wanted is not None and wanted.use != kind.name:
         problems.add(
             "config.objective", f"{WHERE}={wanted.use}: {name} is made for {kind.name}; legal are {kind.name} and null"

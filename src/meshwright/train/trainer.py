@@ -74,7 +74,7 @@ class Trainer(StepEngine):
         )
         if resume is not None:
             self.load(resume)
-        if data.packing == "pack":  # only now, because the check needs the weights
+        if data.packed:  # only now, because the check needs the weights
             dense, multiple = not model_sizes(setup.spec, setup.model).experts, setup.plan.sequence_multiple
             rows, length = training.microbatch_size, data.sequence_length
             check_boundaries(

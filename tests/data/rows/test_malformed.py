@@ -10,11 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.data_config import DataConfig, TokenizerConfig
+from meshwright.data.data_config import DataConfig
 from meshwright.data.preparation import prepare
 from meshwright.data.rows.corpora import documents
 from meshwright.data.store import StoreIndex
 from meshwright.data.tokenizer import build_tokenizer
+from meshwright.data.tokenizer_config import TokenizerConfig
 from meshwright.errors import DataError, MeshwrightError
 from tests.data.conftest import sentences
 

@@ -29,12 +29,13 @@ class BadRows:
         bad: number of rows that cannot be used.
         too_long: number of those that are only longer than a sequence.
         long_line: what to do about these, in one line.
+        alike: number of pairs whose answers are the same, so that there is nothing to prefer; they are left out.
         mapped_away: number of rows for which `data.map` returned nothing.
         unread: columns of the rows that are not read.
     """
 
     def __init__(self) -> None:
-        self.rows = self.bad = self.too_long = self.mapped_away = 0
+        self.rows = self.bad = self.too_long = self.mapped_away = self.alike = 0
         self.long_line = ""
         self.unread: dict[str, None] = {}
         self._kinds: dict[str, list[str]] = {}

@@ -1,11 +1,12 @@
 """The columns of rows: those of the formats, which `formats.py` reads, and those that reach the batch as tensors."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["EXTRAS", "FORMATS", "TAKEN", "Format", "TensorColumn"]
+__all__ = ["EXTRAS", "FORMATS", "MEMBER", "PLAIN", "TAKEN", "Format", "TensorColumn"]
 
 EXTRAS = ("tools", "documents", "chat_template_kwargs")
 """Columns that any chat may have: arguments of the chat template."""
@@ -14,10 +15,13 @@ EXTRAS = ("tools", "documents", "chat_template_kwargs")
 TAKEN = frozenset(
     {
         *("input_ids", "labels", "position_ids", "attention_mask", "inputs_embeds", "prefix", "routed"),
-        *("documents", "document_marks", "document_exists"),
+        *("documents", "document_marks", "document_exists", "member"),
     }
 )
 """Keys that a batch has, or may have, for other purposes."""
+
+MEMBER = "member"
+"""Key of the place of a document in its pair, [B, D]: 1 or 2; 0 for a document alone. The second follows the first."""
 
 
 class TensorColumn(BaseModel):
@@ -41,11 +45,19 @@ class Format:
     """Keys of each message, not of the row."""
     extra: tuple[str, ...] = EXTRAS
     """Columns for the chat template."""
+    values: Mapping[str, TensorColumn] = field(default_factory=dict)
+    """Those of its columns that reach the batch, by their names there."""
+    pairs: bool = False
+    """Whether a row is two documents, which stay together in a sequence."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """All names that may be mapped."""
         return self.required + self.optional + self.within + self.extra
+
+    def columns(self, column: Callable[[str], str]) -> dict[str, TensorColumn]:
+        """Return the columns that reach the batch, with their names in a row, which a function says."""
+        return {name: one.model_copy(update={"column": column(name)}) for name, one in self.values.items()}
 
     @property
     def dispensable(self) -> tuple[str, ...]:
@@ -53,10 +65,20 @@ class Format:
         return self.optional + self.extra
 
 
+LABEL = TensorColumn(per="document")
+"""Whether an answer is desirable: 1 or 0, or true or false."""
+
 FORMATS = {
     "text": Format(("text",), extra=()),
     "messages": Format(("messages",), within=("role", "content", "weight")),
     "sharegpt": Format(("conversations",), ("system",), within=("from", "value", "weight")),
     "alpaca": Format(("instruction", "output"), ("input", "system")),
     "prompt_completion": Format(("prompt", "completion"), ("system",)),
+    "preference": Format(("chosen", "rejected"), ("prompt", "system"), ("role", "content"), pairs=True),
+    "unpaired_preference": Format(
+        ("prompt", "completion", "label"), ("system",), ("role", "content"), values={"label": LABEL}, pairs=True
+    ),
 }
+"""Name to columns. Those of :data:`PLAIN` are for any objective; the others for one that says so."""
+
+PLAIN = ("text", "messages", "sharegpt", "alpaca", "prompt_completion")

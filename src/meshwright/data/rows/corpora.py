@@ -9,14 +9,16 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.data.data_config import DataConfig
 from meshwright.data.rows.bad_rows import BadRows
-from meshwright.data.rows.formats import Document, RowReader, check_columns
+from meshwright.data.rows.document import Document
+from meshwright.data.rows.formats import RowReader, check_columns
 from meshwright.data.rows.own_rows import RowMap, source_rows
+from meshwright.data.rows.preferences import mismatched
 from meshwright.data.rows.row_files import Row, file_rows, library_rows, load_saved, open_file
 from meshwright.data.rows.source_files import TEXT_EXTENSIONS, expand_files, saved
 from meshwright.errors import DataError, MeshwrightError, Problems, Refusal, number_of
@@ -232,7 +234,7 @@ def _file_documents(
 def _text_file(config: DataConfig, path: Path, made: "_Documents") -> Iterator[Document]:
     if config.wants_chat and config.map is None:
         raise DataError("data.kind", f"data.kind={config.kind!r}, data.format={config.format!r}: {str(path)!r} is text")
-    if config.tensors and config.map is None:
+    if config.values and config.map is None:
         raise DataError("data.tensors", f"data.tensors: {str(path)!r} is one text, and has no columns")
     made.bad.rows += 1
     try:
@@ -301,6 +303,13 @@ class _Documents:
 
     def of_rows(self, rows: Iterator[Row]) -> Iterator[Document]:
         """Yield the documents of the rows of one file or data set, all of one format."""
+        read = self._by_row(rows)
+        if self.config.unpairs:
+            yield from mismatched(read, _source_name(self.config))
+        else:
+            yield from chain.from_iterable(read)
+
+    def _by_row(self, rows: Iterator[Row]) -> Iterator[list[Document]]:
         reader = RowReader(self.config, self.seen, self.bad.unread)
         for row in rows:
             try:
@@ -311,8 +320,11 @@ class _Documents:
             self.bad.mapped_away += not made
             for one in made:
                 try:
-                    document = reader.document(one)
+                    found = reader.documents(one)
                 except DataError as error:
                     self.bad.add(error)
+                    continue
+                if found[0].second is not None and found[0].second == found[0].messages:
+                    self.bad.alike += 1
                 else:
-                    yield document
+                    yield found

@@ -112,9 +112,9 @@ def check_lengths(columns: Mapping[str, TensorColumn], values: Values, tokens: i
             )
 
 
-def cut(columns: Mapping[str, TensorColumn], values: Values, begin: int, end: int) -> dict[str, npt.NDArray[Any]]:
-    """Return the values of some tokens of a document."""
-    return {name: values[name][begin:end] if column.per == "token" else values[name] for name, column in columns.items()}
+def cut(columns: Mapping[str, TensorColumn], values: Values, places: npt.NDArray[Any]) -> dict[str, npt.NDArray[Any]]:
+    """Return the values of some tokens of a document, by their places in it."""
+    return {name: values[name][places] if column.per == "token" else values[name] for name, column in columns.items()}
 
 
 def write_values(files: Mapping[str, SummedFile], columns: Mapping[str, TensorColumn], values: Values) -> None:

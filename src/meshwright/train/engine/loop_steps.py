@@ -14,8 +14,8 @@ from meshwright.errors import ConfigError, Problems
 from meshwright.models.objective import Batch, Column, Objective
 from meshwright.objectives import given
 from meshwright.objectives.call import named
+from meshwright.objectives.layouts import layout_problems
 from meshwright.objectives.running import running
-from meshwright.objectives.trial import layout_problems
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.train import evaluation
 from meshwright.train.engine.loop_batches import as_many, completed, padded

@@ -129,6 +129,7 @@ class Runner(ABC):
         The trainer calls it before :meth:`forward_backward`. Each pass is a forward of all batches in evaluation mode, without
         gradient. Its values are added on the rank that computes the loss.
         """
+        sums = (lambda values: values) if self.mesh is None else self.mesh.sum
         for one in passes_before(self.objective):
             batches = list(batches)
 
@@ -137,8 +138,7 @@ class Runner(ABC):
                     return {name: value.detach() for name, value in one.values(model, batch).items()}
 
             around = nullcontext if one.adapted else partial(adapters_off, self.model)
-            for batch, more in zip(batches, self.forwards(batches, found, around), strict=False):
-                batch.update(more)
+            one.add(batches, self.forwards(batches, found, around), sums)
         return batches
 
     @abstractmethod

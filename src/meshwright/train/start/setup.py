@@ -108,7 +108,7 @@ def make_setup(
     from meshwright.models.added_modules import add_modules
     from meshwright.models.objective import NextToken
     from meshwright.objectives.call import named
-    from meshwright.objectives.trial import layout_problems
+    from meshwright.objectives.layouts import layout_problems
     from meshwright.plan.given.inspection import model_sizes
     from meshwright.plan.resolver import resolve
     from meshwright.train.run_objective import make_objective
@@ -171,7 +171,7 @@ def make_setup(
     groups = tuple((one.match, one.share(decay.lr), one.lr_decay, one.weight_decay) for one in decay.groups)
     options = replace(options, freeze=freeze, decay=tuple(decay.decay), no_decay=tuple(decay.no_decay), groups=groups)
     tokens, experts = _tokens(config, layout, model)
-    options = replace(options, tokens=tokens, experts_of_token=experts, packed=config.data.packing == "pack")
+    options = replace(options, tokens=tokens, experts_of_token=experts, packed=config.data.packed)
     options = replace(options, balance_loss=config.training.microbatch_size if config.moe.aux_loss else 0)
     if objective.whole_logits and layout.size("tp") > 1:
         if options.loss_parallel:

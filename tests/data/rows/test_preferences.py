@@ -1,0 +1,176 @@
+"""Rows of preferences: their forms, what is learned of them, pairs that stay together, and what is refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshwright.data.data_config import DataConfig
+from meshwright.data.packing import IGNORE, SequenceDataset
+from meshwright.data.preparation import prepare
+from meshwright.data.rows.corpora import documents
+from meshwright.data.store import TokenStore
+from meshwright.errors import DataError
+
+Jsonl = Callable[..., str]
+
+
+def config(path: str, format: str = "preference", unpairs: bool = False, **changes: Any) -> DataConfig:
+    made = DataConfig.model_validate({"files": [path], "sequence_length": 128, "eval_fraction": 0.0, **changes})
+    formats = ("preference", "unpaired_preference") if unpairs else (format,)
+    assert not made.read_as("preference", formats, unpairs=unpairs)
+    return made
+
+
+def turns(*said: tuple[str, str]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content} for role, content in said]
+
+
+ASKED, GOOD, BAD = turns(("user", "quick?")), turns(("assistant", "fox")), turns(("assistant", "dog"))
+MORE = turns(("user", "quick?"), ("assistant", "box"), ("user", "lazy?"))
+UNLEARNED = [MORE[0], {**MORE[1], "weight": 0}, MORE[2]]
+FORMS = {
+    "texts": ({"prompt": "quick?", "chosen": "fox", "rejected": "dog"}, ASKED),
+    "messages": ({"prompt": ASKED, "chosen": GOOD, "rejected": BAD}, ASKED),
+    "messages that repeat the prompt": ({"prompt": ASKED, "chosen": ASKED + GOOD, "rejected": ASKED + BAD}, ASKED),
+    "whole chats beside a text": ({"prompt": "quick?", "chosen": ASKED + GOOD, "rejected": ASKED + BAD}, ASKED),
+    "implicit": ({"chosen": ASKED + GOOD, "rejected": ASKED + BAD}, ASKED),
+    "several turns": ({"chosen": MORE + GOOD, "rejected": MORE + BAD}, UNLEARNED),
+    "null": ({"prompt": None, "chosen": ASKED + GOOD, "rejected": ASKED + BAD}, ASKED),
+    "a prompt as text, answers as messages": ({"prompt": "quick?", "chosen": GOOD, "rejected": BAD}, ASKED),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form(jsonl: Jsonl, tokenizer: Any, tmp_path: Path, form: str) -> None:
+    row, prompt = FORMS[form]
+    made = config(jsonl([row, row | {"id": 7}]))
+    for document in documents(made):
+        assert document.messages == prompt + GOOD
+        assert document.second == prompt + BAD
+    store = prepare(made, tokenizer, tmp_path / "store", 0)
+    assert store.loss_mask is not None
+    assert tokenizer.decode(store.tokens[store.loss_mask]) == "fox<|im_end|>dog<|im_end|>" * 2
+
+
+def test_texts_with_a_prompt_in_both(jsonl: Jsonl) -> None:
+    row = {"chosen": "Human: quick? Assistant: fox", "rejected": "Human: quick? Assistant: fondue"}
+    found = next(documents(config(jsonl([row]))))
+    assert found.messages == turns(("user", "Human: quick? Assistant: "), ("assistant", "fox"))
+    assert found.second == turns(("user", "Human: quick? Assistant: "), ("assistant", "fondue"))
+
+
+def test_other_names_and_a_system_column(jsonl: Jsonl) -> None:
+    row = {"question": "quick?", "better": "fox", "worse": "dog", "system": "be lazy"}
+    columns = {"prompt": "question", "chosen": "better", "rejected": "worse"}
+    found = next(documents(config(jsonl([row]), columns=columns)))
+    assert found.messages == turns(("system", "be lazy")) + ASKED + GOOD
+
+
+def sequences(store: TokenStore, length: int, packing: Any) -> list[dict[str, Any]]:
+    dataset = SequenceDataset(store, "train", length, packing)
+    return [dataset[number] for number in range(len(dataset))]
+
+
+@pytest.mark.parametrize("packing", ["pack", "pad"])
+def test_a_pair_is_two_documents_of_one_sequence(jsonl: Jsonl, tokenizer: Any, tmp_path: Path, packing: str) -> None:
+    rows = [{"prompt": f"quick {n}?", "chosen": "fox " * (1 + n % 3), "rejected": "dog " * (1 + n % 2)} for n in range(9)]
+    store = prepare(config(jsonl(rows), sequence_length=128), tokenizer, tmp_path / "store", 0)
+    pairs = 0
+    for sequence in sequences(store, 128, packing):
+        begins = np.flatnonzero(sequence["position_ids"] == 0)
+        members = [int(sequence["member"][begin]) for begin in begins]
+        assert members in ([1, 2] * (len(members) // 2), [*[1, 2] * (len(members) // 2), 0])
+        pairs += len(members) // 2
+        for begin, end, member in zip(begins, [*begins[1:], 128], members, strict=True):
+            labels = sequence["labels"][begin:end]
+            said = tokenizer.decode(labels[labels != IGNORE])
+            assert {1: "fox", 2: "dog", 0: ""}[member] in said
+            assert (labels != IGNORE).any() == bool(member)
+            assert labels[-1] == IGNORE
+    assert pairs == 9
+    assert packing == "pack" or len(sequences(store, 128, packing)) == 9
+
+
+@pytest.mark.parametrize("policy", ["truncate", "drop", "error"])
+def test_a_pair_that_is_too_long(jsonl: Jsonl, tokenizer: Any, tmp_path: Path, policy: str) -> None:
+    short = {"prompt": "quick?", "chosen": "fox", "rejected": "dog"}
+    long = {"prompt": "quick?", "chosen": "fox " * 60, "rejected": "dog"}
+    hopeless = {"prompt": "quick? " * 60, "chosen": "fox", "rejected": "dog"}
+    made = config(jsonl([short, long, hopeless]), sequence_length=60, long_documents=policy)
+    if policy == "error":
+        with pytest.raises(DataError, match=r"2 of 3 rows are longer than data.sequence_length=60"):
+            prepare(made, tokenizer, tmp_path / "store", 0)
+        return
+    store = prepare(made, tokenizer, tmp_path / "store", 0)
+    assert (store.index.truncated, store.index.dropped) == ((1, 1) if policy == "truncate" else (0, 2))
+    assert store.seconds is not None
+    for begin, end, first in zip(store.offsets, store.offsets[1:], store.seconds, strict=False):
+        assert end - begin <= 60
+        assert store.loss_mask is not None
+        assert store.loss_mask[begin + 1 : begin + first].any()
+        assert store.loss_mask[begin + first + 1 : end].any()
+
+
+def test_answers_that_are_alike_are_counted(jsonl: Jsonl, tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": "quick?", "chosen": "fox", "rejected": "fox"}, {"prompt": "quick?", "chosen": "fox", "rejected": "dog"}]
+    store = prepare(config(jsonl(rows)), tokenizer, tmp_path / "store", 0)
+    assert (store.index.alike, store.index.documents, store.index.rows) == (1, 1, 2)
+
+
+def test_each_answer_has_one_to_another_prompt_beside_it(jsonl: Jsonl) -> None:
+    rows = [{"prompt": f"{n}?", "completion": f"{n}!", "label": n % 2 == 0} for n in range(3)]
+    found = list(documents(config(jsonl(rows), unpairs=True)))
+    assert [document.messages[-1]["content"] for document in found if document.messages] == ["0!", "1!", "2!"]
+    assert [document.second[0]["content"] for document in found if document.second] == ["0?", "1?", "2?"]
+    assert [document.second[-1]["content"] for document in found if document.second] == ["1!", "0!", "1!"]
+    assert [float(document.values["label"]) for document in found] == [1, 0, 1]
+
+
+def test_pairs_become_answers_by_themselves(jsonl: Jsonl) -> None:
+    rows = [{"prompt": f"{n}?", "chosen": f"{n} yes", "rejected": f"{n} no"} for n in range(2)]
+    found = list(documents(config(jsonl(rows), unpairs=True)))
+    said = [
+        (document.messages[-1]["content"], document.second[-1]["content"])
+        for document in found
+        if document.messages and document.second
+    ]
+    assert said == [("0 yes", "1 yes"), ("0 no", "1 no"), ("1 yes", "0 yes"), ("1 no", "0 no")]
+    assert [float(document.values["label"]) for document in found] == [1, 0, 1, 0]
+
+
+WRONG = {
+    "an answer that is empty": ({"prompt": "quick?", "chosen": "fox", "rejected": ""}, "answer is empty"),
+    "no answer": ({"prompt": ASKED, "chosen": ASKED + GOOD, "rejected": ASKED}, "field 'rejected' adds nothing to the prompt"),
+    "the user's": ({"prompt": "quick?", "chosen": GOOD, "rejected": ASKED}, "'rejected' ends with a turn of the user"),
+    "two kinds": ({"prompt": "quick?", "chosen": "fox", "rejected": BAD}, "both are texts, or both are lists"),
+    "no prompt": ({"chosen": "fox", "rejected": "dog"}, "there is no field 'prompt'; a pair has one prompt"),
+    "no prompt in chats": ({"chosen": GOOD, "rejected": BAD}, "begin with different messages"),
+    "no text": ({"prompt": 3, "chosen": "fox", "rejected": "dog"}, "field 'prompt' holds int, not text"),
+    "nothing rejected": ({"prompt": "quick?", "chosen": "fox"}, "no field 'rejected'"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_refused_by_file_and_line(jsonl: Jsonl, tokenizer: Any, tmp_path: Path, what: str) -> None:
+    row, words = WRONG[what]
+    path = jsonl([FORMS["texts"][0], row])
+    with pytest.raises(DataError, match=words) as caught:
+        prepare(config(path), tokenizer, tmp_path / "store", 0)
+    assert f"{path}:2" in str(caught.value)
+
+
+@pytest.mark.parametrize("label", [2, "yes", None, float("nan")])
+def test_labels_of_another_kind(jsonl: Jsonl, tokenizer: Any, tmp_path: Path, label: Any) -> None:
+    good = {"prompt": "quick?", "completion": "fox", "label": True}
+    path = jsonl([good, good | {"label": label}, good])
+    with pytest.raises(DataError, match=f"{path}:2: field 'label' holds"):
+        prepare(config(path, unpairs=True), tokenizer, tmp_path / "store", 0)
+
+
+def test_one_row_has_no_other_answer(jsonl: Jsonl, tokenizer: Any, tmp_path: Path) -> None:
+    path = jsonl([{"prompt": "quick?", "completion": "fox", "label": 1}])
+    with pytest.raises(DataError, match="holds one row; the answer of another row is needed"):
+        prepare(config(path, unpairs=True), tokenizer, tmp_path / "store", 0)
