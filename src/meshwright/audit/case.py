@@ -26,12 +26,14 @@ from meshwright.distributed.mesh import ParallelMesh, build_mesh
 from meshwright.layout import Layout
 from meshwright.models.added_modules import ADDED
 from meshwright.models.weights.initial_values import derive_seed
+from meshwright.objectives.invented import spread_of
 from meshwright.plan.given.inspection import model_sizes
 from meshwright.plan.given.names import inside
 from meshwright.plan.given.options import NF4
 from meshwright.train.config import LayoutConfig, ParallelConfig, RunConfig
 from meshwright.train.engine.runner import Batch, Runner, Sums, Values
 from meshwright.train.parts import Parts, RankSetup, fill, runner_of_plan, train_loader
+from meshwright.train.run_objective import columns_of
 from meshwright.train.start.setup import make_setup
 from meshwright.train.trainer import Trainer
 
@@ -234,7 +236,7 @@ class AuditTrainer(Trainer):
     def note_sequences(self, batches: list[Batch]) -> None:
         """Record which sequences this rank is fed in a step."""
         data = self.config.data
-        names = {name for name, column in data.tensors.items() if column.per == "document"}  # they are not per token
+        names = spread_of(columns_of(self.config))  # they are not per token
         batches = [{name: tensor for name, tensor in batch.items() if name not in names} for batch in batches]
         self.sequences.append(sequence_digests(batches, data.sequence_length))
 

@@ -196,7 +196,8 @@ def _store(config: RunConfig, setup: RunSetup, folder: Path, steps: int, drawn: 
     if drawn:
         # A document has about two fifths of a sequence's tokens, so these last for all steps.
         count, target = 4 * training.global_batch_size * steps, folder / "documents"
-        return draw_documents(vocabulary, data.sequence_length, count, training.seed, target, tensors=data.tensors).directory
+        size = data.sequence_length, count, training.seed
+        return draw_documents(vocabulary, *size, target, tensors=data.values, pairs=data.pairs).directory
     if problems := config.data.problems():
         raise ConfigError([*problems, Refusal("data.source", "--drawn audits with random tokens instead of the run's data")])
     return documents_of_run(config, vocabulary, data.sequence_length, folder).directory

@@ -229,16 +229,21 @@ def documents_of_run(config: RunConfig, vocabulary: int, sequence_length: int, d
     )
     source = prepare(few, tokenizer, directory / "source", config.training.seed)
     lengths = _uneven_lengths(sequence_length, config.training.seed)
-    tokens, masks, values = [], [], []
+    tokens, masks, values, seconds = [], [], [], []
     for number, (begin, end) in enumerate(zip(source.offsets[:-1], source.offsets[1:], strict=True)):
-        for first, last in _cuts(int(begin), int(end), lengths):
-            mask = None if source.loss_mask is None else np.asarray(source.loss_mask[first:last])
+        if source.seconds is None:
+            pieces = [(np.arange(*cut), 0) for cut in _cuts(int(begin), int(end), lengths)]
+        else:
+            pieces = [_pair(int(begin), int(begin + source.seconds[number]), int(end), lengths)]
+        for places, second in pieces:
+            mask = None if source.loss_mask is None else np.asarray(source.loss_mask[places])
             if mask is None or mask[1:].any():
-                tokens.append(np.asarray(source.tokens[first:last], dtype=np.int64) % vocabulary)
+                tokens.append(np.asarray(source.tokens[places], dtype=np.int64) % vocabulary)
                 masks.append(mask)
+                seconds.append(second)
                 values.append(
                     {
-                        name: found[first:last] if source.tensors[name].per == "token" else found[number]
+                        name: found[places] if source.tensors[name].per == "token" else found[number]
                         for name, found in source.values.items()
                     }
                 )
@@ -250,7 +255,15 @@ def documents_of_run(config: RunConfig, vocabulary: int, sequence_length: int, d
         pad_token_id=source.index.pad_token_id % vocabulary,
         tensors=source.tensors,
         values=values,
+        seconds=None if source.seconds is None else seconds,
     )
+
+
+def _pair(begin: int, second: int, end: int, lengths: Iterator[int]) -> tuple[npt.NDArray[np.intp], int]:
+    """Return the places of the last tokens of both members of a pair, its answers, and how many are the first's."""
+    first, other = (max(2, next(lengths) // 2) for _ in range(2))
+    places = np.r_[max(begin, second - first) : second, max(second, end - other) : end]
+    return places, int((places < second).sum())
 
 
 def draw_documents(
@@ -261,16 +274,22 @@ def draw_documents(
     directory: Path,
     longest: int | None = None,
     tensors: Mapping[str, TensorColumn] | None = None,
+    pairs: bool = False,
 ) -> TokenStore:
     """Return documents of random tokens, of different lengths; most are below ``longest``, or below a sequence.
+
+    With ``pairs``, each is two documents, of at least two tokens.
 
     Columns have random values: of float32 between 0 and 1, those of a reference between -1 and 0; of int64 0 and 1.
     """
     draw = np.random.default_rng(seed)
     lengths = _uneven_lengths(longest or sequence_length, seed)
-    tokens = [draw.integers(0, vocabulary, next(lengths), dtype=np.int64) for _ in range(count)]
+    tokens = [draw.integers(0, vocabulary, max(4 if pairs else 2, next(lengths)), dtype=np.int64) for _ in range(count)]
+    seconds = [int(draw.integers(2, len(ids) - 1)) for ids in tokens] if pairs else None
     values = [{name: _drawn(draw, name, one, len(ids)) for name, one in (tensors or {}).items()} for ids in tokens]
-    return write_documents(directory, tokens, None, sequence_length=sequence_length, tensors=tensors, values=values)
+    return write_documents(
+        directory, tokens, None, sequence_length=sequence_length, tensors=tensors, values=values, seconds=seconds
+    )
 
 
 def _drawn(draw: np.random.Generator, name: str, column: TensorColumn, tokens: int) -> npt.NDArray[Any]:
