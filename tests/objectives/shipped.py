@@ -24,7 +24,7 @@ from meshwright.train.config import RunConfig
 from meshwright.train.run_objective import columns_of
 from tests.objectives.test_given import PLACES
 
-__all__ = ["PLACES", "compare", "plain_step", "tiny_model"]
+__all__ = ["LORA", "PLACES", "compare", "documents_of", "facts", "gradients", "plain_step", "tiny_model"]
 
 LORA = {"rank": 2, "targets": "all-linear"}
 
@@ -129,4 +129,11 @@ def documents_of(store: TokenStore) -> Sequence[tuple[list[int], list[int], dict
             name: one[number] if store.tensors[name].per == "document" else one[begin:end] for name, one in store.values.items()
         }
         found.append((tokens[:cut], tokens[cut:], values))
+    return found
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the gradients of a model, and remove them."""
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
     return found

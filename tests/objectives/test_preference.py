@@ -17,7 +17,7 @@ from meshwright.objectives.preference import Kto, Preference
 from meshwright.objectives.running import Running, running
 from meshwright.train.config import RunConfig
 from tests.audit.conftest import auditor, folder
-from tests.objectives.shipped import LORA, PLACES, compare, documents_of, facts, plain_step, tiny_model
+from tests.objectives.shipped import LORA, PLACES, compare, documents_of, facts, gradients, plain_step, tiny_model
 
 __all__ = ["auditor", "folder"]
 
@@ -119,12 +119,6 @@ def with_reference(reference: nn.Module) -> Any:
             return {"reference_log_probs": given.log_probs(reference, batch)}
 
     return more
-
-
-def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    model.zero_grad()
-    return found
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])

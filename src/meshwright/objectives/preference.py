@@ -16,6 +16,7 @@ from meshwright.errors import ConfigError, Problems
 from meshwright.models.objective import Batch, Objective, RunFacts
 from meshwright.models.token_loss import IGNORE
 from meshwright.objectives import given
+from meshwright.objectives.references import reference_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -123,12 +124,8 @@ class Preference(Objective):
         Raises:
             ConfigError: it is the model without its adapter, and there is none.
         """
-        wanted = self.wants or ("adapter_off" if run.adapter else "precomputed")
-        if wanted == "adapter_off" and not run.adapter:
-            said = "training.objective.with.reference=adapter_off: no adapter is trained"
-            raise ConfigError("objective.reference", f"{said}; legal are precomputed and none, or set adapter")
-        self.relative = self.loss_type in WITH_REFERENCE and wanted != "none"
-        self.reference = self.relative
+        self.relative = self.loss_type in WITH_REFERENCE and self.wants != "none"
+        self.reference = self.relative and reference_of(self.wants, run)
 
     # -- what is computed from --------------------------------------------------------------------------------------------
 

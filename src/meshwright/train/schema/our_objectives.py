@@ -37,7 +37,10 @@ def _preference(arguments: Mapping[str, Any]) -> str:
     return f"meshwright.objectives.preference:{'Kto' if _is_kto(arguments) else 'Preference'}"
 
 
-OURS = {"preference": OurObjective(_preference, _of_preference, _is_kto)}
+OURS = {
+    "preference": OurObjective(_preference, _of_preference, _is_kto),
+    "policy": OurObjective(lambda arguments: "meshwright.objectives.policy:Policy"),
+}
 
 
 def objective_of(part: PartConfig | None, format: str) -> tuple[str, tuple[str, ...], bool]:
