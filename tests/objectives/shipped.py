@@ -1,6 +1,6 @@
 """Cases of the objectives that Meshwright brings: an axis against one process, and that against a plain computation."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from maintain.cells import Place, Variant, family_case
 from meshwright.audit.conduct import Auditor
 from meshwright.audit.data import draw_documents
+from meshwright.audit.report import AuditReport
 from meshwright.data.loader import TrainLoader
 from meshwright.data.store import TokenStore
 from meshwright.models.objective import Batch, Objective, RunFacts
@@ -39,9 +40,10 @@ def compare(
     packing: str = "pack",
     tensors: Mapping[str, Any] | None = None,
     microbatches: int = 2,
+    plants: Sequence[Callable[..., None]] = (),
     **options: Any,
-) -> None:
-    """Audit an objective on a layout: loss, gradients, parameters as in one process, fp64."""
+) -> AuditReport:
+    """Audit an objective on a layout: loss, gradients, parameters as in one process, fp64. With a plant, it fails."""
     variant = Variant(SyncPolicy.REDUCE_EACH, "float64", microbatches, False, False)
     case = family_case(family, place, variant, folder, packing=packing, **{"loss_chunks": 0, **options})
     values = case.config.model_dump(mode="json")
@@ -57,9 +59,10 @@ def compare(
     if not (store / "index.json").is_file():
         longest = length if packing == "pack" or run.data.pairs else 2 * length
         draw_documents(vocabulary, length, count, 0, store, longest, tensors=run.data.values, pairs=run.data.pairs)
-    report = auditor.audit(replace(case, config=run, store=store), place.world_size)
-    assert report.passed, report.verdict
-    assert report.worst_gradient < 1e-11
+    report = auditor.audit(replace(case, config=run, store=store), place.world_size, plants=list(plants))
+    assert report.passed == (not plants), report.verdict
+    assert plants or report.worst_gradient < 1e-11
+    return report
 
 
 def tiny_model(seed: int = 0, **changes: Any) -> nn.Module:

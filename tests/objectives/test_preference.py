@@ -6,9 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from meshwright.audit.conduct import Auditor
+from meshwright.audit.ranks import RankTrainer
+from meshwright.data.packing import IGNORE
 from meshwright.data.preparation import write_documents
 from meshwright.data.store import TokenStore
 from meshwright.errors import ConfigError
@@ -17,6 +20,7 @@ from meshwright.objectives.preference import Kto, Preference
 from meshwright.objectives.running import Running, running
 from meshwright.train.config import RunConfig
 from tests.audit.conftest import auditor, folder
+from tests.audit.plants import around_backward
 from tests.objectives.shipped import LORA, PLACES, compare, documents_of, facts, gradients, plain_step, tiny_model
 
 __all__ = ["auditor", "folder"]
@@ -202,6 +206,83 @@ def test_products(auditor: Auditor, folder: Path, label: str, kind: str, adapter
     compare(
         auditor, folder, PLACES[label], KINDS[kind], family, packing=packing, tensors=given_columns, microbatches=3, **options
     )
+
+
+# -- planted bugs -------------------------------------------------------------------------------------------------------------
+
+
+def mean_over_microbatches(trainer: RankTrainer) -> None:
+    """Each microbatch is divided by its own pairs, and the mean over microbatches and ranks is taken."""
+    runner = trainer.runner.inner  # type: ignore[attr-defined]
+    inner, many = runner.loss, trainer.setup.plan.options.microbatches * dist.get_world_size()
+
+    def loss(model: Any, batch: Any, counts: torch.Tensor, sums: Any) -> torch.Tensor:
+        return inner(model, batch, torch.tensor(trainer.objective.counts([batch])).clamp(min=1) * many, sums)
+
+    runner.loss = loss
+
+
+def pairs_of_a_rank(trainer: RankTrainer) -> None:
+    """Each rank divides by its own pairs, and the mean over ranks is taken."""
+
+    def before(batches: Any, counts: torch.Tensor) -> Any:
+        return batches, torch.tensor(trainer.objective.counts(batches)) * dist.get_world_size()
+
+    around_backward(trainer, before)
+
+
+def _batches(trainer: RankTrainer, change: Any) -> None:
+    inner = trainer.objective.sums
+
+    def sums(model: Any, batch: Any) -> Any:
+        batch.update(change(model, batch))
+        return inner(model, batch)
+
+    trainer.objective.sums = sums  # type: ignore[method-assign]
+
+
+def pair_split_over_ranks(trainer: RankTrainer) -> None:
+    """Rank 1 takes the second answer of each pair for the first, and compares it with that of the next pair."""
+    if dist.get_rank() == 1:
+        _batches(trainer, lambda model, batch: {"member": 3 - batch["member"]})
+
+
+def reference_not_detached(trainer: RankTrainer) -> None:
+    """The reference has the right values, and a gradient."""
+
+    def change(model: Any, batch: Any) -> Any:
+        values = given.log_probs(model, batch)
+        return {"reference_log_probs": batch["reference_log_probs"] + values - values.detach()}
+
+    _batches(trainer, change)
+
+
+def mask_off_by_one(trainer: RankTrainer) -> None:
+    """The first token of each answer is not learned."""
+
+    def change(model: Any, batch: Any) -> Any:
+        labels = batch["labels"]
+        begins = torch.ones_like(labels, dtype=torch.bool)
+        begins[:, 1:] = (labels[:, :-1] == IGNORE) | (batch["documents"].diff(dim=1) != 0)
+        return {"labels": labels.masked_fill(begins, IGNORE)}
+
+    _batches(trainer, change)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("plant", "words"),
+    [
+        (mean_over_microbatches, "weighs the microbatches of the ranks by"),
+        (pairs_of_a_rank, "weighs the microbatches of the ranks by"),
+        (pair_split_over_ranks, "is no weighted sum of the gradients of the microbatches"),
+        (reference_not_detached, "is no weighted sum of the gradients of the microbatches"),
+        (mask_off_by_one, "of the microbatches: it has other contributions"),
+    ],
+)
+def test_planted(auditor: Auditor, folder: Path, plant: Any, words: str) -> None:
+    report = compare(auditor, folder, PLACES["shard 2"], DPO, tensors=REFERENCE, plants=[plant])
+    assert words in report.verdict
 
 
 # -- what is refused ----------------------------------------------------------------------------------------------------------
