@@ -13,6 +13,7 @@ from meshwright.distributed.context.sequences import share_batch
 from meshwright.files import save_tensors
 from meshwright.models.moved_batch import move_batch
 from meshwright.models.objective import ROUTED, Batch, Objective
+from meshwright.models.token_loss import count_tokens
 from meshwright.objectives.call import calling
 from meshwright.objectives.documents import most_documents, number_documents
 from meshwright.objectives.invented import spread_of
@@ -68,10 +69,12 @@ class RankBatches:
         return self.cut({**batch, **known, **documents})
 
     def counts(self, batches: list[Batch]) -> torch.Tensor:
-        """Return the number of targets of each term of the loss, and last that of tokens that balance experts."""
+        """Return the number of targets of each term; then of tokens that are learned, and of those that balance experts."""
         routed = sum(int(mask.sum()) for batch in batches if (mask := self.objective.routed(batch)) is not None)
         with calling(self.objective, "counts"):
-            return torch.tensor([*self.objective.counts(batches), routed])
+            counts = list(self.objective.counts(batches))
+        learned = counts[0] if self.objective.unit == "token" else count_tokens(batches)
+        return torch.tensor([*counts, learned, routed])
 
     def to_device(self, batch: Batch) -> Batch:
         """Return a batch on the device of this rank."""

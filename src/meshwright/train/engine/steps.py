@@ -36,11 +36,13 @@ class Gathered:
     Attributes:
         sums: loss, terms and metrics, summed over the microbatches of this rank.
         counts: [terms], number of targets of each term over all ranks, on the device.
+        tokens: number of tokens that are learned, over all ranks.
         divisors: the same, at least 1.
     """
 
     sums: Sums
     counts: torch.Tensor
+    tokens: torch.Tensor
     divisors: torch.Tensor
 
 
@@ -108,13 +110,13 @@ class StepEngine:
         # Tokens are counted before backward: the loss is divided by all tokens of the step, so no factor depends on the layout.
         *batches, counted = map(self.batches.to_device, (*on_host, {"counts": self.batches.counts(on_host)}))
         counts = self.mesh.sum(counted["counts"])
-        counts, routed = counts[:-1], counts[-1]
+        counts, tokens, routed = counts[:-2], counts[-2], counts[-1]
         self.balance.begin_step(routed)
         divisors = counts.clamp(min=1)
         batches = list(self.runner.prepared(batches))
         numbers = {id(batch): number for number, batch in enumerate(batches)}
         self.runner.tell = None if tell is None else lambda batch, values: tell(numbers[id(batch)], values)
-        return Gathered(self.runner.forward_backward(batches, divisors), counts, divisors)
+        return Gathered(self.runner.forward_backward(batches, divisors), counts, tokens, divisors)
 
     def clip(self) -> torch.Tensor:
         """Clip the gradient of the whole model, and return its norm before clipping."""
@@ -160,7 +162,7 @@ class StepEngine:
         for name in self.objective.metric_names:
             total, count = metrics.pop(f"{name}{SUM}"), metrics.pop(f"{name}{COUNT}")
             metrics[name] = total / count.clamp(min=1)
-        return {**metrics, "tokens": gathered.counts[0]}
+        return {**metrics, "tokens": gathered.tokens}
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------
 
