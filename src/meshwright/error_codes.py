@@ -212,6 +212,7 @@ CODES: dict[str, tuple[str, str]] = {
     "data.split": ("No document is left to train on, or to evaluate on.", "Another data.eval_fraction, or more documents."),
     "data.store.missing": ("There are no tokens in this directory.", "The directory of a token store."),
     "data.store.damaged": ("Tokens are not what was written.", "Start again, which makes them from their sources."),
+    "data.store.unwritten": ("Values of tokens cannot be written.", "Space and permissions there."),
     "data.store.unreadable": ("Tokens cannot be read.", "A disk and permissions that allow it."),
     "tokenizer.missing": ("The model has no tokenizer.", "tokenizer.path or tokenizer.vocab_size."),
     "tokenizer.path": ("No tokenizer can be loaded.", "A directory of a tokenizer, or a hub name."),

@@ -23,7 +23,7 @@ from meshwright.models.weights.initial_values import initialize
 from meshwright.objectives.call import calling, evaluate_batch, named, passes_before
 from meshwright.objectives.documents import EXISTS, number_documents
 from meshwright.objectives.invented import REFERENCE, invented, spread_of
-from meshwright.objectives.running import Running, running
+from meshwright.objectives.running import OF_LOGITS, Running, running
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -215,7 +215,7 @@ def _try(objective: Objective, model: "PreTrainedModel", run: RunFacts) -> None:
     objective.reference &= REFERENCE not in run.columns
     objective.gathers |= "gather" in asked
     objective.whole_logits |= "logits" in asked
-    objective.without_head = "hidden" in asked and not asked.keys() & {"log_probs", "entropy", "logits"}
+    objective.without_head = "hidden" in asked and not asked.keys() & OF_LOGITS
     objective.wanted = frozenset(asked.keys() & {"log_probs", "entropy"})
     sums_over_ranks = asked["per_document"] + asked["per_document's gradient"]
     objective.collectives = (asked["gather"], asked["gather's gradient"], sums_over_ranks)
