@@ -197,6 +197,8 @@ class SequenceDataset:
         for document, start, length in self.pieces(number):
             begin = int(self.store.offsets[document]) + start
             places[at : at + length - 1] = np.arange(begin + 1, begin + length)
+            if self.store.seconds is not None:
+                places[at + int(self.store.seconds[document]) - 1] = -1
             at += length
         return places
 

@@ -182,9 +182,10 @@ def _in_chunks(
 
 
 def reference_log_probs(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return ``reference_log_probs`` of a batch [B, S]: a column of the data, or those of the model with its adapters off.
+    """Return ``reference_log_probs`` of a batch [B, S]: a column of the data, or what a reference says, without gradient.
 
-    Without the column an objective that calls it has ``reference = True``; they are computed before the step, without gradient.
+    Without the column an objective that calls it has ``reference = True``: the model with its adapters off says them before
+    each step; or ``reference = "precomputed"``: the model says them once, as the run begins.
     """
     call_of("reference_log_probs")
     if "reference_log_probs" not in batch:

@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn.functional import logsigmoid
 
 from meshwright.errors import ConfigError, Problems
-from meshwright.models.objective import Batch, Objective, RunFacts
+from meshwright.models.objective import PRECOMPUTED, Batch, Objective, RunFacts
 from meshwright.models.token_loss import IGNORE
 from meshwright.objectives import given
+from meshwright.objectives.invented import REFERENCE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -128,7 +129,9 @@ class Preference(Objective):
             said = "training.objective.with.reference=adapter_off: no adapter is trained"
             raise ConfigError("objective.reference", f"{said}; legal are precomputed and none, or set adapter")
         self.relative = self.loss_type in WITH_REFERENCE and wanted != "none"
-        self.reference = self.relative
+        given_by_rows = REFERENCE in run.columns and self.wants is None
+        once = wanted == PRECOMPUTED and not given_by_rows
+        self.reference = self.relative and (PRECOMPUTED if once else True)
 
     # -- what is computed from --------------------------------------------------------------------------------------------
 

@@ -211,8 +211,8 @@ def _try(objective: Objective, model: "PreTrainedModel", run: RunFacts) -> None:
     objective.reads = frozenset(trial.read & run.columns.keys())
     objective.documents |= bool(trial.read & {*_DOCUMENTS, *spread_of(run.columns)})
     objective.documents |= any(asked[name] for name in ("per_document", "per_token", "document_sum"))
-    objective.reference |= REFERENCE in trial.read or bool(asked[REFERENCE])
-    objective.reference &= REFERENCE not in run.columns
+    asks = REFERENCE in trial.read or bool(asked[REFERENCE])
+    objective.reference = REFERENCE not in run.columns and (objective.reference or asks)
     objective.gathers |= "gather" in asked
     objective.whole_logits |= "logits" in asked
     objective.without_head = "hidden" in asked and not asked.keys() & OF_LOGITS

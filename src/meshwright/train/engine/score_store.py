@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,18 +20,21 @@ from meshwright.data.rows.columns import TensorColumn
 from meshwright.data.scores import EveryToken, Scores, Split, join_parts, part_file
 from meshwright.data.store import TokenStore
 from meshwright.distributed.context.sequences import join_sequences
-from meshwright.errors import DataError, MeshwrightError, Refusal, described
+from meshwright.errors import DataError, MeshwrightError, Refusal, described, number_of
 from meshwright.files import honour_umask, put_in_place
 from meshwright.models.objective import Batch
 from meshwright.objectives import given
 from meshwright.objectives.running import running
+from meshwright.terminal import console
 from meshwright.train.engine.steps import StepEngine
 
-__all__ = ["LOG_PROBS", "TOP_IDS", "TOP_LOG_PROBS", "score_columns", "score_store"]
+__all__ = ["LOG_PROBS", "TOP_IDS", "TOP_LOG_PROBS", "PassLines", "score_columns", "score_store"]
 
 LOG_PROBS, TOP_IDS, TOP_LOG_PROBS = "log_probs", "top_ids", "top_log_probs"
 """The columns: of each token as a label; of the likeliest words in its place."""
 
+SECONDS = 10.0
+"""Between two lines about a pass."""
 GROUP = 8
 """Batches whose values are on the device before they are written: through stages, several are under way."""
 
@@ -137,6 +141,35 @@ def _values(engine: StepEngine, on_host: Sequence[Batch], top_k: int) -> list[li
     batches = [engine.batches.to_device(engine.batches.cut(batch)) for batch in on_host]
     found = engine.runner.forwards(batches, values, nullcontext)
     return [[join_sequences(engine.setup.plan, engine.mesh, one).cpu() for one in of.values()] for of in found]
+
+
+class PassLines:
+    """Lines about the pass of a run: some while it is under way, and one at its end.
+
+    Args:
+        tokens: number of tokens.
+        speaks: whether to print them.
+    """
+
+    def __init__(self, tokens: int, *, speaks: bool) -> None:
+        self.tokens, self.page = tokens, console(quiet=not speaks)
+        self.began = self.said = time.monotonic()
+
+    def progress(self, done: int, batches: int) -> None:
+        """Say how many batches are done, and how long the others will take; not too often."""
+        now = time.monotonic()
+        if now - self.said > SECONDS and done < batches:
+            self.said = now
+            left = (now - self.began) * (batches - done) / done
+            self._say(f"reference: {done:,} of {number_of(batches, 'batch')}, left {int(left) // 60}:{int(left) % 60:02}")
+
+    def done(self, directory: Path) -> None:
+        """Say that the values are there."""
+        seconds = time.monotonic() - self.began
+        self._say(f"reference: log-probabilities of {number_of(self.tokens, 'token')} in {seconds:.1f} s, {directory}")
+
+    def _say(self, line: str) -> None:
+        self.page.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 class _Parts:
