@@ -1,9 +1,12 @@
 """What a reference says of all tokens: computed once, kept beside them, the same after resuming on another layout."""
 
+import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -55,6 +58,31 @@ def test_a_run_goes_on_against_what_it_began_with(tmp_path: Path) -> None:
     torch.testing.assert_close(found, before, rtol=2e-7, atol=0)
     assert ratios(config) == pytest.approx([first[0], *ratios(config)[1:]], abs=1e-6)
     assert metrics.is_file()
+
+
+def test_both_answers_of_pairs(tmp_path: Path) -> None:
+    chats = [{"prompt": f"count to {n}", "chosen": f"one two {n}", "rejected": "no " * (n % 5 + 1)} for n in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    template = "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}"
+    sets = (
+        f"data.files=['{tmp_path}/pairs.jsonl']",
+        f"tokenizer.chat_template={json.dumps(template)}",
+        "tokenizer.vocab_size=270",
+        "data.sequence_length=128",
+        "model.config.max_position_embeddings=128",
+        "training.objective=preference",
+        "data.format=preference",
+    )
+    config = run(tmp_path / "run", *sets)
+    train(config, 2)
+    first, *_, last = (row["eval/loss"] for row in rows(config) if "eval/loss" in row)
+    assert first == pytest.approx(math.log(2), abs=1e-5)  # both ratios are 0
+    assert last < first - 0.01
+    store = prepare_run(config, 2)[2]
+    found = np.fromfile(values_of(config)[0], np.float32)
+    assert store.seconds is not None
+    assert (found == 0).sum() == 2 * len(store.lengths)
+    assert not found[store.offsets[:-1] + store.seconds].any()
 
 
 def test_what_is_there_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
