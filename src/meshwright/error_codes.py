@@ -1,45 +1,8 @@
 """The codes of refusals, as data: what each means, and what is legal. ``python -m meshwright.error_codes > docs/errors.md``."""
 
-__all__ = ["AREAS", "CODES", "page"]
+from meshwright.error_areas import AREAS
 
-AREAS: dict[str, str] = {
-    "layout": "Sizes of the mesh axes",
-    "tp": "Tensor parallel",
-    "sp": "Sequence parallel",
-    "cp": "Context parallel",
-    "pp": "Pipeline parallel",
-    "ep": "Expert parallel",
-    "moe": "Routers and their balance",
-    "fsdp": "Sharding and units",
-    "checkpointing": "Recomputation",
-    "loss": "The loss",
-    "plan": "Options and plans",
-    "model": "Models and their weights",
-    "adapter": "Adapters",
-    "diffusion": "Block diffusion",
-    "data": "Data",
-    "tokenizer": "Tokenizers",
-    "config": "The configuration of a run",
-    "objective": "Objectives",
-    "part": "Parts of the user",
-    "engine": "Loops of one's own",
-    "run": "A run",
-    "checkpoint": "Checkpoints",
-    "export": "Exports",
-    "generate": "Generating text",
-    "audit": "Audits",
-    "shrink": "Small models for audits",
-    "hardware": "Hardware files",
-    "cli": "Options of commands",
-    "worker": "Worker processes",
-    "strategy": "Strategies, as NeMo AutoModel calls them",
-    "manager": "FSDP2Manager",
-    "megatron": "Megatron-FSDP",
-    "torch": "Versions of torch",
-    "transformers": "Versions of transformers",
-    "other": "Others",
-}
-"""The first word of a code to the heading of its area, in the order of the page."""
+__all__ = ["CODES", "page"]
 
 CODES: dict[str, tuple[str, str]] = {
     "layout.size": ("A size is no positive whole number.", "1 or more; -1 or null for the one axis that is inferred."),
@@ -191,6 +154,10 @@ CODES: dict[str, tuple[str, str]] = {
     "data.kind": ("Texts and chats are mixed up.", "data.kind text or chat, as the source is."),
     "data.format": ("Rows have no fields of a format, or of several.", "data.format, data.kind or data.columns."),
     "data.columns": ("data.columns does not fit the rows.", "Names of columns that exist, of one format."),
+    "data.tokens": (
+        "A row of tokens is wrong, or of another tokenizer.",
+        "Ids of the tokenizer of the run.",
+    ),
     "data.tensors": ("A column that is to reach the batch does not fit.", "Finite numbers, one for each token or document."),
     "data.json": ("A row is no JSON object, or has a key twice.", "One object a line, in UTF-8."),
     "data.text": ("A field holds no text.", "Text in UTF-8."),
