@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "meshwright"
 
 FLOORS = (
-    {"errors"},
-    {"files", "paths", "terminal", "quiet", "user_code"},
+    {"errors", "error_areas"},
+    {"error_codes", "files", "paths", "terminal", "quiet", "user_code"},
     {"layout", "device"},
     {"plan"},
     {"distributed", "ranks"},

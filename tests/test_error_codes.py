@@ -12,7 +12,8 @@ import pytest
 
 from meshwright import errors
 from meshwright.cli.problems import show_problems
-from meshwright.error_codes import AREAS, CODES, page
+from meshwright.error_areas import AREAS
+from meshwright.error_codes import CODES, page
 from meshwright.errors import OTHER, ConfigError, LayoutError, MeshwrightError, Refusal, WorkerError, coded
 from meshwright.layout import Layout, ModelSizes
 from meshwright.plan.given.names import without_repetition

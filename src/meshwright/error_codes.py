@@ -1,45 +1,8 @@
 """The codes of refusals, as data: what each means, and what is legal. ``python -m meshwright.error_codes > docs/errors.md``."""
 
-__all__ = ["AREAS", "CODES", "page"]
+from meshwright.error_areas import AREAS
 
-AREAS: dict[str, str] = {
-    "layout": "Sizes of the mesh axes",
-    "tp": "Tensor parallel",
-    "sp": "Sequence parallel",
-    "cp": "Context parallel",
-    "pp": "Pipeline parallel",
-    "ep": "Expert parallel",
-    "moe": "Routers and their balance",
-    "fsdp": "Sharding and units",
-    "checkpointing": "Recomputation",
-    "loss": "The loss",
-    "plan": "Options and plans",
-    "model": "Models and their weights",
-    "adapter": "Adapters",
-    "diffusion": "Block diffusion",
-    "data": "Data",
-    "tokenizer": "Tokenizers",
-    "config": "The configuration of a run",
-    "objective": "Objectives",
-    "part": "Parts of the user",
-    "engine": "Loops of one's own",
-    "run": "A run",
-    "checkpoint": "Checkpoints",
-    "export": "Exports",
-    "generate": "Generating text",
-    "audit": "Audits",
-    "shrink": "Small models for audits",
-    "hardware": "Hardware files",
-    "cli": "Options of commands",
-    "worker": "Worker processes",
-    "strategy": "Strategies, as NeMo AutoModel calls them",
-    "manager": "FSDP2Manager",
-    "megatron": "Megatron-FSDP",
-    "torch": "Versions of torch",
-    "transformers": "Versions of transformers",
-    "other": "Others",
-}
-"""The first word of a code to the heading of its area, in the order of the page."""
+__all__ = ["CODES", "page"]
 
 CODES: dict[str, tuple[str, str]] = {
     "layout.size": ("A size is no positive whole number.", "1 or more; -1 or null for the one axis that is inferred."),
@@ -191,6 +154,10 @@ CODES: dict[str, tuple[str, str]] = {
     "data.kind": ("Texts and chats are mixed up.", "data.kind text or chat, as the source is."),
     "data.format": ("Rows have no fields of a format, or of several.", "data.format, data.kind or data.columns."),
     "data.columns": ("data.columns does not fit the rows.", "Names of columns that exist, of one format."),
+    "data.tokens": (
+        "A row of tokens is wrong, or of another tokenizer.",
+        "Ids of the tokenizer of the run.",
+    ),
     "data.tensors": ("A column that is to reach the batch does not fit.", "Finite numbers, one for each token or document."),
     "data.json": ("A row is no JSON object, or has a key twice.", "One object a line, in UTF-8."),
     "data.text": ("A field holds no text.", "Text in UTF-8."),
@@ -212,6 +179,7 @@ CODES: dict[str, tuple[str, str]] = {
     "data.split": ("No document is left to train on, or to evaluate on.", "Another data.eval_fraction, or more documents."),
     "data.store.missing": ("There are no tokens in this directory.", "The directory of a token store."),
     "data.store.damaged": ("Tokens are not what was written.", "Start again, which makes them from their sources."),
+    "data.store.unwritten": ("Values of tokens cannot be written.", "Space and permissions there."),
     "data.store.unreadable": ("Tokens cannot be read.", "A disk and permissions that allow it."),
     "tokenizer.missing": ("The model has no tokenizer.", "tokenizer.path or tokenizer.vocab_size."),
     "tokenizer.path": ("No tokenizer can be loaded.", "A directory of a tokenizer, or a hub name."),
@@ -238,7 +206,7 @@ CODES: dict[str, tuple[str, str]] = {
     "objective.documents": ("An objective asks for documents that batches do not name.", "documents = True in its class."),
     "objective.modules": ("Modules that an objective adds to the model are not as they must be.", "What the message says."),
     "objective.batch": ("An objective reads what a batch does not have.", "The names in the message; data.tensors."),
-    "objective.reference": ("There are no log-probabilities of a reference.", "An adapter, or a column reference_log_probs."),
+    "objective.reference": ("There are no log-probabilities of a reference.", "What the message says."),
     "part.raised": ("A part of the user raised an exception.", "The lines in the message."),
     "engine.model": ("An engine is made for models of transformers.", "Such a model, or a directory or hub name of one."),
     "engine.batch": ("A batch of an engine's step cannot be used.", "Whole rows of token ids on the host."),
@@ -273,6 +241,7 @@ CODES: dict[str, tuple[str, str]] = {
     "checkpoint.data": ("It was made with other data.", "The data of its run, or another output."),
     "checkpoint.loader": ("The data loader had other settings.", "The settings of its run."),
     "checkpoint.tokenizer": ("The run began with another tokenizer.", "The same one, or another output."),
+    "checkpoint.reference": ("The run began with another reference.", "The same model and adapter, or another output."),
     "checkpoint.resume": ("checkpoint.resume contradicts what the output holds.", "auto, or another output."),
     "checkpoint.space": ("The disk is too full.", "Space, another output, or a smaller checkpoint.keep."),
     "checkpoint.unwritten": ("It could not be written.", "A disk and permissions that allow it."),

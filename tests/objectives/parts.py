@@ -127,6 +127,20 @@ class Before(Objective):
         return (-(ratio * (1 + batch["old"].exp()) + 0.1 * (log_probs - given.reference_log_probs(model, batch))).sum(),)
 
 
+class Compared(Objective):
+    """Tokens against what the model said of them as the run began."""
+
+    reference = "precomputed"
+
+    def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+        ratio = given.log_probs(model, batch) - given.reference_log_probs(model, batch)
+        return (-nn.functional.logsigmoid(0.5 * ratio).masked_fill(batch["labels"] == IGNORE, 0.0).sum(),)
+
+    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        ratio = given.log_probs(model, batch) - given.reference_log_probs(model, batch)
+        return {"ratio": (ratio.abs().sum(), (batch["labels"] != IGNORE).sum())}
+
+
 class MeanOfMeans(Objective):
     def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
         return (-given.log_probs(model, batch).sum() / (batch["labels"] != IGNORE).sum().clamp(min=1),)

@@ -57,6 +57,7 @@ AXES = [
     ("ep 2", "mixtral", "Vectors", {}),
     ("tp 2", "llama", "smooth", {}),
     ("tp 2", "llama", "Before", {"adapter": LORA}),
+    ("tp 2", "llama", "Compared", {}),
     ("pp 2", "llama", "Before", {"adapter": LORA}),
 ]
 

@@ -281,7 +281,7 @@ def mask_off_by_one(trainer: RankTrainer) -> None:
     ],
 )
 def test_planted(auditor: Auditor, folder: Path, plant: Any, words: str) -> None:
-    report = compare(auditor, folder, PLACES["shard 2"], DPO, tensors=REFERENCE, plants=[plant])
+    report = compare(auditor, folder, PLACES["shard 2"], {"use": "preference"}, tensors=REFERENCE, plants=[plant])
     assert words in report.verdict
 
 

@@ -25,6 +25,7 @@ from meshwright.distributed.memory.nf4 import dequantize, is_packed, quantize
 from meshwright.distributed.mesh import ParallelMesh, build_mesh
 from meshwright.layout import Layout
 from meshwright.models.added_modules import ADDED
+from meshwright.models.objective import PRECOMPUTED
 from meshwright.models.weights.initial_values import derive_seed
 from meshwright.objectives.invented import spread_of
 from meshwright.plan.given.inspection import model_sizes
@@ -34,7 +35,7 @@ from meshwright.train.config import LayoutConfig, ParallelConfig, RunConfig
 from meshwright.train.engine.runner import Batch, Runner, Sums, Values
 from meshwright.train.parts import Parts, RankSetup, fill, runner_of_plan, train_loader
 from meshwright.train.run_objective import columns_of
-from meshwright.train.start.setup import make_setup
+from meshwright.train.start.setup import RunSetup, make_setup
 from meshwright.train.trainer import Trainer
 
 __all__ = [
@@ -233,6 +234,9 @@ class AuditTrainer(Trainer):
         }
         super().__init__(setup, TokenStore.open(case.store), device, resume, Parts(**{**own, **parts}))
 
+    def find_reference(self, setup: RunSetup, store: TokenStore) -> None:
+        """Return nothing: the loader makes up what a reference says."""
+
     def note_sequences(self, batches: list[Batch]) -> None:
         """Record which sequences this rank is fed in a step."""
         data = self.config.data
@@ -245,6 +249,7 @@ def _loader(run: RankSetup, store: TokenStore) -> TrainLoader:
     """Build the loader of the audit. Some microbatches leave experts without a token, and the difficult cases are fed."""
     loader = train_loader(run, store, UnevenLoader)
     setup, training = run.setup, run.config.training
+    loader.refers = run.setup.objective.reference == PRECOMPUTED
     loader.starves = bool(model_sizes(setup.spec, setup.model).experts)
     config = setup.model.config
     text = config.get_text_config()

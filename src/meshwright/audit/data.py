@@ -99,11 +99,13 @@ class UnevenLoader(TrainLoader):
             the same few experts, and other experts get no token.
         words: token ids that are put into the first step, as inputs and as labels, as far as there is room.
         unlabelled: numbers of the sequences that have no label.
+        refers: whether batches have what a reference says, which is made up: in a run the model says it before the first step.
     """
 
     starves = False
     words: tuple[int, ...] = ()
     unlabelled = range(0)
+    refers = False
 
     def _sequence(self, number: int) -> dict[str, Integers]:
         sequence = super()._sequence(number)
@@ -120,6 +122,8 @@ class UnevenLoader(TrainLoader):
             targets = labels[:-1] != IGNORE
             labels[:-1][targets] = ids[1:][targets]
         columns = {name: sequence[name].copy() for name, column in self.store.tensors.items() if column.per == "token"}
+        if self.refers:
+            columns[REFERENCE] = (-0.5 - 0.4 * np.sin(ids)).astype(np.float32)
         for column in columns.values():
             column[labels == IGNORE] = 0
         return {**sequence, "input_ids": ids, "labels": labels, **columns}

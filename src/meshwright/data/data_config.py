@@ -73,13 +73,21 @@ class DataConfig(BaseModel):
         "'auto': by the format.",
     )
     format: Literal[
-        "auto", "text", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "unpaired_preference"
+        "auto",
+        "text",
+        "messages",
+        "sharegpt",
+        "alpaca",
+        "prompt_completion",
+        "tokens",
+        "preference",
+        "unpaired_preference",
     ] = Field(
         default="auto",
         description="What the rows are: 'text'; or chats as 'messages' (role, content), 'sharegpt' (conversations of from and "
-        "value), 'alpaca' (instruction, input, output) or 'prompt_completion'; or what an objective reads: 'preference' "
-        "(prompt, chosen, rejected), 'unpaired_preference' (prompt, completion, label). 'auto': of those that the objective "
-        "reads, the one whose columns the first row of a file has.",
+        "value), 'alpaca' (instruction, input, output) or 'prompt_completion'; or 'tokens' (input_ids, loss_mask); or what an "
+        "objective reads: 'preference' (prompt, chosen, rejected), 'unpaired_preference' (prompt, completion, label). 'auto': "
+        "of those that the objective reads, the one whose columns the first row of a file has.",
     )
     columns: dict[str, str | None] = Field(
         default={},
@@ -204,7 +212,7 @@ class DataConfig(BaseModel):
             problems.add(
                 "data.columns", f"{said}, data.columns={self.columns}: corpus {self.corpus!r} has no rows; remove them"
             )
-        elif self.kind != "auto" and self.format != "auto" and (self.kind == "text") != (self.format == "text"):
+        elif self.kind != "auto" and self.format != "auto" and not self._has_kind(self.format):
             problems.add(
                 "data.kind", f"{said} and data.kind={self.kind!r} exclude each other; format says the kind: remove data.kind"
             )
@@ -251,11 +259,10 @@ class DataConfig(BaseModel):
 
     def _possible(self, formats: Iterable[str]) -> tuple[str, ...]:
         names = formats if self.format == "auto" else (self.format,)
-        return tuple(
-            name
-            for name in names
-            if set(self.columns) <= set(FORMATS[name].names) and self.kind in ("auto", "text" if name == "text" else "chat")
-        )
+        return tuple(name for name in names if set(self.columns) <= set(FORMATS[name].names) and self._has_kind(name))
+
+    def _has_kind(self, name: str) -> bool:
+        return self.kind == "auto" or (name != "tokens" and (self.kind == "text") == (name == "text"))
 
     @property
     def pairs(self) -> bool:
@@ -280,7 +287,7 @@ class DataConfig(BaseModel):
     @property
     def wants_chat(self) -> bool:
         """Whether kind, format or columns say that rows are chats."""
-        return "text" not in self.formats
+        return not {"text", "tokens"} & set(self.formats)
 
     @property
     def text_column(self) -> str:

@@ -186,6 +186,22 @@ class SequenceDataset:
         row = number if self._order is None else int(self._order[number])
         return [piece._replace(document=int(self._documents[piece.document])) for piece in self._index.pieces(row)]
 
+    def targets(self, number: int) -> Integers:
+        """Return for each slot of a sequence the place in the store of the token that follows it; -1: none follows.
+
+        So a value beside the labels of all tokens comes back to its token. Each token but the first of a document is there once
+        in an epoch.
+        """
+        places = np.full(self.sequence_length, -1, dtype=np.int64)
+        at = 0
+        for document, start, length in self.pieces(number):
+            begin = int(self.store.offsets[document]) + start
+            places[at : at + length - 1] = np.arange(begin + 1, begin + length)
+            if self.store.seconds is not None:
+                places[at + int(self.store.seconds[document]) - 1] = -1
+            at += length
+        return places
+
     def __getitem__(self, number: int) -> dict[str, npt.NDArray[Any]]:
         """Return input_ids, labels and position_ids of a sequence: int64, `sequence_length` long; and the store's columns.
 

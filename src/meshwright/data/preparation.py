@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -120,8 +120,7 @@ def _write(
     bad = BadRows()
     stream = documents(config, cache_dir, bad)
     first = next(stream)  # there is one: an empty source raises an error of its own
-    kind: Literal["text", "chat"] = "text" if first.text is not None else "chat"
-    policy = config.long_documents
+    kind, policy = first.kind, config.long_documents
     if policy == "auto":
         policy = "split" if kind == "text" else "error"
     if kind == "chat" and policy == "split":
@@ -284,7 +283,7 @@ def write_documents(
 
 def _same_kind(stream: Iterable[Document], first: Document) -> Iterator[Document]:
     for document in stream:
-        if (document.text is None) != (first.text is None):
+        if document.kind != first.kind:
             text = f"data.eval_files: {document.source} and {first.source} are not both texts or both chats"
             raise DataError("data.kind", text)
         yield document

@@ -14,6 +14,7 @@ It is written under a temporary name and renamed when complete, so it is either 
 later is found by their digests when a run starts, and a damaged store is made again from its sources.
 """
 
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -80,6 +81,13 @@ class TokenStore:
     def damage(self, *, fast: bool = False) -> tuple[list[str], str]:
         """Compare the files with their digests: see :func:`meshwright.data.sums.damage`."""
         return damage(self.directory, self.index.files, fast=fast)
+
+    def beside(self, directory: Path, columns: Mapping[str, TensorColumn]) -> "TokenStore":
+        """Return this store with further columns, whose files are in another directory."""
+        store = TokenStore(self.directory, self.index)
+        store.tensors = {**self.tensors, **columns}
+        store.values = {**self.values, **{name: open_values(directory, name, one) for name, one in columns.items()}}
+        return store
 
     @property
     def fingerprint(self) -> str:

@@ -1,5 +1,6 @@
 """Loads a tokenizer, or trains one on the corpus of the run."""
 
+import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
@@ -181,6 +182,12 @@ def _may_have_tokenizer(model_path: str | Path) -> bool:
     """Return whether to try `model_path`: a hub name always, a directory only if it has a file of a tokenizer."""
     path = Path(model_path).expanduser()
     return not path.exists() or any((path / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def vocabulary_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return a digest of the words and their ids: where it is equal, ids mean the same."""
+    words = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
+    return hashlib.sha256(words).hexdigest()[:16]
 
 
 def tokenizer_state(tokenizer: "PreTrainedTokenizerBase") -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -10,9 +11,11 @@ import numpy as np
 from meshwright.data.chat import check_chat_tokenizer, encode_chat, unwritten
 from meshwright.data.rows.bad_rows import BadRows
 from meshwright.data.rows.columns import TensorColumn
-from meshwright.data.rows.document import Document
+from meshwright.data.rows.document import Document, Tokens
 from meshwright.data.rows.row_values import check_lengths, cut, file_of, write_values
+from meshwright.data.rows.token_rows import check_tokens
 from meshwright.data.sums import FileSums, SummedFile
+from meshwright.data.tokenizer import vocabulary_digest
 from meshwright.errors import ConfigError, DataError, number_of
 
 if TYPE_CHECKING:
@@ -46,15 +49,10 @@ class Writer:
         *,
         pairs: bool = False,
     ) -> None:
-        if kind == "chat":
-            check_chat_tokenizer(tokenizer)
-        if kind == "text" and tokenizer.eos_token_id is None:
-            raise ConfigError(
-                "tokenizer.eos_token", "tokenizer: it has no eos_token, which ends every text; give a tokenizer that has one"
-            )
         self.tokenizer, self.policy, self.sequence_length, self.bad = tokenizer, policy, sequence_length, bad
-        largest = max(tokenizer.get_vocab().values())
-        self.token_dtype: Literal["uint16", "uint32"] = "uint16" if largest < 2**16 else "uint32"
+        self.largest = max(tokenizer.get_vocab().values())
+        self.token_dtype: Literal["uint16", "uint32"] = "uint16" if self.largest < 2**16 else "uint32"
+        self._checked = set[str]()
         names = ["tokens.bin", *(["loss_mask.bin"] if kind == "chat" else []), *map(file_of, tensors)]
         self.tensors = tensors
         self.files = {name: SummedFile(directory / name) for name in names}
@@ -87,6 +85,10 @@ class Writer:
         batch: list[Document] = []
         characters = 0
         for document in stream:
+            if document.tokens is not None:
+                self._add_tokens(document, document.tokens)
+                continue
+            self._check_tokenizer(document)
             if document.messages is not None:
                 self._add_chat(document, document.messages)
                 continue
@@ -96,6 +98,30 @@ class Writer:
                 self._add_texts(batch)
                 batch, characters = [], 0
         self._add_texts(batch)
+
+    def _check_tokenizer(self, document: Document) -> None:
+        """Refuse a tokenizer that cannot write such documents."""
+        if document.kind in self._checked:
+            return
+        self._checked.add(document.kind)
+        if document.kind == "chat":
+            check_chat_tokenizer(self.tokenizer)
+        elif self.tokenizer.eos_token_id is None:
+            raise ConfigError(
+                "tokenizer.eos_token", "tokenizer: it has no eos_token, which ends every text; give a tokenizer that has one"
+            )
+
+    def _add_tokens(self, document: Document, tokens: Tokens) -> None:
+        try:
+            check_tokens(tokens, document.source, self.largest, self._vocabulary)
+        except DataError as error:
+            self.bad.add(error)
+        else:
+            self._add(document, tokens.ids, tokens.mask)
+
+    @cached_property
+    def _vocabulary(self) -> str:
+        return vocabulary_digest(self.tokenizer)
 
     def _add_chat(self, document: Document, messages: list[dict[str, Any]]) -> None:
         members = [messages] if document.second is None else [messages, document.second]

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import nn
@@ -21,9 +21,12 @@ from meshwright.plan.given.closed_choices import ActivationCheckpointing
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ROUTED", "Batch", "Column", "NextToken", "Objective", "RunFacts"]
+__all__ = ["PRECOMPUTED", "ROUTED", "Batch", "Column", "NextToken", "Objective", "RunFacts"]
 
 Batch = dict[str, torch.Tensor]
+
+PRECOMPUTED: Literal["precomputed"] = "precomputed"
+"""Value of :attr:`Objective.reference`."""
 
 ROUTED = "routed"
 """Key of what :meth:`Objective.routed` returned for the whole sequences, in a batch that has a part of each."""
@@ -97,7 +100,8 @@ class Objective(ABC):
             :func:`~meshwright.objectives.given.per_document` needs.
         gathers: whether it gathers values of all data ranks (:func:`~meshwright.objectives.given.gather`).
         reference: whether ``reference_log_probs`` [B, S] are computed before each step, by the model with its adapters off;
-            not if they are a column of the data.
+            not if they are a column of the data. :data:`PRECOMPUTED`: they are computed once, before the first step, by the
+            model as the run begins, and kept beside the tokens.
         reads: names of the columns of the data that it reads, as it was tried.
         whole_logits: whether it needs the logits of all words on each rank of `tp`.
         without_head: whether it uses the hidden states alone, so that the output head gets no gradient, as it was tried.
@@ -123,7 +127,7 @@ class Objective(ABC):
     packs: bool | None = None
     documents = False
     gathers = False
-    reference = False
+    reference: "bool | Literal['precomputed']" = False
     whole_logits = False
     without_head = False
     collectives = (0, 0, 0)

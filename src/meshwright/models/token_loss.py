@@ -7,7 +7,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.distributed.memory.chunked_loss import LABELS, chunks_its_loss
-from meshwright.distributed.tensor.loss_parallel import cross_entropies, cross_entropy_sum, entropies
+from meshwright.distributed.tensor.loss_parallel import (
+    cross_entropies,
+    cross_entropy_sum,
+    entropies,
+    sliced_log_probs,
+    sliced_top,
+)
 
 __all__ = [
     "IGNORE",
@@ -15,9 +21,11 @@ __all__ = [
     "forward_arguments",
     "forward_logits",
     "forward_loss",
+    "log_probs_at",
     "token_entropies",
     "token_log_probs",
     "token_loss_sum",
+    "top_log_probs",
 ]
 
 IGNORE = -100
@@ -79,6 +87,29 @@ def token_entropies(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return entropies(logits)
     logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     return -(logs.exp() * logs).sum(-1)
+
+
+def log_probs_at(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities of given words in nats [batch, sequence, k], also where there is no label.
+
+    Args:
+        logits: [batch, sequence, vocabulary]; a DTensor if they are sharded over the vocabulary.
+        ids: [batch, sequence, k].
+    """
+    if isinstance(logits, DTensor):
+        return sliced_log_probs(logits, ids)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)
+
+
+@torch.no_grad()
+def top_log_probs(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log-probabilities and ids of the likeliest words, each [batch, sequence, count], without gradient."""
+    if isinstance(logits, DTensor):
+        return sliced_top(logits, count)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    best = logits.topk(count, -1)
+    return best.values - logits.logsumexp(-1, keepdim=True), best.indices
 
 
 def count_tokens(batches: list[dict[str, torch.Tensor]]) -> int:

@@ -152,7 +152,7 @@ class Pass:
 def passes_before(objective: Objective) -> list[Pass]:
     """Return what an objective needs of the model as it is before a step: a forward of all batches for each."""
     found = []
-    if objective.reference:
+    if objective.reference is True:
         found.append(Pass(lambda model, batch: {"reference_log_probs": log_probs(model, batch)}, adapted=False))
     if type(objective).before is not Objective.before:
 

@@ -4,7 +4,7 @@ They are called in :meth:`~meshwright.objectives.Objective.sums`, ``metrics`` an
 model runs once for all values of tokens of a batch, and once more for its hidden states.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -21,7 +21,15 @@ from meshwright.errors import UnsupportedError
 from meshwright.models import _transformers_compat as compat
 from meshwright.models.added_modules import added_modules
 from meshwright.models.objective import Batch
-from meshwright.models.token_loss import IGNORE, forward_arguments, forward_logits, token_entropies, token_log_probs
+from meshwright.models.token_loss import (
+    IGNORE,
+    forward_arguments,
+    forward_logits,
+    log_probs_at,
+    token_entropies,
+    token_log_probs,
+    top_log_probs,
+)
 from meshwright.objectives.documents import (
     document_count,
     document_sum,
@@ -44,6 +52,7 @@ __all__ = [
     "gather",
     "hidden",
     "log_probs",
+    "log_probs_of",
     "logits",
     "module",
     "pair_count",
@@ -52,7 +61,11 @@ __all__ = [
     "pooled",
     "reference_log_probs",
     "second_of_pairs",
+    "top_k",
 ]
+
+Values = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(logits, ids) -> values of tokens [B, S, N]."""
 
 _VALUES = {"log_probs": token_log_probs, "entropy": token_entropies}
 
@@ -76,37 +89,103 @@ def logits(model: nn.Module, batch: Batch) -> torch.Tensor:
     An objective that calls it has ``whole_logits = True``, so that the plan gathers and prices them, and cannot be computed in
     chunks.
     """
-    kept = call_of("logits").of(model, batch)
-    if "logits" not in kept:
-        kept["logits"] = forward_logits(model, batch)
-    found = kept["logits"]
+    found = _logits(model, batch, call_of("logits"))
     if isinstance(found, DTensor):
         raise UnsupportedError("objective.logits", "given.logits: the logits are sliced over tp; set whole_logits = True")
     return found
+
+
+def log_probs_of(model: nn.Module, batch: Batch, ids: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities of given words in nats [B, S, K], in at least fp32; 0 where there is no label.
+
+    In chunks, call it before the other functions of tokens: it computes their values by the same forward.
+
+    Args:
+        model: the model.
+        batch: its batch.
+        ids: int64 [B, S, K], words of the vocabulary, which need not differ.
+    """
+    call = call_of("log_probs_of")
+    kept = call.of(model, batch)
+    if kept.get("log_probs_of.ids") is not ids:
+        found = _values_of(model, batch, call, log_probs_at, ids)
+        absent = (batch["labels"] == IGNORE).unsqueeze(-1)
+        kept.update({"log_probs_of.ids": ids, "log_probs_of": found.masked_fill(absent, 0.0)})
+    return kept["log_probs_of"]
+
+
+def top_k(model: nn.Module, batch: Batch, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and log-probabilities in nats of the likeliest words, each [B, S, count]; 0 where there is no label.
+
+    The likeliest is the first. They have no gradient: :func:`log_probs_of` gives that of their log-probabilities.
+    """
+
+    def values(logits: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        logs, ids = top_log_probs(logits, count)
+        return torch.cat([logs, ids.to(logs.dtype)], -1)  # fp32 is exact for ids up to 2**24
+
+    found = _values_of(model, batch, call_of("top_k"), values).masked_fill((batch["labels"] == IGNORE).unsqueeze(-1), 0.0)
+    logs, ids = found.split(count, -1)
+    return ids.long(), logs
+
+
+def _logits(model: nn.Module, batch: Batch, call: Running) -> torch.Tensor:
+    """Return logits of a model that has no loss in chunks; a DTensor if they are sliced."""
+    kept = call.of(model, batch)
+    if "logits" not in kept:
+        kept["logits"] = forward_logits(model, batch)
+    return kept["logits"]
 
 
 def _token_values(model: nn.Module, batch: Batch, name: str) -> torch.Tensor:
     call = call_of(name)
     kept = call.of(model, batch)
     if name not in kept and chunks_its_loss(model):
-        names = sorted(call.wanted | {name})
-
-        def values(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return torch.stack([_VALUES[one](logits, labels) for one in names], -1)
-
-        found = model(**forward_arguments(batch), **{VALUES: (batch["labels"], values)})
-        kept.update(zip(names, found.unbind(-1), strict=True))
+        _in_chunks(model, batch, call, call.wanted | {name})
     elif name not in kept:
-        if "logits" not in kept:
-            kept["logits"] = forward_logits(model, batch)
-        kept[name] = _VALUES[name](kept["logits"], batch["labels"])
+        kept[name] = _VALUES[name](_logits(model, batch, call), batch["labels"])
     return kept[name]
 
 
-def reference_log_probs(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return ``reference_log_probs`` of a batch [B, S]: a column of the data, or those of the model with its adapters off.
+def _values_of(
+    model: nn.Module, batch: Batch, call: Running, function: Values, ids: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return values of tokens [B, S, N]; without ids they have no gradient."""
+    if not chunks_its_loss(model):
+        return function(_logits(model, batch, call), batch["labels"] if ids is None else ids)
+    if ids is None and torch.is_grad_enabled():  # what is kept besides would have no gradient either
+        with torch.no_grad():
+            return _in_chunks(model, batch, call, frozenset(), function)
+    return _in_chunks(model, batch, call, call.wanted, function, ids)
 
-    Without the column an objective that calls it has ``reference = True``; they are computed before the step, without gradient.
+
+def _in_chunks(
+    model: nn.Module,
+    batch: Batch,
+    call: Running,
+    names: frozenset[str],
+    function: Values | None = None,
+    ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return values of tokens [B, S, N] of a model with a loss in chunks, and keep those of some names, by one forward."""
+    kept, labels = call.of(model, batch), batch["labels"].unsqueeze(-1)
+    wanted = sorted(names - kept.keys())
+
+    def values(logits: torch.Tensor, beside: torch.Tensor) -> torch.Tensor:
+        found = [_VALUES[one](logits, beside[..., 0]).unsqueeze(-1) for one in wanted]
+        return torch.cat([*found, *(() if function is None else [function(logits, beside[..., 1:])])], -1)
+
+    beside = labels if ids is None else torch.cat([labels, ids], -1)
+    found = model(**forward_arguments(batch), **{VALUES: (beside, values)})
+    kept.update(zip(wanted, found[..., : len(wanted)].unbind(-1), strict=True))
+    return found[..., len(wanted) :]
+
+
+def reference_log_probs(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return ``reference_log_probs`` of a batch [B, S]: a column of the data, or what a reference says, without gradient.
+
+    Without the column an objective that calls it has ``reference = True``: the model with its adapters off says them before
+    each step; or ``reference = "precomputed"``: the model says them once, as the run begins.
     """
     call_of("reference_log_probs")
     if "reference_log_probs" not in batch:

@@ -13,7 +13,10 @@ from meshwright.distributed.mesh import ParallelMesh
 from meshwright.models.objective import Batch
 from meshwright.plan.result.sharding_plan import ShardingPlan
 
-__all__ = ["Running", "call_of", "running"]
+__all__ = ["OF_LOGITS", "Running", "call_of", "running"]
+
+OF_LOGITS = frozenset({"log_probs", "log_probs_of", "entropy", "logits", "top_k"})
+"""What is given to an objective that needs the output head."""
 
 
 @dataclass

@@ -23,7 +23,7 @@ from meshwright.models.weights.initial_values import initialize
 from meshwright.objectives.call import calling, evaluate_batch, named, passes_before
 from meshwright.objectives.documents import EXISTS, number_documents
 from meshwright.objectives.invented import REFERENCE, invented, spread_of
-from meshwright.objectives.running import Running, running
+from meshwright.objectives.running import OF_LOGITS, Running, running
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -211,11 +211,11 @@ def _try(objective: Objective, model: "PreTrainedModel", run: RunFacts) -> None:
     objective.reads = frozenset(trial.read & run.columns.keys())
     objective.documents |= bool(trial.read & {*_DOCUMENTS, *spread_of(run.columns)})
     objective.documents |= any(asked[name] for name in ("per_document", "per_token", "document_sum"))
-    objective.reference |= REFERENCE in trial.read or bool(asked[REFERENCE])
-    objective.reference &= REFERENCE not in run.columns
+    asks = REFERENCE in trial.read or bool(asked[REFERENCE])
+    objective.reference = REFERENCE not in run.columns and (objective.reference or asks)
     objective.gathers |= "gather" in asked
     objective.whole_logits |= "logits" in asked
-    objective.without_head = "hidden" in asked and not asked.keys() & {"log_probs", "entropy", "logits"}
+    objective.without_head = "hidden" in asked and not asked.keys() & OF_LOGITS
     objective.wanted = frozenset(asked.keys() & {"log_probs", "entropy"})
     sums_over_ranks = asked["per_document"] + asked["per_document's gradient"]
     objective.collectives = (asked["gather"], asked["gather's gradient"], sums_over_ranks)

@@ -242,7 +242,7 @@ def _batch(setup: RunSetup, index: int) -> Batch:
     if setup.plan.options.packed:
         positions[length // 2 :] -= length // 2
     batch = {"input_ids": ids, "labels": labels, "position_ids": positions.expand(rows, -1).contiguous()}
-    return {**batch, **invented(columns_of(setup.config), batch)}
+    return {**batch, **invented(columns_of(setup.config, setup.objective), batch)}
 
 
 def _faked(tensor: torch.Tensor, tensors: FakeTensorMode) -> torch.Tensor:

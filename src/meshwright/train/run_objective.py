@@ -14,7 +14,8 @@ from meshwright.distributed.class_names import class_name
 from meshwright.errors import ConfigError, Problems, Refusal
 from meshwright.models.added_modules import ADDED, module_problems, without_added
 from meshwright.models.families.listed import FAMILIES, family_of
-from meshwright.models.objective import Column, NextToken, Objective, RunFacts
+from meshwright.models.objective import PRECOMPUTED, Column, NextToken, Objective, RunFacts
+from meshwright.objectives.invented import REFERENCE
 from meshwright.train.config import RunConfig
 from meshwright.train.schema.our_objectives import OURS
 from meshwright.user_code import check_arguments, find_part, make_part
@@ -27,10 +28,12 @@ __all__ = ["columns_of", "make_objective"]
 WHERE = "training.objective"
 
 
-def columns_of(config: RunConfig) -> dict[str, Column]:
-    """Return the columns of the data that batches have."""
+def columns_of(config: RunConfig, objective: Objective | None = None) -> dict[str, Column]:
+    """Return the columns of the data that batches have, with those that are computed once for an objective."""
+    columns = {name: Column(one.per, one.width, one.dtype) for name, one in config.data.values.items()}
     pairs = {MEMBER: Column("document", dtype="int64")} if config.data.pairs else {}
-    return {name: Column(one.per, one.width, one.dtype) for name, one in config.data.values.items()} | pairs
+    once = {REFERENCE: Column("token")} if objective is not None and objective.reference == PRECOMPUTED else {}
+    return columns | pairs | once
 
 
 def make_objective(
@@ -133,6 +136,9 @@ def _users(
         raise ConfigError("part.signature", f"{WHERE}={name}: has {many}; each term has one")
     with calling(objective, "begin"):
         objective.begin(model, run)
+    if objective.reference == PRECOMPUTED and REFERENCE in run.columns:
+        words = f"rows have a column {REFERENCE}, and reference=precomputed computes it; leave one of them out"
+        raise ConfigError("objective.reference", f"{WHERE}={name}: {words}")
     with calling(objective, "modules"), torch.device("meta"):
         added = objective.modules(model)
     if problems := module_problems(added):

@@ -10,22 +10,31 @@ import torch.distributed as dist
 from rich.markup import escape
 
 from meshwright.checkpoint.manager import CheckpointManager
+from meshwright.data.scores import Scores
 from meshwright.data.store import TokenStore
 from meshwright.device import memory_in_use
-from meshwright.errors import StoppedError
-from meshwright.models.objective import Batch
+from meshwright.errors import MeshwrightError, StoppedError
+from meshwright.models.objective import PRECOMPUTED, Batch
 from meshwright.plan.given.inspection import model_sizes
 from meshwright.train import evaluation
 from meshwright.train.batches import write_batches
 from meshwright.train.boundaries import check_boundaries
 from meshwright.train.callbacks.hooks import due, in_step
+from meshwright.train.engine.score_store import PassLines, score_store
 from meshwright.train.engine.steps import StepEngine
 from meshwright.train.forecast import Expectation
 from meshwright.train.metrics import Recorder
 from meshwright.train.optimizer import learning_rate
 from meshwright.train.outcomes import Outcomes
-from meshwright.train.parts import PARTS, Parts, eval_loader
+from meshwright.train.parts import PARTS, Parts, Progress, eval_loader
 from meshwright.train.start.ending import Agreement
+from meshwright.train.start.reference_values import (
+    PREFIX,
+    REFERENCE_FACTS,
+    ReferenceValues,
+    check_reference,
+    reference_values,
+)
 from meshwright.train.start.run_files import source_facts
 from meshwright.train.start.setup import RunSetup
 
@@ -44,22 +53,34 @@ class Trainer(StepEngine):
         device: device of this rank.
         resume: checkpoint to resume from; ``None``: none.
         parts: the functions that make the parts of the trainer.
+        progress: see below, for the time before the first step.
 
     Attributes:
         outcomes: what the host knows of the steps.
         unevaluated: whether the evaluation due after ``step`` was left out because a signal ended the run.
+        precomputed: where the values of a reference that is computed once are; ``None``: there is none.
         progress: called before each microbatch, evaluation and save with words such as ``step 12``.
         agreement: decides what all ranks do after a step; ``None``: :meth:`run` makes one, which no signal asks to end.
         steps: number of optimizer steps in all.
     """
 
     def __init__(
-        self, setup: RunSetup, store: TokenStore, device: torch.device, resume: Path | None = None, parts: Parts = PARTS
+        self,
+        setup: RunSetup,
+        store: TokenStore,
+        device: torch.device,
+        resume: Path | None = None,
+        parts: Parts = PARTS,
+        progress: Progress | None = None,
     ) -> None:
         speaks = dist.get_rank() == 0
         self._source = source_facts(setup.paths)  # read before there is anything to lose
         self.expectation = Expectation(setup, device, parts.forecast, speaks=speaks)  # before the model is parallelized
-        super().__init__(setup, device, parts, resumes=resume is not None)
+        self.precomputed = self.find_reference(setup, store)
+        begins = self.precomputed is not None and not self.precomputed.there  # what is read later must not say it
+        super().__init__(setup, device, parts, resumes=resume is not None, fills=begins)
+        self.progress = progress or self.progress
+        store = self.with_reference(store)
         self.unevaluated = False
         self.agreement: Agreement | None = None
         training, data = self.config.training, self.config.data
@@ -93,6 +114,34 @@ class Trainer(StepEngine):
     @step.setter
     def step(self, number: int) -> None:
         self.steps_done = number
+
+    def find_reference(self, setup: RunSetup, store: TokenStore) -> ReferenceValues | None:
+        """Return where the values of the reference are, or will be; ``None``: the objective needs none. All ranks call it."""
+        if setup.objective.reference != PRECOMPUTED:
+            return None
+        found: list[Any] = [None]
+        if dist.get_rank() == 0:  # one rank reads the ends of the weights
+            try:
+                found = [reference_values(setup, store)]
+            except MeshwrightError as error:
+                found = [error]
+        dist.broadcast_object_list(found, src=0)
+        if isinstance(found[0], MeshwrightError):
+            raise found[0]
+        return found[0]
+
+    def with_reference(self, store: TokenStore) -> TokenStore:
+        """Return the tokens with what the reference says of them; if it is not there yet, the model as it is computes it."""
+        if self.precomputed is None:
+            return store
+        if self.precomputed.there:
+            return Scores.open(self.precomputed.directory, store).beside(store)
+        lines = PassLines(store.index.tokens, speaks=self.rank == 0)
+        done = score_store(
+            self, store, self.precomputed.directory, self.precomputed.model, prefix=PREFIX, progress=lines.progress
+        )
+        lines.done(done.directory)
+        return done.beside(store)
 
     # -- the loop ----------------------------------------------------------------------------------------------------------
 
@@ -253,6 +302,7 @@ class Trainer(StepEngine):
             **self.facts_to_save(),
             "unevaluated": self.unevaluated,
             "loader": self.loader.state_dict(self.step),
+            **({} if self.precomputed is None else {REFERENCE_FACTS: self.precomputed.model}),
             "source": self._source,
         }
         path = self.checkpoints.save(self.step, {**self.tensors_to_save(), **self.callbacks.tensors()}, meta)
@@ -273,3 +323,4 @@ class Trainer(StepEngine):
     def check_facts(self, facts: Mapping[str, Any]) -> None:
         """Refuse a checkpoint of other data, or of another order of them."""
         self.loader.check_state(facts["loader"])
+        check_reference(facts.get(REFERENCE_FACTS), self.precomputed)

@@ -164,7 +164,7 @@ def test_an_optional_column_that_no_row_has(jsonl):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"format": "openai"}, "'text', 'messages', 'sharegpt', 'alpaca', 'prompt_completion', 'preference'"),
+        ({"format": "openai"}, "'text', 'messages', 'sharegpt', 'alpaca', 'prompt_completion', 'tokens', 'preference'"),
         ({"columns": {"answer": "x"}}, "no format has all of answer; legal together: text .text.; messages, role, content"),
         ({"columns": {"prompt": "x", "output": "y"}}, "no format has all of prompt, output"),
         (

@@ -74,6 +74,7 @@ FORMATS = {
     "sharegpt": Format(("conversations",), ("system",), within=("from", "value", "weight")),
     "alpaca": Format(("instruction", "output"), ("input", "system")),
     "prompt_completion": Format(("prompt", "completion"), ("system",)),
+    "tokens": Format(("input_ids",), ("loss_mask", "tokenizer"), extra=()),
     "preference": Format(("chosen", "rejected"), ("prompt", "system"), ("role", "content"), pairs=True),
     "unpaired_preference": Format(
         ("prompt", "completion", "label"), ("system",), ("role", "content"), values={"label": LABEL}, pairs=True
@@ -81,4 +82,4 @@ FORMATS = {
 }
 """Name to columns. Those of :data:`PLAIN` are for any objective; the others for one that says so."""
 
-PLAIN = ("text", "messages", "sharegpt", "alpaca", "prompt_completion")
+PLAIN = ("text", "messages", "sharegpt", "alpaca", "prompt_completion", "tokens")

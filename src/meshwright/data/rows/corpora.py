@@ -155,17 +155,13 @@ def _refuse_mixture(stream: Iterator[Document]) -> Iterator[Document]:
     first: Document | None = None
     for document in stream:
         first = first or document
-        if (document.text is None) != (first.text is None):
+        if document.kind != first.kind:
             raise DataError(
                 "data.kind",
-                f"data: {first.source} is {_kind(first)}, but {document.source} is {_kind(document)}; "
+                f"data: {first.source} is {first.kind}, but {document.source} is {document.kind}; "
                 "set data.kind to 'text' or 'chat', or leave one out",
             )
         yield document
-
-
-def _kind(document: Document) -> str:
-    return "text" if document.text is not None else "chat"
 
 
 # ---- text files ------------------------------------------------------------------------------------------------------
@@ -232,7 +228,7 @@ def _file_documents(
 
 
 def _text_file(config: DataConfig, path: Path, made: "_Documents") -> Iterator[Document]:
-    if config.wants_chat and config.map is None:
+    if "text" not in config.formats and config.map is None:
         raise DataError("data.kind", f"data.kind={config.kind!r}, data.format={config.format!r}: {str(path)!r} is text")
     if config.values and config.map is None:
         raise DataError("data.tensors", f"data.tensors: {str(path)!r} is one text, and has no columns")

@@ -1,16 +1,27 @@
 """A document: what a row is to be trained on, before it becomes tokens."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from meshwright.data.rows.row_values import Values
 
-__all__ = ["Document"]
+__all__ = ["Document", "Tokens"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The tokens of a document."""
+
+    ids: list[int]
+    mask: list[bool] | None
+    """Which of them are learned; ``None``: all."""
+    tokenizer: str | None
+    """Digest of the vocabulary that they are ids of (:func:`~meshwright.data.tokenizer.vocabulary_digest`), if it is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document: either a text or the messages of a chat."""
+    """One document: a text, the messages of a chat, or tokens."""
 
     text: str | None
     messages: list[dict[str, Any]] | None
@@ -24,3 +35,11 @@ class Document:
     """The messages of the second document of a pair."""
     answer: int = 0
     """Of a document with a prompt: the place in its messages where its answer begins."""
+    tokens: "Tokens | None" = None
+    """Its tokens, if the row has them."""
+
+    @property
+    def kind(self) -> Literal["text", "chat"]:
+        """Whether all tokens are learned, or only some, which are not to be parted from those before them."""
+        whole = self.messages is None if self.tokens is None else self.tokens.mask is None
+        return "text" if whole else "chat"

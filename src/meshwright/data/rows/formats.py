@@ -1,4 +1,4 @@
-"""What a row means: a text, or a chat in the format of messages, ShareGPT, Alpaca, or prompt and completion.
+"""What a row means: a text, tokens, or a chat in the format of messages, ShareGPT, Alpaca, or prompt and completion.
 
 Every chat becomes a list of messages with `role` and `content`; `chat.py` decides whether it can be learned.
 """
@@ -14,6 +14,7 @@ from meshwright.data.rows.extras import template_arguments
 from meshwright.data.rows.preferences import answer, check_label, preference, unpaired
 from meshwright.data.rows.row_files import Row, names_of, refuse_duplicates
 from meshwright.data.rows.row_values import read_values
+from meshwright.data.rows.token_rows import tokens_of
 from meshwright.data.rows.turns import call_of_text, check_sound, exchange, field_of, message_of, text_of
 from meshwright.errors import DataError, Refusal
 
@@ -103,7 +104,10 @@ class RowReader:
         refuse_duplicates(row)
         check_sound([row.values.get(column) for column in used], row.source)
         document = Document(None, None, row.source, self._arguments(layout, row), values)
-        if name == "text":
+        if name == "tokens":
+            left = {"loss_mask", "tokenizer"} & self.left_out
+            document = replace(document, tokens=tokens_of(row, lambda key: None if key in left else self._column(key)))
+        elif name == "text":
             document = replace(document, text=text_of(row, self._column("text")))
         elif name == "preference":
             prompt, chosen, rejected = preference(
@@ -137,6 +141,8 @@ class RowReader:
             return self.candidates[0]
         needed = {name: [self._column(key) for key in FORMATS[name].required] for name in self.candidates}
         matching = [name for name, columns in needed.items() if all(column in row.values for column in columns)]
+        if len(matching) > 1:  # what a row of another format became is no second format
+            matching = [name for name in matching if name != "tokens"]
         if len(matching) == 1:
             self.candidates = (matching[0],)
             return matching[0]

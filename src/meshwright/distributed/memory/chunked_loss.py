@@ -27,7 +27,7 @@ LABELS = "loss_labels"
 """Argument that the forward of a model takes in addition, once its loss is in chunks. With it, the forward returns the loss."""
 
 VALUES = "token_values"
-"""The same for values of tokens: (labels [rows, tokens], function of logits and labels that returns [rows, tokens, values])."""
+"""The same for values: (labels [rows, tokens, ...], function of logits and labels that returns [rows, tokens, values])."""
 
 _CHUNKED: WeakSet[nn.Module] = WeakSet()
 """The models whose forward takes labels."""
@@ -180,9 +180,9 @@ def _values(
     logits: DeferredLogits, labels: torch.Tensor, function: Loss, chunks: int, parameters: list[nn.Parameter]
 ) -> torch.Tensor:
     hidden = logits.hidden.flatten(0, -2).unsqueeze(0)
-    chunks = min(chunks, hidden.shape[1])
-    found: torch.Tensor = _ChunkedValues.apply(hidden, labels.reshape(1, -1), logits.of, function, chunks, *parameters)
-    return found.view(*labels.shape, -1)
+    chunks, flat = min(chunks, hidden.shape[1]), labels.flatten(0, 1).unsqueeze(0)
+    found: torch.Tensor = _ChunkedValues.apply(hidden, flat, logits.of, function, chunks, *parameters)
+    return found.view(*labels.shape[:2], -1)
 
 
 def _check_leaves(value: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from meshwright.distributed.context.sequences import join_sequences
 from meshwright.errors import ConfigError, Problems
-from meshwright.models.objective import Batch, Column, Objective
+from meshwright.models.objective import PRECOMPUTED, Batch, Column, Objective
 from meshwright.objectives import given
 from meshwright.objectives.call import named
 from meshwright.objectives.layouts import layout_problems
@@ -31,6 +31,11 @@ __all__ = ["LoopSteps", "Loss", "StepResult"]
 Loss = Objective | type[Objective] | Callable[..., torch.Tensor]
 MOST_LOSSES = 16
 """Losses that are kept, because each is tried when it is new."""
+
+_ONCE = (
+    "its reference is computed once for the tokens of a run, which a loop of one's own does not have; give batches "
+    "reference_log_probs"
+)
 
 _ALWAYS = ("input_ids", "labels", "position_ids")
 
@@ -85,6 +90,8 @@ class LoopSteps(StepEngine):
     def __init__(
         self, setup: RunSetup, device: torch.device, parts: Parts, *, microbatches: int, steps: int | None, fixed: bool
     ) -> None:
+        if setup.objective.reference == PRECOMPUTED:
+            raise ConfigError("engine.loss", f"objective {named(setup.objective)}: {_ONCE}")
         self.described = on_meta(setup.model)
         self.microbatches, self.steps, self._fixed = microbatches, steps, fixed
         self._lengths: tuple[int, int] | None = None
@@ -245,7 +252,9 @@ class LoopSteps(StepEngine):
         if wanted := [what for what, needed in needs.items() if needed]:
             said = f"loss {named(objective)}: needs {' and '.join(wanted)}, for which the plan was not made"
             problems.add("engine.loss", f"{said}; give it to the engine as objective=")
-        if objective.reference and self.config.adapter is None:
+        if objective.reference == PRECOMPUTED:
+            problems.add("engine.loss", f"loss {named(objective)}: {_ONCE}")
+        elif objective.reference and self.config.adapter is None:
             problems.add("engine.loss", f"loss {named(objective)}: needs the model without an adapter; set adapter=")
         if problems:
             raise ConfigError(problems)

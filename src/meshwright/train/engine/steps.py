@@ -54,6 +54,7 @@ class StepEngine:
         device: device of this rank.
         parts: the functions that make the parts.
         resumes: whether everything that a checkpoint of the run holds will be read after this.
+        fills: whether the model gets its first values all the same, because something is computed with them before.
 
     Attributes:
         model: the parallelized model.
@@ -66,7 +67,9 @@ class StepEngine:
         progress: called before each microbatch with words such as ``step 12``.
     """
 
-    def __init__(self, setup: RunSetup, device: torch.device, parts: Parts = PARTS, *, resumes: bool = False) -> None:
+    def __init__(
+        self, setup: RunSetup, device: torch.device, parts: Parts = PARTS, *, resumes: bool = False, fills: bool = False
+    ) -> None:
         self.setup, self.config, self.device = setup, setup.config, device
         self.mesh, self.rank, self.steps_done = parts.mesh(setup, device), dist.get_rank(), 0
         self.progress: Callable[[str], None] = lambda what: None
@@ -75,7 +78,7 @@ class StepEngine:
         self.model = parts.distribute(run)
         self.objective.attach(self.model)
         shards_on = torch.device("cpu") if setup.plan.options.cpu_offload else device
-        if not resumes or self.config.saves_trained_only:
+        if fills or not resumes or self.config.saves_trained_only:
             parts.fill(run, self.model, shards_on)
         else:
             for model in models_of(self.model):

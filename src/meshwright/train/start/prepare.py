@@ -5,6 +5,7 @@ The launcher does it before it starts workers; under torchrun or Slurm rank 0 do
 
 import fcntl
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ from meshwright.train.callbacks.moving_average import MovingAverage
 from meshwright.train.config import RunConfig
 from meshwright.train.host import host_lines
 from meshwright.train.start.data_lines import describe_data, describe_sharing, plain_loader, unread_columns
+from meshwright.train.start.reference_values import BYTES, REFERENCE_FACTS, check_reference, reference_values
 from meshwright.train.start.resume import checkpoint_to_resume, pass_over_damaged
 from meshwright.train.start.run_files import Paths
 from meshwright.train.start.setup import RunSetup, make_setup, plain_config, together, with_tokenizer
@@ -109,6 +111,7 @@ def prepare_run(
         # The checks that every rank will make again; here they fail before ranks are started.
         check_same_model(resume, setup.stored, plain_config(setup.model))
         loader.check_state(read_meta(resume)["loader"])
+    _prepare_reference(setup, store, resume, fast=fast)
     if config.training.epochs is not None:
         steps = loader.steps(config.training.epochs)
         if problem := config.warmup_problem(steps):
@@ -117,6 +120,21 @@ def prepare_run(
     write_whole(paths.source, json.dumps({**source, "data": store.index.kind}))
     write_whole(paths.config, config.to_yaml())
     return setup, tokenizer, store
+
+
+def _prepare_reference(setup: RunSetup, store: "TokenStore", resume: Path | None, *, fast: bool) -> None:
+    """Check what a reference has said of the tokens, or will say before the first step."""
+    values = reference_values(setup, store)
+    if resume is not None:
+        check_reference(read_meta(resume).get(REFERENCE_FACTS), values)
+    if values is None:
+        return
+    if damages := values.check(store, fast=fast):
+        for line in damages:
+            warn(f"{line}; the reference's log-probabilities are computed again")
+        shutil.rmtree(values.directory)
+    if damages or not values.there:
+        check_writable(setup.paths.root, 2 * BYTES * store.index.tokens)  # the parts of ranks, and what is made of them
 
 
 def warn(line: str) -> None:
@@ -225,12 +243,14 @@ def introduce(setup: RunSetup, config: RunConfig, store: "TokenStore") -> None:
     """Print what a run will do: the plan without its parameters, why the host waits in each step (if it does), and the data."""
     page = console()
     page.print(explain(setup.plan, parameters=False))
+    values = reference_values(setup, store)
     lines = (
         *config.own_parts,
         *host_lines(config, setup.plan),
         describe_data(config, store),
         unread_columns(setup),
         describe_sharing(setup, store),
+        "" if values is None else values.describe(store),
     )
     for line in filter(None, lines):
         page.print(line, highlight=False, markup=False, soft_wrap=True)

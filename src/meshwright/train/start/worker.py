@@ -104,14 +104,13 @@ def run_worker(
         from meshwright.train.parts import PARTS
         from meshwright.train.trainer import Trainer
 
-        trainer = Trainer(setup, TokenStore.open(store), device, resume, replace(PARTS, forecast=forecast))
+        tick = None if watch is None else watch.tick
+        trainer = Trainer(setup, TokenStore.open(store), device, resume, replace(PARTS, forecast=forecast), tick)
         if resume is not None:
             trainer.recorder.say(f"resumed from {escape(str(resume))} at step {trainer.step}")
             for line in changes(read_meta(resume)["config"], config.model_dump(mode="json")):
                 trainer.recorder.say(f"[yellow]{escape(line)}[/yellow]")
         trainer.agreement = agreement
-        if watch is not None:
-            trainer.progress = watch.tick
         begun.set()
         if asked is not None and trainer.rank == 0:
             begin(asked)

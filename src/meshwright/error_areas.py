@@ -1,0 +1,42 @@
+"""The areas of the codes of refusals, with the headings of their page."""
+
+__all__ = ["AREAS"]
+
+AREAS: dict[str, str] = {
+    "layout": "Sizes of the mesh axes",
+    "tp": "Tensor parallel",
+    "sp": "Sequence parallel",
+    "cp": "Context parallel",
+    "pp": "Pipeline parallel",
+    "ep": "Expert parallel",
+    "moe": "Routers and their balance",
+    "fsdp": "Sharding and units",
+    "checkpointing": "Recomputation",
+    "loss": "The loss",
+    "plan": "Options and plans",
+    "model": "Models and their weights",
+    "adapter": "Adapters",
+    "diffusion": "Block diffusion",
+    "data": "Data",
+    "tokenizer": "Tokenizers",
+    "config": "The configuration of a run",
+    "objective": "Objectives",
+    "part": "Parts of the user",
+    "engine": "Loops of one's own",
+    "run": "A run",
+    "checkpoint": "Checkpoints",
+    "export": "Exports",
+    "generate": "Generating text",
+    "audit": "Audits",
+    "shrink": "Small models for audits",
+    "hardware": "Hardware files",
+    "cli": "Options of commands",
+    "worker": "Worker processes",
+    "strategy": "Strategies, as NeMo AutoModel calls them",
+    "manager": "FSDP2Manager",
+    "megatron": "Megatron-FSDP",
+    "torch": "Versions of torch",
+    "transformers": "Versions of transformers",
+    "other": "Others",
+}
+"""The first word of a code to the heading of its area, in the order of the page."""

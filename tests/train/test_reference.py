@@ -1,0 +1,170 @@
+"""What a reference says of all tokens: computed once, kept beside them, the same after resuming on another layout."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import meshwright as mw
+from meshwright.errors import CheckpointError, ConfigError
+from meshwright.train.config import RunConfig
+from meshwright.train.start.prepare import introduce, prepare_run
+from meshwright.train.start.reference_values import reference_values
+from meshwright.train.start.run_files import Paths
+from meshwright.train.start.setup import make_setup
+from tests.harness import refuses, run_ranks
+from tests.objectives.parts import Compared
+from tests.train.runs import LLAMA, losses, rows, tiny_run, train, train_on_rank, write_corpus
+
+FP64 = ("parallel.param_dtype=float64", "parallel.reduce_dtype=float64", "model.dtype=float64")
+
+
+def run(folder: Path, *overrides: str) -> RunConfig:
+    folder.mkdir(exist_ok=True)
+    corpus = write_corpus(folder.parent / "words.jsonl")
+    sets = ("data.long_documents=truncate", "training.objective=tests.objectives.parts:Compared", "training.steps=4")
+    return tiny_run(folder, corpus, *sets, *overrides)
+
+
+def values_of(config: RunConfig) -> list[Path]:
+    return sorted(Paths(config.directory).tokens.glob("*-reference-*/column-*"))
+
+
+def ratios(config: RunConfig) -> list[float]:
+    return [row["eval/ratio"] for row in rows(config) if "eval/ratio" in row]
+
+
+def test_a_run_goes_on_against_what_it_began_with(tmp_path: Path) -> None:
+    config = run(tmp_path / "run", "checkpoint.every=2", "checkpoint.keep=null", "layout.cp=2", *FP64)
+    at_once = train(config, 2)
+    (column,) = values_of(config)
+    content, first = column.read_bytes(), ratios(config)
+    assert column.name == "column-reference_log_probs.bin"
+    assert first[0] < 1e-6 < 1e-3 < first[-1]
+    for later in (Path(config.output) / "checkpoints").glob("*4"):
+        later.rename(tmp_path / "gone")
+    shutil.rmtree(column.parent)  # what the model of the checkpoint would say is something else
+    metrics = Paths(config.directory).metrics
+    resumed = config.model_copy(update={"layout": config.layout.model_copy(update={"cp": 1, "dp_shard": 2})})
+    assert train(resumed, 2) == pytest.approx(at_once, rel=1e-9)
+    assert values_of(config) == [column]
+    found, before = (torch.frombuffer(bytearray(one), dtype=torch.float32) for one in (column.read_bytes(), content))
+    torch.testing.assert_close(found, before, rtol=2e-7, atol=0)
+    assert ratios(config) == pytest.approx([first[0], *ratios(config)[1:]], abs=1e-6)
+    assert metrics.is_file()
+
+
+def test_both_answers_of_pairs(tmp_path: Path) -> None:
+    chats = [{"prompt": f"count to {n}", "chosen": f"one two {n}", "rejected": "no " * (n % 5 + 1)} for n in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    template = "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}"
+    sets = (
+        f"data.files=['{tmp_path}/pairs.jsonl']",
+        f"tokenizer.chat_template={json.dumps(template)}",
+        "tokenizer.vocab_size=270",
+        "data.sequence_length=128",
+        "model.config.max_position_embeddings=128",
+        "training.objective=preference",
+        "data.format=preference",
+    )
+    config = run(tmp_path / "run", *sets)
+    train(config, 2)
+    first, *_, last = (row["eval/loss"] for row in rows(config) if "eval/loss" in row)
+    assert first == pytest.approx(math.log(2), abs=1e-5)  # both ratios are 0
+    assert last < first - 0.01
+    store = prepare_run(config, 2)[2]
+    found = np.fromfile(values_of(config)[0], np.float32)
+    assert store.seconds is not None
+    assert (found == 0).sum() == 2 * len(store.lengths)
+    assert not found[store.offsets[:-1] + store.seconds].any()
+
+
+def test_what_is_there_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    config = run(tmp_path / "run", "training.steps=2")
+    setup, _, store = prepare_run(config, 1)
+    introduce(setup, config, store)
+    run_ranks(train_on_rank, 1, config, store.directory)
+    said = capfd.readouterr().out
+    tokens = f"{store.index.tokens:,}"
+    assert f"reference: log-probabilities of {tokens} tokens are computed before the first step, for " in said
+    assert f"reference: log-probabilities of {tokens} tokens in " in said
+    assert "reference: before the first step of the run, one forward of all sequences" in " ".join(said.split())
+    monkeypatch.setattr("meshwright.train.trainer.score_store", None)  # forked ranks have it so
+    again = run(tmp_path / "run", "training.steps=3")
+    setup, _, store = prepare_run(again, 1)
+    introduce(setup, again, store)
+    run_ranks(train_on_rank, 1, again, store.directory)
+    assert f"reference: log-probabilities of {tokens} tokens are read from" in capfd.readouterr().out
+    assert len(losses(again)) == 3
+
+
+def test_damaged_values_are_computed_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = run(tmp_path / "run", "training.steps=1")
+    train(config)
+    (column,) = values_of(config)
+    content = column.read_bytes()
+    column.write_bytes(b"\1" + content[1:])
+    train(run(tmp_path / "run", "training.steps=2"))
+    assert "the reference's log-probabilities are computed again" in capfd.readouterr().out
+    assert column.read_bytes() == content
+
+
+def test_another_model_is_noticed(tmp_path: Path) -> None:
+    config, source = (
+        run(tmp_path / "run", "training.steps=1", "model.config=null", f"model.path={tmp_path}/base"),
+        tmp_path / "base",
+    )
+    save(source, seed=0)
+    train(config)
+    save(source, seed=1)
+    with refuses(CheckpointError, "checkpoint.reference") as caught:
+        prepare_run(run(tmp_path / "run", "training.steps=2", "model.config=null", f"model.path={source}"), 1)
+    assert "the weights of the model (model.path, or training.seed of a new one): other than when the run began" in str(
+        caught.value
+    )
+    shutil.rmtree(Path(config.output) / "checkpoints")  # a new run with the same tokens
+    train(config)
+    assert len(values_of(config)) == 2
+    assert ratios(config)[-2] < 1e-6  # before its only step
+
+
+def save(folder: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA, vocab_size=300)).save_pretrained(folder)
+
+
+def test_what_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with refuses(ConfigError, "objective.reference") as caught:
+        prepare_run(run(tmp_path / "cut", "data.long_documents=split"), 1)
+    assert "data.packing=pack: texts are cut at other places in each epoch" in str(caught.value)
+    setup, _, store = prepare_run(run(tmp_path / "padded", "data.long_documents=split", "data.packing=pad"), 1)
+    assert reference_values(setup, store) is not None
+    with refuses(ConfigError, "objective.reference") as caught:
+        make_setup(run(tmp_path / "both", "data.tensors={reference_log_probs: {per: token}}"), 1)
+    assert "leave one of them out" in str(caught.value)
+
+
+def test_a_loop_of_ones_own_has_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ranks(_loop, 1)
+
+
+def _loop(rank: int) -> None:
+    def model() -> Any:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA, vocab_size=300))
+
+    with refuses(ConfigError, "engine.loss") as caught:
+        mw.Engine(model(), objective=Compared, device="cpu")
+    assert "a loop of one's own does not have" in str(caught.value)
+    engine = mw.Engine(model(), device="cpu")
+    ids = torch.arange(16).view(1, 16)
+    with refuses(ConfigError, "engine.loss"):
+        engine.step([{"input_ids": ids}], Compared)
+    with refuses(ConfigError, "objective.reference"):  # it would be computed, and is given
+        engine.step([{"input_ids": ids, "reference_log_probs": torch.zeros(1, 16)}], Compared)
