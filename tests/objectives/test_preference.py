@@ -276,7 +276,7 @@ def mask_off_by_one(trainer: RankTrainer) -> None:
         (mean_over_microbatches, "weighs the microbatches of the ranks by"),
         (pairs_of_a_rank, "weighs the microbatches of the ranks by"),
         (pair_split_over_ranks, "is no weighted sum of the gradients of the microbatches"),
-        (reference_not_detached, "is no weighted sum of the gradients of the microbatches"),
+        (reference_not_detached, "lacks microbatch 1, 2 of 2"),
         (mask_off_by_one, "of the microbatches: it has other contributions"),
     ],
 )
