@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from meshwright.models.diffusion_gemma.block_diffusion_options import DiffusionConfig
 from meshwright.paths import PathText
 
-__all__ = ["AdapterConfig", "DiffusionConfig", "ModelConfig"]
+__all__ = ["AdapterConfig", "DiffusionConfig", "HeadConfig", "ModelConfig"]
 
 
 def _is_config(value: Any) -> bool:
@@ -69,6 +69,46 @@ class AdapterConfig(BaseModel):
         return self
 
 
+class HeadConfig(BaseModel):
+    """A head in place of the one that says the next token. It is made anew where the files of the model have none."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["sequence_classification", "token_classification"] = Field(
+        description="'sequence_classification': numbers for each text, of its last token. 'token_classification': of each token."
+    )
+    num_labels: int | None = Field(
+        default=None, ge=1, le=2**20, description="How many numbers. Default: as many as labels, or as the model's files have."
+    )
+    labels: list[str] | None = Field(
+        default=None, min_length=1, description="Names of the numbers, in order. Default: LABEL_0, ... or those of the files."
+    )
+    problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] | None = Field(
+        default=None,
+        description="What the numbers say, as in transformers. Default: that of the files, or regression for one number, and "
+        "else single_label_classification.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kind_alone(cls, value: Any) -> Any:
+        return {"kind": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_number(self) -> "HeadConfig":
+        names = self.labels or []
+        if self.num_labels is not None and names and len(names) != self.num_labels:
+            raise ValueError(f"model.head: num_labels={self.num_labels}, and {len(names)} labels; leave num_labels out")
+        if doubled := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"model.head.labels: {min(doubled)!r} is there twice")
+        return self
+
+    @property
+    def count(self) -> int | None:
+        """How many numbers; ``None``: as many as the model's files have."""
+        return self.num_labels if self.labels is None else len(self.labels)
+
+
 class ModelConfig(BaseModel):
     """A pretrained model, or the config of a new one."""
 
@@ -94,6 +134,11 @@ class ModelConfig(BaseModel):
     experts_implementation: str | None = Field(
         default=None,
         description="Matrix products of experts in transformers: eager, batched_mm, grouped_mm, ... Default: the model's.",
+    )
+    head: HeadConfig | None = Field(
+        default=None,
+        description="Another head than the one that says the next token: a kind of head, or a mapping. Needs an objective for it, "
+        "such as training.objective=classification.",
     )
     trust_remote_code: bool = Field(
         default=False,

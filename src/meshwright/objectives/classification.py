@@ -1,0 +1,197 @@
+"""Labels of texts: one of several, several at once, or numbers."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from meshwright.errors import ConfigError
+from meshwright.models.heads import ENDINGS, task_of
+from meshwright.models.objective import Batch, Objective, RunFacts
+from meshwright.objectives import given
+from meshwright.objectives.documents import BEGIN, number_documents
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedModel
+
+__all__ = ["Classification", "OfLastTokens", "Pairs", "correlation"]
+
+LAST = "last_token"
+"""Key of which token of each document its numbers are of, float32 [B, S]: 1 there, else 0."""
+
+MOST_CLASSES = 64
+"""Largest number of labels of which each is counted alone, for the mean of their F1 scores and correlations."""
+
+Pairs = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+"""Name of a metric to its sum, and to what that is divided by; both are scalars."""
+
+
+class OfLastTokens(Objective):
+    """An objective for a head that gives numbers for each document: those of its last token, as transformers takes it."""
+
+    documents = True
+    unit = "document"
+    pad: int | None = None
+
+    def begin(self, model: "PreTrainedModel", run: RunFacts) -> None:
+        """Read the padding token of the model, which is not the last token of a text.
+
+        Raises:
+            ConfigError: the model has no such head.
+        """
+        if task_of(model) != "sequence_classification":
+            raise ConfigError(
+                "config.objective",
+                f"training.objective={self.name}: needs a model {ENDINGS['sequence_classification']}; set "
+                "model.head={kind: sequence_classification, num_labels: N}",
+            )
+        self.pad = getattr(model.config.get_text_config(), "pad_token_id", None)
+
+    def training(self, batches: list[Batch], numbers: "Sequence[Sequence[int]]") -> list[Batch]:
+        """Mark the last token of each document."""
+        return [self._marked(batch) for batch in batches]
+
+    def held_out(self, batch: Batch, numbers: "Sequence[int]") -> Batch:
+        """Mark the last token of each document."""
+        return self._marked(batch)
+
+    def _marked(self, batch: Batch) -> Batch:
+        """Return a batch with :data:`LAST`: the last token that is no padding token, or the first if all of them are.
+
+        That is the token of ``*ForSequenceClassification`` of transformers, for the document alone.
+        """
+        found = number_documents(batch)
+        numbers = found["documents"].long()
+        counts = (batch["input_ids"] != self.pad) | ((found["document_marks"] & BEGIN) > 0)
+        places = torch.arange(numbers.shape[1]).expand_as(numbers)
+        inside = numbers >= 0
+        last = torch.full_like(numbers, -1).scatter_reduce(
+            1, numbers.clamp(min=0), torch.where(inside & counts, places, -1), "amax"
+        )
+        return {**batch, LAST: (inside & (last.gather(1, numbers.clamp(min=0)) == places)).float()}
+
+    def counts(self, batches: list[Batch]) -> list[int]:
+        """Return the number of documents."""
+        return [given.document_count(batches)]
+
+    def outputs(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Return the numbers of each document [B, D, labels], in at least fp32; the same on all ranks of `cp`."""
+        logits = given.logits(model, batch)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return given.per_document(logits * batch[LAST].unsqueeze(-1).to(logits.dtype), batch)
+
+
+class Classification(OfLastTokens):
+    """Say the labels of a text: ``problem_type`` of the model's config, as in transformers, says what they are.
+
+    ``single_label_classification``: the label [B, D] is a class; the loss of a document is the cross-entropy.
+    ``multi_label_classification``: the labels [B, D, labels] are 0 or 1; the loss is the mean of their binary cross-entropies.
+    ``regression``: the labels [B, D], or [B, D, labels] if there are several, are numbers; the loss is the mean of the squared
+    differences. The sum over documents is divided by their number in the step.
+
+    Metrics, over the whole step or evaluation and all its ranks: ``accuracy`` (all labels of a document are right), ``f1`` of
+    label 1 where there are two, ``micro_f1`` (several labels at once), ``macro_f1`` (the mean over the labels that are said or
+    true, for at most 64 labels), ``pearson`` (the correlation of numbers and labels, the mean over labels).
+    """
+
+    purpose = "say the labels of a text"
+    kind_of_labels = ""
+    labels = 0
+
+    def begin(self, model: "PreTrainedModel", run: RunFacts) -> None:
+        """Read what the labels are."""
+        super().begin(model, run)
+        self.kind_of_labels, self.labels = model.config.problem_type, model.config.num_labels
+        if self.kind_of_labels == "single_label_classification" and self.labels < 2:
+            raise ConfigError(
+                "config.objective",
+                "training.objective=classification: one label is always right; legal are model.head.num_labels=2 or more, and "
+                "model.head.problem_type=regression",
+            )
+        column, width = run.columns.get("label"), self.width
+        dtype = "int64" if self.kind_of_labels == "single_label_classification" else "float32"
+        if column is None or (column.per, column.width, column.dtype) != ("document", width, dtype):
+            has = "none" if column is None else f"{{per: {column.per}, width: {column.width}, dtype: {column.dtype}}}"
+            raise ConfigError(
+                "config.objective",
+                f"training.objective=classification: {self.kind_of_labels} with {self.labels} labels needs data.tensors.label="
+                f"{{per: document, width: {'null' if width is None else width}, dtype: {dtype}}}; it is {has}",
+            )
+
+    @property
+    def width(self) -> int | None:
+        """Size of the last dimension of the labels in a batch; ``None``: there is none."""
+        one = self.kind_of_labels == "regression" and self.labels == 1
+        return None if one or self.kind_of_labels == "single_label_classification" else self.labels
+
+    def sums(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+        """Return the sum of the losses of documents."""
+        outputs, label = self.outputs(model, batch), batch["label"]
+        if self.kind_of_labels == "single_label_classification":
+            losses = nn.functional.cross_entropy(outputs.flatten(0, 1), label.flatten(), reduction="none").view(label.shape)
+        else:
+            label = label.to(outputs.dtype).view(outputs.shape)
+            if self.kind_of_labels == "regression":
+                losses = ((outputs - label) ** 2).mean(-1)
+            else:
+                losses = nn.functional.binary_cross_entropy_with_logits(outputs, label, reduction="none").mean(-1)
+        return (given.document_sum(losses, batch),)
+
+    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Return what is counted: right documents, and for each label what its F1 score or correlation is made of."""
+        outputs, label = self.outputs(model, batch).double(), batch["label"]
+        one = torch.ones_like(outputs[..., 0])
+        documents = given.document_sum(one, batch)
+        if self.kind_of_labels == "regression":
+            return _moments(outputs, label.double().view(outputs.shape), batch) if self.labels <= MOST_CLASSES else {}
+        if self.kind_of_labels == "single_label_classification":
+            right = outputs.argmax(-1) == label
+            said, true = (nn.functional.one_hot(classes, self.labels) > 0 for classes in (outputs.argmax(-1), label))
+        else:
+            said, true = outputs > 0, label > 0.5
+            right = (said == true).all(-1)
+        found = {"accuracy": (given.document_sum(right.double(), batch), documents)}
+        both, either = 2.0 * (said & true), said.double() + true.double()
+        if self.kind_of_labels == "multi_label_classification":
+            found["micro_f1"] = (given.document_sum(both.sum(-1), batch), given.document_sum(either.sum(-1), batch))
+        if self.labels <= MOST_CLASSES:
+            for number, (top, bottom) in enumerate(zip(both.unbind(-1), either.unbind(-1), strict=True)):
+                found[f"f1_{number}"] = (given.document_sum(top, batch), given.document_sum(bottom, batch))
+        return found
+
+    def summary(self, sums: Pairs) -> dict[str, torch.Tensor]:
+        """Return the metrics. An F1 score is 2 TP / (2 TP + FP + FN)."""
+        own = {name: pair for name, pair in sums.items() if not name.startswith(("f1_", "moment_"))}
+        found = super().summary(own)
+        each = [pair for name, pair in sums.items() if name.startswith("f1_")]
+        if each:
+            top, bottom = (torch.stack(parts) for parts in zip(*each, strict=True))
+            found["macro_f1"] = (top / bottom.clamp(min=1)).sum() / (bottom > 0).sum().clamp(min=1)
+            if self.kind_of_labels == "single_label_classification" and self.labels == 2:
+                found["f1"] = top[1] / bottom[1].clamp(min=1)
+        if self.kind_of_labels == "regression" and sums:
+            found["pearson"] = torch.stack([correlation(sums, f"moment_{number}_") for number in range(self.labels)]).mean()
+        return found
+
+
+_MOMENTS = ("x", "y", "xx", "yy", "xy")
+
+
+def _moments(outputs: torch.Tensor, label: torch.Tensor, batch: Batch) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Return the sums of x, y, x², y² and xy over documents, of the output x and the label y of each number."""
+    count = given.document_sum(torch.ones_like(outputs[..., 0]), batch)
+    found = {}
+    for number, (x, y) in enumerate(zip(outputs.unbind(-1), label.unbind(-1), strict=True)):
+        for name, values in zip(_MOMENTS, (x, y, x * x, y * y, x * y), strict=True):
+            found[f"moment_{number}_{name}"] = (given.document_sum(values, batch), count)
+    return found
+
+
+def correlation(sums: Mapping[str, Any], prefix: str) -> torch.Tensor:
+    """Return Pearson's correlation from sums of x, y, x², y² and xy, each with its count; 0 where x or y is constant."""
+    x, y, xx, yy, xy = (sums[f"{prefix}{name}"][0] / sums[f"{prefix}{name}"][1].clamp(min=1) for name in _MOMENTS)
+    size = ((xx - x * x).clamp(min=0) * (yy - y * y).clamp(min=0)).sqrt()
+    return torch.where(size > 0, (xy - x * y) / size.clamp(min=1e-300), 0.0)
