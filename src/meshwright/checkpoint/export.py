@@ -283,6 +283,7 @@ def generate(
     from meshwright.models.adapters.adapter_files import refuse_no_adapter, with_adapter
     from meshwright.models.families.family import Sampling
     from meshwright.models.families.listed import family_named
+    from meshwright.models.heads import kind_named
 
     if absent := no_directory("DIRECTORY", str(directory), hub=False):
         raise ModelError(absent)
@@ -294,6 +295,8 @@ def generate(
     try:
         with one_bar("reading weights"):
             config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+            if kind := next(filter(None, map(kind_named, config.architectures or ())), None):
+                raise ValueError(f"holds a model of {kind}, which generates no text")
             family = family_named(config.model_type)
             model = family.auto_class().from_pretrained(directory, dtype="auto", trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

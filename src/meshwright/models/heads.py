@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.distributed.class_names import class_name
 from meshwright.errors import ConfigError, ModelError
-from meshwright.models.model_config import HeadConfig
+from meshwright.models.model_config import ModelConfig
 from meshwright.plan.given.names import inside
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ __all__ = [
     "fresh_head",
     "head_of",
     "is_other_task",
+    "kind_named",
     "of_other_head",
     "of_task",
     "task_of",
@@ -68,7 +69,12 @@ def of_task(kind: str, config: type) -> bool:
 
 def task_of(model: "nn.Module") -> str | None:
     """Return the kind of a model's head; ``None``: it says the next token, or is no model of this module."""
-    return next((kind for kind, ending in ENDINGS.items() if is_other_task(model) and class_name(model).endswith(ending)), None)
+    return kind_named(class_name(model)) if is_other_task(model) else None
+
+
+def kind_named(name: str) -> str | None:
+    """Return the kind of head that a class of transformers has, by its name; ``None``: another one."""
+    return next((kind for kind, ending in ENDINGS.items() if name.endswith(ending)), None)
 
 
 def is_other_task(model: "nn.Module") -> bool:
@@ -84,20 +90,24 @@ def head_of(model: "nn.Module") -> str:
 # -- config -------------------------------------------------------------------------------------------------------------------
 
 
-def with_labels(
-    config: "PretrainedConfig", head: HeadConfig, *, described: bool, defaults: Mapping[str, Any] | None = None
-) -> "PretrainedConfig":
+def with_labels(config: "PretrainedConfig", wanted: ModelConfig, defaults: Mapping[str, Any]) -> "PretrainedConfig":
     """Write into a config of transformers what a head is, as ``from_pretrained`` needs it. Returns the config.
 
     Args:
-        config: the config.
-        head: the head.
-        described: whether the config says itself how many labels there are.
+        config: the config, as it was read or made.
+        wanted: says which head; without one, nothing changes.
         defaults: of the tokenizer: ``pad_token_id``, for a config without one.
 
     Raises:
         ConfigError: the number of labels is unknown.
     """
+    head = wanted.head
+    if head is None:
+        return config
+    if wanted.config is None:  # a causal language model has a number of labels too, which says nothing
+        described = any(map(kind_named, getattr(config, "architectures", None) or ()))
+    else:
+        described = not {"num_labels", "id2label"}.isdisjoint(wanted.config)
     count = head.count if head.count is not None else config.num_labels if described else None
     if count is None:
         raise ConfigError(
@@ -107,15 +117,13 @@ def with_labels(
         names = head.labels or [f"LABEL_{number}" for number in range(count)]
         config.id2label = dict(enumerate(names))
         config.label2id = {name: number for number, name in enumerate(names)}
-    if head.problem_type is not None:
-        config.problem_type = head.problem_type
-    elif getattr(config, "problem_type", None) is None or not described:
-        config.problem_type = "regression" if count == 1 else "single_label_classification"
+    known = getattr(config, "problem_type", None) if described else None
+    config.problem_type = head.problem_type or known or ("regression" if count == 1 else "single_label_classification")
     text = config.get_text_config()
     if getattr(text, "pad_token_id", None) is None:  # without one, transformers pools no batch of several texts
         end = getattr(text, "eos_token_id", None)
         ends = end if isinstance(end, list) else [end]
-        text.pad_token_id = (defaults or {}).get("pad_token_id", ends[0])
+        text.pad_token_id = defaults.get("pad_token_id", ends[0])
     return config
 
 
@@ -136,7 +144,7 @@ def with_outputs_of_tokens(model: "PreTrainedModel") -> "PreTrainedModel":
             f"model.head: {class_name(model)} is not a decoder with one linear layer {HEAD!r} after it; take a decoder, such "
             "as one of llama, qwen3 or gemma3_text",
         )
-    model.__class__ = _with_outputs_of_tokens(type(model))
+    model.__class__ = _with_outputs_of_tokens(type(model))  # type: ignore[arg-type]
     return model
 
 

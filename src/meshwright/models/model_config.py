@@ -75,7 +75,8 @@ class HeadConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["sequence_classification", "token_classification"] = Field(
-        description="'sequence_classification': numbers for each text, of its last token. 'token_classification': of each token."
+        description="'sequence_classification': numbers for each text, from its last token. 'token_classification': for each "
+        "token."
     )
     num_labels: int | None = Field(
         default=None, ge=1, le=2**20, description="How many numbers. Default: as many as labels, or as the model's files have."
@@ -137,8 +138,8 @@ class ModelConfig(BaseModel):
     )
     head: HeadConfig | None = Field(
         default=None,
-        description="Another head than the one that says the next token: a kind of head, or a mapping. Needs an objective for it, "
-        "such as training.objective=classification.",
+        description="Another head than the one that says the next token: its kind, or a mapping. It needs an objective such "
+        "as training.objective=classification.",
     )
     trust_remote_code: bool = Field(
         default=False,

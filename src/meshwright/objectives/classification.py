@@ -104,7 +104,8 @@ class Classification(OfLastTokens):
     def begin(self, model: "PreTrainedModel", run: RunFacts) -> None:
         """Read what the labels are."""
         super().begin(model, run)
-        self.kind_of_labels, self.labels = model.config.problem_type, model.config.num_labels
+        self.labels, kind = model.config.num_labels, getattr(model.config, "problem_type", None)
+        self.kind_of_labels = kind or ("regression" if self.labels == 1 else "single_label_classification")  # of a loop's model
         if self.kind_of_labels == "single_label_classification" and self.labels < 2:
             raise ConfigError(
                 "config.objective",

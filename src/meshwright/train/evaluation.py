@@ -41,7 +41,9 @@ def evaluate(runner: Runner, batches: RankBatches, held_out: Iterable[Batch]) ->
         }
     pairs = both[own:-own].view(-1, 2)
     with calling(objective, "summary"):
-        reported = objective.summary({name: (pair[0], pair[1]) for name, pair in zip(objective.metric_names, pairs, strict=True)})
+        reported = objective.summary(
+            {name: (pair[0], pair[1]) for name, pair in zip(objective.metric_names, pairs, strict=True)}
+        )
     found |= {f"eval/{name}": float(value) for name, value in reported.items()}
     if objective.perplexity:
         found["eval/perplexity"] = math.exp(min(found["eval/loss"], 700.0))

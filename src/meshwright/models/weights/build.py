@@ -41,14 +41,8 @@ def pretrained_config(
         ConfigError: an unknown model type or key, or values that the family refuses.
         ModelError: a pretrained model that does not exist.
     """
-    if config.config is None:
-        found = _load_config(config)
-        described = any(re.search(r"For\w*Classification$", name) for name in getattr(found, "architectures", None) or ())
-    else:
-        found, described = _new_config(config, defaults or {}, strict), not {"num_labels", "id2label"}.isdisjoint(config.config)
-    if config.head is None:
-        return found
-    return heads.with_labels(found, config.head, described=described, defaults=defaults)
+    found = _load_config(config) if config.config is None else _new_config(config, defaults or {}, strict)
+    return heads.with_labels(found, config, defaults or {})
 
 
 def _new_config(config: ModelConfig, defaults: Mapping[str, Any], strict: bool) -> "PretrainedConfig":

@@ -50,9 +50,7 @@ def initialize_buffers(model: nn.Module, device: torch.device) -> None:
     _check_written(model, ((name, buffer) for name, buffer in model.named_buffers() if name not in read))
 
 
-def initialize(
-    model: nn.Module, device: torch.device, seed: int, units: tuple[str, ...] = (), part: str = ""
-) -> None:
+def initialize(model: nn.Module, device: torch.device, seed: int, units: tuple[str, ...] = (), part: str = "") -> None:
     """Materialize a meta model, or a part of it, and give every parameter and buffer its initial value.
 
     Args:

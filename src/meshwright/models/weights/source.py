@@ -160,7 +160,8 @@ def _kind_problem(declared: dict[str, Any], wanted: ModelConfig) -> Refusal | No
     if of in MASKED and not declared.get("is_decoder", getattr(of, "is_decoder", True)):
         remedy = "set is_decoder: true for a new model with causal attention" if wanted.path is None else "take a decoder"
         return Refusal(
-            "model.encoder", f"is an encoder ({kind}), whose attention sees the tokens that it would have to predict; {remedy}"
+            "model.encoder",
+            f"is an encoder ({kind}), whose attention sees the tokens after each; Meshwright trains decoders: {remedy}",
         )
     if wanted.head is not None and not of_task(wanted.head.kind, of):
         return Refusal("model.head", f"model.head={wanted.head.kind}: transformers has no {head[3:]} of {kind}; leave it out")
