@@ -30,7 +30,7 @@ PLACES = {place.label: place for place in LAYOUTS}
 LORA = {"rank": 2, "targets": "all-linear"}
 SIZES = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
          "num_key_value_heads": 2, "vocab_size": 64}  # fmt: skip
-USE = "meshwright.objectives.classification:Classification"
+USE = "classification"
 KINDS = {
     "single_label_classification": {"num_labels": 2, "label": {"per": "document", "dtype": "int64"}},
     "multi_label_classification": {"num_labels": 3, "label": {"per": "document", "width": 3}},

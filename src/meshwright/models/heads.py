@@ -108,17 +108,17 @@ def with_labels(config: "PretrainedConfig", wanted: ModelConfig, defaults: Mappi
         described = any(map(kind_named, getattr(config, "architectures", None) or ()))
     else:
         described = not {"num_labels", "id2label"}.isdisjoint(wanted.config)
-    count = head.count if head.count is not None else config.num_labels if described else None
-    if count is None:
+    said = {name: getattr(config, name, None) for name in ("id2label", "problem_type")} if described else {}
+    task = head.task(said)
+    if task is None:
         raise ConfigError(
             "model.head", "model.head.num_labels: the model does not say how many numbers its head gives; set it, or labels"
         )
-    if count != config.num_labels or head.labels is not None:
-        names = head.labels or [f"LABEL_{number}" for number in range(count)]
+    config.problem_type, count, names = task
+    if count != config.num_labels or names:
+        names = names or tuple(f"LABEL_{number}" for number in range(count))
         config.id2label = dict(enumerate(names))
         config.label2id = {name: number for number, name in enumerate(names)}
-    known = getattr(config, "problem_type", None) if described else None
-    config.problem_type = head.problem_type or known or ("regression" if count == 1 else "single_label_classification")
     text = config.get_text_config()
     if getattr(text, "pad_token_id", None) is None:  # without one, transformers pools no batch of several texts
         end = getattr(text, "eos_token_id", None)

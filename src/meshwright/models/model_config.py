@@ -1,6 +1,8 @@
 """The model of a run and the options of its family, as a schema. It is light to import: pydantic only."""
 
+import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -104,10 +106,21 @@ class HeadConfig(BaseModel):
             raise ValueError(f"model.head.labels: {min(doubled)!r} is there twice")
         return self
 
-    @property
-    def count(self) -> int | None:
-        """How many numbers; ``None``: as many as the model's files have."""
-        return self.num_labels if self.labels is None else len(self.labels)
+    def task(self, described: Mapping[str, Any]) -> tuple[str, int, tuple[str, ...]] | None:
+        """Return what the numbers say, how many they are, and their names, if they have some; ``None``: it is unknown.
+
+        Args:
+            described: what a config of transformers says of its own head: ``id2label``, ``num_labels``, ``problem_type``.
+        """
+        known = described.get("id2label") or {}
+        names = tuple(self.labels or (str(known[key]) for key in sorted(known, key=int)))
+        count = self.num_labels or len(names) or described.get("num_labels")
+        if not isinstance(count, int):
+            return None
+        if len(names) != count or (self.labels is None and names == tuple(f"LABEL_{number}" for number in range(count))):
+            names = ()
+        kind = self.problem_type or described.get("problem_type")
+        return kind or ("regression" if count == 1 else "single_label_classification"), count, names
 
 
 class ModelConfig(BaseModel):
@@ -156,6 +169,24 @@ class ModelConfig(BaseModel):
             if key.endswith("_config") and value is not None and not _is_config(value):
                 raise ValueError(f"model.config.{key}={value!r}: must be a mapping of keys, the config of a part of the model")
         return self
+
+    @property
+    def task(self) -> tuple[str, int, tuple[str, ...]] | None:
+        """What the numbers of its head for texts say, how many they are, and their names; ``None``: none, or it is unknown.
+
+        The config of a pretrained model is read if it is a local directory.
+        """
+        if self.head is None or self.head.kind != "sequence_classification":
+            return None
+        described = self.config or {}
+        if self.local is not None:
+            try:
+                described = json.loads((self.local / "config.json").read_text(encoding="utf-8"))
+            except (OSError, ValueError):  # the code that builds the model says what is wrong
+                described = {}
+            own = any(str(name).endswith("ForSequenceClassification") for name in described.get("architectures") or ())
+            described = described if own else {}
+        return self.head.task(described)
 
     @property
     def local(self) -> Path | None:
