@@ -39,6 +39,7 @@ def compare(
     packing: str = "pack",
     tensors: Mapping[str, Any] | None = None,
     microbatches: int = 2,
+    head: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> None:
     """Audit an objective on a layout: loss, gradients, parameters as in one process, fp64."""
@@ -47,13 +48,12 @@ def compare(
     values = case.config.model_dump(mode="json")
     values["training"]["objective"] = dict(objective)
     values["data"]["tensors"] = dict(tensors or {})
+    values["model"]["head"] = head
     run = RunConfig.model_validate(values)
     vocabulary = int(run.model.config["vocab_size"])  # type: ignore[index]
     count = 4 * run.training.global_batch_size * case.steps
-    length, store = (
-        run.data.sequence_length,
-        folder / f"{objective['use']}-{packing}-{run.data.pairs}-{'-'.join(run.data.values)}",
-    )
+    columns = "-".join(f"{name}{one.width or ''}" for name, one in run.data.values.items())
+    length, store = run.data.sequence_length, folder / f"{objective['use']}-{packing}-{run.data.pairs}-{columns}"
     if not (store / "index.json").is_file():
         longest = length if packing == "pack" or run.data.pairs else 2 * length
         draw_documents(vocabulary, length, count, 0, store, longest, tensors=run.data.values, pairs=run.data.pairs)

@@ -1,6 +1,5 @@
 """Labels of texts: on every axis against one process, and against transformers' own forward of each text alone."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,65 +8,31 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from maintain.cells import LAYOUTS, Place, Variant, family_case
 from meshwright.audit.conduct import Auditor
-from meshwright.audit.data import draw_documents
-from meshwright.data.rows.columns import TensorColumn
 from meshwright.models.weights.build import materialize
 from meshwright.objectives import Batch
 from meshwright.objectives.documents import number_documents
 from meshwright.objectives.running import Running, running
-from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.train.config import load_config
 from meshwright.train.start.setup import make_setup
-from meshwright.user_code import PartConfig
 from tests.audit.conftest import auditor, folder
+from tests.objectives.shipped import LORA, PLACES, compare
 from tests.train.runs import write_config
 
 __all__ = ["auditor", "folder"]
 
-PLACES = {place.label: place for place in LAYOUTS}
-LORA = {"rank": 2, "targets": "all-linear"}
 SIZES = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
          "num_key_value_heads": 2, "vocab_size": 64}  # fmt: skip
-USE = "classification"
-KINDS = {
-    "single_label_classification": {"num_labels": 2, "label": {"per": "document", "dtype": "int64"}},
-    "multi_label_classification": {"num_labels": 3, "label": {"per": "document", "width": 3}},
-    "regression": {"num_labels": 1, "label": {"per": "document"}},
-}
+USE = {"use": "classification"}
+KINDS = {"single_label_classification": 2, "multi_label_classification": 3, "regression": 1}
 
 
-def compare(
-    auditor: Auditor, folder: Path, place: Place, kind: str, family: str = "llama", packing: str = "pack",
-    microbatches: int = 2, **options: Any,
-) -> None:  # fmt: skip
-    variant = Variant(SyncPolicy.REDUCE_EACH, "float64", microbatches, False, False)
-    case = family_case(family, place, variant, folder, packing=packing, **options)
-    run, facts = case.config, KINDS[kind]
-    head = {"kind": "sequence_classification", "num_labels": facts["num_labels"], "problem_type": kind}
-    tensors = {"label": TensorColumn.model_validate(facts["label"])}
-    model = type(run.model).model_validate({**run.model.model_dump(), "head": head})
-    length, vocabulary = run.data.sequence_length, run.model.config["vocab_size"]  # type: ignore[index]
-    store = draw_documents(
-        vocabulary, length, 4 * run.training.global_batch_size * case.steps, 0, folder / f"{kind}-{packing}", length,
-        tensors=tensors,
-    )  # fmt: skip
-    changed = run.model_copy(
-        update={
-            "model": model,
-            "training": run.training.model_copy(update={"objective": PartConfig(use=USE)}),
-            "data": run.data.model_copy(update={"packing": packing, "tensors": tensors}),
-        }
-    )
-    report = auditor.audit(replace(case, config=changed, store=store.directory), place.world_size)
-    assert report.passed, report.verdict
-    assert report.worst_gradient < 1e-12
-    assert any(row.name == "score.weight" for row in report.rows)
+def head_of(kind: str) -> dict[str, Any]:
+    return {"kind": "sequence_classification", "num_labels": KINDS[kind], "problem_type": kind}
 
 
 def test_an_axis(auditor: Auditor, folder: Path) -> None:
-    compare(auditor, folder, PLACES["cp 2"], "single_label_classification")
+    compare(auditor, folder, PLACES["cp 2"], USE, head=head_of("single_label_classification"))
 
 
 @pytest.mark.thorough
@@ -77,13 +42,14 @@ def test_an_axis(auditor: Auditor, folder: Path) -> None:
     "label", ["shard 2", "2 x shard 2", "tp 2", "tp 2 seq", "cp 2", "pp 2", "ep 2", "cp 2 x tp 2", "cp 2 x shard 2"]
 )
 def test_every_axis(auditor: Auditor, folder: Path, label: str, packing: str, kind: str) -> None:
-    compare(auditor, folder, PLACES[label], kind, "mixtral" if "ep" in label else "llama", packing)
+    family = "mixtral" if "ep" in label else "llama"
+    compare(auditor, folder, PLACES[label], USE, family, packing=packing, microbatches=3, head=head_of(kind))
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("label", ["shard 2", "tp 2", "pp 2", "cp 2"])
 def test_beside_adapters(auditor: Auditor, folder: Path, label: str) -> None:
-    compare(auditor, folder, PLACES[label], "multi_label_classification", adapter=LORA)
+    compare(auditor, folder, PLACES[label], USE, head=head_of("multi_label_classification"), adapter=LORA)
 
 
 # -- against transformers and formulas ----------------------------------------------------------------------------------------
@@ -95,12 +61,9 @@ def one_process(
     tmp_path: Path, kind: str, name: str = "meshwright.objectives.classification:Classification", **data: Any
 ) -> Any:
     """A model with values, its objective as a run has it, and the model that transformers loads of it; float64."""
-    labels = KINDS[kind]["num_labels"]
-    head = {"kind": "sequence_classification", "num_labels": labels, "problem_type": kind}
-    model = {"config": {**SIZES, "pad_token_id": PAD}, "dtype": "float64", "head": head}
-    tensors = {"label": KINDS[kind]["label"]}
-    training = {"steps": 2, "global_batch_size": 8, "microbatch_size": 2, "objective": USE}
-    sections = {"model": model, "training": training, "data": {"files": ["no"], "sequence_length": 16, "tensors": tensors}}
+    model = {"config": {**SIZES, "pad_token_id": PAD}, "dtype": "float64", "head": head_of(kind)}
+    training = {"steps": 2, "global_batch_size": 8, "microbatch_size": 2, "objective": "classification"}
+    sections = {"model": model, "training": training, "data": {"files": ["no"], "sequence_length": 16}}
     config = load_config(write_config(tmp_path, tmp_path / "words.jsonl", **sections))
     setup = make_setup(config, 1)
     setup.model.eval()
@@ -113,7 +76,7 @@ def one_process(
 def packed_rows(kind: str) -> tuple[Batch, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Two rows of documents, of which some end with padding tokens; and these documents one by one, with their labels."""
     draw = torch.Generator().manual_seed(0)
-    lengths, width = ((5, 4, 7), (2, 9)), KINDS[kind]["num_labels"]
+    lengths, width = ((5, 4, 7), (2, 9)), KINDS[kind]
     rows, alone = [], []
     for number, row in enumerate(lengths):
         ids, labels, positions, values = [], [], [], []

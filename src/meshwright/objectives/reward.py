@@ -1,16 +1,15 @@
 """A model of rewards: one number for each text, which is larger for better ones."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from pydantic import Field
 from torch import nn
 from torch.nn.functional import logsigmoid
 
-from meshwright.data.rows.columns import MEMBER
 from meshwright.errors import ConfigError
-from meshwright.models.objective import Batch, RunFacts
+from meshwright.models.objective import Batch, Column, RunFacts
 from meshwright.objectives import given
 from meshwright.objectives.of_documents import OfLastTokens, Pairs, correlation, moments
 
@@ -25,33 +24,51 @@ MARGIN, SCORE = "margin", "score"
 class Reward(OfLastTokens):
     r"""Give better answers larger rewards.
 
-    With the reward :math:`r(y)` of an answer, a pair of a chosen answer :math:`w` and a rejected one :math:`l` has the loss
-    :math:`-\log\sigma(r(w) - r(l) - m)`: that of Bradley and Terry (Ouyang et al. 2022, arXiv 2203.02155, equation 1). The
-    margin :math:`m` is the column ``margin`` of the data, if ``data.tensors`` has it (Touvron et al. 2023, arXiv 2307.09288,
-    equation 2), or else 0. Rows of scores have the loss :math:`(r(y) - s)^2`. The sum over pairs or texts is divided by their
-    number in the step.
+    With the reward :math:`r(y)` of an answer:
+
+    ================= ========================================================================================================
+    loss_type         loss
+    ================= ========================================================================================================
+    ``bradley_terry`` :math:`-\log\sigma(r(w) - r(l) - m)` of a pair, with the chosen answer :math:`w` and the rejected one
+                      :math:`l` (Ouyang et al. 2022, arXiv 2203.02155, equation 1). The margin :math:`m` is the column
+                      ``margin`` of the data (Touvron et al. 2023, arXiv 2307.09288, equation 2), or 0 without one
+    ``mse``           :math:`(r(y) - s)^2` of an answer with the score :math:`s`
+    ================= ========================================================================================================
+
+    The sum over pairs or answers is divided by their number in the step.
 
     Metrics, over the whole step or evaluation and all its ranks: of pairs ``accuracy``, ``margin``, ``rewards/chosen`` and
     ``rewards/rejected``; of scores ``pearson``, the correlation with them.
 
     Args:
+        loss_type: see above.
         center_rewards_coefficient: of pairs, weight of :math:`(r(w) + r(l))^2`, which keeps rewards around 0 (Eisenstein et al.
             2023, arXiv 2312.09244).
+
+    Raises:
+        ConfigError: an argument is of another ``loss_type``.
     """
 
     name = "reward"
     purpose = "give better texts larger rewards"
-    paired = True
     has_margin = False
 
-    def __init__(self, center_rewards_coefficient: Annotated[float, Field(ge=0)] | None = None) -> None:
-        self.center = center_rewards_coefficient or 0.0
+    def __init__(
+        self,
+        loss_type: Literal["bradley_terry", "mse"] = "bradley_terry",
+        center_rewards_coefficient: Annotated[float, Field(ge=0)] | None = None,
+    ) -> None:
+        self.paired, self.center = loss_type == "bradley_terry", center_rewards_coefficient or 0.0
+        self.unit = "pair" if self.paired else "document"
+        if center_rewards_coefficient is not None and not self.paired:
+            said = f"training.objective.with.center_rewards_coefficient={center_rewards_coefficient}"
+            raise ConfigError("config.part.arguments", f"{said}: applies to loss_type bradley_terry; leave it out")
 
     def begin(self, model: "PreTrainedModel", run: RunFacts) -> None:
-        """Read whether rows are pairs.
+        """Read whether pairs have margins.
 
         Raises:
-            ConfigError: the head gives several numbers, rows are neither pairs nor scores, or an argument is of pairs.
+            ConfigError: the head gives several numbers.
         """
         super().begin(model, run)
         labels = model.config.num_labels
@@ -60,16 +77,7 @@ class Reward(OfLastTokens):
                 "config.objective",
                 f"training.objective=reward: the head gives {labels} numbers; legal is model.head.num_labels=1",
             )
-        self.paired, self.has_margin = MEMBER in run.columns, MARGIN in run.columns
-        if not self.paired and SCORE not in run.columns:
-            raise ConfigError(
-                "config.objective",
-                "training.objective=reward: rows are neither pairs nor scores; set data.format to preference or scored",
-            )
-        for name, value in (("training.objective.with.center_rewards_coefficient", self.center), (MARGIN, self.has_margin)):
-            if value and not self.paired:
-                raise ConfigError("config.objective", f"{name}: applies to pairs, and rows have scores; leave it out")
-        self.unit = "pair" if self.paired else "document"
+        self.has_margin = self.paired and run.columns.get(MARGIN) == Column("document")
 
     def counts(self, batches: list[Batch]) -> list[int]:
         """Return the number of pairs, or of texts."""

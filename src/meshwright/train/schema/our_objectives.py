@@ -41,12 +41,14 @@ def _preference(arguments: Mapping[str, Any]) -> str:
     return f"meshwright.objectives.preference:{'Kto' if _is_kto(arguments) else 'Preference'}"
 
 
+def _of_reward(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("scored",) if arguments.get("loss_type") == "mse" else ("preference",)
+
+
 OURS = {
     "preference": OurObjective(_preference, _of_preference, _is_kto),
     "policy": OurObjective(lambda arguments: "meshwright.objectives.policy:Policy"),
-    "reward": OurObjective(
-        lambda arguments: "meshwright.objectives.reward:Reward", lambda arguments: ("preference", "scored"), whole=True
-    ),
+    "reward": OurObjective(lambda arguments: "meshwright.objectives.reward:Reward", _of_reward, whole=True),
     "classification": OurObjective(
         lambda arguments: "meshwright.objectives.classification:Classification", lambda arguments: ("labeled",), whole=True
     ),
