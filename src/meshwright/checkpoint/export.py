@@ -180,11 +180,11 @@ def export_checkpoint(
     if dtype is not None and not exceptions and not adapter:
         model = model.to(getattr(torch, dtype))
     model.config.use_cache = True
-    generation = source.get("generation_config")
+    generation = source.get("generation_config") if config.head is None else None
     learned_chats = source.get("data", "chat") == "chat"
     if tokenizer is not None and not learned_chats and tokenizer.chat_template == DEFAULT_CHAT_TEMPLATE:
         tokenizer.chat_template = None  # it came with a tokenizer that was trained here, and the model has never seen a chat
-    if tokenizer is not None and generation is None and learned_chats:
+    if tokenizer is not None and generation is None and learned_chats and config.head is None:
         model.generation_config.eos_token_id = ends(tokenizer, model.generation_config.eos_token_id)
     try:
         shutil.rmtree(temporary, ignore_errors=True)
