@@ -190,6 +190,7 @@ class Run:
         from meshwright.checkpoint.export import export_checkpoint
         from meshwright.errors import CheckpointError
         from meshwright.models.families.listed import family_named
+        from meshwright.models.heads import auto_class
         from meshwright.train.start.run_files import Paths
 
         newest = latest(Paths(self.config.directory).checkpoints)
@@ -200,7 +201,9 @@ class Run:
             out = Path(folder) / "model"
             export_checkpoint(newest, out)
             kind = AutoConfig.from_pretrained(out, trust_remote_code=trusted).model_type
-            return family_named(kind).auto_class().from_pretrained(out, dtype="auto", trust_remote_code=trusted)
+            head = self.config.model.head
+            loads = auto_class(head.kind) if head else family_named(kind).auto_class()
+            return loads.from_pretrained(out, dtype="auto", trust_remote_code=trusted)
 
 
 def _has_file() -> bool:

@@ -41,6 +41,7 @@ def compare(
     tensors: Mapping[str, Any] | None = None,
     microbatches: int = 2,
     plants: Sequence[Callable[..., None]] = (),
+    head: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> AuditReport:
     """Audit an objective on a layout: loss, gradients, parameters as in one process, fp64. With a plant, it fails."""
@@ -49,13 +50,12 @@ def compare(
     values = case.config.model_dump(mode="json")
     values["training"]["objective"] = dict(objective)
     values["data"]["tensors"] = dict(tensors or {})
+    values["model"]["head"] = head
     run = RunConfig.model_validate(values)
     vocabulary = int(run.model.config["vocab_size"])  # type: ignore[index]
     count = 4 * run.training.global_batch_size * case.steps
-    length, store = (
-        run.data.sequence_length,
-        folder / f"{objective['use']}-{packing}-{run.data.pairs}-{'-'.join(run.data.values)}",
-    )
+    columns = "-".join(f"{name}{one.width or ''}" for name, one in run.data.values.items())
+    length, store = run.data.sequence_length, folder / f"{objective['use']}-{count}-{packing}-{run.data.pairs}-{columns}"
     if not (store / "index.json").is_file():
         longest = length if packing == "pack" or run.data.pairs else 2 * length
         draw_documents(vocabulary, length, count, 0, store, longest, tensors=run.data.values, pairs=run.data.pairs)

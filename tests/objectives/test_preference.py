@@ -273,7 +273,7 @@ def mask_off_by_one(trainer: RankTrainer) -> None:
 @pytest.mark.parametrize(
     ("plant", "words"),
     [
-        (mean_over_microbatches, "weighs the microbatches of the ranks by"),
+        (mean_over_microbatches, "the gradient of"),
         (pairs_of_a_rank, "weighs the microbatches of the ranks by"),
         (pair_split_over_ranks, "is no weighted sum of the gradients of the microbatches"),
         (reference_not_detached, "lacks microbatch 1, 2 of 2"),

@@ -180,11 +180,11 @@ def export_checkpoint(
     if dtype is not None and not exceptions and not adapter:
         model = model.to(getattr(torch, dtype))
     model.config.use_cache = True
-    generation = source.get("generation_config")
+    generation = source.get("generation_config") if config.head is None else None
     learned_chats = source.get("data", "chat") == "chat"
     if tokenizer is not None and not learned_chats and tokenizer.chat_template == DEFAULT_CHAT_TEMPLATE:
         tokenizer.chat_template = None  # it came with a tokenizer that was trained here, and the model has never seen a chat
-    if tokenizer is not None and generation is None and learned_chats:
+    if tokenizer is not None and generation is None and learned_chats and config.head is None:
         model.generation_config.eos_token_id = ends(tokenizer, model.generation_config.eos_token_id)
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -283,6 +283,7 @@ def generate(
     from meshwright.models.adapters.adapter_files import refuse_no_adapter, with_adapter
     from meshwright.models.families.family import Sampling
     from meshwright.models.families.listed import family_named
+    from meshwright.models.heads import kind_named
 
     if absent := no_directory("DIRECTORY", str(directory), hub=False):
         raise ModelError(absent)
@@ -294,6 +295,8 @@ def generate(
     try:
         with one_bar("reading weights"):
             config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+            if kind := next(filter(None, map(kind_named, config.architectures or ())), None):
+                raise ValueError(f"holds a model of {kind}, which generates no text")
             family = family_named(config.model_type)
             model = family.auto_class().from_pretrained(directory, dtype="auto", trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

@@ -20,7 +20,7 @@ from meshwright.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["check_chat_tokenizer", "encode_chat", "unwritten"]
+__all__ = ["check_chat_tokenizer", "encode_chat", "encode_whole_chat", "unwritten"]
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 """Roles that templates know by convention; other roles are legal if the template names them."""
@@ -91,6 +91,22 @@ def encode_chat(
     return ids, mask
 
 
+def encode_whole_chat(
+    tokenizer: "PreTrainedTokenizerBase", messages: Messages, source: str, arguments: Mapping[str, Any]
+) -> list[int]:
+    """Return the token ids of a chat of which all tokens count, as the template writes it. It need not have an answer.
+
+    Raises:
+        DataError: there is no template, it refuses the messages, a role is unknown, or there are no messages.
+    """
+    check_chat_tokenizer(tokenizer, source)
+    template = template_of(tokenizer, source, arguments)
+    if not messages:
+        raise DataError("data.chat.messages", f"{source}: there are no messages")
+    _check_roles(messages, template.jinja, source)
+    return list(tokenizer(template.text(messages), add_special_tokens=False, verbose=False)["input_ids"])
+
+
 def unwritten(
     tokenizer: "PreTrainedTokenizerBase", messages: Messages, source: str, arguments: Mapping[str, Any], keys: set[str]
 ) -> tuple[list[str], list[str]]:
@@ -127,11 +143,16 @@ def _said(message: dict[str, Any]) -> str:
 
 
 def _check_turns(messages: Messages, template: str, source: str) -> None:
-    """Refuse unknown roles, turns without content, and a chat without an answer."""
+    """Refuse a chat without an answer, unknown roles, and turns without content."""
     roles = [message.get("role") for message in messages]
     if "assistant" not in roles:
         shown = ", ".join(str(role) for role in roles[:8]) or "none"
         raise DataError("data.chat.answer", f"{source}: no turn of the assistant, so nothing to learn (roles: {shown})")
+    _check_roles(messages, template, source)
+
+
+def _check_roles(messages: Messages, template: str, source: str) -> None:
+    """Refuse unknown roles, and turns without content."""
     for number, message in enumerate(messages, start=1):
         role, content = message.get("role"), message.get("content")
         where = f"{source}: message {number}"

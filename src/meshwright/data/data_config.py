@@ -1,13 +1,13 @@
 """The data to train on, as a schema. It is light to import: pydantic only, no torch, no transformers."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
-from meshwright.data.rows.columns import FORMATS, PLAIN, TAKEN, TensorColumn
+from meshwright.data.rows.columns import FORMATS, TAKEN, TensorColumn
 from meshwright.data.rows.source_files import (
     EXTENSIONS,
     ROW_EXTENSIONS,
@@ -16,6 +16,7 @@ from meshwright.data.rows.source_files import (
     file_problems,
     saved,
 )
+from meshwright.data.rows.wanted import Labels, Wanted
 from meshwright.errors import Problems, Refusal
 from meshwright.paths import PathText, no_directory, possible_hub_name
 from meshwright.user_code import PartName
@@ -82,12 +83,15 @@ class DataConfig(BaseModel):
         "tokens",
         "preference",
         "unpaired_preference",
+        "labeled",
+        "scored",
     ] = Field(
         default="auto",
         description="What the rows are: 'text'; or chats as 'messages' (role, content), 'sharegpt' (conversations of from and "
         "value), 'alpaca' (instruction, input, output) or 'prompt_completion'; or 'tokens' (input_ids, loss_mask); or what an "
-        "objective reads: 'preference' (prompt, chosen, rejected), 'unpaired_preference' (prompt, completion, label). 'auto': "
-        "of those that the objective reads, the one whose columns the first row of a file has.",
+        "objective reads: 'preference' (prompt, chosen, rejected), 'unpaired_preference' (prompt, completion, label), "
+        "'labeled' (text or messages, label), 'scored' (messages, or prompt and completion; score). 'auto': of those that the "
+        "objective reads, the one whose columns the first row of a file has.",
     )
     columns: dict[str, str | None] = Field(
         default={},
@@ -152,25 +156,12 @@ class DataConfig(BaseModel):
         "False keeps the order of the source.",
     )
 
-    _read: tuple[str, ...] | None = PrivateAttr(None)
-    _unpairs: bool = PrivateAttr(False)
+    _wanted: Wanted = PrivateAttr(Wanted())
 
-    def read_as(self, objective: str, formats: Sequence[str], *, unpairs: bool) -> Problems:
-        """Say which formats the objective reads, and whether it learns answers by themselves. Return what is wrong."""
-        self._read, self._unpairs, problems = tuple(formats), unpairs, Problems()
-        if self.format not in ("auto", *formats):
-            problems.add(
-                "data.format",
-                f"data.format={self.format!r}: objective {objective} reads {', '.join(formats)}; legal is one of them",
-            )
-        elif not self.formats:
-            shown = f"data.kind={self.kind!r}, data.columns={self.columns}"
-            problems.add("data.format", f"{shown}: no format of objective {objective} is so; it reads {', '.join(formats)}")
-        if self.pairs and self.corpus and self.map is None:
-            problems.add("data.format", f"data.corpus={self.corpus!r}: has no pairs, which objective {objective} reads")
-        for name in self.tensors.keys() & {key for one in self.formats for key in FORMATS[one].values}:
-            problems.add("data.tensors", f"data.tensors.{name}: the format has this column itself; leave it out")
-        return problems
+    def read_as(self, wanted: Wanted) -> Problems:
+        """Say what the objective wants of rows. Return what is wrong."""
+        self._wanted, corpus = wanted, self.corpus if self.map is None else None
+        return wanted.problems(self.format, self.formats, corpus, self.long_documents, self.tensors)
 
     @model_validator(mode="after")
     def _check(self) -> "DataConfig":
@@ -255,7 +246,7 @@ class DataConfig(BaseModel):
     @property
     def formats(self) -> tuple[str, ...]:
         """Formats that rows may have, by objective, format, kind and mapped columns."""
-        return self._possible(PLAIN if self._read is None else self._read)
+        return self._possible(self._wanted.formats)
 
     def _possible(self, formats: Iterable[str]) -> tuple[str, ...]:
         names = formats if self.format == "auto" else (self.format,)
@@ -277,12 +268,22 @@ class DataConfig(BaseModel):
     @property
     def unpairs(self) -> bool:
         """Whether each answer of a pair is learned by itself, beside an answer of another row."""
-        return self._unpairs
+        return self._wanted.unpairs
+
+    @property
+    def whole(self) -> bool:
+        """Whether all tokens of a row count, up to the last of the text or chat as it stands, and not only answers."""
+        return self._wanted.whole or any(FORMATS[name].whole for name in self.formats)
+
+    @property
+    def labels(self) -> Labels | None:
+        """What labels of texts are; ``None``: unknown."""
+        return self._wanted.labels
 
     @property
     def values(self) -> dict[str, TensorColumn]:
         """The columns that reach the batch: those of the formats, and `tensors`."""
-        return {**{name: one for key in self.formats for name, one in FORMATS[key].values.items()}, **self.tensors}
+        return {**self._wanted.values(self.formats), **self.tensors}
 
     @property
     def wants_chat(self) -> bool:

@@ -29,7 +29,8 @@ _SOURCE, _TOKENIZER, _TEMPLATE = "data.files, data.hub or data.corpus", "tokeniz
 _DIGESTS = (_SOURCE, _TOKENIZER, _TEMPLATE)
 _HELD_OUT = "data.eval_fraction"
 _UNPAIRS = "training.objective with answers by themselves"
-_OPTIONAL = ("data.source", "data.map", "data.tensors", _UNPAIRS)
+_WHOLE, _LABELS = "training.objective with whole texts", "model.head.labels"
+_OPTIONAL = ("data.source", "data.map", "data.tensors", _UNPAIRS, _WHOLE, _LABELS)
 """Parts that only a run that uses them has, so that stores and checkpoints of other runs stay what they are."""
 
 
@@ -49,7 +50,10 @@ def _optional(config: DataConfig) -> dict[str, Any]:
     columns = {"data.tensors": {name: column.model_dump(mode="json") for name, column in config.values.items()}}
     read_as = {"data.format": list(config.formats)} if config.pairs else {}
     unpaired = {_UNPAIRS: True} if config.unpairs else {}
-    return {**code_of_parts(config), **(columns if config.values else {}), **read_as, **unpaired}
+    whole: dict[str, Any] = {_WHOLE: True} if config.whole else {}
+    if "labeled" in config.formats and config.labels:
+        whole[_LABELS] = [config.labels.kind, config.labels.count, list(config.labels.names)]
+    return {**code_of_parts(config), **(columns if config.values else {}), **read_as, **unpaired, **whole}
 
 
 def parts_of(config: DataConfig, tokenizer: "PreTrainedTokenizerBase", source: str, trained: str) -> dict[str, Any]:

@@ -122,14 +122,16 @@ def _write(
     first = next(stream)  # there is one: an empty source raises an error of its own
     kind, policy = first.kind, config.long_documents
     if policy == "auto":
-        policy = "split" if kind == "text" else "error"
+        policy = "split" if kind == "text" and not config.whole else "error"
     if kind == "chat" and policy == "split":
         raise ConfigError(
             "data.long_documents",
             f"data.long_documents='split': {first.source} is a chat, which cannot be split; "
             "legal for chat: 'auto', 'truncate', 'drop', 'error'",
         )
-    writer = Writer(directory, tokenizer, kind, policy, config.sequence_length, bad, config.values, pairs=config.pairs)
+    writer = Writer(
+        directory, tokenizer, kind, policy, config.sequence_length, bad, config.values, pairs=config.pairs, whole=config.whole
+    )
     with writer:
         writer.add_all(chain([first], stream))
         trainable, sums = len(writer.lengths), writer.sums

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
-from meshwright.data.chat import check_chat_tokenizer, encode_chat, unwritten
+from meshwright.data.chat import check_chat_tokenizer, encode_chat, encode_whole_chat, unwritten
 from meshwright.data.rows.bad_rows import BadRows
 from meshwright.data.rows.columns import TensorColumn
 from meshwright.data.rows.document import Document, Tokens
@@ -48,6 +48,7 @@ class Writer:
         tensors: Mapping[str, TensorColumn],
         *,
         pairs: bool = False,
+        whole: bool = False,
     ) -> None:
         self.tokenizer, self.policy, self.sequence_length, self.bad = tokenizer, policy, sequence_length, bad
         self.largest = max(tokenizer.get_vocab().values())
@@ -56,7 +57,7 @@ class Writer:
         names = ["tokens.bin", *(["loss_mask.bin"] if kind == "chat" else []), *map(file_of, tensors)]
         self.tensors = tensors
         self.files = {name: SummedFile(directory / name) for name in names}
-        self.kind = kind
+        self.kind, self.whole = kind, whole
         self.lengths: list[int] = []
         self.pairs, self.seconds = pairs, list[int]()  # tokens of the first of two
         self.too_long: list[int] = []  # tokens of each document that the policy refuses
@@ -106,7 +107,7 @@ class Writer:
         self._checked.add(document.kind)
         if document.kind == "chat":
             check_chat_tokenizer(self.tokenizer)
-        elif self.tokenizer.eos_token_id is None:
+        elif not self.whole and self.tokenizer.eos_token_id is None:
             raise ConfigError(
                 "tokenizer.eos_token", "tokenizer: it has no eos_token, which ends every text; give a tokenizer that has one"
             )
@@ -126,7 +127,7 @@ class Writer:
     def _add_chat(self, document: Document, messages: list[dict[str, Any]]) -> None:
         members = [messages] if document.second is None else [messages, document.second]
         try:
-            found = [encode_chat(self.tokenizer, one, document.source, document.arguments) for one in members]
+            found = [self._encoded(one, document) for one in members]
         except DataError as error:
             self.bad.add(error)
             return
@@ -143,6 +144,13 @@ class Writer:
             self._add(document, *found[0])
         else:
             self._add_pair(document, found)
+
+    def _encoded(self, messages: list[dict[str, Any]], document: Document) -> tuple[list[int], list[bool]]:
+        """Return the tokens of a chat, and which count."""
+        if not self.whole:
+            return encode_chat(self.tokenizer, messages, document.source, document.arguments)
+        ids = encode_whole_chat(self.tokenizer, messages, document.source, document.arguments)
+        return ids, [True] * len(ids)
 
     @property
     def unread_keys(self) -> list[str]:
@@ -163,7 +171,7 @@ class Writer:
             if not document.text:
                 self.empty += 1
                 continue
-            self._add(document, ids if ids[-1:] == [eos] else [*ids, eos], None)
+            self._add(document, ids if self.whole or ids[-1:] == [eos] else [*ids, eos], None)
 
     def _add_pair(self, document: Document, members: list[tuple[list[int], list[bool]]]) -> None:
         """Append the tokens of a pair. If it is too long, both members are cut, or it is left out."""

@@ -1,6 +1,8 @@
 """The model of a run and the options of its family, as a schema. It is light to import: pydantic only."""
 
+import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from meshwright.models.diffusion_gemma.block_diffusion_options import DiffusionConfig
 from meshwright.paths import PathText
 
-__all__ = ["AdapterConfig", "DiffusionConfig", "ModelConfig"]
+__all__ = ["AdapterConfig", "DiffusionConfig", "HeadConfig", "ModelConfig"]
 
 
 def _is_config(value: Any) -> bool:
@@ -69,6 +71,58 @@ class AdapterConfig(BaseModel):
         return self
 
 
+class HeadConfig(BaseModel):
+    """A head in place of the one that says the next token. It is made anew where the files of the model have none."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["sequence_classification", "token_classification"] = Field(
+        description="'sequence_classification': numbers for each text, from its last token. 'token_classification': for each "
+        "token."
+    )
+    num_labels: int | None = Field(
+        default=None, ge=1, le=2**20, description="How many numbers. Default: as many as labels, or as the model's files have."
+    )
+    labels: list[str] | None = Field(
+        default=None, min_length=1, description="Names of the numbers, in order. Default: LABEL_0, ... or those of the files."
+    )
+    problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] | None = Field(
+        default=None,
+        description="What the numbers say, as in transformers. Default: that of the files, or regression for one number, and "
+        "else single_label_classification.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kind_alone(cls, value: Any) -> Any:
+        return {"kind": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _one_number(self) -> "HeadConfig":
+        names = self.labels or []
+        if self.num_labels is not None and names and len(names) != self.num_labels:
+            raise ValueError(f"model.head: num_labels={self.num_labels}, and {len(names)} labels; leave num_labels out")
+        if doubled := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"model.head.labels: {min(doubled)!r} is there twice")
+        return self
+
+    def task(self, described: Mapping[str, Any]) -> tuple[str, int, tuple[str, ...]] | None:
+        """Return what the numbers say, how many they are, and their names, if they have some; ``None``: it is unknown.
+
+        Args:
+            described: what a config of transformers says of its own head: ``id2label``, ``num_labels``, ``problem_type``.
+        """
+        known = described.get("id2label") or {}
+        names = tuple(self.labels or (str(known[key]) for key in sorted(known, key=int)))
+        count = self.num_labels or len(names) or described.get("num_labels")
+        if not isinstance(count, int):
+            return None
+        if len(names) != count or (self.labels is None and names == tuple(f"LABEL_{number}" for number in range(count))):
+            names = ()
+        kind = self.problem_type or described.get("problem_type")
+        return kind or ("regression" if count == 1 else "single_label_classification"), count, names
+
+
 class ModelConfig(BaseModel):
     """A pretrained model, or the config of a new one."""
 
@@ -95,6 +149,11 @@ class ModelConfig(BaseModel):
         default=None,
         description="Matrix products of experts in transformers: eager, batched_mm, grouped_mm, ... Default: the model's.",
     )
+    head: HeadConfig | None = Field(
+        default=None,
+        description="Another head than the one that says the next token: its kind, or a mapping. It needs an objective such "
+        "as training.objective=classification.",
+    )
     trust_remote_code: bool = Field(
         default=False,
         description="Run model code that comes with a pretrained model. Only for code that you have read.",
@@ -110,6 +169,24 @@ class ModelConfig(BaseModel):
             if key.endswith("_config") and value is not None and not _is_config(value):
                 raise ValueError(f"model.config.{key}={value!r}: must be a mapping of keys, the config of a part of the model")
         return self
+
+    @property
+    def task(self) -> tuple[str, int, tuple[str, ...]] | None:
+        """What the numbers of its head for texts say, how many they are, and their names; ``None``: none, or it is unknown.
+
+        The config of a pretrained model is read if it is a local directory.
+        """
+        if self.head is None or self.head.kind != "sequence_classification":
+            return None
+        described = self.config or {}
+        if self.local is not None:
+            try:
+                described = json.loads((self.local / "config.json").read_text(encoding="utf-8"))
+            except (OSError, ValueError):  # the code that builds the model says what is wrong
+                described = {}
+            own = any(str(name).endswith("ForSequenceClassification") for name in described.get("architectures") or ())
+            described = described if own else {}
+        return self.head.task(described)
 
     @property
     def local(self) -> Path | None:

@@ -233,6 +233,14 @@ class Objective(ABC):
         """
         return {}
 
+    def summary(self, sums: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Return what is reported of the metrics: name to a scalar; by default each sum divided by its count.
+
+        Args:
+            sums: what :meth:`metrics` returned, added up over a step or an evaluation, and over all ranks; fp64.
+        """
+        return {name: total / count.clamp(min=1) for name, (total, count) in sums.items()}
+
     def routed(self, batch: Batch) -> torch.Tensor | None:
         """Return which tokens count for the balance of experts, bool [B, S]; ``None``: all that routers get, in any pass."""
         return None

@@ -17,6 +17,7 @@ from torch import nn
 from meshwright.data.rows.columns import MEMBER
 from meshwright.errors import ConfigError, PartError, Problems, Refusal
 from meshwright.models.added_modules import ADDED, added_modules
+from meshwright.models.heads import is_other_task
 from meshwright.models.objective import Batch, Column, Objective, RunFacts
 from meshwright.models.token_loss import IGNORE, forward_arguments
 from meshwright.models.weights.initial_values import initialize
@@ -77,7 +78,7 @@ class _StandIn(nn.Module):
         super().__init__()
         self.config, text = model.config, model.config.get_text_config()
         self.width, self.scale = int(getattr(text, "hidden_size", 16)), nn.Parameter(torch.ones((), dtype=torch.float64))
-        self.lm_head = _Head(text.vocab_size)
+        self.lm_head = _Head(model.config.num_labels if is_other_task(model) else text.vocab_size)
         self.calls: list[dict[str, Any]] = []
 
     def get_output_embeddings(self) -> nn.Module:

@@ -17,7 +17,7 @@ from meshwright.models.model_config import AdapterConfig, DiffusionConfig, Model
 from meshwright.paths import PathText, nearby
 from meshwright.train.schema.config_problems import message
 from meshwright.train.schema.optimizer_config import OptimizerConfig, ScheduleConfig
-from meshwright.train.schema.our_objectives import objective_of
+from meshwright.train.schema.our_objectives import wanted_of
 from meshwright.train.schema.parallel_config import LayoutConfig, ParallelConfig, Section
 from meshwright.train.schema.plain_yaml import Dumper, Loader
 from meshwright.train.schema.run_sections import (
@@ -47,9 +47,9 @@ class TrainingConfig(Section):
 
     objective: PartName | None = Field(
         default=None,
-        description="What the model learns: `next_token`, `block_diffusion`, `preference` (docs/objectives.md), or an "
-        "objective of your own as `module:Name` (docs/own-parts.md); with arguments as `{use: ..., with: {...}}`. null: what "
-        "it is made for.",
+        description="What the model learns: `next_token`, `block_diffusion`, `preference`, `reward`, `classification` "
+        "(docs/objectives.md), or an objective of your own as `module:Name` (docs/own-parts.md); with arguments as `{use: ..., "
+        "with: {...}}`. null: what it is made for.",
     )
     steps: int | None = Field(default=None, ge=1, description="Optimizer steps in all. Required, or epochs.")
     epochs: float | None = Field(
@@ -125,8 +125,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        name, formats, unpairs = objective_of(self.training.objective, self.data.format)
-        problems = self.data.read_as(name, formats, unpairs=unpairs)
+        problems = self.data.read_as(wanted_of(self.training.objective, self.data.format, self.model))
         if self.training.steps is not None and (problem := self.warmup_problem(self.training.steps)):
             problems.append(problem)
         if self.training.eval_every and not self.data.held_out and not self.data.eval_files:

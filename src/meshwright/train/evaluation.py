@@ -39,9 +39,12 @@ def evaluate(runner: Runner, batches: RankBatches, held_out: Iterable[Batch]) ->
         found |= {
             f"eval/{name}_loss": mean for name, mean in zip(objective.terms, (sums / counts.clamp(min=1)).tolist(), strict=True)
         }
-    pairs = both[own:-own].tolist()
-    for name, total, count in zip(objective.metric_names, pairs[::2], pairs[1::2], strict=True):
-        found[f"eval/{name}"] = total / max(count, 1)
+    pairs = both[own:-own].view(-1, 2)
+    with calling(objective, "summary"):
+        reported = objective.summary(
+            {name: (pair[0], pair[1]) for name, pair in zip(objective.metric_names, pairs, strict=True)}
+        )
+    found |= {f"eval/{name}": float(value) for name, value in reported.items()}
     if objective.perplexity:
         found["eval/perplexity"] = math.exp(min(found["eval/loss"], 700.0))
     return {**found, "eval/tokens": int(counts[0])}

@@ -65,6 +65,12 @@ def make_objective(
         adapter=config.adapter is not None,
     )
     problems = Problems()
+    if config.model.head is not None and given is None and (wanted is None or wanted.use == kind.name):
+        problems.add(
+            "config.objective",
+            f"{WHERE}: {name} says labels (model.head), not the next token; set it to classification or reward, or to one of "
+            "your own that calls given.logits",
+        )
     own = {family.objective().name: family.objective() for family in FAMILIES}
     if given is not None:
         return _users(given, getattr(given, "__qualname__", type(given).__name__), {}, model, run, kind)

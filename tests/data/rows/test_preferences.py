@@ -11,6 +11,7 @@ from meshwright.data.data_config import DataConfig
 from meshwright.data.packing import IGNORE, SequenceDataset
 from meshwright.data.preparation import prepare
 from meshwright.data.rows.corpora import documents
+from meshwright.data.rows.wanted import Wanted
 from meshwright.data.store import TokenStore
 from meshwright.errors import DataError
 
@@ -20,7 +21,7 @@ Jsonl = Callable[..., str]
 def config(path: str, format: str = "preference", unpairs: bool = False, **changes: Any) -> DataConfig:
     made = DataConfig.model_validate({"files": [path], "sequence_length": 128, "eval_fraction": 0.0, **changes})
     formats = ("preference", "unpaired_preference") if unpairs else (format,)
-    assert not made.read_as("preference", formats, unpairs=unpairs)
+    assert not made.read_as(Wanted("preference", formats, unpairs))
     return made
 
 

@@ -49,6 +49,8 @@ class Format:
     """Those of its columns that reach the batch, by their names there."""
     pairs: bool = False
     """Whether a row is two documents, which stay together in a sequence."""
+    whole: bool = False
+    """Whether a row has numbers for a document as it stands: its tokens are those of the text or chat, up to the last."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -68,6 +70,9 @@ class Format:
 LABEL = TensorColumn(per="document")
 """Whether an answer is desirable: 1 or 0, or true or false."""
 
+SCORE = TensorColumn(per="document")
+"""How good an answer is."""
+
 FORMATS = {
     "text": Format(("text",), extra=()),
     "messages": Format(("messages",), within=("role", "content", "weight")),
@@ -78,6 +83,10 @@ FORMATS = {
     "preference": Format(("chosen", "rejected"), ("prompt", "system"), ("role", "content"), pairs=True),
     "unpaired_preference": Format(
         ("prompt", "completion", "label"), ("system",), ("role", "content"), values={"label": LABEL}, pairs=True
+    ),
+    "labeled": Format(("label",), ("text", "messages"), ("role", "content"), whole=True),
+    "scored": Format(
+        ("score",), ("messages", "prompt", "completion", "system"), ("role", "content"), values={"score": SCORE}, whole=True
     ),
 }
 """Name to columns. Those of :data:`PLAIN` are for any objective; the others for one that says so."""

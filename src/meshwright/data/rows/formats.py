@@ -11,6 +11,7 @@ from meshwright.data.data_config import DataConfig
 from meshwright.data.rows.columns import FORMATS, Format
 from meshwright.data.rows.document import Document
 from meshwright.data.rows.extras import template_arguments
+from meshwright.data.rows.labels import label_of
 from meshwright.data.rows.preferences import answer, check_label, preference, unpaired
 from meshwright.data.rows.row_files import Row, names_of, refuse_duplicates
 from meshwright.data.rows.row_values import read_values
@@ -75,7 +76,7 @@ class RowReader:
         self.columns = {"text": config.text_field, "messages": config.messages_field, **mapped}
         self.left_out = config.columns.keys() - mapped.keys()
         self.candidates = config.formats
-        self.seen, self.tensors, self.unpairs = seen, config.tensors, config.unpairs
+        self.seen, self.tensors, self.unpairs, self.labels = seen, config.tensors, config.unpairs, config.labels
         self.unread: dict[str, None] = {} if unread is None else unread
 
     def documents(self, row: Row) -> list[Document]:
@@ -120,11 +121,34 @@ class RowReader:
             prompt, said = answer(row, self._column)
             prompt = [*self._system(row), *prompt]
             document = replace(document, messages=prompt + said, answer=len(prompt))
+        elif layout.whole:
+            document = self._whole(document, name, row)
         else:
             document = replace(document, messages=getattr(self, f"_{name}")(row))
         if len(self.unread) < 1000:
             self.unread.update(dict.fromkeys(column for column in row.values if column not in used))
         return document
+
+    def _whole(self, document: Document, name: str, row: Row) -> Document:
+        """Return the document that a row has numbers for: its messages, its prompt with the answer, or its text."""
+        possible = [key for key in ("messages", "prompt", "text") if key in FORMATS[name].optional and key not in self.left_out]
+        given = {key for key in possible if row.values.get(self._column(key)) is not None}
+        if len(given) != 1:
+            legal = " and ".join(repr(self._column(key)) for key in possible)
+            raise DataError(
+                "data.format",
+                f"{row.source}: has {'several' if given else 'none'} of the fields {legal}; a row of {name} has one of them; "
+                f"its fields are {names_of(row.values)}; set data.columns",
+            )
+        if name == "labeled":
+            assert self.labels is not None
+            document = replace(document, values={**document.values, "label": label_of(row, self._column("label"), self.labels)})
+        if "text" in given:
+            return replace(document, text=text_of(row, self._column("text")))
+        if "messages" in given:
+            return replace(document, messages=[*self._system(row), *self._messages(row)])
+        prompt, said = answer(row, self._column)
+        return replace(document, messages=[*self._system(row), *prompt, *said])
 
     def _arguments(self, layout: Format, row: Row) -> dict[str, Any]:
         """Return the arguments of the chat template that a row gives."""

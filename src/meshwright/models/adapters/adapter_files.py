@@ -16,6 +16,8 @@ from meshwright.distributed.class_names import class_name
 from meshwright.errors import ConfigError, ModelError, described
 from meshwright.files import save_tensors
 from meshwright.models.adapters import expert_adapters
+from meshwright.models.adapters.adapter_targets import saved_modules
+from meshwright.models.heads import PEFT_TASKS, task_of
 from meshwright.models.model_config import AdapterConfig
 from meshwright.paths import mistaken, no_directory
 from meshwright.plan.given.names import within
@@ -257,6 +259,7 @@ def write_adapter(model: nn.Module, config: AdapterConfig, base: str | None, fol
     adapted = [names[id(wrapper)] for _, _, wrapper in wrappers(model)]
     as_experts = named_as_experts(model, adapted)
     settings = peft_config(config, sorted(name for name in adapted if name not in as_experts))
+    settings.modules_to_save, settings.task_type = saved_modules(model, config) or None, PEFT_TASKS[task_of(model)]
     parameters = [*expert_adapters.targets_in_files(model), *sorted(f"{name}.weight" for name in as_experts)]
     settings.target_parameters = parameters or None
     if as_experts:

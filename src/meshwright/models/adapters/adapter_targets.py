@@ -9,12 +9,13 @@ from torch import nn
 from meshwright.distributed.class_names import class_name
 from meshwright.errors import ConfigError, Problems, Refusal
 from meshwright.models import _transformers_compat as compat
+from meshwright.models.heads import head_of
 from meshwright.models.model_config import AdapterConfig
 from meshwright.models.reading.read_weights import read_by_others
 from meshwright.plan.given.names import match_names, within
 from meshwright.plan.given.parameter_storage import is_conv1d, names_of_parameters
 
-__all__ = ["Chosen", "choose"]
+__all__ = ["Chosen", "choose", "saved_modules"]
 
 PLAIN = ("FalconLinear",)
 """Subclasses of ``nn.Linear`` with a forward of their own that computes W x + b. Others may compute anything."""
@@ -216,11 +217,17 @@ def _weighs(module: nn.Module) -> bool:
     return getattr(module, "out_features", 2) == 1
 
 
+def saved_modules(model: nn.Module, config: AdapterConfig) -> list[str]:
+    """Return the modules that peft trains whole, as a configuration names them; it saves the head of another task too."""
+    head = head_of(model)
+    return [*config.save_modules, *([head] if head and head not in config.save_modules else [])]
+
+
 def _saved(model: nn.Module, config: AdapterConfig) -> list[str]:
-    """Return the names of the modules that are trained whole."""
+    """Return the names of the modules that are trained whole: those of the configuration, and the head of another task."""
     modules = [name for name, _ in model.named_modules() if name]
     problems, found = Problems(), []
-    for wanted in config.save_modules:
+    for wanted in saved_modules(model, config):
         matched = [name for name in modules if name == wanted or name.endswith(f".{wanted}")]
         if not matched:
             problems.add("adapter.save_modules", f"adapter.save_modules: {wanted!r} is no module of {class_name(model)}")

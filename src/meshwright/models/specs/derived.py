@@ -9,6 +9,7 @@ from torch import nn
 from meshwright.distributed.class_names import class_name
 from meshwright.errors import ModelError
 from meshwright.models import _transformers_compat as compat
+from meshwright.models.heads import causal_twin, head_of
 from meshwright.models.reading.model_traces import ModelTraces
 from meshwright.models.specs.decoder import declared_structure, structure_of
 from meshwright.models.specs.plain_module import INFERRED, inferred_layers, inferred_spec
@@ -99,7 +100,10 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
             f"{class_name(model)} declares no layers, and has no list of modules of one class: set _no_split_modules on the "
             f"class to the class name of its layer (it is {sorted(declared.no_split) or None}), or pass a ParallelSpec",
         )
-    known = structure_of([kind.__name__ for kind in type(model).__mro__], model.config)
+    known, head = structure_of([kind.__name__ for kind in type(model).__mro__], model.config), head_of(model)
+    if head and (twin := causal_twin(model)) is not None:
+        known = structure_of([twin], model.config)
+        known = None if known is None else replace(known, head=head)
     experts = experts_of(model)
     styles = dict(declared.tp)
     if styles and known is not None:
@@ -119,7 +123,7 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
         sizes=_sizes(model),
         structure=known or _shared_heads(modules, styles),
         # A subclass has the structure of its family, but may have further parameters that some microbatches do not use.
-        uses_all_parameters=known is not None and known.uses_all_parameters and declared_structure(type(model)),
+        uses_all_parameters=known is not None and known.uses_all_parameters and (bool(head) or declared_structure(type(model))),
         traces=partial(ModelTraces, experts=experts, counts_runs=known is None),
     )
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.distributed.class_names import class_name
 from meshwright.errors import ConfigError, ModelError, Problems, Refusal, described
+from meshwright.models import heads
 from meshwright.models.model_config import AdapterConfig, ModelConfig
 from meshwright.paths import mistaken, no_directory
 from meshwright.plan.axes.context import is_flash
@@ -40,11 +41,14 @@ def pretrained_config(
         ConfigError: an unknown model type or key, or values that the family refuses.
         ModelError: a pretrained model that does not exist.
     """
+    found = _load_config(config) if config.config is None else _new_config(config, defaults or {}, strict)
+    return heads.with_labels(found, config, defaults or {})
+
+
+def _new_config(config: ModelConfig, defaults: Mapping[str, Any], strict: bool) -> "PretrainedConfig":
     from transformers import AutoConfig
 
-    if config.config is None:
-        assert config.path is not None
-        return _load_config(config)
+    assert config.config is not None
     values = dict(config.config)
     kind = values.pop("model_type")
     if too_many := _too_many_layers(values, "model.config"):
@@ -67,12 +71,12 @@ def pretrained_config(
             part = CONFIG_MAPPING.get(named, None)
         text_legal = {"model_type", "per_layer_config"} | legal_keys(part) if part else set[str]()
         problems += _unknown_keys(text, text_legal, "model.config.text_config", kind) if strict else Problems()
-        values["text_config"] = _filled(text, defaults or {}, text_legal)
+        values["text_config"] = _filled(text, defaults, text_legal)
         legal = _own_keys(CONFIG_MAPPING[kind])  # other keys that its files read are those of its parts, such as the vocabulary
     if problems:
         raise ConfigError(problems)
     try:
-        return AutoConfig.for_model(kind, **_filled(values, defaults or {}, legal))
+        return AutoConfig.for_model(kind, **_filled(values, defaults, legal))
     except Exception as error:  # families check their own values, with exceptions of many kinds
         raise ConfigError(
             "model.config.refused", f"model.config: {kind!r} refuses it: {' '.join(str(error).split())}"
@@ -170,7 +174,7 @@ def build_on_meta(
     param_dtype: str | None = None,
     planning: bool = False,
 ) -> "PreTrainedModel":
-    """Build the model of a config on the meta device: a causal language model, or the model class that its family names.
+    """Build the model of a config on the meta device: that of its head, or a causal language model, or what its family names.
 
     Args:
         config: what a run says of its model.
@@ -192,7 +196,8 @@ def build_on_meta(
     for name in ("attn_implementation", "experts_implementation"):
         if getattr(config, name) is not None:
             keywords[name] = getattr(config, name)
-    auto_class, kernel = family_named(hf_config.model_type).auto_class(), config.attn_implementation
+    kernel = config.attn_implementation
+    auto_class = heads.auto_class(config.head.kind) if config.head else family_named(hf_config.model_type).auto_class()
     try:
         with torch.device("meta"):
             try:
@@ -204,6 +209,7 @@ def build_on_meta(
                 _transformers_compat.set_attention(model, kernel)
     except Exception as error:  # transformers raises errors of many kinds here, all about what the config asks for
         raise ModelError("model.build", f"model: {described(error)}") from error
+    model = heads.with_outputs_of_tokens(model) if config.head else model
     model.config.use_cache = False  # training never reads the key/value cache
     _transformers_compat.keep_in_fp32(model)
     if config.dtype == "float64":  # an audit computes in it; some constructors store fp32, whatever the config says
@@ -286,7 +292,8 @@ def materialize(
 ) -> None:
     """Give values to a meta model, which may be parallelized already.
 
-    For a pretrained model, each rank reads only its own slices. A new model gets random values, the same on every layout.
+    For a pretrained model, each rank reads only its own slices. A new model gets random values, the same on every layout; and
+    so does a head that the files of a pretrained model do not have.
 
     Args:
         model: the model, on the meta device; its parameters may be DTensors.
@@ -317,8 +324,12 @@ def materialize(
     if config.path is None:
         initialize(model, device, seed, units)
         return
-    with receiving(model, device):
-        report = _transformers_compat.load_sharded(model, [str(file) for file in weight_files(config)], device)
+    files = weight_files(config)
+    fresh = heads.fresh_head(model, files)
+    with heads.without_part(model, fresh), receiving(model, device):
+        report = _transformers_compat.load_sharded(model, [str(file) for file in files], device)
+    if fresh:
+        initialize(model, device, seed, part=fresh)
     problems = [
         Refusal("model.weights.mismatch", f"{name}: not in the files") for name in report.missing if not within(name, elsewhere)
     ]
@@ -328,6 +339,7 @@ def materialize(
     ]
     problems += [Refusal("model.weights.mismatch", line) for line in report.errors]
     unknown = [name for name in report.unexpected if not within(name, elsewhere)]
+    unknown = [name for name in unknown if not (fresh and heads.of_other_head(model, name))]
     problems += [
         Refusal("model.weights.mismatch", f"{name}: in the files, but the model has no such parameter") for name in unknown
     ]

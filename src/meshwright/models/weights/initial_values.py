@@ -50,8 +50,8 @@ def initialize_buffers(model: nn.Module, device: torch.device) -> None:
     _check_written(model, ((name, buffer) for name, buffer in model.named_buffers() if name not in read))
 
 
-def initialize(model: nn.Module, device: torch.device, seed: int, units: tuple[str, ...] = ()) -> None:
-    """Materialize a meta model, and give every parameter and buffer its initial value.
+def initialize(model: nn.Module, device: torch.device, seed: int, units: tuple[str, ...] = (), part: str = "") -> None:
+    """Materialize a meta model, or a part of it, and give every parameter and buffer its initial value.
 
     Args:
         model: a model of transformers, or one whose modules with parameters have ``reset_parameters``. Its parameters may be
@@ -59,23 +59,25 @@ def initialize(model: nn.Module, device: torch.device, seed: int, units: tuple[s
         device: the device of the shards.
         seed: the seed of the run.
         units: names of modules that are initialized one by one, to bound memory (the layers).
+        part: name of the part; its values are those that it has in the whole model.
 
     Raises:
         ModelError: names the parameters and buffers that the model leaves without a value.
     """
-    _to_empty(model, device)
-    _poison((*model.parameters(), *model.buffers()))
+    root = model.get_submodule(part)
+    _to_empty(root, device)
+    _poison((*root.parameters(), *root.buffers()))
     names = {module: name for name, module in model.named_modules()}
     inner = set(units)
     with torch.no_grad(), fork_rng(device):
-        for name in (*sorted(units, key=lambda name: -name.count(".")), ""):  # inside out
+        for name in (*sorted(units, key=lambda name: -name.count(".")), part):  # inside out
             unit = model.get_submodule(name)
             with whole_parameters(unit, skip={model.get_submodule(other) for other in inner - {name}}):
                 done: set[int] = set()
                 for module, owner in _in_order(unit, _owner(model, name), names, inner - {name}):
                     torch.manual_seed(derive_seed(seed, names[module]))
                     _initialize_module(module, owner, done)
-    _check_written(model, (*model.named_parameters(), *model.named_buffers()))
+    _check_written(model, (*root.named_parameters(part), *root.named_buffers(part)))
 
 
 def _to_empty(model: nn.Module, device: torch.device) -> None:

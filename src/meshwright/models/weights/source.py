@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ModelError, Refusal, described
+from meshwright.models.heads import ENDINGS, of_task
 from meshwright.models.model_config import ModelConfig
 from meshwright.paths import mistaken, no_directory
 
@@ -42,7 +43,7 @@ def refuse_untrainable(config: ModelConfig) -> None:
     where = "model.config" if config.path is None else f"model.path={config.path!r}"
     problem = None if config.path is None else _files_problem(config.path, _files(config))
     problem = problem or _quantized_problem(_declared(config))
-    problem = problem or _kind_problem(_declared(config), config.trust_remote_code, new=config.path is None)
+    problem = problem or _kind_problem(_declared(config), config)
     if problem:
         raise ModelError(problem.within(f"{where}: "))
 
@@ -116,8 +117,8 @@ def _quantized_problem(declared: dict[str, Any]) -> Refusal | None:
 _GENERATES = ("CausalLM", "ConditionalGeneration", "BlockDiffusion")
 
 
-def _kind_problem(declared: dict[str, Any], trust_remote_code: bool, *, new: bool) -> Refusal | None:
-    """Return why a config does not describe a model that predicts the next token or denoises text; ``None`` if it does."""
+def _kind_problem(declared: dict[str, Any], wanted: ModelConfig) -> Refusal | None:
+    """Return why a config does not describe a decoder, or one with another head than is wanted; ``None`` if it does."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     from transformers import MODEL_FOR_MASKED_LM_MAPPING as MASKED
 
@@ -126,14 +127,19 @@ def _kind_problem(declared: dict[str, Any], trust_remote_code: bool, *, new: boo
     kind, architectures = declared.get("model_type"), declared.get("architectures")
     named = architectures[0] if isinstance(architectures, list) and architectures else None
     task = re.search(r"For([A-Z]\w+)$", named) if isinstance(named, str) else None
-    if task is not None and not task.group(1).startswith(_GENERATES):
+    head = "" if wanted.head is None else ENDINGS[wanted.head.kind]
+    if task is not None and not task.group(1).startswith(_GENERATES) and task.group() != head:
+        own = next((name for name, ending in ENDINGS.items() if ending == task.group()), None)
+        remedy = f"set model.head={own} to train it, or take" if own and not head else "take"
         return Refusal(
             "model.kind",
-            f"is {_article(str(named))}, which has the head of another task; Meshwright trains models that generate text: take "
-            "the base model that it was made of, or another model for causal language modeling",
+            f"is {_article(str(named))}, which has the head of another task; {remedy} the base model that it was made of, or "
+            "another model for causal language modeling",
         )
-    custom = trust_remote_code and "AutoModelForCausalLM" in (declared.get("auto_map") or {})
     known = {family.name for family in FAMILIES}
+    if head and kind in known:
+        return Refusal("model.head", f"model.head={head}: a model of {kind} has no such head; leave it out")
+    custom = wanted.trust_remote_code and f"AutoModel{head or 'ForCausalLM'}" in (declared.get("auto_map") or {})
     if not isinstance(kind, str) or custom or kind in known or kind not in CONFIG_MAPPING:
         return None
     of = CONFIG_MAPPING[kind]
@@ -152,10 +158,13 @@ def _kind_problem(declared: dict[str, Any], trust_remote_code: bool, *, new: boo
             else f"is of a kind ({kind}) that has no head to generate text; take a model for causal language modeling",
         )
     if of in MASKED and not declared.get("is_decoder", getattr(of, "is_decoder", True)):
-        remedy = "set is_decoder: true for a new model with causal attention" if new else "take a decoder"
+        remedy = "set is_decoder: true for a new model with causal attention" if wanted.path is None else "take a decoder"
         return Refusal(
-            "model.encoder", f"is an encoder ({kind}), whose attention sees the tokens that it would have to predict; {remedy}"
+            "model.encoder",
+            f"is an encoder ({kind}), whose attention sees the tokens after each; Meshwright trains decoders: {remedy}",
         )
+    if wanted.head is not None and not of_task(wanted.head.kind, of):
+        return Refusal("model.head", f"model.head={wanted.head.kind}: transformers has no {head[3:]} of {kind}; leave it out")
     return None
 
 

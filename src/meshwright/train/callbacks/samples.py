@@ -39,6 +39,8 @@ class Samples(Callback):
         """The model has to generate one token after another."""
         if any(plan.family in family.classes and type(family).generate is not Family.generate for family in FAMILIES):
             yield f"{plan.family} does not generate one token after another; the legal value of sample.every is 0"
+        if config.model.head is not None:
+            yield f"{plan.family} says labels (model.head), and generates no text; the legal value of sample.every is 0"
 
     def on_step(self, run: TrainingRun) -> None:
         """Sample."""

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from meshwright.distributed.class_names import class_name
 from meshwright.errors import ConfigError
 from meshwright.layout import Layout
+from meshwright.models.heads import kind_named, with_outputs_of_tokens
 from meshwright.train.config import RunConfig, checked_config
 from meshwright.train.start.setup import RunSetup, make_setup, spec_of_run
 
@@ -62,6 +64,7 @@ class OwnLoop:
             from meshwright.models.adapters.adapt import adapt
 
             model = on_meta(self.model)
+            model = model if self.config.model.head is None else with_outputs_of_tokens(model)
             model.config.use_cache = False
             if self.config.adapter is not None:
                 adapt(model, self.config.adapter, self.config.parallel.param_dtype)
@@ -160,8 +163,9 @@ def _described(model: "PreTrainedModel") -> dict[str, Any]:
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     dtype = next((name for name in ("float64", "float32", "bfloat16") if getattr(torch, name) in dtypes), "float32")
     config = {key: value for key, value in model.config.to_diff_dict().items() if key not in _OF_FILES}
-    kernel = getattr(model.config, "_attn_implementation", None)
-    return {"config": config, "dtype": dtype, "attn_implementation": kernel}
+    kernel, kind = getattr(model.config, "_attn_implementation", None), kind_named(class_name(model))
+    head = None if kind is None else {"kind": kind, "num_labels": model.config.num_labels}
+    return {"config": config, "dtype": dtype, "attn_implementation": kernel, "head": head}
 
 
 def _length(model: "PreTrainedModel | None") -> int:

@@ -19,6 +19,7 @@ from meshwright.distributed.pipeline.stage_parts import models_of
 from meshwright.errors import CheckpointError
 from meshwright.models.objective import Batch
 from meshwright.models.weights.initial_values import initialize_buffers
+from meshwright.objectives.call import calling
 from meshwright.train.batches import RankBatches
 from meshwright.train.engine.guard import Guard
 from meshwright.train.engine.runner import COUNT, SUM, Sums
@@ -162,9 +163,9 @@ class StepEngine:
         for term, count in zip(self.objective.terms, gathered.divisors, strict=True):
             if term in metrics:
                 metrics[f"{term}_loss"] = metrics.pop(term).double() / count
-        for name in self.objective.metric_names:
-            total, count = metrics.pop(f"{name}{SUM}"), metrics.pop(f"{name}{COUNT}")
-            metrics[name] = total / count.clamp(min=1)
+        pairs = {name: (metrics.pop(f"{name}{SUM}"), metrics.pop(f"{name}{COUNT}")) for name in self.objective.metric_names}
+        with calling(self.objective, "summary"):
+            metrics |= self.objective.summary(pairs)
         return {**metrics, "tokens": gathered.tokens}
 
     # -- checkpoints -------------------------------------------------------------------------------------------------------

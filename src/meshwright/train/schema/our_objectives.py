@@ -5,9 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.data.rows.columns import FORMATS, PLAIN
+from meshwright.data.rows.wanted import Labels, Wanted
+from meshwright.models.model_config import ModelConfig
 from meshwright.user_code import PartConfig
 
-__all__ = ["OURS", "OurObjective", "objective_of"]
+__all__ = ["OURS", "OurObjective", "wanted_of"]
 
 
 @dataclass(frozen=True)
@@ -18,11 +20,13 @@ class OurObjective:
         part: returns its class, as ``module:Name``, of its arguments.
         formats: returns the formats of rows that it reads, of its arguments.
         unpairs: returns whether it learns each answer of a pair by itself.
+        whole: whether all tokens of a row count, and not only answers.
     """
 
     part: Callable[[Mapping[str, Any]], str]
     formats: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda arguments: PLAIN
     unpairs: Callable[[Mapping[str, Any]], bool] = lambda arguments: False
+    whole: bool = False
 
 
 def _of_preference(arguments: Mapping[str, Any]) -> tuple[str, ...]:
@@ -37,22 +41,33 @@ def _preference(arguments: Mapping[str, Any]) -> str:
     return f"meshwright.objectives.preference:{'Kto' if _is_kto(arguments) else 'Preference'}"
 
 
+def _of_reward(arguments: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("scored",) if arguments.get("loss_type") == "mse" else ("preference",)
+
+
 OURS = {
     "preference": OurObjective(_preference, _of_preference, _is_kto),
     "policy": OurObjective(lambda arguments: "meshwright.objectives.policy:Policy"),
+    "reward": OurObjective(lambda arguments: "meshwright.objectives.reward:Reward", _of_reward, whole=True),
+    "classification": OurObjective(
+        lambda arguments: "meshwright.objectives.classification:Classification", lambda arguments: ("labeled",), whole=True
+    ),
 }
 
 
-def objective_of(part: PartConfig | None, format: str) -> tuple[str, tuple[str, ...], bool]:
-    """Return the name of an objective, the formats of rows that it reads, and whether it learns answers by themselves.
+def wanted_of(part: PartConfig | None, format: str, model: ModelConfig) -> Wanted:
+    """Return what an objective wants of rows.
 
     Args:
         part: the objective of a configuration; ``None``: that of the family.
         format: ``data.format``. An objective of the user's reads any format that is named.
+        model: the model, whose head says what labels are.
     """
-    if part is None or part.use not in OURS:
-        own = part is not None and ":" in part.use
-        named = (format,) if own and format in FORMATS else ()
-        return "of the model" if part is None else part.use, named or PLAIN, False
+    if part is None:
+        return Wanted()
+    labels = None if model.task is None else Labels(*model.task)
+    if part.use not in OURS:
+        named = (format,) if ":" in part.use and format in FORMATS else ()
+        return Wanted(part.use, named or PLAIN, labels=labels)
     ours = OURS[part.use]
-    return part.use, ours.formats(part.arguments), ours.unpairs(part.arguments)
+    return Wanted(part.use, ours.formats(part.arguments), ours.unpairs(part.arguments), ours.whole, labels)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from meshwright.models import _transformers_compat as compat
+from meshwright.models.heads import is_other_task
 from meshwright.models.reading.tensor.features import FeatureTracer
 from meshwright.models.reading.tracing import attributes, traced
 from meshwright.plan.given.names import holder_of, within
@@ -131,4 +132,6 @@ def _vocabulary(model: "PreTrainedModel", names: Mapping[torch.Tensor, Sequence[
     tied = embedding.weight is head.weight
     alone = all(len(names[weight]) == 1 + tied for weight in (embedding.weight, head.weight))
     alone = alone and (head.bias is None or len(names[head.bias]) == 1)
+    if is_other_task(model):  # its few labels stay whole
+        return (own[embedding],) if alone else ()
     return (own[embedding], own[head]) if alone else ()
