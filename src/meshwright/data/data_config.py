@@ -85,13 +85,15 @@ class DataConfig(BaseModel):
         "unpaired_preference",
         "labeled",
         "scored",
+        "rollout",
     ] = Field(
         default="auto",
         description="What the rows are: 'text'; or chats as 'messages' (role, content), 'sharegpt' (conversations of from and "
         "value), 'alpaca' (instruction, input, output) or 'prompt_completion'; or 'tokens' (input_ids, loss_mask); or what an "
         "objective reads: 'preference' (prompt, chosen, rejected), 'unpaired_preference' (prompt, completion, label), "
-        "'labeled' (text or messages, label), 'scored' (messages, or prompt and completion; score). 'auto': of those that the "
-        "objective reads, the one whose columns the first row of a file has.",
+        "'labeled' (text or messages, label), 'scored' (messages, or prompt and completion; score), 'rollout' (prompt_ids, "
+        "completion_ids, old_log_probs; advantages, or reward and group). 'auto': of those that the objective reads, the one "
+        "whose columns the first row of a file has.",
     )
     columns: dict[str, str | None] = Field(
         default={},
@@ -274,6 +276,11 @@ class DataConfig(BaseModel):
     def whole(self) -> bool:
         """Whether all tokens of a row count, up to the last of the text or chat as it stands, and not only answers."""
         return self._wanted.whole or any(FORMATS[name].whole for name in self.formats)
+
+    @property
+    def scales(self) -> bool:
+        """Whether advantages that come of rewards are divided by the standard deviation of those of their group."""
+        return self._wanted.scales
 
     @property
     def labels(self) -> Labels | None:

@@ -30,7 +30,8 @@ _DIGESTS = (_SOURCE, _TOKENIZER, _TEMPLATE)
 _HELD_OUT = "data.eval_fraction"
 _UNPAIRS = "training.objective with answers by themselves"
 _WHOLE, _LABELS = "training.objective with whole texts", "model.head.labels"
-_OPTIONAL = ("data.source", "data.map", "data.tensors", _UNPAIRS, _WHOLE, _LABELS)
+_SCALES = "training.objective with advantages that are scaled"
+_OPTIONAL = ("data.source", "data.map", "data.tensors", _UNPAIRS, _SCALES, _WHOLE, _LABELS)
 """Parts that only a run that uses them has, so that stores and checkpoints of other runs stay what they are."""
 
 
@@ -49,7 +50,7 @@ def _optional(config: DataConfig) -> dict[str, Any]:
     """Return what decides the contents of a store besides, if it is given: parts of the user, and columns of values."""
     columns = {"data.tensors": {name: column.model_dump(mode="json") for name, column in config.values.items()}}
     read_as = {"data.format": list(config.formats)} if config.pairs else {}
-    unpaired = {_UNPAIRS: True} if config.unpairs else {}
+    unpaired = ({_UNPAIRS: True} if config.unpairs else {}) | ({} if config.scales else {_SCALES: False})
     whole: dict[str, Any] = {_WHOLE: True} if config.whole else {}
     if "labeled" in config.formats and config.labels:
         whole[_LABELS] = [config.labels.kind, config.labels.count, list(config.labels.names)]

@@ -68,6 +68,9 @@ class Policy(Objective):
             ``k3``: :math:`e^{-d} + d - 1` (Schulman 2020, "Approximating KL divergence").
         normalization: see above; ``None``: that of the paper.
         max_completion_length: for ``constant``: tokens of the longest answer; ``None``: ``data.sequence_length``.
+        scale_rewards: ``group``: advantages that come of rewards are divided by the standard deviation of the rewards of their
+            group; ``none``: they are not. ``None``: ``none`` for ``dr_grpo``, or else ``group``. Advantages are computed when
+            rows are read.
         reference: with ``beta``, see :class:`~meshwright.objectives.preference.Preference`.
 
     Raises:
@@ -87,6 +90,7 @@ class Policy(Objective):
         kl_estimator: Literal["k1", "k2", "k3"] | None = None,
         normalization: Literal["token", "sequence", "constant"] | None = None,
         max_completion_length: Annotated[int, Field(gt=0)] | None = None,
+        scale_rewards: Literal["group", "none"] | None = None,
         reference: Literal["adapter_off", "precomputed"] | None = None,
     ) -> None:
         self.loss_type, self.beta, self.estimator = loss_type, beta, kl_estimator or "k3"

@@ -84,6 +84,12 @@ FORMATS = {
     "unpaired_preference": Format(
         ("prompt", "completion", "label"), ("system",), ("role", "content"), values={"label": LABEL}, pairs=True
     ),
+    "rollout": Format(
+        ("prompt_ids", "completion_ids", "old_log_probs"),
+        ("advantages", "reward", "group", "completion_mask"),
+        extra=(),
+        values={"old_log_probs": TensorColumn(per="token"), "advantages": TensorColumn(per="token")},
+    ),
     "labeled": Format(("label",), ("text", "messages"), ("role", "content"), whole=True),
     "scored": Format(
         ("score",), ("messages", "prompt", "completion", "system"), ("role", "content"), values={"score": SCORE}, whole=True

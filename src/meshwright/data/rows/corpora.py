@@ -19,6 +19,7 @@ from meshwright.data.rows.document import Document
 from meshwright.data.rows.formats import RowReader, check_columns
 from meshwright.data.rows.own_rows import RowMap, source_rows
 from meshwright.data.rows.preferences import mismatched
+from meshwright.data.rows.rollouts import with_advantages
 from meshwright.data.rows.row_files import Row, file_rows, library_rows, load_saved, open_file
 from meshwright.data.rows.source_files import TEXT_EXTENSIONS, expand_files, saved
 from meshwright.errors import DataError, MeshwrightError, Problems, Refusal, number_of
@@ -299,7 +300,7 @@ class _Documents:
 
     def of_rows(self, rows: Iterator[Row]) -> Iterator[Document]:
         """Yield the documents of the rows of one file or data set, all of one format."""
-        read = self._by_row(rows)
+        read = with_advantages(self._by_row(rows), self.config.scales, self.bad)
         if self.config.unpairs:
             yield from mismatched(read, _source_name(self.config))
         else:

@@ -13,6 +13,7 @@ from meshwright.data.rows.document import Document
 from meshwright.data.rows.extras import template_arguments
 from meshwright.data.rows.labels import label_of
 from meshwright.data.rows.preferences import answer, check_label, preference, unpaired
+from meshwright.data.rows.rollouts import rollout
 from meshwright.data.rows.row_files import Row, names_of, refuse_duplicates
 from meshwright.data.rows.row_values import read_values
 from meshwright.data.rows.token_rows import tokens_of
@@ -98,7 +99,7 @@ class RowReader:
             self.seen.update(dict.fromkeys(row.values))
         name = self._format(row)
         layout = FORMATS[name]
-        tensors = {**self.tensors, **layout.columns(self._column)}
+        tensors = {**self.tensors, **({} if name == "rollout" else layout.columns(self._column))}
         read = (key for key in layout.required + layout.optional + layout.extra if key not in self.left_out)
         used = [*map(self._column, read), *(column.column or name for name, column in tensors.items())]
         values = read_values(tensors, row) if tensors else {}
@@ -106,8 +107,9 @@ class RowReader:
         check_sound([row.values.get(column) for column in used], row.source)
         document = Document(None, None, row.source, self._arguments(layout, row), values)
         if name == "tokens":
-            left = {"loss_mask", "tokenizer"} & self.left_out
-            document = replace(document, tokens=tokens_of(row, lambda key: None if key in left else self._column(key)))
+            document = replace(document, tokens=tokens_of(row, self._column_there))
+        elif name == "rollout":
+            document = rollout(document, row, self._column_there)
         elif name == "text":
             document = replace(document, text=text_of(row, self._column("text")))
         elif name == "preference":
@@ -156,6 +158,9 @@ class RowReader:
         arguments = template_arguments({key: row.values.get(columns[key]) for key in columns}, columns, row.source)
         check_sound(arguments, row.source)
         return arguments
+
+    def _column_there(self, key: str) -> str | None:
+        return None if key in self.left_out else self._column(key)
 
     def _column(self, key: str) -> str:
         return self.columns.get(key, key)

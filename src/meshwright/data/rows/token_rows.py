@@ -10,7 +10,7 @@ from meshwright.data.rows.row_files import Row
 from meshwright.data.rows.turns import kind_of
 from meshwright.errors import DataError, number_of
 
-__all__ = ["check_tokens", "tokens_of"]
+__all__ = ["check_tokens", "numbers_of", "tokens_of"]
 
 
 def tokens_of(row: Row, column: Callable[[str], str | None]) -> Tokens:
@@ -23,10 +23,10 @@ def tokens_of(row: Row, column: Callable[[str], str | None]) -> Tokens:
     Raises:
         DataError: they are no list of whole numbers, or the mask is not as long; names file, line and field.
     """
-    ids = _numbers(row, str(column("input_ids")), "ids")
+    ids = numbers_of(row, str(column("input_ids")), "ids")
     mask, field = None, column("loss_mask")
     if field is not None and row.values.get(field) is not None:
-        mask = _numbers(row, field, "0 or 1")
+        mask = numbers_of(row, field, "0 or 1")
         if wrong := sorted(set(mask) - {0, 1}):
             raise DataError("data.tokens", f"{row.source}: field {field!a} holds {wrong[0]}; legal are 0 and 1")
         if len(mask) != len(ids):
@@ -41,7 +41,12 @@ def tokens_of(row: Row, column: Callable[[str], str | None]) -> Tokens:
     return Tokens(ids, None if mask is None else [bool(one) for one in mask], made)
 
 
-def _numbers(row: Row, field: str, legal: str) -> list[int]:
+def numbers_of(row: Row, field: str, legal: str) -> list[int]:
+    """Return a list of whole numbers in a field of a row; ``legal`` says of what.
+
+    Raises:
+        DataError: it holds something else; names file, line and field.
+    """
     value: Any = row.values.get(field)
     if field not in row.values or not isinstance(value, list):
         raise DataError("data.tokens", f"{row.source}: field {field!a} is {kind_of(value)}; legal is a list of {legal}")

@@ -38,6 +38,7 @@ class Wanted:
         formats: the formats that it reads.
         unpairs: whether it learns each answer of a pair by itself.
         whole: whether all tokens of a row count, and not only answers.
+        scales: whether advantages that come of rewards are divided by the standard deviation of those of their group.
         labels: what labels of texts are; ``None``: unknown.
     """
 
@@ -46,6 +47,7 @@ class Wanted:
     unpairs: bool = False
     whole: bool = False
     labels: Labels | None = None
+    scales: bool = True
 
     def values(self, formats: tuple[str, ...]) -> dict[str, TensorColumn]:
         """Return the columns of some formats that reach the batch."""

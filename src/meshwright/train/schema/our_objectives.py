@@ -21,12 +21,14 @@ class OurObjective:
         formats: returns the formats of rows that it reads, of its arguments.
         unpairs: returns whether it learns each answer of a pair by itself.
         whole: whether all tokens of a row count, and not only answers.
+        scales: returns whether advantages that come of rewards are divided by the standard deviation of those of their group.
     """
 
     part: Callable[[Mapping[str, Any]], str]
     formats: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda arguments: PLAIN
     unpairs: Callable[[Mapping[str, Any]], bool] = lambda arguments: False
     whole: bool = False
+    scales: Callable[[Mapping[str, Any]], bool] = lambda arguments: True
 
 
 def _of_preference(arguments: Mapping[str, Any]) -> tuple[str, ...]:
@@ -45,9 +47,16 @@ def _of_reward(arguments: Mapping[str, Any]) -> tuple[str, ...]:
     return ("scored",) if arguments.get("loss_type") == "mse" else ("preference",)
 
 
+def _scales(arguments: Mapping[str, Any]) -> bool:
+    wanted = arguments.get("scale_rewards")
+    return wanted == "group" if wanted is not None else arguments.get("loss_type") != "dr_grpo"
+
+
 OURS = {
     "preference": OurObjective(_preference, _of_preference, _is_kto),
-    "policy": OurObjective(lambda arguments: "meshwright.objectives.policy:Policy"),
+    "policy": OurObjective(
+        lambda arguments: "meshwright.objectives.policy:Policy", lambda arguments: ("rollout",), scales=_scales
+    ),
     "reward": OurObjective(lambda arguments: "meshwright.objectives.reward:Reward", _of_reward, whole=True),
     "classification": OurObjective(
         lambda arguments: "meshwright.objectives.classification:Classification", lambda arguments: ("labeled",), whole=True
@@ -70,4 +79,5 @@ def wanted_of(part: PartConfig | None, format: str, model: ModelConfig) -> Wante
         named = (format,) if ":" in part.use and format in FORMATS else ()
         return Wanted(part.use, named or PLAIN, labels=labels)
     ours = OURS[part.use]
-    return Wanted(part.use, ours.formats(part.arguments), ours.unpairs(part.arguments), ours.whole, labels)
+    arguments = part.arguments
+    return Wanted(part.use, ours.formats(arguments), ours.unpairs(arguments), ours.whole, labels, scales=ours.scales(arguments))
