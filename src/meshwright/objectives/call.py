@@ -117,17 +117,22 @@ def evaluate_batch(
         return terms, metrics
 
 
+_REFERENCE = "the log-probabilities of the reference, with adapters off"
+
+
 @dataclass(frozen=True)
 class Pass:
     """Values of the model that an objective needs before a step.
 
     Attributes:
         values: computes them for a batch.
+        what: what they are, in words.
         adapted: whether adapters are on.
         means: whether they are sums and counts [2], of which the batches get the means over the whole step.
     """
 
     values: Callable[[nn.Module, Batch], Mapping[str, torch.Tensor]]
+    what: str
     adapted: bool = True
     means: bool = False
 
@@ -153,14 +158,14 @@ def passes_before(objective: Objective) -> list[Pass]:
     """Return what an objective needs of the model as it is before a step: a forward of all batches for each."""
     found = []
     if objective.reference is True:
-        found.append(Pass(lambda model, batch: {"reference_log_probs": log_probs(model, batch)}, adapted=False))
+        found.append(Pass(lambda model, batch: {"reference_log_probs": log_probs(model, batch)}, _REFERENCE, adapted=False))
     if type(objective).before is not Objective.before:
 
         def before(model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
             with calling(objective, "before"):
                 return objective.before(model, batch)
 
-        found.append(Pass(before))
+        found.append(Pass(before, "what its before() returns"))
     if type(objective).baselines is not Objective.baselines:
 
         def baselines(model: nn.Module, batch: Batch) -> Mapping[str, torch.Tensor]:
@@ -169,7 +174,7 @@ def passes_before(objective: Objective) -> list[Pass]:
             device = batch["input_ids"].device
             return {name: torch.stack([_number(one, device) for one in pair]) for name, pair in measured.items()}
 
-        found.append(Pass(baselines, means=True))
+        found.append(Pass(baselines, "means over the whole step", means=True))
     return found
 
 

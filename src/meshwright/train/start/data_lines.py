@@ -55,7 +55,8 @@ def describe_data(config: RunConfig, store: "TokenStore") -> str:
         f"data: {number_of(index.rows, 'row')}, {number_of(index.documents, 'document')} of "
         f"{number_of(index.tokens, 'token')}, {index.eval_documents:,} held "
         f"out; {index.truncated:,} truncated, {index.dropped:,} dropped, {index.empty:,} empty, {index.bad:,} bad"
-        f"{f', {index.mapped_away:,} left out by data.map' if index.mapped_away else ''}{_extras(index)}",
+        f"{f', {index.mapped_away:,} left out by data.map' if index.mapped_away else ''}"
+        f"{_extras(index)}",
         f"{number_of(sequences, f'{packed}sequence')} of {length:,}, {filled:.1%} full; "
         f"{number_of(steps, 'step')} of {batch:,} {'is' if steps == 1 else 'are'} {epochs:.3g} epochs",
     ]
@@ -74,7 +75,9 @@ def describe_data(config: RunConfig, store: "TokenStore") -> str:
 
 def _extras(index: "StoreIndex") -> str:
     """What else the chats of a store have, as the end of a line."""
-    parts = [f"{number_of(count, 'chat')} with {name}" for name, count in index.given.items()]
+    alike = number_of(index.alike, "pair")
+    parts = [f"{alike} left out, since both answers are the same"] if index.alike else []
+    parts += [f"{number_of(count, 'chat')} with {name}" for name, count in index.given.items()]
     parts += [f"{number_of(index.unlearned, 'answer')} not learned (weight 0)"] if index.unlearned else []
     return f"; {', '.join(parts)}" if parts else ""
 

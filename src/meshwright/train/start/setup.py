@@ -40,6 +40,8 @@ REMARK = (
 )
 """What a reference costs that is computed once."""
 
+EACH_STEP = "before each step, one forward more of all its microbatches, without gradient"
+
 
 @dataclass(frozen=True)
 class RunSetup:
@@ -114,7 +116,7 @@ def make_setup(
     from meshwright.distributed.experts.balance import refusals
     from meshwright.models.added_modules import add_modules
     from meshwright.models.objective import PRECOMPUTED, NextToken
-    from meshwright.objectives.call import named
+    from meshwright.objectives.call import named, passes_before
     from meshwright.objectives.layouts import layout_problems
     from meshwright.plan.given.inspection import model_sizes
     from meshwright.plan.resolver import resolve
@@ -196,8 +198,8 @@ def make_setup(
     if objective.without_head:
         spec = replace(spec, uses_all_parameters=False)
     spec = add_modules(spec, model, objective.added, objective.module_runs)
-    if objective.reference == PRECOMPUTED:
-        spec = replace(spec, remarks=(*spec.remarks, REMARK))
+    more = [f"{EACH_STEP}: {one.what}" for one in passes_before(objective)] + [REMARK] * (objective.reference == PRECOMPUTED)
+    spec = replace(spec, remarks=(*spec.remarks, *more))
     plan = resolve(spec, model, layout, options)
     refused = refusals(
         plan,
