@@ -1,7 +1,6 @@
 """Cases of the objectives that Meshwright brings: an axis against one process, and that against a plain computation."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from maintain.cells import Place, Variant, family_case
+from maintain.cells import Place
+from maintain.objectives import CLOSE, objective_case
 from meshwright.audit.conduct import Auditor
-from meshwright.audit.data import draw_documents
 from meshwright.audit.report import AuditReport
 from meshwright.data.loader import TrainLoader
 from meshwright.data.store import TokenStore
@@ -20,7 +19,6 @@ from meshwright.objectives.call import evaluate_batch, passes_before
 from meshwright.objectives.documents import number_documents
 from meshwright.objectives.invented import spread_of
 from meshwright.objectives.running import Running, running
-from meshwright.plan.given.closed_choices import SyncPolicy
 from meshwright.train.config import RunConfig
 from meshwright.train.run_objective import columns_of
 from tests.objectives.test_given import PLACES
@@ -37,31 +35,14 @@ def compare(
     objective: Mapping[str, Any],
     family: str = "llama",
     *,
-    packing: str = "pack",
-    tensors: Mapping[str, Any] | None = None,
-    microbatches: int = 2,
     plants: Sequence[Callable[..., None]] = (),
-    head: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> AuditReport:
-    """Audit an objective on a layout: loss, gradients, parameters as in one process, fp64. With a plant, it fails."""
-    variant = Variant(SyncPolicy.REDUCE_EACH, "float64", microbatches, False, False)
-    case = family_case(family, place, variant, folder, packing=packing, **{"loss_chunks": 0, **options})
-    values = case.config.model_dump(mode="json")
-    values["training"]["objective"] = dict(objective)
-    values["data"]["tensors"] = dict(tensors or {})
-    values["model"]["head"] = head
-    run = RunConfig.model_validate(values)
-    vocabulary = int(run.model.config["vocab_size"])  # type: ignore[index]
-    count = 4 * run.training.global_batch_size * case.steps
-    columns = "-".join(f"{name}{one.width or ''}" for name, one in run.data.values.items())
-    length, store = run.data.sequence_length, folder / f"{objective['use']}-{count}-{packing}-{run.data.pairs}-{columns}"
-    if not (store / "index.json").is_file():
-        longest = length if packing == "pack" or run.data.pairs else 2 * length
-        draw_documents(vocabulary, length, count, 0, store, longest, tensors=run.data.values, pairs=run.data.pairs)
-    report = auditor.audit(replace(case, config=run, store=store), place.world_size, plants=list(plants))
+    """Audit an objective on a layout (:func:`~maintain.objectives.objective_case`). With a plant, the audit fails."""
+    case = objective_case(folder, place, objective, family, **options)
+    report = auditor.audit(case, place.world_size, plants=list(plants))
     assert report.passed == (not plants), report.verdict
-    assert plants or report.worst_gradient < 1e-11
+    assert plants or report.worst_gradient < CLOSE
     return report
 
 

@@ -1,0 +1,151 @@
+"""Audits the objectives that Meshwright brings, each on every axis, and writes the table of docs/objectives.md.
+
+From the root of the repository, some ten minutes on two cores:
+
+    python -m maintain.objectives
+"""
+
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from maintain.cells import LAYOUTS, Place, Variant, family_case
+from meshwright.audit.case import Case
+from meshwright.audit.conduct import Auditor
+from meshwright.audit.data import draw_documents
+from meshwright.errors import MeshwrightError
+from meshwright.plan.given.closed_choices import SyncPolicy
+from meshwright.train.config import RunConfig
+
+__all__ = ["OBJECTIVES", "ObjectiveRow", "objective_case", "write_table"]
+
+PAGE = Path("docs/objectives.md")
+BEGIN, END = "<!-- python -m maintain.objectives writes from here -->", "<!-- to here -->"
+PLACES = ("shard 2", "2 x shard 2", "tp 2", "tp 2 seq", "cp 2", "pp 2", "ep 2", "cp 2 x tp 2")
+CLOSE = 1e-11
+"""Largest relative error of a gradient, in fp64."""
+
+
+@dataclass(frozen=True)
+class ObjectiveRow:
+    """A row of the table.
+
+    Attributes:
+        use: name of the objective.
+        arguments: its arguments.
+        tensors: columns that its data have besides.
+        head: ``model.head``.
+        reference: whether it needs log-probabilities of a reference: a column, and the model without its adapter.
+    """
+
+    use: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+    head: Mapping[str, Any] | None = None
+    reference: bool = False
+
+    @property
+    def label(self) -> str:
+        """How the table names it."""
+        shown = ", ".join(f"{key}={value}" for key, value in self.arguments.items())
+        if self.head is not None and self.use == "classification":
+            shown = str(self.head.get("problem_type", ""))
+        return f"`{self.use}`{f' {shown}' if shown else ''}"
+
+    @property
+    def part(self) -> dict[str, Any]:
+        """The value of ``training.objective``."""
+        return {"use": self.use, "with": dict(self.arguments)}
+
+
+_REFERENCE = {"reference_log_probs": {"per": "token"}}
+OBJECTIVES = (
+    *(ObjectiveRow("preference", {"loss_type": kind}, reference=True) for kind in ("dpo", "ipo", "hinge", "kto")),
+    *(ObjectiveRow("preference", {"loss_type": kind}) for kind in ("simpo", "orpo", "cpo")),
+    *(ObjectiveRow("policy", {"loss_type": kind, "beta": 0.1}, reference=True) for kind in ("grpo", "dapo", "dr_grpo", "gspo")),
+)
+
+
+def objective_case(
+    folder: Path,
+    place: Place,
+    objective: Mapping[str, Any],
+    family: str = "llama",
+    *,
+    packing: str = "pack",
+    tensors: Mapping[str, Any] | None = None,
+    microbatches: int = 2,
+    head: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Case:
+    """Return the case of an objective on a layout, in fp64, on random documents.
+
+    Args:
+        folder: where the documents are written.
+        place: the layout.
+        objective: the value of ``training.objective``.
+        family: the model, one of :data:`~maintain.tiny.TINY_MODELS`.
+        packing: ``data.packing``.
+        tensors: ``data.tensors``.
+        microbatches: of a step.
+        head: ``model.head``.
+        options: those of :func:`~maintain.cells.family_case`.
+    """
+    variant = Variant(SyncPolicy.REDUCE_EACH, "float64", microbatches, False, False)
+    case = family_case(family, place, variant, folder, packing=packing, **{"loss_chunks": 0, **options})
+    values = case.config.model_dump(mode="json")
+    values["training"]["objective"] = dict(objective)
+    values["data"]["tensors"] = dict(tensors or {})
+    values["model"]["head"] = head
+    run = RunConfig.model_validate(values)
+    vocabulary, length = int((run.model.config or {})["vocab_size"]), run.data.sequence_length
+    count = 4 * run.training.global_batch_size * case.steps
+    columns = "-".join(f"{name}{one.width or ''}" for name, one in run.data.values.items())
+    store = folder / f"{objective['use']}-{count}-{packing}-{run.data.pairs}-{columns}"
+    if not (store / "index.json").is_file():
+        longest = length if packing == "pack" or run.data.pairs else 2 * length
+        draw_documents(vocabulary, length, count, 0, store, longest, tensors=run.data.values, pairs=run.data.pairs)
+    return replace(case, config=run, store=store)
+
+
+def write_table(page: Path = PAGE) -> bool:
+    """Audit every cell, write the table into the page, and return whether no cell failed."""
+    places = {place.label: place for place in LAYOUTS}
+    columns = [*((label, {}) for label in PLACES), ("shard 2, LoRA", {"adapter": {"rank": 2, "targets": "all-linear"}})]
+    lines = ["", f"| | {' | '.join(label for label, _ in columns)} |", f"|---|{'---|' * len(columns)}"]
+    begun, good = time.perf_counter(), True
+    with Auditor() as auditor, tempfile.TemporaryDirectory(prefix="meshwright-objectives-") as folder:
+        for row in OBJECTIVES:
+            cells = []
+            for label, options in columns:
+                place = places[label.partition(",")[0]]
+                worst = [_audited(auditor, Path(folder), row, place, packing, options) for packing in ("pack", "pad")]
+                good &= not any("**" in one for one in worst)
+                cells.append(max(worst))
+            lines.append(f"| {row.label} | {' | '.join(cells)} |")
+            print(f"{row.label}: {', '.join(cells)} ({time.perf_counter() - begun:.0f} s)", flush=True)
+    before, _, rest = page.read_text().partition(BEGIN)
+    page.write_text("\n".join([f"{before}{BEGIN}", *lines, "", f"{END}{rest.partition(END)[2]}"]))
+    return good
+
+
+def _audited(auditor: Auditor, folder: Path, row: ObjectiveRow, place: Place, packing: str, options: Mapping[str, Any]) -> str:
+    """Return the worst error of a gradient as a power of ten, or in bold what failed."""
+    family = "mixtral" if place.experts else "llama"
+    tensors = {**row.tensors, **(_REFERENCE if row.reference and not options else {})}
+    try:
+        case = objective_case(
+            folder, place, row.part, family, packing=packing, tensors=tensors, microbatches=3, head=row.head, **options
+        )
+        report = auditor.audit(case, place.world_size)
+    except MeshwrightError as error:
+        return f"**refused**: {error}"
+    return f"{report.worst_gradient:.0e}" if report.passed and report.worst_gradient < CLOSE else f"**{report.verdict}**"
+
+
+if __name__ == "__main__":
+    sys.exit(0 if write_table() else 1)
