@@ -14,6 +14,7 @@ import yaml
 from meshwright.errors import ConfigError
 from meshwright.terminal import html
 from meshwright.train.config import RunConfig, load_config, overridden
+from meshwright.train.schema.our_objectives import as_ours
 from meshwright.user_code import part_of
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class Run:
         given = overrides.items() if isinstance(overrides, Mapping) else ()
         lines = [f"{key}={_text(value)}" for key, value in given] or list(overrides)
         if objective is not None:
-            lines.append(f"training.objective={_text(part_of('objective', objective))}")
+            lines.append(f"training.objective={_text(as_ours(part_of('objective', objective)))}")
         if source is not None:  # in place of that of the configuration
             lines += ["data.corpus=null", "data.files=[]", "data.hub=null"]
             lines.append(f"data.source={_text(part_of('source', source))}")

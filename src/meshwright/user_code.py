@@ -234,8 +234,8 @@ def part_of(where: str, value: Any) -> dict[str, Any]:
 
     Args:
         where: the key of the configuration.
-        value: a class, a function, or an object that keeps its arguments as attributes of their names. A mapping or a name is
-            one already.
+        value: a class, a function, or an object that keeps its arguments as attributes of their names, or in a mapping
+            ``arguments``. A mapping or a name is one already.
 
     Raises:
         ConfigError: it has no name that another process can import, or does not keep its arguments.
@@ -252,8 +252,9 @@ def part_of(where: str, value: Any) -> dict[str, Any]:
         raise ConfigError("config.part", said)
     arguments: dict[str, Any] = {}
     if made:
-        known = inspect.signature(kind).parameters
+        known, kept = inspect.signature(kind).parameters, getattr(value, "arguments", None)
         arguments = {one: getattr(value, one) for one in known if hasattr(value, one)}
+        arguments = dict(kept) if isinstance(kept, Mapping) else arguments
         left = [one for one, parameter in known.items() if one not in arguments and parameter.default is parameter.empty]
         if left := [one for one in left if known[one].kind not in (known[one].VAR_POSITIONAL, known[one].VAR_KEYWORD)]:
             said = f"{where}: {name} does not keep its arguments {', '.join(left)} as attributes of these names"

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+import meshwright as mw
 from examples.make_rollouts import mean_reward, new_model, rollouts
 from meshwright.checkpoint.directory import latest
 from meshwright.checkpoint.export import export_checkpoint
 from meshwright.data.tokenizer import train_tokenizer
+from meshwright.objectives.preference import Kto, Preference
 from meshwright.train.config import RunConfig, load_config
 from tests.train.runs import losses, rows, train
 
@@ -122,3 +124,17 @@ def test_rollouts_on_each_axis(rollout_rows: Path, tmp_path: Path, layout: str) 
 def losses_of(config: RunConfig, ranks: int) -> list[float]:
     train(config, ranks)
     return losses(config)
+
+
+def test_an_object_is_named_as_in_a_configuration(chat_model: Path, tmp_path: Path) -> None:
+    overrides = {"model.path": str(chat_model), "output": str(tmp_path)}
+    run = mw.Run("examples/dpo_chat.yaml", overrides, objective=Preference("ipo", beta=0.2))
+    config = run.config
+    assert config.training.objective is not None
+    assert (config.training.objective.use, config.training.objective.arguments) == (
+        "preference",
+        {"loss_type": "ipo", "beta": 0.2},
+    )
+    assert config.data.formats == ("preference",)
+    kto = mw.Run("examples/dpo_chat.yaml", overrides, objective=Kto(beta=0.3)).config
+    assert kto.data.unpairs

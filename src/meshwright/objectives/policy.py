@@ -8,10 +8,11 @@ from pydantic import Field
 from torch import nn
 
 from meshwright.errors import ConfigError, Problems
-from meshwright.models.objective import Batch, Objective, RunFacts
+from meshwright.models.objective import Batch, RunFacts
 from meshwright.models.token_loss import IGNORE, count_tokens
 from meshwright.objectives import given
 from meshwright.objectives.references import reference_of
+from meshwright.objectives.shipped import Shipped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +35,7 @@ CLIP = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 5.0)}
 Positive = Annotated[float, Field(gt=0)]
 
 
-class Policy(Objective):
+class Policy(Shipped):
     r"""Make tokens with a positive advantage more likely, and others less.
 
     With the ratio :math:`r_t = \pi(y_t) / \pi_{old}(y_t)` of a token, its advantage :math:`A_t`, and the clip range

@@ -13,10 +13,11 @@ from torch import nn
 from torch.nn.functional import logsigmoid
 
 from meshwright.errors import ConfigError, Problems
-from meshwright.models.objective import Batch, Objective, RunFacts
+from meshwright.models.objective import Batch, RunFacts
 from meshwright.models.token_loss import IGNORE
 from meshwright.objectives import given
 from meshwright.objectives.references import reference_of
+from meshwright.objectives.shipped import Shipped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +35,7 @@ Weight = Annotated[float, Field(ge=0)]
 Reference = Literal["adapter_off", "precomputed", "none"]
 
 
-class Preference(Objective):
+class Preference(Shipped):
     r"""Prefer the chosen answer to the rejected one.
 
     With log-probabilities :math:`\log\pi(y)` of answers given their prompt, those of a reference :math:`\log\pi_0(y)`, the
@@ -214,6 +215,7 @@ class Kto(Preference):
         undesirable_weight: Weight = 1.0,
     ) -> None:
         super().__init__(loss_type, beta, reference=reference)
+        self.arguments = {"loss_type": loss_type, **self.arguments}
         self.means, self.weight_of = length_normalization, (undesirable_weight, desirable_weight)
 
     def baselines(self, model: nn.Module, batch: Batch) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -9,7 +9,7 @@ from meshwright.data.rows.wanted import Labels, Wanted
 from meshwright.models.model_config import ModelConfig
 from meshwright.user_code import PartConfig
 
-__all__ = ["OURS", "OurObjective", "wanted_of"]
+__all__ = ["OURS", "OurObjective", "as_ours", "wanted_of"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,13 @@ OURS = {
         lambda arguments: "meshwright.objectives.classification:Classification", lambda arguments: ("labeled",), whole=True
     ),
 }
+
+
+def as_ours(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a part as a configuration names it, ``use`` and ``with``; a class of ours by its short name."""
+    arguments = dict(part.get("with", {}))
+    name = next((name for name, ours in OURS.items() if ours.part(arguments) == part["use"]), part["use"])
+    return {"use": name, **({"with": arguments} if arguments else {})}
 
 
 def wanted_of(part: PartConfig | None, format: str, model: ModelConfig) -> Wanted:
