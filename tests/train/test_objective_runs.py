@@ -13,6 +13,7 @@ from meshwright.checkpoint.export import export_checkpoint
 from meshwright.data.tokenizer import train_tokenizer
 from meshwright.objectives.preference import Kto, Preference
 from meshwright.train.config import RunConfig, load_config
+from meshwright.user_code import PartConfig
 from tests.train.runs import losses, rows, train
 
 ROOT = Path(__file__).parents[2]
@@ -130,11 +131,7 @@ def test_an_object_is_named_as_in_a_configuration(chat_model: Path, tmp_path: Pa
     overrides = {"model.path": str(chat_model), "output": str(tmp_path)}
     run = mw.Run("examples/dpo_chat.yaml", overrides, objective=Preference("ipo", beta=0.2))
     config = run.config
-    assert config.training.objective is not None
-    assert (config.training.objective.use, config.training.objective.arguments) == (
-        "preference",
-        {"loss_type": "ipo", "beta": 0.2},
-    )
+    assert config.training.objective == PartConfig(use="preference", arguments={"loss_type": "ipo", "beta": 0.2})
     assert config.data.formats == ("preference",)
     kto = mw.Run("examples/dpo_chat.yaml", overrides, objective=Kto(beta=0.3)).config
     assert kto.data.unpairs
