@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
+import meshwright as mw
 from meshwright.checkpoint.directory import latest
 from meshwright.checkpoint.export import export_checkpoint
 from meshwright.checkpoint.storage import contents
+from meshwright.objectives import Batch, given
 from meshwright.train.config import RunConfig, load_config
 from meshwright.train.start.setup import make_setup
+from tests.harness import run_ranks
 from tests.tiny import tiny_model
 from tests.train.conftest import corpus, tiny
 from tests.train.runs import losses, rows, train
@@ -127,3 +130,53 @@ def test_a_head_beside_an_adapter_is_what_peft_loads(tiny: Tiny, tmp_path: Path)
     with torch.no_grad():
         assert torch.allclose(loaded(ids).logits, merged(ids).logits, atol=1e-5)
         assert merged(ids).logits.abs().max() > 1e-3
+
+
+# -- a loop of one's own ------------------------------------------------------------------------------------------------------
+
+
+class Loss(mw.Objective):
+    """The third of the sum of the ids of a document is its class. It is named as the loss itself is."""
+
+    def counts(self, batches: list[Batch]) -> list[int]:
+        return [given.document_count(batches)]
+
+    def sums(self, model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, ...]:
+        logits = given.pooled(given.logits(model, batch), batch, "last")
+        kind = given.per_document(batch["input_ids"], batch) % 3
+        losses = -logits.log_softmax(-1).gather(-1, kind[..., None])[..., 0]
+        return (given.document_sum(losses, batch),)
+
+
+def classifier() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+    config = AutoConfig.for_model("llama", num_labels=3, pad_token_id=95, **sizes)
+    return AutoModelForSequenceClassification.from_config(config).double()
+
+
+def one_step(rank: int, layout: str) -> tuple[float, dict[str, torch.Tensor], float, dict[str, torch.Tensor]]:
+    """A step of the engine on a layout, and of transformers' own forward of each text alone."""
+    rows = [[[(7 * row + 5 * column) % 95 for column in range(5 + length)] for row in range(2)] for length in (0, 4)]
+    engine = mw.Engine(
+        classifier(), layout, microbatches=2, parallel={"param_dtype": "float64", "reduce_dtype": "float64"},
+        optimizer={"lr": 1e-2, "weight_decay": 0.0}, objective=Loss(),
+    )  # fmt: skip
+    found = engine.step([{"input_ids": torch.tensor(batch)} for batch in rows])
+    plain = classifier()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    texts = [text for batch in rows for text in batch]
+    loss = torch.stack([plain(torch.tensor([text]), labels=torch.tensor([sum(text) % 3])).loss for text in texts]).mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    optimizer.step()
+    ours = {name: tensor.clone() for name, tensor in engine.weights()}
+    return found.loss, ours, float(loss.detach()), dict(plain.named_parameters())
+
+
+def test_an_engine_takes_a_classifier_of_transformers() -> None:
+    for ours, weights, theirs, plain in run_ranks(one_step, 2, "tp=2"):
+        assert ours == pytest.approx(theirs, rel=1e-11)
+        assert weights.keys() == plain.keys()
+        for name, expected in plain.items():
+            torch.testing.assert_close(weights[name], expected.detach(), rtol=1e-9, atol=1e-11)

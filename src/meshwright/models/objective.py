@@ -87,6 +87,7 @@ class Objective(ABC):
         terms: names of the terms of the loss; by default one, with the name of the objective.
         weights: weights of the terms; by default all are 1.
         unit: what the first term is divided by, for a line about an evaluation: ``token``, ``document`` or ``pair``.
+        nats: whether the loss is a negative log-probability in nats, for the same line.
         perplexity: whether the exponential of the loss is a perplexity.
         uncounted: why :meth:`routed` does not say which tokens count, as a message if a balance loss is asked for; empty: it
             does.
@@ -119,6 +120,7 @@ class Objective(ABC):
     terms: tuple[str, ...]
     weights: tuple[float, ...]
     unit = "token"
+    nats = True
     perplexity = False
     uncounted = ""
     pipelines: bool | None = None

@@ -41,6 +41,7 @@ class Classification(OfLastTokens):
         super().begin(model, run)
         self.labels, kind = model.config.num_labels, getattr(model.config, "problem_type", None)
         self.kind_of_labels = kind or ("regression" if self.labels == 1 else "single_label_classification")  # of a loop's model
+        self.nats = self.kind_of_labels != "regression"
         if self.kind_of_labels == "single_label_classification" and self.labels < 2:
             raise ConfigError(
                 "config.objective",

@@ -59,7 +59,7 @@ class Reward(OfLastTokens):
         center_rewards_coefficient: Annotated[float, Field(ge=0)] | None = None,
     ) -> None:
         self.paired, self.center = loss_type == "bradley_terry", center_rewards_coefficient or 0.0
-        self.unit = "pair" if self.paired else "document"
+        self.unit, self.nats = "pair" if self.paired else "document", self.paired
         if center_rewards_coefficient is not None and not self.paired:
             said = f"training.objective.with.center_rewards_coefficient={center_rewards_coefficient}"
             raise ConfigError("config.part.arguments", f"{said}: applies to loss_type bradley_terry; leave it out")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from meshwright.errors import number_of
+from meshwright.models.objective import Objective
 from meshwright.objectives.call import calling
 from meshwright.train.batches import RankBatches
 from meshwright.train.engine.runner import Batch, Runner
@@ -50,10 +51,11 @@ def evaluate(runner: Runner, batches: RankBatches, held_out: Iterable[Batch]) ->
     return {**found, "eval/tokens": int(counts[0])}
 
 
-def shown(values: dict[str, float], step: int, unit: str) -> str:
-    """Return a line about an evaluation after a step, in which the loss is the mean over some units."""
+def shown(values: dict[str, float], step: int, objective: Objective) -> str:
+    """Return a line about an evaluation after a step, in which the loss is the mean over the units of an objective."""
     named = {name.removeprefix("eval/"): value for name, value in values.items()}
     loss, tokens = named.pop("loss"), int(named.pop("tokens"))
     named.pop("perplexity", None)
     others = "".join(f", {name.replace('_', ' ')} {value:.4f}" for name, value in named.items())
-    return f"held-out loss after {number_of(step, 'step')}: [bold]{loss:.4f}[/bold] nats{others} ({number_of(tokens, unit)})"
+    nats, count = " nats" if objective.nats else "", number_of(tokens, objective.unit)
+    return f"held-out loss after {number_of(step, 'step')}: [bold]{loss:.4f}[/bold]{nats}{others} ({count})"

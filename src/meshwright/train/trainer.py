@@ -275,7 +275,7 @@ class Trainer(StepEngine):
         if not (values := self.measure()):
             return None
         self.callbacks.on_evaluation(values)
-        self.recorder.event(self.step, values, evaluation.shown(values, self.step, self.objective.unit))
+        self.recorder.event(self.step, values, evaluation.shown(values, self.step, self.objective))
         return values["eval/loss"]
 
     def measure(self) -> dict[str, float]:

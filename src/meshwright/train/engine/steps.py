@@ -161,7 +161,7 @@ class StepEngine:
         """Return loss, terms, metrics of the objective and targets over all ranks. Collective over data ranks."""
         metrics = gathered.sums.over_ranks(self.mesh)
         for term, count in zip(self.objective.terms, gathered.divisors, strict=True):
-            if term in metrics:
+            if len(self.objective.terms) > 1:
                 metrics[f"{term}_loss"] = metrics.pop(term).double() / count
         pairs = {name: (metrics.pop(f"{name}{SUM}"), metrics.pop(f"{name}{COUNT}")) for name in self.objective.metric_names}
         with calling(self.objective, "summary"):
