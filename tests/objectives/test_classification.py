@@ -6,16 +6,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForSequenceClassification
 
 from meshwright.audit.conduct import Auditor
+from meshwright.audit.ranks import RankTrainer
 from meshwright.models.weights.build import materialize
 from meshwright.objectives import Batch
 from meshwright.objectives.documents import number_documents
+from meshwright.objectives.of_documents import LAST
 from meshwright.objectives.running import Running, running
 from meshwright.train.config import load_config
 from meshwright.train.start.setup import make_setup
 from tests.audit.conftest import auditor, folder
+from tests.audit.plants import around_backward
 from tests.objectives.shipped import LORA, PLACES, compare
 from tests.train.runs import write_config
 
@@ -50,6 +54,58 @@ def test_every_axis(auditor: Auditor, folder: Path, label: str, packing: str, ki
 @pytest.mark.parametrize("label", ["shard 2", "tp 2", "pp 2", "cp 2"])
 def test_beside_adapters(auditor: Auditor, folder: Path, label: str) -> None:
     compare(auditor, folder, PLACES[label], USE, head=head_of("multi_label_classification"), adapter=LORA)
+
+
+# -- planted bugs -------------------------------------------------------------------------------------------------------------
+
+
+def _marks(trainer: RankTrainer, change: Any) -> None:
+    inner = trainer.objective.sums
+
+    def sums(model: Any, batch: Batch) -> Any:
+        batch[LAST] = change(batch)
+        return inner(model, batch)
+
+    trainer.objective.sums = sums  # type: ignore[method-assign]
+
+
+def last_of_each_row(trainer: RankTrainer) -> None:
+    """As in transformers: the last token of a row that is learned stands for all of its documents."""
+
+    def change(batch: Batch) -> torch.Tensor:
+        places = torch.arange(batch[LAST].shape[1]) * batch[LAST].bool()
+        return torch.zeros_like(batch[LAST]).scatter_(1, places.argmax(1, keepdim=True), 1.0)
+
+    _marks(trainer, change)
+
+
+def token_before(trainer: RankTrainer) -> None:
+    """The second rank takes the token before the last one."""
+    if dist.get_rank() == 1:
+        _marks(trainer, lambda batch: batch[LAST].roll(-1, 1))
+
+
+def documents_of_a_rank(trainer: RankTrainer) -> None:
+    """Each rank divides by its own documents, and the mean over ranks is taken."""
+
+    def before(batches: Any, counts: torch.Tensor) -> Any:
+        return batches, torch.tensor(trainer.objective.counts(batches)) * dist.get_world_size()
+
+    around_backward(trainer, before)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("label", "plant", "words"),
+    [
+        ("shard 2", last_of_each_row, "of the microbatches"),
+        ("cp 2", token_before, "the gradient of"),
+        ("shard 2", documents_of_a_rank, "weighs the microbatches of the ranks by"),
+    ],
+)
+def test_planted(auditor: Auditor, folder: Path, label: str, plant: Any, words: str) -> None:
+    head = head_of("single_label_classification")
+    assert words in compare(auditor, folder, PLACES[label], USE, head=head, plants=[plant]).verdict
 
 
 # -- against transformers and formulas ----------------------------------------------------------------------------------------
