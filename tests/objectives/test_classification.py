@@ -50,6 +50,28 @@ def test_every_axis(auditor: Auditor, folder: Path, label: str, packing: str, ki
     compare(auditor, folder, PLACES[label], USE, family, packing=packing, microbatches=3, head=head_of(kind))
 
 
+FAMILIES = [
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma3_text",
+    "phi3",
+    "olmo2",
+    "gpt2",
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("label", ["tp 2", "tp 2 seq", "pp 2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(auditor: Auditor, folder: Path, family: str, label: str) -> None:
+    compare(auditor, folder, PLACES[label], USE, family, head=head_of("single_label_classification"))
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("label", ["shard 2", "tp 2", "pp 2", "cp 2"])
 def test_beside_adapters(auditor: Auditor, folder: Path, label: str) -> None:

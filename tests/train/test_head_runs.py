@@ -100,8 +100,8 @@ def test_a_reward_model_learns_resumes_and_runs_sliced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["classify", "reward"])
 def test_an_example_on_each_axis(tmp_path: Path, name: str, layout: str) -> None:
-    plain = train(example(name, tmp_path / "plain", "training.steps=4"), 2)
-    other = example(name, tmp_path / "other", "training.steps=4", layout)
+    plain = train(example(name, tmp_path / "plain", "training.steps=6"), 2)
+    other = example(name, tmp_path / "other", "training.steps=6", layout)
     assert train(other, 2) == pytest.approx(plain, rel=1e-4)
 
 

@@ -103,7 +103,8 @@ def derived_spec(model: nn.Module, param_dtype: str | None = "bfloat16") -> Para
     known, head = structure_of([kind.__name__ for kind in type(model).__mro__], model.config), head_of(model)
     if head and (twin := causal_twin(model)) is not None:
         known = structure_of([twin], model.config)
-        known = None if known is None else replace(known, head=head)
+        if known is not None:
+            known = replace(known, head=head, styles={name: one for name, one in known.styles.items() if name != known.head})
     experts = experts_of(model)
     styles = dict(declared.tp)
     if styles and known is not None:
