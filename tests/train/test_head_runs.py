@@ -76,14 +76,15 @@ def test_a_classifier_learns_and_transformers_says_the_same(tmp_path: Path) -> N
 
 
 def test_a_reward_model_learns_resumes_and_runs_sliced(tmp_path: Path) -> None:
-    run = example("reward", tmp_path / "whole")
+    short = ("training.steps=12", "training.eval_every=12", "checkpoint.every=6")
+    run = example("reward", tmp_path / "whole", *short)
     expected = train(run, 2)
     last = [row for row in rows(run) if "eval/accuracy" in row][-1]
     assert last["eval/accuracy"] > 0.9
     assert last["eval/margin"] > 0.5
-    half = example("reward", tmp_path / "parts", "training.steps=8")
+    half = example("reward", tmp_path / "parts", *short, "training.steps=6")
     train(half, 2)
-    again = example("reward", tmp_path / "parts", "layout.tp=2")
+    again = example("reward", tmp_path / "parts", *short, "layout.tp=2")
     assert train(again, 2) == pytest.approx(expected, rel=2e-3)
     model, tokenizer = exported(again, tmp_path / "exported")
     chats = [
