@@ -67,6 +67,14 @@ OBJECTIVES = (
     *(ObjectiveRow("preference", {"loss_type": kind}, reference=True) for kind in ("dpo", "ipo", "hinge", "kto")),
     *(ObjectiveRow("preference", {"loss_type": kind}) for kind in ("simpo", "orpo", "cpo")),
     *(ObjectiveRow("policy", {"loss_type": kind, "beta": 0.1}, reference=True) for kind in ("grpo", "dapo", "dr_grpo", "gspo")),
+    *(
+        ObjectiveRow("classification", head={"kind": "sequence_classification", "num_labels": 3, "problem_type": kind})
+        for kind in ("single_label_classification", "multi_label_classification", "regression")
+    ),
+    *(
+        ObjectiveRow("reward", {"loss_type": kind}, head={"kind": "sequence_classification", "num_labels": 1})
+        for kind in ("bradley_terry", "mse")
+    ),
 )
 
 

@@ -8,9 +8,10 @@ from torch import nn
 
 from meshwright.errors import ConfigError
 from meshwright.models.heads import ENDINGS, task_of
-from meshwright.models.objective import Batch, Objective, RunFacts
+from meshwright.models.objective import Batch, RunFacts
 from meshwright.objectives import given
 from meshwright.objectives.documents import BEGIN, number_documents
+from meshwright.objectives.shipped import Shipped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +27,7 @@ Pairs = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """Name of a metric to its sum, and to what that is divided by; both are scalars."""
 
 
-class OfLastTokens(Objective):
+class OfLastTokens(Shipped):
     """An objective for a head that gives numbers for each document: those of its last token, as transformers takes it."""
 
     documents = True

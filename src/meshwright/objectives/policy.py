@@ -80,6 +80,7 @@ class Policy(Shipped):
 
     name = "policy"
     purpose = "answer with a larger reward"
+    nats = False
     packs = shares = True
 
     def __init__(

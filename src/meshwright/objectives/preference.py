@@ -109,6 +109,7 @@ class Preference(Shipped):
                 problems.add("config.part.arguments", f"{said}; leave it out")
         if problems:
             raise ConfigError(problems)
+        self.nats = loss_type not in ("ipo", "hinge", "kto")
         self.loss_type, self.smoothing, self.wants = loss_type, label_smoothing, reference
         self.beta = beta if beta is not None else 2.0 if loss_type == "simpo" else 0.1
         self.means = loss_type in MEAN_OF_TOKENS if length_normalization is None else length_normalization
