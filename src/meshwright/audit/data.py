@@ -12,6 +12,7 @@ one of that.
 """
 
 import hashlib
+import math
 from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -284,7 +285,7 @@ def draw_documents(
 
     With ``pairs``, each is two documents, of at least two tokens.
 
-    Columns have random values: of float32 between 0 and 1, those of a reference between -1 and 0; of int64 0 and 1.
+    Columns have random values, of which :func:`~meshwright.objectives.invented.invented` says what they can mean.
     """
     draw = np.random.default_rng(seed)
     lengths = _uneven_lengths(longest or sequence_length, seed)
@@ -298,8 +299,12 @@ def draw_documents(
 
 def _drawn(draw: np.random.Generator, name: str, column: TensorColumn, tokens: int) -> npt.NDArray[Any]:
     shape = (*((tokens,) if column.per == "token" else ()), *shape_of(column))
-    found = draw.integers(0, 2, shape) if column.dtype == "int64" else draw.uniform(0.0, 1.0, shape)
-    return np.asarray(-found if name == REFERENCE else found)
+    if column.dtype == "int64":
+        if column.width is not None and name.endswith("ids"):
+            return np.asarray(draw.integers(0, 2, (*shape[:-1], 1)) + np.arange(column.width))
+        return np.asarray(draw.integers(0, 2, shape))
+    found = np.asarray(draw.uniform(0.0, 1.0, shape))
+    return -found - math.log(column.width or 1) if name.endswith("log_probs") else found
 
 
 def _uneven_lengths(sequence_length: int, seed: int) -> Iterator[int]:
