@@ -33,7 +33,6 @@ from meshwright.distributed.context.sequences import join_sequences
 from meshwright.distributed.mesh import ParallelMesh
 from meshwright.models.objective import ROUTED
 from meshwright.objectives.documents import EXISTS
-from meshwright.objectives.invented import REFERENCE
 from meshwright.plan.result.sharding_plan import ShardingPlan
 from meshwright.train.config import RunConfig
 
@@ -100,13 +99,11 @@ class UnevenLoader(TrainLoader):
             the same few experts, and other experts get no token.
         words: token ids that are put into the first step, as inputs and as labels, as far as there is room.
         unlabelled: numbers of the sequences that have no label.
-        refers: whether batches have what a reference says, which is made up: in a run the model says it before the first step.
     """
 
     starves = False
     words: tuple[int, ...] = ()
     unlabelled = range(0)
-    refers = False
 
     def _sequence(self, number: int) -> dict[str, Integers]:
         sequence = super()._sequence(number)
@@ -123,8 +120,6 @@ class UnevenLoader(TrainLoader):
             targets = labels[:-1] != IGNORE
             labels[:-1][targets] = ids[1:][targets]
         columns = {name: sequence[name].copy() for name, column in self.store.tensors.items() if column.per == "token"}
-        if self.refers:
-            columns[REFERENCE] = (-0.5 - 0.4 * np.sin(ids)).astype(np.float32)
         for column in columns.values():
             column[labels == IGNORE] = 0
         return {**sequence, "input_ids": ids, "labels": labels, **columns}
